@@ -21,10 +21,10 @@ _HOMES = {
     "LifetimeError": "errors",
     "PlanError": "errors",
     "PoolView": "pools.views",
-    "ReadPlan": "pools.views",
+    "ReadPlan": "pools.plans",
     "Report": "report.render",
     "SubstepCanary": "manager.substep",
-    "WritePlan": "pools.views",
+    "WritePlan": "pools.plans",
 }
 
 __all__ = [
@@ -57,7 +57,11 @@ if TYPE_CHECKING:
     )
     from kvcanary.manager.manager import CanaryManager
     from kvcanary.manager.substep import SubstepCanary
-    from kvcanary.pools.views import PoolView, ReadPlan, WritePlan
+    from kvcanary.pools.plans import (
+        ReadPlan,
+        WritePlan,
+    )
+    from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
 

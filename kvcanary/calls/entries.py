@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.calls.forward import Forward, Ints
+from kvcanary.calls.forward import Ints
+from kvcanary.calls.model_call import ModelCall
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.ledger.ledger import Request
 from kvcanary.records.state import PoolState
-
-if TYPE_CHECKING:
-    from kvcanary.captured.decoded import Learned
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +74,7 @@ class Entries:
         return Entries(*columns, self.request_ids, good, names)
 
 
-def written_entries(forward: Forward | Learned) -> Entries:
+def written_entries(forward: ModelCall) -> Entries:
     """The write plan of a forward, with the slots that it asked for."""
     slots, names, rows = forward.planned.slots, forward.slot_names, np.arange(len(forward.written)) // forward.width
     if forward.refused is not None:
@@ -105,7 +103,7 @@ def join_entries(parts: Sequence[Entries]) -> Entries:
     )
 
 
-def fired_writes(code: str, forward: Forward | Learned, which: Ints, **evidence: NDArray[Any]) -> HitBatch:
+def fired_writes(code: str, forward: ModelCall, which: Ints, **evidence: NDArray[Any]) -> HitBatch:
     """One check at some entries of a forward's write plan; `which` and `evidence` as in `Entries.fired`."""
     return written_entries(forward).fired(code, forward.pool, forward.site, forward.step, which, **evidence)
 

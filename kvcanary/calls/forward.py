@@ -14,7 +14,10 @@ from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Request
 from kvcanary.native.layout import ADDRESS, BEFORE, CONTRADICTS, HEAD, KINDS, NUM_BEFORE, OTHER, REFUSES
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.records.state import PoolState
 
 Ints = NDArray[np.int64]

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
-from kvcanary.report.certificate import Coverage
 
 REQUESTS, PAGES = "requests set aside after L1", "pages set aside after L1"
 CHECKS, EVENTS = "checks that fired on what was set aside", "contradictions of what was set aside"

@@ -14,7 +14,7 @@ from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, RANK, SPEAK_FI
 from kvcanary.records.state import PoolState
 
 if TYPE_CHECKING:
-    from kvcanary.transfers.arrivals import Arrival
+    from kvcanary.provenance.arrival import Arrival
 
 NO_SLOT = -1  # of hits that have no place, as those of forwards that ran without hooks
 #: What is found in rows of which no hook has told what was written.

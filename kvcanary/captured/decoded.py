@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from kvcanary.calls.forward import Ints, Planned
+from kvcanary.calls.violation import NO_BRANCH, Lineage
 from kvcanary.captured.launch_group import Series
-from kvcanary.captured.readback import Ran
+from kvcanary.captured.readback import Ran, StaticHit
 from kvcanary.captured.substep import MASKS, StaticSubstep
 from kvcanary.ledger.ledger import Request
 from kvcanary.ledger.requests import Batch
@@ -252,3 +253,28 @@ class Learned:
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
+
+
+def lineage_of(hit: StaticHit, runs: Sequence[Launched]) -> Lineage | None:
+    """The same of what a captured forward, one of these runs, has found; None where its lineage says nothing of it."""
+    run = next((run for run in runs if _is_of(hit, run)), None)
+    if run is None or hit.code != "R5" or not hit.is_exact:
+        return None
+    last = next((last for last in runs if last.substep is run.substep.before and last.batch is run.batch), None)
+    told = _told(run)
+    if last is None or told.lineage is None or hit.place != told.begins[hit.row] - 1:
+        return None
+    first = hit.row // told.width * told.width
+    slots = _told(last).planned.slots[first : first + told.width].tolist()
+    found = slots.index(hit.slot) if hit.slot in slots else NO_BRANCH
+    parent = int(told.lineage[hit.row])
+    return None if found == parent else Lineage(hit.row - first, parent, found)
+
+
+def _is_of(hit: StaticHit, run: Launched) -> bool:
+    is_here = (hit.pool, hit.site) == (run.substep.pool.name, run.substep.site)
+    return is_here and hit.row >= 0 and hit.uid in [request.uid for request in run.batch.requests]
+
+
+def _told(run: Launched) -> Learned:
+    return Learned(run.substep, run.step, len(run.batch), run.line.parts())

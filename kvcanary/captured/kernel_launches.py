@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from kvcanary_kernels.judge.settle import NUM_RUNS
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT
 from kvcanary_kernels.record.layout import MASK_32, signed
 from kvcanary_kernels.record.table import PageTable
-
-if TYPE_CHECKING:
-    from kvcanary.captured.substep import StaticSubstep
 
 PLANNED, READ = range(2)  # sides of a header: codes of the plan, codes of what was read
 HEADER = 2 * NUM_BITS + NUM_RUNS
@@ -46,7 +43,14 @@ class Shared:
     step: Tensor
     claims: dict[str, Tensor]
     beside: Beside
-    opened: set[StaticSubstep] = field(default_factory=set)
+    opened: set[object] = field(default_factory=set)
+
+
+class Drafted(Protocol):
+    """A draft forward of the same program, of which another one needs what it has written."""
+
+    @property
+    def work(self) -> Workspace: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +80,7 @@ class Settings:
     puts: bool = False
     attends: bool = False
     read_keys: ReadKeys | None = None
-    before: StaticSubstep | None = None
+    before: Drafted | None = None
     is_postponed: bool = False
 
 

@@ -13,7 +13,10 @@ from kvcanary.captured.arena import ALIGNMENT, Arena
 from kvcanary.captured.buffers import NULL_SLOT
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
 from kvcanary.captured.substep import StaticSubstep
-from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.records.graph_cache import Replays
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS, UNSET
@@ -21,7 +24,7 @@ from kvcanary_kernels.judge.forward import NO_SLOT, ForwardPlan
 from kvcanary_kernels.record.table import PageTable
 
 if TYPE_CHECKING:
-    from kvcanary.captured.step import RowTruth
+    from kvcanary.ledger.row_truth import RowTruth
 
 #: Tensors that a forward has, and rather more: an arena's room. The last: what the host knows, by row.
 ENTRY_TENSORS, ROW_TENSORS, READ_TENSORS, TOLD_TENSORS = 22, 10, 3, 20

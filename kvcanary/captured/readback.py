@@ -11,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.calls.entries import Entries
+from kvcanary.calls.violation_log import HitBatch
 from kvcanary.captured.kernel_launches import PLANNED, READ, is_later
 from kvcanary.captured.substep import HEADER_PART, ROW_STARTS, VIOLATIONS, StaticSubstep
-from kvcanary.ledger.ledger import Request
+from kvcanary.checks.grants import grant_codes
+from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.records.mailbox import Line
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import ENTRY, ROW, SLOT, STEP
@@ -278,3 +281,20 @@ def _uid(substep: StaticSubstep, row: int, ran: Ran | None) -> int:
     if ran is not None and row // substep.width < len(ran.requests):
         return ran.requests[row // substep.width].uid
     return int(substep.forward.uids[row])
+
+
+def judge_read_rows(ledger: Ledger, rows: Iterable[ReadRow], step: int) -> list[HitBatch]:
+    """R7 and R8 of captured forwards in which something else fired, or whose requests lack pages."""
+    hits = []
+    for row in dict.fromkeys(rows):
+        request = ledger.requests.get(ledger.name(row.uid) or "")
+        if request is None or request.uid != row.uid:
+            continue
+        slots, positions = np.array(row.slots, np.int64), np.arange(len(row.slots))
+        codes = grant_codes(ledger, request, 0, slots)
+        entries = Entries(slots, positions, np.zeros_like(positions), [request.request_id])
+        for code in ("R7", "R8"):
+            which = np.flatnonzero(codes == CODE_BITS[code])
+            if len(which):
+                hits.append(entries.fired(code, row.pool, row.site, step, which))
+    return hits

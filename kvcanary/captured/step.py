@@ -12,24 +12,24 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
 from kvcanary.calls.forward import Ints
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
-from kvcanary.captured.decoded import Launch, Launched, Learned, runs_of, tokens_of
+from kvcanary.captured.decoded import Launch, Launched, Learned, lineage_of, runs_of, tokens_of
 from kvcanary.captured.launch_group import Series
 from kvcanary.captured.moves import StaticMove
 from kvcanary.captured.one_shot import OnceSubstep, Singles
 from kvcanary.captured.pending import Hearing
-from kvcanary.captured.readback import CoverageGap, StaticHit, read_rows
+from kvcanary.captured.readback import CoverageGap, StaticHit, judge_read_rows, read_rows
 from kvcanary.captured.registry import Snapshot, SubstepBank
 from kvcanary.captured.substep import HEADER_PART, StaticSubstep
 from kvcanary.checks.content import find_changed
-from kvcanary.checks.grants import judge_read_rows
-from kvcanary.checks.lineage import lineage_of
 from kvcanary.errors import PageStateError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
+from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native.layout import (
     HAS_MORE,
     HAS_RUN,
@@ -39,13 +39,6 @@ from kvcanary.native.layout import (
     NOWHERE,
     PLACE_BITS,
     REWRITES,
-    ROW_CHAINS,
-    ROW_COMMITTED,
-    ROW_LENGTHS,
-    ROW_NUMBERS,
-    ROW_ROOTS,
-    ROW_UIDS,
-    ROW_UNHEARD,
     RUN_BITS,
     RUN_CARD,
     RUN_READS,
@@ -56,61 +49,15 @@ from kvcanary.native.layout import (
     SAID_SEEN,
     SAID_SUMS,
 )
-from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.records.mailbox import LINES
 from kvcanary.records.record_store import Mirror
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report.certificate import Coverage
 
 Unwritten = Callable[[Sequence[Request], int], None]
-
-
-class RowTruth:
-    """What the host knows of the rows that a captured forward is launched with, by request.
-
-    step:        the step's number and turn, as `SubstepBank.step` has them, for forwards with a step of their own
-    numbers:     [5, requests] int64, all that follows in this order
-    uids:        of the requests
-    prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
-    truths:      chain value at that length, as int64
-    roots:       chain value that position 0 continues, as int64
-    unheard:     1 where the row goes on by what the last step has accepted, which the device alone knows (`Seats`): the
-                 length and chain value are those of all entries whose tokens the host knows. Else 0
-    """
-
-    __slots__ = ("_rows", "step")
-
-    def __init__(self, rows: array[int], step: int) -> None:
-        """`rows`: these numbers, and what is the canary's alone (cards.py, ROW_NUMBERS)."""
-        self._rows, self.step = rows, step
-
-    def copy(self) -> RowTruth:
-        return RowTruth(self._rows[:], self.step)
-
-    @property
-    def numbers(self) -> Ints:
-        n = len(self._rows) // ROW_NUMBERS
-        return np.frombuffer(self._rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n)
-
-    @property
-    def uids(self) -> list[int]:
-        return self.numbers[ROW_UIDS].tolist()
-
-    @property
-    def prefix_lens(self) -> list[int]:
-        return self.numbers[ROW_LENGTHS].tolist()
-
-    @property
-    def truths(self) -> list[int]:
-        return self.numbers[ROW_CHAINS].tolist()
-
-    @property
-    def roots(self) -> list[int]:
-        return self.numbers[ROW_ROOTS].tolist()
-
-    @property
-    def unheard(self) -> list[int]:
-        return self.numbers[ROW_UNHEARD].tolist()
 
 
 class Listener(Protocol):

@@ -25,13 +25,13 @@ from kvcanary.native.layout import (
     NUM_TRUTHS,
     PLANS_WRONG,
     READS_WRONG,
+    REWRITTEN,
     ROW_LEN,
     ROW_SLOTS,
     SEALED_BITS,
     SEEN,
     TOKENS_KNOWN,
 )
-from kvcanary.records.host_pool import REWRITTEN
 from kvcanary.records.record_store import Mirror
 from kvcanary.records.state import CanaryState
 

@@ -7,14 +7,9 @@ reused at any time. Only the host knows the pages of every row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
-from kvcanary.calls.entries import Entries
 from kvcanary.calls.forward import Ints
-from kvcanary.calls.violation_log import HitBatch
-from kvcanary.captured.readback import ReadRow
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary_kernels.record.layout import CODE_BITS, SHARED
 
@@ -40,20 +35,3 @@ def grant_codes(ledger: Ledger, request: Request, first_position: int, names: In
         is_foreign = (known[own] >= 0) & (not ledger.had(page, request.request_id))
         codes[own] = np.where(is_foreign, CODE_BITS["R8"], CODE_BITS["R7"])
     return codes
-
-
-def judge_read_rows(ledger: Ledger, rows: Iterable[ReadRow], step: int) -> list[HitBatch]:
-    """R7 and R8 of captured forwards in which something else fired, or whose requests lack pages."""
-    hits = []
-    for row in dict.fromkeys(rows):
-        request = ledger.requests.get(ledger.name(row.uid) or "")
-        if request is None or request.uid != row.uid:
-            continue
-        slots, positions = np.array(row.slots, np.int64), np.arange(len(row.slots))
-        codes = grant_codes(ledger, request, 0, slots)
-        entries = Entries(slots, positions, np.zeros_like(positions), [request.request_id])
-        for code in ("R7", "R8"):
-            which = np.flatnonzero(codes == CODE_BITS[code])
-            if len(which):
-                hits.append(entries.fired(code, row.pool, row.site, step, which))
-    return hits

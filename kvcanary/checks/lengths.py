@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvcanary.calls.entries import fired_writes
 from kvcanary.calls.forward import Forward, on_host
+from kvcanary.calls.model_call import ModelCall
 from kvcanary.calls.violation import NO_SLOT, Hit
 from kvcanary.errors import LifetimeError
 from kvcanary.ledger.ledger import Request
 from kvcanary.pools.slot_maps import window_start
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import read_record
-
-if TYPE_CHECKING:
-    from kvcanary.captured.decoded import Learned
 
 Values = dict[str, Any]
 
@@ -130,7 +128,7 @@ def _wrong_length(forward: Forward, row: int, position: int, expected: Values, f
     return hit
 
 
-def judge_mask(forward: Forward | Learned) -> list[Hit]:
+def judge_mask(forward: ModelCall) -> list[Hit]:
     """R13 for every tree node that sees anything but itself and its ancestors."""
     if forward.tree_mask is None or forward.parents is None:
         return []

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvcanary.calls.entries import Entries, named
 from kvcanary.calls.forward import Forward, Ints
-from kvcanary.calls.violation import NO_BRANCH, Lineage
+from kvcanary.calls.violation import NO_BRANCH
 from kvcanary.calls.violation_log import HitBatch
-from kvcanary.captured.decoded import Launched, Learned
-from kvcanary.captured.readback import StaticHit
 from kvcanary_kernels.record.layout import CHAIN
 
 
@@ -35,28 +31,3 @@ def judge_lineage(forward: Forward, records: Ints) -> list[HitBatch]:
     entries = Entries(slots, np.array(forward.begins) - 1, rows // width, forward.request_ids, names=named(pool, names))
     lineages = np.stack((rows % width, branches, found), 1)
     return [entries.fired("R5", pool, forward.site, forward.step, np.flatnonzero(astray), lineages=lineages)]
-
-
-def lineage_of(hit: StaticHit, runs: Sequence[Launched]) -> Lineage | None:
-    """The same of what a captured forward, one of these runs, has found; None where its lineage says nothing of it."""
-    run = next((run for run in runs if _is_of(hit, run)), None)
-    if run is None or hit.code != "R5" or not hit.is_exact:
-        return None
-    last = next((last for last in runs if last.substep is run.substep.before and last.batch is run.batch), None)
-    told = _told(run)
-    if last is None or told.lineage is None or hit.place != told.begins[hit.row] - 1:
-        return None
-    first = hit.row // told.width * told.width
-    slots = _told(last).planned.slots[first : first + told.width].tolist()
-    found = slots.index(hit.slot) if hit.slot in slots else NO_BRANCH
-    parent = int(told.lineage[hit.row])
-    return None if found == parent else Lineage(hit.row - first, parent, found)
-
-
-def _is_of(hit: StaticHit, run: Launched) -> bool:
-    is_here = (hit.pool, hit.site) == (run.substep.pool.name, run.substep.site)
-    return is_here and hit.row >= 0 and hit.uid in [request.uid for request in run.batch.requests]
-
-
-def _told(run: Launched) -> Learned:
-    return Learned(run.substep, run.step, len(run.batch), run.line.parts())

@@ -11,8 +11,16 @@ from kvcanary.calls.forward import Forward, Ints
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.checks.lineage import judge_lineage
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.records.host_pool import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH
-from kvcanary.records.record_store import Mirror, Words
+from kvcanary.native.layout import (
+    ASTRAY,
+    MISPLACED,
+    NULL_WRITTEN,
+    PAGE_FRESH,
+)
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.records.record_store import Mirror, Words, two_words
+from kvcanary.records.state import stored_columns
+from kvcanary_kernels.record.layout import CHAIN
 
 
 class Sealer:
@@ -25,22 +33,56 @@ class Sealer:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's, R5 where a row
         does not read what its lineage goes on from.
         """
-        seen = [self._mirror.seal(forward, self._roots(forward), self._ledger.pages) for forward in forwards]
-        return self.sealed(forwards, seen)
+        return self.sealed(forwards, [self._seal(forward) for forward in forwards])
+
+    def _seal(self, forward: Forward) -> int:
+        """A record for all that a forward has written; what `loops.seal_plan` gives."""
+        pool, pages, ids = forward.pool, self._ledger.pages, forward.host_ids
+        seen: int = pool.loops.seal_plan(
+            forward.plan,
+            forward.num_entries,
+            forward.num_rows,
+            forward.width,
+            forward.has_parents,
+            *forward.before,
+            forward.chains,
+            forward.slot_names,
+            ids.data_ptr(),
+            ids.shape[0],
+            forward.uids,
+            self._roots(forward).view(np.int64),
+            pages.generations,
+            pages.states,
+            pool.view.page_size,
+            two_words(forward.step, pack_site(*forward.site)),
+            *(pool.all_layers if forward.stored == pool.full_layers else stored_columns(forward.stored)),
+            pool.base,
+            pool.view.num_slots,
+            pool.view.null_slots,
+            pool.signed_term,
+            *self._mirror.memory_of_loops,
+        )
+        self._mirror.sealed(pool, forward.planned.slots, seen)
+        return seen
 
     def sealed(self, forwards: Sequence[Forward], seen: Sequence[int]) -> list[HitBatch]:
-        """What follows from what a loop has seen while it sealed each of these forwards (host.py)."""
+        """What follows from what a loop has seen while it sealed each of these forwards (native/layout.py)."""
         hits = []
         for forward, found in zip(forwards, seen, strict=True):
             if found & PAGE_FRESH:
                 self._ledger.pages.wrote(forward.slot_names, self._ledger.page_size)
             if found & NULL_WRITTEN:
-                self._mirror.forget_null_chains(forward)
+                self._forget_null_chains(forward)
             if found & MISPLACED:
                 hits.append(_misplaced(forward))
             if found & ASTRAY:
                 hits += judge_lineage(forward, self._mirror.memory[forward.pool.base :])
         return hits
+
+    def _forget_null_chains(self, forward: Forward) -> None:
+        """Null slots have no records: their chains were for what follows in the same step."""
+        slots = forward.planned.slots
+        self._mirror.table[slots[slots < forward.pool.view.null_slots] + forward.pool.base, CHAIN] = 0
 
     def _roots(self, forward: Forward) -> Words:
         """[rows] chain that a row continues where it reads nothing before its own entries."""

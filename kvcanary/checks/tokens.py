@@ -6,17 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, compress, count, repeat
 from operator import add, getitem, ne
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcanary.calls.entries import fired_writes
-from kvcanary.calls.forward import Forward
+from kvcanary.calls.model_call import ModelCall
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.ledger.ledger import Request
-
-if TYPE_CHECKING:
-    from kvcanary.captured.decoded import Learned
 
 TokenOf = Callable[[str, int], int | None]
 
@@ -33,7 +29,7 @@ class Oracle:
     judges_guesses: bool = False
 
 
-def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> list[HitBatch]:
+def judge_tokens(forward: ModelCall, oracle: Oracle | None = None) -> list[HitBatch]:
     """W6 for every entry whose input is another token than its request has there, or no token at all.
 
     Without an oracle that judges them, draft guesses have no truth.
@@ -55,7 +51,7 @@ def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> li
     return [fired_writes("W6", forward, np.array(sorted(set(wrong))))] if wrong else []
 
 
-def _outside_vocabulary(forward: Forward | Learned) -> list[int]:
+def _outside_vocabulary(forward: ModelCall) -> list[int]:
     """Guesses and padding too: whatever is fed must be a token."""
     size, tokens = forward.pool.view.vocab_size, forward.planned.tokens
     if size is None:
@@ -64,9 +60,7 @@ def _outside_vocabulary(forward: Forward | Learned) -> list[int]:
     return np.flatnonzero(is_outside).tolist() if np.count_nonzero(is_outside) else []
 
 
-def _wrong_in_row(
-    forward: Forward | Learned, row: int, first: int, tokens: list[int], oracle: Oracle | None
-) -> list[int]:
+def _wrong_in_row(forward: ModelCall, row: int, first: int, tokens: list[int], oracle: Oracle | None) -> list[int]:
     """Entries of one row that were fed something else than what the host knows, or the oracle."""
     request, place = forward.request_of(row), forward.begins[row] + forward.pool.view.token_offset
     judged = len(tokens) if forward.parents is None else min(len(tokens), 1)  # a tree's root is no guess
@@ -81,7 +75,7 @@ def _wrong_in_row(
     return wrong
 
 
-def _contradicts(oracle: Oracle, forward: Forward | Learned, request: Request, entry: int) -> bool:
+def _contradicts(oracle: Oracle, forward: ModelCall, request: Request, entry: int) -> bool:
     """Whether the oracle knows another token; what an extend forward is fed beyond acceptance has none."""
     pool, position = forward.pool, int(forward.planned.positions[entry])
     if forward.kind == "extend" and position >= request.most_final(pool.pool_id):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,14 +16,17 @@ from numpy.typing import NDArray
 import kvcanary
 from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
-from kvcanary.dumps.event_schema import CALLS, FORMAT, OF_SEVERAL, SAFE_VALUES, VERSION, WITHHELD, by_request
+from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD, by_request
 from kvcanary.dumps.manifest import shape_of_forward, shape_of_pool
 from kvcanary.dumps.pseudonyms import Chains, CodeBook, rooted
 from kvcanary.ledger.requests import growth_of
-from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.recorder.checkpoint import Books, RequestState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward, RecordedLaunch, RecordedMove
-from kvcanary.recorder.recorder import Damage, Event, Recorder
+from kvcanary.recorder.recorder import (
+    Event,
+    Recorder,
+)
+from kvcanary.recorder.segment import Damage
 from kvcanary.transfers.async_tracker import LAID_OUT
 from kvcanary_kernels.record.layout import chain_root, make_keys
 
@@ -353,15 +355,7 @@ def salt_of(label: int) -> str:
 
 def _named(name: str, args: Sequence[Any]) -> dict[str, Any]:
     """The arguments of a call by their names."""
-    return dict(zip(_NAMES[name], args, strict=False))
-
-
-#: Events that are no calls of the manager.
-_OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name)} | {"before_move", *OF_SEVERAL}
-_NAMES: dict[str, Sequence[str]] = {
-    name: [*fields] if name in _OWN else [*inspect.signature(getattr(Lifecycle, name)).parameters][1:]
-    for name, fields in CALLS.items()
-}
+    return dict(zip(ARGUMENTS.get(name, CALLS[name]), args, strict=False))
 
 
 def _as_told(event: Event) -> Sequence[Event]:

@@ -15,7 +15,7 @@ from kvcanary.faults.target import Call, Setup, Target
 from kvcanary.invariants.lengths import MOST_STILL_STEPS
 
 if TYPE_CHECKING:
-    from kvcanary.pools.views import ReadPlan
+    from kvcanary.pools.plans import ReadPlan
 
 
 def _worst_case(pages: int, *, worst_case: Callable[[], int]) -> int:

@@ -91,7 +91,10 @@ def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, en
     """One forward that writes positions [start, end), and reads all before it."""
     import torch
 
-    from kvcanary.pools.views import ReadPlan, WritePlan
+    from kvcanary.pools.plans import (
+        ReadPlan,
+        WritePlan,
+    )
 
     canary.begin_step(canary.step + 1)
     slots, positions = PAGE_SIZE + torch.arange(end), torch.arange(start, end)

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcanary.manager.manager import CanaryManager
-    from kvcanary.pools.views import PoolView, ReadPlan, WritePlan
+    from kvcanary.pools.plans import (
+        ReadPlan,
+        WritePlan,
+    )
+    from kvcanary.pools.views import PoolView
 
 
 @dataclass(frozen=True)

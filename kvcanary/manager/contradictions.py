@@ -11,7 +11,7 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -31,12 +31,13 @@ from kvcanary.errors import (
 from kvcanary.ledger.ledger import NO_PAGE
 from kvcanary.ledger.page_states import EVENTS, STATE_NAMES
 from kvcanary.ledger.requests import Batch
+from kvcanary.manager.reporting import Answering
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.pools.slot_maps import locate_slots
-from kvcanary.pools.views import ReadPlan, WritePlan
 from kvcanary_kernels.record.layout import FREE, LOAD_FAILED, LOADING, NEVER_WRITTEN, QUARANTINED, SHARED
-
-if TYPE_CHECKING:
-    from kvcanary.manager.manager import CanaryManager
 
 EVENT_SITE = "event", 0
 Refusal = LifetimeError | ContradictionError
@@ -47,17 +48,18 @@ Follow = Callable[["Contradictions", Given], Any]
 class Contradictions:
     """Stands between an engine and the hooks of its canary, in modes that end nobody for what the engine did."""
 
-    def __init__(self, manager: CanaryManager) -> None:
+    def __init__(self, manager: Answering) -> None:
         """Puts each hook behind the one door through which its errors come."""
         self._of = ref(manager)  # who drops a manager has dropped it
         self._ledger, self._checks = manager._ledger, manager._checks
         self._aside = manager._aside
         self._outside: list[int] = []  # pages that the event names, and that nobody may have
+        self._hooks: dict[str, Callable[..., Any]] = {name: getattr(type(manager), name) for name in FOLLOW}
         for name, follow in FOLLOW.items():
-            setattr(manager, name, self._guarded(getattr(type(manager), name), follow))
+            setattr(manager, name, self._guarded(self._hooks[name], follow))
 
     @property
-    def _manager(self) -> CanaryManager:
+    def _manager(self) -> Answering:
         manager = self._of()
         if manager is None:
             raise HookOrderError("the manager of these hooks is gone: keep it as long as its engine runs")
@@ -343,7 +345,7 @@ class Contradictions:
     def _release(self, given: Given) -> Any:
         """It ends with all that was committed."""
         self._only_told(given)
-        return self._manager.release(given["request_id"])
+        return self._hooks["release"](self._manager, given["request_id"])
 
     def _acted(self, given: Given) -> Any:
         self._only_told(given)

@@ -10,16 +10,20 @@ from kvcanary.captured.launch_group import Series
 from kvcanary.captured.moves import StaticMove
 from kvcanary.captured.one_shot import OnceSubstep
 from kvcanary.captured.registry import SubstepBank
-from kvcanary.captured.step import RowTruth, StaticChecks
+from kvcanary.captured.step import StaticChecks
 from kvcanary.captured.substep import StaticSubstep
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import ContradictionError, HookOrderError
 from kvcanary.ledger.ledger import Request
 from kvcanary.ledger.requests import Batch
+from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.manager.expected_forwards import Announced
 from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.manager.substep import SubstepCanary
-from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.records.state import CanaryState, PoolState
 
 

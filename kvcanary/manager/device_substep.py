@@ -6,18 +6,16 @@ launched.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from kvcanary.captured.one_shot import OnceSubstep
 from kvcanary.errors import ContradictionError, HookOrderError
-from kvcanary.manager.substep import CLOSED, OPEN, SubstepCanary
-from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary.manager.substep import CLOSED, OPEN, Owner, SubstepCanary
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.records.state import PoolState
-
-if TYPE_CHECKING:
-    from kvcanary.manager.manager import CanaryManager
 
 
 class EagerSubstep(SubstepCanary):
@@ -25,7 +23,7 @@ class EagerSubstep(SubstepCanary):
 
     __slots__ = ("_run", "_slots")
 
-    def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
+    def __init__(self, manager: Owner, kind: str, index: int, pool: PoolState) -> None:
         super().__init__(manager, kind, index, pool)
         self._run: OnceSubstep | None = None
 

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.forward import on_host
 from kvcanary.calls.set_aside import SetAside
 from kvcanary.config import CanaryConfig
@@ -21,7 +22,6 @@ from kvcanary.manager.substep import SubstepCanary
 from kvcanary.recorder.checkpoint import Books
 from kvcanary.recorder.recorder import Recorder, recorded
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report.certificate import Coverage
 from kvcanary.scrub.poison import Poisoner
 from kvcanary.transfers.async_tracker import TicketDesk
 from kvcanary.transfers.imports import adopt

@@ -23,10 +23,13 @@ from kvcanary.manager.reporting import Answering
 from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
 from kvcanary.pools.attachment import Attachment
 from kvcanary.pools.launch_site import SUBSTEP_KINDS
-from kvcanary.pools.views import PoolView, ReadPlan, WritePlan
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
+from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report.stats import Stats
 
 
 class CanaryManager(Answering):
@@ -42,7 +45,6 @@ class CanaryManager(Answering):
         self._attachment = Attachment(pools)
         seed = secrets.randbits(64) if config.seed is None else config.seed
         super().__init__(config, CanaryState(pools, seed), holds_back)
-        self._stats = Stats()
         self._judges_there = judges_on_device(self._state)
         self._contradictions = None if config.mode == "raise" else Contradictions(self)
 
@@ -320,23 +322,6 @@ class CanaryManager(Answering):
         for poisoner in self._poisoners:
             if poisoner.waiting or poisoner.credit:
                 poisoner.tick()
-
-    def _conclude(self) -> frozenset[str]:
-        """A step was judged; what `check` answers."""
-        if self.step >= self._stats.due:
-            self._refresh()
-            self._stats.tick(self.step, self._coverage)
-        doomed = self.doomed
-        if doomed or self._checks.hits.groups:
-            doomed = self._act()
-        if self._dumper.is_asked:
-            self._dumper.tick()
-        if self.recorder.is_due(self.step):
-            if self.recorder.begins_segment(self.step):  # what a checkpoint does not know, nobody could follow from it
-                self._checks.land()
-                self.recorder.begin_segment(self.step)
-            self.recorder.tick()
-        return doomed
 
 
 def judges_on_device(state: CanaryState) -> bool:

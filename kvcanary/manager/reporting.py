@@ -16,6 +16,7 @@ from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
 from kvcanary.report.respond import Response
+from kvcanary.report.stats import Stats
 
 
 class Answering(Launching):
@@ -30,6 +31,7 @@ class Answering(Launching):
         super().__init__(config, state, holds_back)
         describer = Describer(self._state, self._ledger, config.show_tokens)
         self._dumper = Dumper(config, self.recorder, self._source)
+        self._stats = Stats()
         self._response = Response(config, self._ledger, describer, self._dumper.on_finding)
         self.doomed: frozenset[str] = frozenset()
         self.damaged_pages: Set[int] = self._response.damaged_pages if config.mode == "abort" else frozenset()
@@ -82,6 +84,23 @@ class Answering(Launching):
             requests = self._ledger.requests
             self.doomed = frozenset(name for name in self.doomed if name in requests and not requests[name].released)
         return self.doomed
+
+    def _conclude(self) -> frozenset[str]:
+        """A step was judged; what `check` answers."""
+        if self.step >= self._stats.due:
+            self._refresh()
+            self._stats.tick(self.step, self._coverage)
+        doomed = self.doomed
+        if doomed or self._checks.hits.groups:
+            doomed = self._act()
+        if self._dumper.is_asked:
+            self._dumper.tick()
+        if self.recorder.is_due(self.step):
+            if self.recorder.begins_segment(self.step):  # what a checkpoint does not know, nobody could follow from it
+                self._checks.land()
+                self.recorder.begin_segment(self.step)
+            self.recorder.tick()
+        return doomed
 
     def _are_damaged(self, pages: Sequence[int]) -> bool:
         """Whether something was found in what a request holds that has one of these pages."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries, join_entries, written_entries
 from kvcanary.calls.forward import Drafted, Forward, Ints, on_host
 from kvcanary.calls.set_aside import SetAside
@@ -38,7 +39,6 @@ from kvcanary.records.fingerprints import joined, slots_are_right
 from kvcanary.records.mailbox import IN_THE_AIR
 from kvcanary.records.record_store import Mirror, Move
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report.certificate import Coverage
 from kvcanary.scrub.prefix_cache import CachedSweep
 from kvcanary.scrub.rereads import Looks
 from kvcanary.scrub.scrubber import Sweeper

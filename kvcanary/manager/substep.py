@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from kvcanary.calls.forward import Forward
+from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation_log import HitBatch
+from kvcanary.captured.one_shot import OnceSubstep
 from kvcanary.checks.stores import Store, leave_it, take_lanes
 from kvcanary.checks.writes import judge_layer
-from kvcanary.errors import ENGINES_DOING, HookOrderError, PlanError
+from kvcanary.errors import ENGINES_DOING, ContradictionError, HookOrderError, LifetimeError, PlanError
+from kvcanary.ledger.ledger import Request
 from kvcanary.pools.launch_site import site_name
-from kvcanary.pools.views import ReadPlan, WritePlan, wrong_values
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+    wrong_values,
+)
+from kvcanary.recorder.recorder import Recorder
 from kvcanary.records.state import PoolState
 
-if TYPE_CHECKING:
-    from kvcanary.manager.manager import CanaryManager
-
 NEW, OPEN, CLOSED = "not opened", "open", "closed"
+
+
+class Owner(Protocol):
+    """Who has handed a substep out: what its hooks ask of the manager."""
+
+    step: int
+    recorder: Recorder
+
+    def requests_of(self, request_ids: Sequence[str]) -> list[Request]: ...
+
+    def opened(self, substep: SubstepCanary, forward: Forward) -> None: ...
+
+    def refused_plan(
+        self, substep: SubstepCanary, error: LifetimeError | ContradictionError, read: ReadPlan, write: WritePlan
+    ) -> tuple[Tensor, Tensor] | None: ...
+
+    def report_hits(self, hits: Sequence[Hit | HitBatch]) -> None: ...
+
+    def closed(self, substep: SubstepCanary, pool: PoolState, is_judged: bool = True) -> None: ...
+
+    def launch_eager(
+        self,
+        substep: SubstepCanary,
+        site: tuple[str, int],
+        pool: PoolState,
+        read: ReadPlan,
+        write: WritePlan,
+        requests: list[Request],
+        written: list[int],
+    ) -> OnceSubstep: ...
 
 
 class SubstepCanary:
@@ -32,7 +68,7 @@ class SubstepCanary:
         "put",
     )
 
-    def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
+    def __init__(self, manager: Owner, kind: str, index: int, pool: PoolState) -> None:
         self._manager, self._kind, self._index, self._pool = manager, kind, index, pool
         self._num_layers = pool.full_layers.bit_length()
         self._phase, self._is_judged = NEW, True

@@ -246,3 +246,9 @@ ASKS, STAYS, CHANGES_OWNER, BEGINS, ENDS = range(5)
 ) = range(10)
 ILLEGAL = 255  # in the place of a state that follows: the event may not happen
 NOT_A_WRITER = -3  # in `PAGE_WRITERS`: equal to no uid and to no kind of owner
+
+#: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
+#: a null slot, a page that is written for the first time, a row that does not read what its lineage goes on from.
+REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH, ASTRAY = 1, 2, 4, 8, 16
+#: And the one that moves records: REWRITTEN, or an entry that nobody has written; their bits.
+BLANK, MOVED_BITS = 2, 2

@@ -53,6 +53,7 @@ from kvcanary.native.layout import (
     POOL_ID,
     READS_WRONG,
     REQUESTS,
+    REWRITTEN,
     ROOT,
     ROW_LEN,
     ROWS,
@@ -71,7 +72,6 @@ from kvcanary.native.layout import (
     WIDTH,
 )
 from kvcanary.native.records import are_written_at, mix, seal_entries
-from kvcanary.records.host_pool import REWRITTEN
 from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, MIX_KEY, MULTIPLIER
 
 

@@ -13,8 +13,22 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.jit import longs_at, loop
-from kvcanary.native.layout import BASE, CONTENT_A, LAYERS, NULL_SLOTS, POOL_CARD, SEAL_TERM, SLOTS
-from kvcanary.records.host_pool import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary.native.layout import (
+    ASTRAY,
+    BASE,
+    BLANK,
+    CONTENT_A,
+    LAYERS,
+    MISPLACED,
+    MOVED_BITS,
+    NULL_SLOTS,
+    NULL_WRITTEN,
+    PAGE_FRESH,
+    POOL_CARD,
+    REWRITTEN,
+    SEAL_TERM,
+    SLOTS,
+)
 from kvcanary_kernels.record.layout import (
     CHAIN,
     COLUMNS,

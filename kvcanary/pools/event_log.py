@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Event = tuple[Any, ...]  # its name, then its arguments
+LONG = 16  # sequences of so many integers and more are kept as arrays
 
 
 class EventLog:

@@ -7,7 +7,6 @@ Grants, pages and rows are those of the full group. A reader of a mapped pool ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
-
-if TYPE_CHECKING:
-    from kvcanary.pools.views import PoolView
+from kvcanary.pools.views import FULL_GROUP, PoolView
 
 Ints = NDArray[np.int64]
-FULL_GROUP = "full"
 NOWHERE = -1  # in a slot map, and in what is translated by one
 
 
@@ -70,22 +66,6 @@ def window_start(view: PoolView, position: int) -> int:
 def first_visible(position: int, window: int) -> int:
     """The first position that a reader at ``position`` sees, itself included. `loops.plans` has it for rows."""
     return max(0, position + 1 - window)
-
-
-def check_group(view: PoolView) -> None:
-    """PlanError where a view's group, map and window do not fit together."""
-    if view.window is not None and view.window < 1:
-        raise PlanError(f"window must be at least 1, got {view.window}: leave it out where attention sees all")
-    slot_map = view.slot_map
-    if slot_map is None:
-        return
-    if view.group == FULL_GROUP:
-        raise PlanError(f"a pool with a slot_map must be in a group of its own, got {view.group!r}: name another group")
-    if slot_map.dtype is not torch.int64 or slot_map.dim() != 1 or not slot_map.is_contiguous():
-        shape = f"{list(slot_map.shape)} {slot_map.dtype}"
-        raise PlanError(f"slot_map must be contiguous [full slots] int64, got {shape}: give the engine's own tensor")
-    if slot_map.device != view.device:
-        raise PlanError(f"slot_map is on {slot_map.device}, the pool on {view.device}: both lie on one device")
 
 
 def check_groups(views: Sequence[PoolView]) -> None:

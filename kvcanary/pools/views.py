@@ -1,4 +1,4 @@
-"""What the canary knows of an engine: its pools, what a forward reads, and what it writes."""
+"""Pool views: where K and V of a model lie, and what their slots mean."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 from kvcanary.pools.aliasing import first_overlap
 from kvcanary.pools.parts import Extras, Part, describe_parts
-from kvcanary.pools.slot_maps import FULL_GROUP, check_group
 from kvcanary_kernels.record.layout import MAX_LAYERS, MAX_WORDS_PER_ROW
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows, pool_rows
+
+FULL_GROUP = "full"  # of pools whose slots are those that plans name
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class PoolView:
             if self.null_slots < 0:
                 self._set(null_slots=self.page_size)
             _check_capacity(self)
-            check_group(self)
+            _check_group(self)
         except PlanError as error:
             raise PlanError(f"pool {self.name!r}: {error}") from error.__cause__
 
@@ -130,116 +131,6 @@ class PoolView:
             object.__setattr__(self, name, value)
 
 
-@dataclass(eq=False, slots=True)
-class ReadPlan:
-    """What attention reads, row by row: the very arrays that attention reads, untouched until `check()`.
-
-    indptr:           [rows + 1] int64
-    indices:          [nnz] int64 slots in position order; the last `num_written` of a row are this forward's own
-    requests:         request ids in batch order
-    rows_per_request: 1, or the tree width of a draft substep (rows are request-major)
-    prefix_lens:      [requests] int64, committed length that the plan believes
-    num_written:      entries at the end of each row that this forward writes, an int or [rows] int64
-    tree_mask:        [requests, N, N] bool, node n of a tree sees node m; None where the rows are no trees
-    starts:           [rows] int64, position of each row's first entry, `window_start` of the first entry that it writes
-                      or less; what lies before that window is not judged. None: every row begins at position 0
-
-    In a pool with a slot map `indices` name slots of the full group, as the plans of writes do.
-    """
-
-    indptr: Tensor
-    indices: Tensor
-    requests: tuple[str, ...]
-    rows_per_request: int
-    prefix_lens: Tensor
-    num_written: int | Tensor
-    tree_mask: Tensor | None = None
-    starts: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        requests, indices = len(self.requests), self.indices
-        rows, written = requests * self.rows_per_request, self.num_written
-        if not (
-            self.indptr.shape == (rows + 1,)
-            and self.prefix_lens.shape == (requests,)
-            and len(indices.shape) == 1
-            and self.indptr.dtype is self.prefix_lens.dtype is indices.dtype is torch.int64
-        ):
-            self._refuse(rows)
-        if isinstance(written, Tensor):
-            _expect_int64("num_written", written, rows)
-        elif written < 0:
-            raise PlanError(f"num_written must not be negative, got {written}")
-        if self.starts is not None:
-            _expect_int64("starts", self.starts, rows)
-        mask = self.tree_mask
-        if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 3 or mask.shape[1] != mask.shape[2]):
-            raise PlanError(f"tree_mask must be [requests, N, N] bool, got {list(mask.shape)} {mask.dtype}")
-
-    def _refuse(self, rows: int) -> None:
-        _expect_int64("indptr", self.indptr, rows + 1)
-        _expect_int64("indices", self.indices)
-        _expect_int64("prefix_lens", self.prefix_lens, len(self.requests))
-
-
-@dataclass(eq=False, slots=True)
-class WritePlan:
-    """What a forward writes, in the order in which its K and V values are stored.
-
-    slots, tokens, positions: [n] int64; tokens are those the record names (position + token_offset)
-    parents:   [n] int64, index in this plan of the predecessor, -1 where the entry continues its row; None where
-               every row is a chain. Rows are consecutive, as long as the read plan's `num_written`
-    lineage:   [n] int64, of draft forwards whose rows write one entry each and whose requests are those of the draft
-               forward before (same pool and step, index one less): the branch there, of as many a request as here, from
-               whose entry the row goes on. It is compared with what the row reads, so it must not be derived from the
-               slots that attention is given. None: rows go on from the entry before their own, whoever wrote it
-    """
-
-    slots: Tensor
-    tokens: Tensor
-    positions: Tensor
-    parents: Tensor | None = None
-    lineage: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        slots, tokens, positions = self.slots, self.tokens, self.positions
-        shape = slots.shape
-        if not (
-            len(shape) == 1
-            and shape == tokens.shape == positions.shape
-            and slots.dtype is tokens.dtype is positions.dtype is torch.int64
-        ):
-            self._refuse()
-        if self.parents is not None:
-            _expect_int64("parents", self.parents, shape[0])
-        if self.lineage is not None:
-            _expect_int64("lineage", self.lineage, shape[0])
-            if self.parents is not None:
-                raise PlanError(
-                    "parents and lineage must not be given together: a row of a tree's nodes has no lineage"
-                )
-
-    def _refuse(self) -> None:
-        _expect_int64("slots", self.slots)
-        _expect_int64("tokens", self.tokens, self.slots.shape[0])
-        _expect_int64("positions", self.positions, self.slots.shape[0])
-
-
-def wrong_values(view: PoolView, n: int, values: Sequence[Tensor]) -> str:
-    """What a layer stores and what it was given, where these differ."""
-    shapes = dict.fromkeys(str(list(shape)) for shape in view.value_shapes(n))
-    names = [*(part.argument for part in view.parts), *["another"] * len(values)]
-    got = [f"{name} {list(value.shape)}" for name, value in zip(names, values, strict=False)]
-    return f"stores {' and '.join(shapes)} a layer, got {' and '.join(got)}"
-
-
-def _expect_int64(name: str, tensor: Tensor, size: int | None = None) -> None:
-    shape = tensor.shape
-    if tensor.dtype is not torch.int64 or len(shape) != 1 or (size is not None and shape[0] != size):
-        wanted = "n" if size is None else size
-        raise PlanError(f"{name} must be [{wanted}] int64, got {list(tensor.shape)} {tensor.dtype}")
-
-
 def _check_numbers(view: PoolView) -> None:
     for name, low, remedy in (
         ("page_size", 1, "1 where the pool has no pages"),
@@ -287,3 +178,19 @@ def _check_capacity(view: PoolView) -> None:
     ):
         if value > most:
             raise PlanError(f"{name} must be at most {most}, got {value}: {remedy}")
+
+
+def _check_group(view: PoolView) -> None:
+    """PlanError where a view's group, map and window do not fit together."""
+    if view.window is not None and view.window < 1:
+        raise PlanError(f"window must be at least 1, got {view.window}: leave it out where attention sees all")
+    slot_map = view.slot_map
+    if slot_map is None:
+        return
+    if view.group == FULL_GROUP:
+        raise PlanError(f"a pool with a slot_map must be in a group of its own, got {view.group!r}: name another group")
+    if slot_map.dtype is not torch.int64 or slot_map.dim() != 1 or not slot_map.is_contiguous():
+        shape = f"{list(slot_map.shape)} {slot_map.dtype}"
+        raise PlanError(f"slot_map must be contiguous [full slots] int64, got {shape}: give the engine's own tensor")
+    if slot_map.device != view.device:
+        raise PlanError(f"slot_map is on {slot_map.device}, the pool on {view.device}: both lie on one device")

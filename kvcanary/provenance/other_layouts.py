@@ -19,7 +19,7 @@ from kvcanary.provenance.bytes_of import lanes_of_rows, whose_bytes
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
-    from kvcanary.transfers.arrivals import Landed
+    from kvcanary.provenance.arrival import Landed
 
 LAYOUT, REORDERED, ELSEWHERE = "layout", "reordered", "elsewhere"
 SAMPLE = 8  # slots at which an answer must hold

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcanary.captured.decoded import Launch, Launched, Learned
     from kvcanary.captured.launch_group import Series
     from kvcanary.captured.readback import StaticHit
-    from kvcanary.recorder.recorder import Segment
+    from kvcanary.recorder.segment import Segment
 
 _LAYERS = attrgetter("layers")
 MOVE_SITE = ("move", 0)

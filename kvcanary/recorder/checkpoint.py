@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW
 
 if TYPE_CHECKING:
+    from kvcanary.captured.step import StaticChecks
     from kvcanary.ledger.ledger import Ledger, Request
     from kvcanary.ledger.requests import Unheard
-    from kvcanary.manager.step import StepChecks
+    from kvcanary.records.record_store import Mirror
     from kvcanary.records.state import CanaryState, PoolState
     from kvcanary.scrub.poison import Poisoner
+    from kvcanary.scrub.prefix_cache import CachedSweep
+    from kvcanary.scrub.scrubber import Sweeper
     from kvcanary.transfers.async_tracker import TicketDesk
 
 Array = NDArray[Any]
@@ -23,12 +26,28 @@ RECORD_BYTES = 32  # that are kept of a record
 PAGE_ARRAYS = ("generations", "states", "owners", "refcounts", "published", "writers")
 
 
+class Checks(Protocol):
+    """Of the checks of a step, what a recording and its checkpoints read."""
+
+    step: int
+    static: StaticChecks | None
+
+    @property
+    def mirror(self) -> Mirror: ...
+
+    @property
+    def sweeper(self) -> Sweeper: ...
+
+    @property
+    def cached(self) -> CachedSweep: ...
+
+
 class Books(NamedTuple):
     """Where the truth of a manager is kept."""
 
     state: CanaryState
     ledger: Ledger
-    checks: StepChecks
+    checks: Checks
     tickets: TicketDesk
     poisoner: Poisoner
     mapped: dict[str, Poisoner]

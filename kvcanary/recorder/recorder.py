@@ -12,7 +12,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.codes import UNWRITTEN
-from kvcanary.pools.event_log import Event, EventLog, nowhere
+from kvcanary.pools.event_log import LONG, Event, EventLog, nowhere
 from kvcanary.recorder.captured_events import CapturedEvents
-from kvcanary.recorder.checkpoint import Books, Checkpoint, room_for_records, take_checkpoint
+from kvcanary.recorder.checkpoint import Books, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward
+from kvcanary.recorder.segment import EVENT_BYTES, PARTS, SPARE, Damage, Segment
 from kvcanary.transfers.snapshots import Parcel
 
 if TYPE_CHECKING:
@@ -33,65 +34,15 @@ if TYPE_CHECKING:
     from kvcanary.checks.rows import Verdict
 
 MOST_BYTES = 64 << 20  # of all segments together
-EVENT_BYTES = 240  # of one event without arrays: its tuple, names and small integers
 INT_BYTES = 8
-LONG = 16  # sequences of so many integers and more are kept as arrays
-DAMAGE_BYTES = 400  # of one damaged slot
 MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
 MOST_PARCELS = 4096  # that may be away at a time
-SPARE = 16  # part of the bytes that the newest step may take, and that a segment's events may at least
 RECORDS = 4  # part of the bytes that the records of one checkpoint may take
-PARTS = 2  # segments that the steps asked for are cut into
 _PLAIN = frozenset({str, int, bool, float, type(None)})
 _NOTHING: tuple[()] = ()
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Damage(NamedTuple):
-    """Bytes or records that a check found damaged, as a replay brings it about before the call in which it fired.
-
-    layers:      whose bytes differ, or whose fingerprints where `fingerprint` is true
-    halves:      bit 2c + h: half h (low, high) of column c of the record differs from what the canary wrote
-    words:       the words of the record that PUBLIC_WORDS names, where halves differ or nobody declared the record
-    """
-
-    code: str
-    pool: str
-    slot: int
-    layers: tuple[int, ...]
-    fingerprint: bool
-    halves: int
-    words: tuple[int, ...] = ()
-
-
-class Segment:
-    """Some steps: the state before them, and what happened, in order.
-
-    damage: by the number of the event in which a check fired, what it found
-    start_bytes: of the state before them
-    end_step, end_bytes: behind this step, or with more bytes than these, another begins
-    """
-
-    def __init__(self, checkpoint: Checkpoint, steps: int, room: int) -> None:
-        """`steps`: that it has; `room`: bytes of all segments together."""
-        self.checkpoint = checkpoint
-        self.events: list[Event] = []
-        self.damage: dict[int, list[Damage]] = {}
-        self.start_bytes = checkpoint.num_bytes
-        self.array_bytes = self.start_bytes  # and those of damage
-        self.end_step = checkpoint.step + steps
-        self.end_bytes = max(self.start_bytes + room // SPARE, room // (PARTS + 1))  # a large pool's start is large
-
-    @property
-    def num_bytes(self) -> int:
-        return self.array_bytes + EVENT_BYTES * len(self.events)
-
-    def add_damage(self, number: int, damage: list[Damage]) -> None:
-        """Found while the event of this number ran."""
-        self.damage.setdefault(number, []).extend(damage)
-        self.array_bytes += DAMAGE_BYTES * len(damage)
 
 
 class Recorder:

@@ -20,12 +20,6 @@ Shape = tuple[int, ...]
 Geometry = tuple[Shape, Shape, torch.dtype, Shape, Shape, torch.dtype, bool]  # of K, of V, and whether both are here
 MOST_GEOMETRIES = 256
 
-#: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
-#: a null slot, a page that is written for the first time, a row that does not read what its lineage goes on from.
-REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH, ASTRAY = 1, 2, 4, 8, 16
-#: And the one that moves records: REWRITTEN, or an entry that nobody has written; their bits.
-BLANK, MOVED_BITS = 2, 2
-
 
 class DensePart(NamedTuple):
     """Values of one part of a row as a loop can read them: type, shape and strides, bytes an element, words."""

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcanary.calls.forward import Forward
-from kvcanary.ledger.page_states import Pages
+from kvcanary.native.layout import (
+    BLANK,
+    MOVED_BITS,
+    REWRITTEN,
+)
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.records.host_pool import BLANK, MOVED_BITS, REWRITTEN
-from kvcanary.records.state import CanaryState, PoolState, stored_columns
-from kvcanary_kernels.record.layout import CHAIN, COLUMNS, MASK_32
+from kvcanary.records.state import CanaryState, PoolState
+from kvcanary_kernels.record.layout import COLUMNS, MASK_32
 
 Words = NDArray[np.uint64]
 Rows = NDArray[np.int64]
@@ -79,38 +81,11 @@ class Mirror:
         if not self._is_host:
             self.fresh.append(rows)
 
-    def seal(self, forward: Forward, roots: Words, pages: Pages) -> int:
-        """A record for all that a forward has written; what `loops.seal_plan` gives."""
-        pool, names, ids = forward.pool, forward.slot_names, forward.host_ids
-        seen = self._loops.seal_plan(
-            forward.plan,
-            forward.num_entries,
-            forward.num_rows,
-            forward.width,
-            forward.has_parents,
-            *forward.before,
-            forward.chains,
-            names,
-            ids.data_ptr(),
-            ids.shape[0],
-            forward.uids,
-            roots.view(np.int64),
-            pages.generations,
-            pages.states,
-            pool.view.page_size,
-            two_words(forward.step, pack_site(*forward.site)),
-            *(pool.all_layers if forward.stored == pool.full_layers else stored_columns(forward.stored)),
-            pool.base,
-            pool.view.num_slots,
-            pool.view.null_slots,
-            pool.signed_term,
-            *self.memory_of_loops,
-        )
+    def sealed(self, pool: PoolState, slots: Rows, seen: int) -> None:
+        """A loop has written the records of a forward's slots; `seen`: what it has seen (native/layout.py)."""
         self._note(seen & REWRITTEN)
         if not self._is_host:
-            slots = forward.planned.slots
             self.fresh.append(slots[slots >= pool.view.null_slots] + pool.base)
-        return seen
 
     def move(
         self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, grants: Rows, owners: Rows
@@ -177,11 +152,6 @@ class Mirror:
         where = torch.from_numpy(rows).to(self._state.expected.device)
         self._memory[rows] = self._state.expected.index_select(0, where).cpu().numpy()
         self._learned[rows] = self._is_behind = False
-
-    def forget_null_chains(self, forward: Forward) -> None:
-        """Null slots have no records: their chains were for what follows in the same step."""
-        slots = forward.planned.slots
-        self.table[slots[slots < forward.pool.view.null_slots] + forward.pool.base, CHAIN] = 0
 
     def flush(self) -> None:
         """Write what is new to the device."""

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from kvcanary.captured.accepted_tokens import StaticAcceptance, entries_behind
 from kvcanary.captured.buffers import NULL_SLOT, Batch, StaticBuffers
-from kvcanary.captured.step import RowTruth
 from kvcanary.captured.substep import StaticSubstep
 from kvcanary.dumps.reading import Call
+from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native.layout import ROW_CHAINS, ROW_LENGTHS, ROW_UNHEARD
-from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.records.state import PoolState
 from kvcanary.replay.stage import Stage
 from kvcanary_kernels.record.layout import chain_host, signed

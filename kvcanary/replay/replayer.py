@@ -19,8 +19,11 @@ from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
 from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+from kvcanary.pools.plans import (
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.pools.slot_maps import slots_in, slots_of_pages
-from kvcanary.pools.views import ReadPlan, WritePlan
 from kvcanary.records.state import PoolState
 from kvcanary.replay.captured import advanced, captured_batch, read_mask, record_accepted, run_captured
 from kvcanary.replay.damage import Damager

@@ -140,7 +140,7 @@ class Stage:
         return torch.randint(low, 101, (n, *shape), generator=self.random, dtype=torch.int16).to(dtype)
 
     def _set_the_scene(self, dump: Dump) -> None:
-        ledger, checks = self.books.ledger, self.books.checks
+        ledger, checks = self.books.ledger, self.manager._checks
         start, step = dump.manifest["start"], dump.manifest["first_step"]
         for name in (*PAGE_ARRAYS, "holder_sums"):
             getattr(ledger.pages, name)[:] = dump.arrays[f"start.{name}"]

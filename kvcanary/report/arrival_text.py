@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvcanary.transfers.arrivals import (
+from kvcanary.provenance.arrival import (
     MISROUTED,
     ONE_WORD,
     OTHER_LAYOUT,

@@ -2,90 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.codes import CODES, CONTENT_CODES, FED
 from kvcanary.config import CanaryConfig
 
 if TYPE_CHECKING:
-    from kvcanary.calls.violation_log import HitGroup
-
-
-@dataclass
-class Coverage:
-    """Counters of one manager.
-
-    slots_checked: entries that some forward read and whose identity was judged
-    bytes_checked: bytes of K and V that were read again and compared
-    finite_bytes_checked: bytes of null pages, and of what nobody has written on granted pages, that were looked at for
-                          NaN and infinities
-    max_unread_steps: longest time, in steps, that a committed byte went without a look
-    freed_unread_bytes: committed bytes whose pages were freed without a last look
-    fired: by code, entries at which the check fired
-    only_counted: of these, those that were too many to be kept
-    untold_incidents: faults that were too many in one step to be described
-    announced: forwards that the engine said would run, eager ones; each must have opened its hooks
-    unproved_stores: forwards of which the engine stored a layer by itself: nothing says where those bytes went before
-                     they are read
-    """
-
-    forwards: int = 0
-    slots_checked: int = 0
-    slots_sealed: int = 0
-    bytes_checked: int = 0
-    finite_bytes_checked: int = 0
-    peak_live_bytes: int = 0
-    max_unread_steps: int = 0
-    freed_unread_bytes: int = 0
-    unchecked: dict[str, int] = field(default_factory=dict)
-    fired: dict[str, int] = field(default_factory=dict)
-    only_counted: int = 0
-    untold_incidents: int = 0
-    announced: int = 0
-    unproved_stores: int = 0
-
-    @property
-    def is_store_proved(self) -> bool:
-        """Whether the canary itself wrote, where it was planned, everything that any forward stored."""
-        return self.forwards > 0 and not self.unproved_stores
-
-    def skip(self, reason: str, count: int) -> None:
-        """Something was not judged; the certificate says how often, and why."""
-        if count:
-            self.unchecked[reason] = self.unchecked.get(reason, 0) + count
-
-    def count_hits(self, groups: Iterable[HitGroup]) -> None:
-        """What an intake took, whether it was kept or only counted."""
-        for group in groups:
-            if group.last is not None:
-                self.fired[group.last.code] = self.fired.get(group.last.code, 0) + group.count
-                self.only_counted += group.count - len(group.kept)
-
-    def totals(self) -> dict[str, int]:
-        """Everything that counts upwards, flat, for the periodic event."""
-        return {
-            "forwards": self.forwards,
-            "slots_checked": self.slots_checked,
-            "slots_sealed": self.slots_sealed,
-            "bytes_checked": self.bytes_checked,
-            "finite_bytes_checked": self.finite_bytes_checked,
-            "freed_unread_bytes": self.freed_unread_bytes,
-            "unchecked": sum(self.unchecked.values()),
-            "fired": sum(self.fired.values()),
-            "only_counted": self.only_counted,
-            "untold_incidents": self.untold_incidents,
-        }
-
-    def counters(self) -> dict[str, int]:
-        """The few that close a report."""
-        return {
-            "forwards": self.forwards,
-            "slots checked": self.slots_checked,
-            "bytes re-read": self.bytes_checked,
-            "not judged": sum(self.unchecked.values()),
-        }
+    pass
 
 
 def active_classes(config: CanaryConfig, fed: Set[str] = FED) -> list[str]:

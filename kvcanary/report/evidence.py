@@ -16,11 +16,11 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import site_name, unpack_site
 from kvcanary.pools.slot_maps import slots_in
+from kvcanary.provenance.arrival import Arrival
 from kvcanary.provenance.bytes_of import Whose, holds_its_own
 from kvcanary.provenance.changed_word import ChangedWord
 from kvcanary.report.arrival_text import expected_of, found_of
 from kvcanary.report.row_evidence import RowFacts
-from kvcanary.transfers.arrivals import Arrival
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import MASK_32, Record, chain_host
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.violation import FOLLOWING, Hit
 from kvcanary.calls.violation_log import HitGroup
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.report.certificate import Coverage
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding, FindingLog, tell
 from kvcanary.report.render import Report

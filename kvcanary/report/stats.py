@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import structlog
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.errors import CanaryConfigError
-from kvcanary.report.certificate import Coverage
 
 _events = structlog.get_logger("kvcanary")
 

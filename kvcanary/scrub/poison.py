@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.forward import Ints, on_host
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
@@ -17,7 +18,6 @@ from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.records.dispatch import ops_for
 from kvcanary.records.mailbox import to_device
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report.certificate import Coverage
 from kvcanary.scrub.rereads import Looks
 from kvcanary.scrub.unwritten_tails import Tails
 from kvcanary_kernels.content.check import mismatched_layers

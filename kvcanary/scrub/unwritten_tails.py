@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries, named
 from kvcanary.calls.forward import Ints
 from kvcanary.calls.violation import Hit
@@ -26,7 +27,6 @@ from kvcanary.native.layout import END, END_ROW
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.records.record_store import Mirror
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report.certificate import Coverage
 from kvcanary.scrub.rereads import Looks, Part
 from kvcanary_kernels.content.check import mismatched_layers
 from kvcanary_kernels.content.finite import formats_of

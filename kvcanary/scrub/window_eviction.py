@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.checks.content import find_changed
@@ -14,7 +15,6 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
 from kvcanary.records.record_store import Mirror
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report.certificate import Coverage
 from kvcanary_kernels.record.layout import COLUMNS, REQUEST_GENERATION, SEAL
 
 

@@ -9,131 +9,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvcanary.pools.slot_maps import Ints
+from kvcanary.provenance.arrival import (
+    KINDS,
+    MISROUTED,
+    ONE_WORD,
+    OTHER_LAYOUT,
+    SHORT,
+    STALE,
+    UNKNOWN,
+    Arrival,
+    Landed,
+    Origin,
+    PoolArrival,
+    Trip,
+)
 from kvcanary.provenance.bytes_of import lanes_of_rows
 from kvcanary.provenance.changed_word import ChangedWord, WordChange, describe_change, part_of_word, single_words
 from kvcanary.provenance.other_layouts import ELSEWHERE, REORDERED, Guess, first_places, other_layout
 from kvcanary.records.state import PoolState
-from kvcanary.transfers.recent_snapshots import Departures, Sent
+from kvcanary.transfers.recent_snapshots import Departures
 from kvcanary.transfers.stale_snapshots import Outdated
 from kvcanary_kernels.content.poison import poison_words
 from kvcanary_kernels.record.layout import MASK_32
 
-ONE_WORD, MISROUTED, SHORT = "one word", "misrouted", "short"
-STALE, OTHER_LAYOUT, UNKNOWN = "stale", "other layout", "unknown"
-#: What a transfer may have done, likeliest first where as many slots speak for each.
-KINDS = (ONE_WORD, MISROUTED, SHORT, STALE, OTHER_LAYOUT, UNKNOWN)
 ZERO, POISON, BEFORE = "zeros", "the poison of freed pages", "what lay there before"
 WORD_SLOTS = 4096  # in which one changed word is looked for
 MOST_WORDS = 64  # that are described
 POISON_SAMPLE = 64  # slots that are compared with poison before all are
 POISON_SLOTS = 4096  # and all, up to so many
-NOBODY = -1
-
-
-@dataclass(frozen=True, eq=False)
-class Trip:
-    """One way back: a load, a restore or a swap in.
-
-    pages: by page, in order, the parcel that it left with, its number in that, and the page into which it came back
-    """
-
-    how: str
-    step: int
-    page_size: int
-    pages: Sequence[tuple[Sent, int, int]]
-
-
-@dataclass(frozen=True, eq=False)
-class Landed:
-    """What came back into one pool: n slots that were compared, in the order of the trip; some are wrong.
-
-    places:    [n] their numbers among all slots of the trip;  slots: [n] in the pool;  positions: [n] in the row
-    found:     lanes of the bytes that lie there now, a [layers, n] and b [n];  expected: those of the parcel
-    before:    [layers, n] lane a of what the canary knew to lie there before, 0 where that was nothing
-    known, current: [layers, m] lane a of all slots of the trip, and [m] which of these had been written
-    """
-
-    pool: PoolState
-    places: Ints
-    slots: Ints
-    positions: Ints
-    found: tuple[Ints, Ints]
-    expected: tuple[Ints, Ints]
-    before: Ints
-    known: Ints
-    current: NDArray[np.bool_]
-
-    @property
-    def differs(self) -> NDArray[np.bool_]:
-        """[layers, n]"""
-        return self.found[0] != self.expected[0]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Whose bytes a slot of the trip holds: of which parcel, and the slot's number in it; `detail`: of other kinds."""
-
-    kind: str
-    sent: Sent | None = None
-    place: int = NOBODY
-    detail: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class PoolArrival:
-    """Of one pool: by wrong slot of the trip whose bytes it holds in its first wrong layer.
-
-    layers: that differ;  num_layers: of the pool;  compared: slots of the trip, in order
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    num_layers: int
-    compared: Ints
-    origins: dict[int, Origin]
-
-
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """What is known of a trip that went wrong.
-
-    kind:  one of KINDS, that of most wrong slots
-    pools: those in which something differs;  intact: names of those in which nothing does
-    words: by pool and slot of the pool, the one word that changed there
-    num_forgotten: parcels with which nothing could be compared any more, of `num_known` that could
-    """
-
-    trip: Trip
-    kind: str
-    kinds: Counter[str]
-    pools: tuple[PoolArrival, ...]
-    intact: tuple[str, ...]
-    words: dict[tuple[int, int], ChangedWord] = field(default_factory=dict)
-    num_known: int = 0
-    num_forgotten: int = 0
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the trip on which something differs."""
-        size = self.trip.page_size
-        return len({place // size for pool in self.pools for place in pool.origins})
-
-    def turn(self, name: str, place: int) -> int:
-        """When a slot of a pool speaks: those of the kind of most slots go first, each in the order of the trip."""
-        origin = next(pool.origins[place] for pool in self.pools if pool.name == name)
-        return place if origin.kind == self.kind else place + len(self.trip.pages) * self.trip.page_size
-
-    def first(self, kind: str) -> tuple[PoolArrival, dict[int, Origin]]:
-        """The first pool with wrong slots of this kind, and these."""
-        found = ((pool, {p: o for p, o in pool.origins.items() if o.kind == kind}) for pool in self.pools)
-        return next(one for one in found if one[1])
 
 
 def judge(

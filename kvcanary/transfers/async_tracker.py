@@ -9,9 +9,8 @@ import numpy as np
 
 from kvcanary.calls.violation import NO_SLOT, Hit
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.pools.event_log import Event, EventLog
+from kvcanary.pools.event_log import LONG, Event, EventLog
 from kvcanary.pools.slot_maps import slots_in
-from kvcanary.recorder.recorder import LONG
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.async_ops import HOST, NOTHING, Resource, Stream, Ticket, Tickets, Touched, Violation
 

@@ -11,17 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.provenance.arrival import Sent
+
 MOST_BYTES = 16 << 20  # of lanes that are remembered
 MOST_PARCELS = 256
-
-
-@dataclass(frozen=True, eq=False)
-class Sent:
-    """What left together: its number, from 1, the step in which it left, and the pages of the pool that it was."""
-
-    number: int
-    step: int
-    pages: tuple[int, ...]
 
 
 class Lanes(NamedTuple):

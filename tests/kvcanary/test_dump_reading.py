@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import struct
@@ -19,9 +20,10 @@ from safetensors.numpy import load, save
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
 from kvcanary.captured.buffers import Batch, StaticBuffers
 from kvcanary.dumps.container import MEMBERS
-from kvcanary.dumps.event_schema import VERSION
+from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, OF_SEVERAL, VERSION
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
+from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.replay.replayer import replay
 from kvcanary_tools.bench.toy_engine import ToyEngine
 
@@ -414,3 +416,12 @@ def test_each_kind_of_replay_is_said(good, struck, tmp_path):
         lines = b"\n".join(json.dumps({name: one[name] for name in one if name != key}).encode() for one in events)
         packed(tmp_path / key, members(struck) | {"events.jsonl": lines})
         assert say(tmp_path / key) == said
+
+
+def test_events_have_the_arguments_of_the_methods_that_tell_them():
+    """A dump names them in the manager's order; what is told of several requests at once is laid out by itself."""
+    methods = {name: getattr(Lifecycle, name) for name in CALLS if hasattr(Lifecycle, name) and name not in OF_SEVERAL}
+    told = {name: [*inspect.signature(method).parameters][1:] for name, method in methods.items()}
+    assert len(told) > 15
+    named = {name: [*ARGUMENTS.get(name, CALLS[name])] for name in told}
+    assert named == told

@@ -14,7 +14,7 @@ from kvcanary.checks.content import find_changed
 from kvcanary.provenance.changed_word import locate_word
 from kvcanary.records.fingerprints import lanes_of_layer, lanes_of_slots, slots_are_right
 from kvcanary.records.state import CanaryState
-from kvcanary.report.repair import repair_slot
+from kvcanary.scrub.repair import repair_slot
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
 from kvcanary_kernels.record.layout import signed
 

@@ -16,10 +16,10 @@ from structlog.testing import capture_logs
 import kvcanary.calls.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.calls.forward import Forward, refuse_contradiction
-from kvcanary.captured.step import RowTruth
 from kvcanary.checks import admission as refusing
 from kvcanary.ledger.ledger import Ledger, Role
 from kvcanary.ledger.request_state import Known, TruthChain
+from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native import jit as memory
 from kvcanary.native import loops
 from kvcanary.native.layout import UNKNOWN

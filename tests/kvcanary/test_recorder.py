@@ -19,7 +19,17 @@ from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.pools.event_log import EventLog
 from kvcanary.recorder.captured_events import KEPT_STEPS, MOVE_SITE, CapturedEvents
-from kvcanary.recorder.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder, Segment
+from kvcanary.recorder.recorder import (
+    LONG,
+    MOST_BYTES,
+    Recorder,
+)
+from kvcanary.recorder.segment import (
+    EVENT_BYTES,
+    PARTS,
+    SPARE,
+    Segment,
+)
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
 
@@ -128,7 +138,7 @@ def test_damage_of_an_older_segment_counts_at_once(monkeypatch: pytest.MonkeyPat
     while len(recorder.segments) < 3 or recorder.segments[-1].checkpoint.step == engine.canary.step:
         engine.decode()
     oldest, second, _ = recorder.segments
-    monkeypatch.setattr("kvcanary.recorder.recorder.DAMAGE_BYTES", MOST_BYTES)
+    monkeypatch.setattr("kvcanary.recorder.segment.DAMAGE_BYTES", MOST_BYTES)
     monkeypatch.setattr(recorder.captured, "event_of", lambda *site: (oldest, 0))
     flip(engine)
     engine.decode()

@@ -14,8 +14,8 @@ from kvcanary import PoolView
 from kvcanary.errors import KVCanaryError, RepairRefusedError
 from kvcanary.records.fingerprints import lanes_of_slots
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.report import repair
-from kvcanary.report.repair import repair_slot
+from kvcanary.scrub import repair
+from kvcanary.scrub.repair import repair_slot
 from kvcanary_kernels.record.layout import CONTENT_B, LAYERS_LOW
 from kvcanary_kernels.record.seal import seal_torch
 

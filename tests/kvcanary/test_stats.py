@@ -7,8 +7,8 @@ import torch
 from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig
+from kvcanary.calls.coverage import Coverage
 from kvcanary.errors import CanaryConfigError
-from kvcanary.report.certificate import Coverage
 from kvcanary.report.stats import Stats
 from kvcanary_tools.bench.toy_engine import ToyEngine
 

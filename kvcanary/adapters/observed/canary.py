@@ -22,9 +22,10 @@ from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
 from kvcanary.adapters.observed.launches import FEWEST_ENTRIES, FEWEST_ROWS, FEWEST_TOKENS, PagedDevice, at_least, sizes
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.state import COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
+from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.report.certificate import Coverage, certificate
+from kvcanary.report.certificate import certificate
 from kvcanary.report.finding import Finding, FindingLog, tell
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
 from kvcanary_kernels.watch.begin import NEW_WIDTH

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import expect_watching
+from kvcanary.calls.coverage import Coverage
 from kvcanary.codes import CODES
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, KVCorruptionError, PlanError
 from kvcanary.pools.parts import Part
 from kvcanary.provenance.changed_word import ChangedWord, describe_word, fitting_words
 from kvcanary.records.fingerprints import lanes_of_words
-from kvcanary.report.certificate import Coverage, certificate
+from kvcanary.report.certificate import certificate
 from kvcanary.report.finding import Cause, Finding, FindingLog, tell
 from kvcanary.report.render import Report
 from kvcanary_kernels.content.fingerprint import TEMPORARY_BYTES

@@ -7,9 +7,9 @@ from typing import Any
 
 import structlog
 
+from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, CanaryNotRunningError, PlanError
-from kvcanary.report.certificate import Coverage
 
 #: What forwards call the cache that they are given, by release of transformers.
 CACHES = ("past_key_values", "cache")

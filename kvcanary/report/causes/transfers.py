@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvcanary.provenance.arrival import KINDS
 from kvcanary.report.arrival_text import evidence_of, sentence_of
 from kvcanary.report.evidence import Facts
 from kvcanary.report.finding import Cause
-from kvcanary.transfers.arrivals import KINDS
 from kvcanary.transfers.async_ops import OUTDATED, UNORDERED
 
 Rule = Callable[[Facts], Cause | None]

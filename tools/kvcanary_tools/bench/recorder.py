@@ -18,7 +18,8 @@ from statistics import median
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary.recorder.recorder import MOST_BYTES, PARTS
+from kvcanary.recorder.recorder import MOST_BYTES
+from kvcanary.recorder.segment import PARTS
 from kvcanary_tools.bench.common import machine, save
 from kvcanary_tools.bench.gpu import device
 from kvcanary_tools.bench.step import LLAMA_8B, fill, make_engine, random_decoder

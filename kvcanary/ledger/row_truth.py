@@ -1,0 +1,58 @@
+"""RowTruth: what the host knows of the rows of a forward that it launches before it has heard of the one before."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from kvcanary.native.layout import ROW_CHAINS, ROW_COMMITTED, ROW_LENGTHS, ROW_NUMBERS, ROW_ROOTS, ROW_UIDS, ROW_UNHEARD
+from kvcanary.pools.slot_maps import Ints
+
+
+class RowTruth:
+    """What the host knows of the rows that a captured forward is launched with, by request.
+
+    step:        the step's number and turn, as `SubstepBank.step` has them, for forwards with a step of their own
+    numbers:     [5, requests] int64, all that follows in this order
+    uids:        of the requests
+    prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
+    truths:      chain value at that length, as int64
+    roots:       chain value that position 0 continues, as int64
+    unheard:     1 where the row goes on by what the last step has accepted, which the device alone knows (`Seats`): the
+                 length and chain value are those of all entries whose tokens the host knows. Else 0
+    """
+
+    __slots__ = ("_rows", "step")
+
+    def __init__(self, rows: array[int], step: int) -> None:
+        """`rows`: these numbers, and what is the canary's alone (cards.py, ROW_NUMBERS)."""
+        self._rows, self.step = rows, step
+
+    def copy(self) -> RowTruth:
+        return RowTruth(self._rows[:], self.step)
+
+    @property
+    def numbers(self) -> Ints:
+        n = len(self._rows) // ROW_NUMBERS
+        return np.frombuffer(self._rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n)
+
+    @property
+    def uids(self) -> list[int]:
+        return self.numbers[ROW_UIDS].tolist()
+
+    @property
+    def prefix_lens(self) -> list[int]:
+        return self.numbers[ROW_LENGTHS].tolist()
+
+    @property
+    def truths(self) -> list[int]:
+        return self.numbers[ROW_CHAINS].tolist()
+
+    @property
+    def roots(self) -> list[int]:
+        return self.numbers[ROW_ROOTS].tolist()
+
+    @property
+    def unheard(self) -> list[int]:
+        return self.numbers[ROW_UNHEARD].tolist()
