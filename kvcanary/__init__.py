@@ -11,27 +11,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Announced": "manager.expected_forwards",
     "CanaryConfig": "config",
     "CanaryConfigError": "errors",
     "CanaryManager": "manager.manager",
     "Finding": "report.finding",
+    "HookClock": "manager.hook_clock",
     "HookOrderError": "errors",
     "KVCanaryError": "errors",
     "KVCorruptionError": "errors",
     "LifetimeError": "errors",
+    "NOWHERE": "pools.slot_maps",
     "PlanError": "errors",
     "PoolView": "pools.views",
     "ReadPlan": "pools.plans",
     "Report": "report.render",
     "SubstepCanary": "manager.substep",
+    "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
+    "first_visible": "pools.slot_maps",
+    "site_name": "pools.launch_site",
 }
 
 __all__ = [
+    "NOWHERE",
+    "Announced",
     "CanaryConfig",
     "CanaryConfigError",
     "CanaryManager",
     "Finding",
+    "HookClock",
     "HookOrderError",
     "KVCanaryError",
     "KVCorruptionError",
@@ -41,8 +50,11 @@ __all__ = [
     "ReadPlan",
     "Report",
     "SubstepCanary",
+    "WarmupSubstep",
     "WritePlan",
     "__version__",
+    "first_visible",
+    "site_name",
 ]
 
 if TYPE_CHECKING:
@@ -55,12 +67,16 @@ if TYPE_CHECKING:
         LifetimeError,
         PlanError,
     )
+    from kvcanary.manager.expected_forwards import Announced
+    from kvcanary.manager.hook_clock import HookClock
     from kvcanary.manager.manager import CanaryManager
-    from kvcanary.manager.substep import SubstepCanary
+    from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+    from kvcanary.pools.launch_site import site_name
     from kvcanary.pools.plans import (
         ReadPlan,
         WritePlan,
     )
+    from kvcanary.pools.slot_maps import NOWHERE, first_visible
     from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary import first_visible
 from kvcanary.invariants import check_rows_distinct
-from kvcanary.pools.slot_maps import first_visible
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.request import Request
 from spec_engine.step.relay import Relay

@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from kvcanary.errors import KVCorruptionError
+from kvcanary import KVCorruptionError
 from kvcanary.faults import seam
 from kvcanary.invariants import check_commit, check_known_tokens, check_root, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb

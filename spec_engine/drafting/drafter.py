@@ -32,7 +32,7 @@ from spec_engine.step.hooks import Forwards
 from spec_engine.step.transfer import to_device
 
 if TYPE_CHECKING:
-    from kvcanary.manager.expected_forwards import Announced
+    from kvcanary import Announced
 
 
 class Drafter:

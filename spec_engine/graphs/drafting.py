@@ -25,7 +25,7 @@ from spec_engine.step.verify import Accepted, accepted_of, owners_of, told_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.captured.accepted_tokens import StaticAcceptance
+    from kvcanary.captured import StaticAcceptance
     from spec_engine.core import Batch
     from spec_engine.drafting.drafter import Drafter
     from spec_engine.drafting.tree import Tree

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcanary import site_name
 from kvcanary.faults import seam
 from kvcanary.invariants import check_hooked
-from kvcanary.pools.launch_site import site_name
 from kvcanary_kernels.engine.attention import attention_workspace, paged_attention, paged_attention_torch
 from kvcanary_kernels.judge.forward import ForwardPlan
 from kvcanary_kernels.record.table import as_table
@@ -26,9 +26,7 @@ from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.captured.accepted_tokens import Seats, StaticAcceptance, StaticTruth
-    from kvcanary.captured.moves import StaticMove
-    from kvcanary.captured.substep import StaticSubstep
+    from kvcanary.captured import Seats, StaticAcceptance, StaticMove, StaticSubstep, StaticTruth
 
 TRUTH = (
     "uids",

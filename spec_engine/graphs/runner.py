@@ -22,7 +22,7 @@ from spec_engine.step.runner import Part, Runner, StepResult, Verified
 from spec_engine.step.verify import Accepted
 
 if TYPE_CHECKING:
-    from kvcanary.captured.accepted_tokens import Seats
+    from kvcanary.captured import Seats
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
     from spec_engine.request import Request

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcanary.errors import KVCanaryError
+from kvcanary import KVCanaryError
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle",)

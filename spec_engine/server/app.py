@@ -25,8 +25,7 @@ from spec_engine.server.routes import Serving
 from spec_engine.server.worker import EngineWorker
 
 if TYPE_CHECKING:
-    from kvcanary import CanaryManager
-    from kvcanary.manager.hook_clock import HookClock
+    from kvcanary import CanaryManager, HookClock
 
 
 def create_app(
@@ -78,7 +77,7 @@ def create_app(
 
 
 def _clock(canary: CanaryManager) -> HookClock:
-    from kvcanary.manager.hook_clock import HookClock
+    from kvcanary import HookClock
 
     return HookClock(canary)
 

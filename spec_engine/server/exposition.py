@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvcanary.pools.launch_site import site_name
+from kvcanary import site_name
 from spec_engine.engine import Engine
 from spec_engine.server.worker import EngineWorker
 
 if TYPE_CHECKING:
-    from kvcanary.manager.hook_clock import HookClock
+    from kvcanary import HookClock
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 CANARY_COUNTERS = {

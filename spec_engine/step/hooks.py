@@ -23,9 +23,7 @@ from spec_engine.memory.pools.slot_map import Mapped
 from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
-    from kvcanary import CanaryManager
-    from kvcanary.manager.expected_forwards import Announced
-    from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+    from kvcanary import Announced, CanaryManager, SubstepCanary, WarmupSubstep
     from spec_engine.attention.base import PoolAttention
 
 

@@ -13,8 +13,7 @@ from spec_engine.models.decoder import KVAccess
 from spec_engine.step.hooks import Forwards
 
 if TYPE_CHECKING:
-    from kvcanary import CanaryManager
-    from kvcanary.manager.expected_forwards import Announced
+    from kvcanary import Announced, CanaryManager
 
 
 class LayerGroup(NamedTuple):

@@ -35,7 +35,7 @@ from spec_engine.step.verify import Accepted, owners_of, to_host
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.captured.in_flight import Flight
+    from kvcanary.captured import Flight
 
 
 @dataclass(frozen=True)

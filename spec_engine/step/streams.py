@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from kvcanary.invariants import check_staging
-from kvcanary.transfers.async_ops import HOST
+from kvcanary.transfers import HOST
 from kvcanary_kernels.record.streams import current, on
 
 if TYPE_CHECKING:
-    from kvcanary.transfers.async_ops import Ticket
-    from kvcanary.transfers.async_tracker import Resources, TicketDesk
+    from kvcanary.transfers import Resources, Ticket, TicketDesk
 
 MAIN = "main"
 Operation = Callable[[], object]

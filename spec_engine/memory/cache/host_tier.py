@@ -30,7 +30,7 @@ from spec_engine.step.streams import Event, Streams
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.transfers.snapshots import Parcel
+    from kvcanary.transfers import Parcel
 
 STREAM = "host tier"
 

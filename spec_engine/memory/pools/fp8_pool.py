@@ -17,7 +17,7 @@ from kvcanary import PoolView
 from spec_engine.memory.pools.pool import KVPool
 
 if TYPE_CHECKING:
-    from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+    from kvcanary import SubstepCanary, WarmupSubstep
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max

@@ -9,7 +9,7 @@ import torch
 from kvcanary import PoolView
 
 if TYPE_CHECKING:
-    from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+    from kvcanary import SubstepCanary, WarmupSubstep
 
 
 class KVPool:

@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcanary import PoolView
-from kvcanary.pools.slot_maps import NOWHERE
+from kvcanary import NOWHERE, PoolView
 from spec_engine.memory.pools.pool import KVPool
 
 

@@ -30,7 +30,7 @@ from spec_engine.memory.pools.slot_map import SlotMap
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.transfers.snapshots import Parcel
+    from kvcanary.transfers import Parcel
     from spec_engine.step.streams import Event, Streams
 
 GROUP = "device"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcanary import PoolView
+from kvcanary import PoolView, first_visible
 from kvcanary.invariants import (
     check_pages_ready,
     check_protected,
@@ -23,7 +23,6 @@ from kvcanary.invariants import (
     check_window_pages,
     check_window_slide,
 )
-from kvcanary.pools.slot_maps import first_visible
 from spec_engine.memory.accounting import PoolAccounting
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.cache.host_rows import slots_of

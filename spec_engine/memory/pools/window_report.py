@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from kvcanary.pools.slot_maps import first_visible
+from kvcanary import first_visible
 from spec_engine.memory.pools.window_pool import WindowPool, WindowRow
 
 _events = structlog.get_logger("spec_engine")
