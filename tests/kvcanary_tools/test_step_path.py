@@ -1,0 +1,17 @@
+"""The path of a step does not become longer unseen."""
+
+from __future__ import annotations
+
+from kvcanary_tools.step_path import path_of_a_step
+
+MOST, SHARED = 28, 16  # files of an eager step, and those of them that a captured one runs too; wanted: 25 and 20
+
+
+def test_a_clean_step_runs_code_of_few_files():
+    """Both ways begin and end in the manager, and neither asks for a report."""
+    eager, captured = path_of_a_step("off"), path_of_a_step("on")
+    assert {"manager/manager.py", "manager/step.py"} <= eager & captured
+    assert not [file for file in eager | captured if file.startswith(("report/", "dumps/", "replay/", "adapters/"))]
+    assert len(eager) <= MOST
+    assert len(captured) <= MOST
+    assert len(eager & captured) >= SHARED

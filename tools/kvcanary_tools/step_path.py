@@ -1,0 +1,55 @@
+"""The path of a step: the files of kvcanary whose code a clean decode step runs, eager and captured.
+
+``python -m kvcanary_tools.step_path`` counts them. Whoever wants to know what a step does reads these, so fewer are
+better, and those that both ways share are read once. Embedded model without drafts, default canary; of some steps in
+the midst of an answer the one with the fewest files, since others re-read bytes or grant pages as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import kvcanary
+from spec_engine import Engine, EngineConfig, SamplingParams
+
+ROOT = Path(kvcanary.__file__).parent
+PROMPT = "def add(a, b):\n    return a + b\n"
+WARM_UP, WATCHED = 60, 8  # steps
+
+
+def path_of_a_step(graphs: str) -> set[str]:
+    """Files, as paths below kvcanary/; `graphs`: "on" or "off", as `EngineConfig` has it."""
+    engine = Engine(EngineConfig(draft="none", graphs=graphs, canary=kvcanary.CanaryConfig(mode="raise")))
+    engine.submit(PROMPT, SamplingParams(max_new_tokens=2 * WARM_UP))
+    for _ in range(WARM_UP):
+        engine.step()
+    return min((_files_of_step(engine) for _ in range(WATCHED)), key=len)
+
+
+def _files_of_step(engine: Engine) -> set[str]:
+    files: set[str] = set()
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(called)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    return {str(path.relative_to(ROOT)) for path in map(Path, files) if path.is_relative_to(ROOT)}
+
+
+def main() -> None:
+    eager, captured = path_of_a_step("off"), path_of_a_step("on")
+    for name, files in (("both", eager & captured), ("eager", eager - captured), ("captured", captured - eager)):
+        print(f"{name}: {len(files)}")
+        print(*(f"  {file}" for file in sorted(files)), sep="\n")
+    print(f"an eager step runs code of {len(eager)} files, a captured one of {len(captured)}")
+
+
+if __name__ == "__main__":
+    main()
