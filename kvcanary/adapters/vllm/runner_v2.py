@@ -16,7 +16,7 @@ import torch
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.connector import Loads
-from kvcanary.adapters.vllm.worker import Handle, salt_of
+from kvcanary.adapters.vllm.handle import Handle, salt_of
 from kvcanary.errors import AdapterError
 
 

@@ -311,7 +311,7 @@ def test_a_worker_that_nobody_hears_ends_by_itself(serve, monkeypatch, tmp_path)
 )
 def test_which_worker_is_heard(backend: str, world: int, tensor: int, heard: list[int]) -> None:
     """Of processes that vLLM starts by itself the first of the last pipeline stage; elsewhere each."""
-    from kvcanary.adapters.vllm.worker import is_heard
+    from kvcanary.adapters.vllm.handle import is_heard
 
     parallel = SimpleNamespace(
         distributed_executor_backend=backend,

@@ -107,7 +107,7 @@ class Bench:
 
     def compare(self, pairs: int, seconds: float) -> Iterator[dict[str, Any]]:
         """Interleaved pairs with and without, each side at least so many seconds; what was measured after each."""
-        from kvcanary.adapters.vllm.worker import Handle
+        from kvcanary.adapters.vllm.handle import Handle
 
         prompts, seconds_of_run = make_prompts(), 1.0
         result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": []}
@@ -172,7 +172,7 @@ class Bench:
 
     def profile(self, out: Path) -> Iterator[dict[str, Any]]:
         """Where the time goes: hooks, then kernels, then functions, which are written beside the result."""
-        from kvcanary.adapters.vllm.worker import Handle
+        from kvcanary.adapters.vllm.handle import Handle
         from kvcanary_tools.bench import vllm_clock
 
         prompts = make_prompts()
