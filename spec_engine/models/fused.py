@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,33 @@ from torch import Tensor
 from kvcanary_kernels.engine.layers import add_norm, gated, norm, rotate
 from kvcanary_kernels.engine.product import product
 
-if TYPE_CHECKING:
-    from spec_engine.models.decoder import DecoderLayer
-
 #: Of so many float32 rows at most each reads a weight anew, so many bytes of it in all, before a library is faster.
 MOST_ROWS, REREAD_BYTES = 64, 1 << 24
 
 
-def project(layer: DecoderLayer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+class Layer(Protocol):
+    """What is needed of a decoder layer: its weights [rows, size], norms and biases [size], and how heads lie in qkv.
+
+    num_heads_all: of q, k and v together; qk_split: heads of q, heads of k (v has as many); half_dim: of a head.
+    """
+
+    input_norm_weight: Tensor | None
+    qkv_weight: Tensor
+    qkv_bias: Tensor | None
+    q_norm_weight: Tensor | None
+    k_norm_weight: Tensor | None
+    o_weight: Tensor
+    o_bias: Tensor | None
+    post_norm_weight: Tensor
+    gate_up_weight: Tensor
+    down_weight: Tensor
+    eps: float
+    num_heads_all: int
+    qk_split: tuple[int, int]
+    half_dim: int
+
+
+def project(layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""
     if layer.input_norm_weight is not None:
         x = normed(x, layer.input_norm_weight, layer.eps)
@@ -30,7 +49,7 @@ def project(layer: DecoderLayer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> 
     return q, k, v
 
 
-def finish(layer: DecoderLayer, hidden: Tensor, attention: Tensor) -> Tensor:
+def finish(layer: Layer, hidden: Tensor, attention: Tensor) -> Tensor:
     """Output product, residual, norm, MLP, residual."""
     output = linear(attention.flatten(1), layer.o_weight, layer.o_bias)
     total, x = torch.empty_like(output), torch.empty_like(output)
