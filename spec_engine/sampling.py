@@ -1,4 +1,4 @@
-"""How one request is sampled, and the tokens that a target draws by it."""
+"""How one request is sampled."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from spec_engine.acceptance.coins import DRAW, coins
-from spec_engine.acceptance.distribution import draw, greedy_tokens, target_probs
-from spec_engine.acceptance.settings import SamplingBatch
-from spec_engine.config import ConfigError
+from spec_engine.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -97,18 +92,6 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if not isinstance(token, int):
                 raise ConfigError(f"stop_token_ids must hold token ids, got {token!r}")
-
-
-def choose(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> Tensor:
-    """The token that follows each node: ``logits [bs, nodes, vocab], positions [bs, nodes] -> [bs, nodes] int64``.
-
-    ``positions`` are those of the tokens to be drawn; penalties and bias belong into the logits (`adjust_logits`).
-    Verification compares drafts with these draws, which keeps the target's distribution exactly: every node's draw is
-    one from the target, whatever was drafted.
-    """
-    if settings.all_greedy:
-        return greedy_tokens(logits)
-    return draw(target_probs(logits, settings), coins(settings.seeds, positions, DRAW))
 
 
 def _require_whole(name: str, value: int, least: int, meaning: str) -> None:

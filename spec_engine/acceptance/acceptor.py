@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_engine.acceptance.coins import ACCEPT, DRAW, coins
-from spec_engine.acceptance.distribution import target_probs
+from spec_engine.acceptance.distribution import choose, target_probs
 from spec_engine.acceptance.logprobs import LogProbs, TokenLogProb, log_probs
 from spec_engine.acceptance.penalties import RowCounts, TokenCounts, adjust_logits
 from spec_engine.acceptance.rejection import reject_chain
@@ -19,7 +19,7 @@ from spec_engine.acceptance.tree_sampling import sample_tree
 from spec_engine.acceptance.walk import Acceptance, match, single
 from spec_engine.drafting.tree import Tree
 from spec_engine.request import Request
-from spec_engine.sampling import SamplingParams, choose
+from spec_engine.sampling import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The target's distribution after each node: temperature, top-k, top-p, min-p; and draws from a distribution."""
+"""The target's distribution after each node (temperature, top-k, top-p, min-p), and the tokens drawn from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ import math
 import torch
 from torch import Tensor
 
+from spec_engine.acceptance.coins import DRAW, coins
 from spec_engine.acceptance.settings import SamplingBatch
+
+
+def choose(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> Tensor:
+    """The token that follows each node: ``logits [bs, nodes, vocab], positions [bs, nodes] -> [bs, nodes] int64``.
+
+    ``positions`` are those of the tokens to be drawn; penalties and bias belong into the logits (`adjust_logits`).
+    Verification compares drafts with these draws, which keeps the target's distribution exactly: every node's draw is
+    one from the target, whatever was drafted.
+    """
+    if settings.all_greedy:
+        return greedy_tokens(logits)
+    return draw(target_probs(logits, settings), coins(settings.seeds, positions, DRAW))
 
 
 def target_probs(logits: Tensor, settings: SamplingBatch) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spec_engine import ConfigError, SamplingParams
+from spec_engine.acceptance.distribution import choose
 from spec_engine.acceptance.settings import SamplingBatch
-from spec_engine.sampling import choose
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 

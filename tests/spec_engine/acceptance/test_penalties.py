@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from spec_engine import SamplingParams
+from spec_engine.acceptance.distribution import choose
 from spec_engine.acceptance.penalties import TokenCounts, adjust_logits
 from spec_engine.acceptance.settings import SamplingBatch
 from spec_engine.acceptance.walk import match
 from spec_engine.drafting.tree import ancestor_mask
-from spec_engine.sampling import choose
 
 VOCAB, NUM_STEPS, NUM_NODES, LENGTH = 7, 3, 9, 30
 CPU = torch.device("cpu")
