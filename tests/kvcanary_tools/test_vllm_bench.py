@@ -10,8 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcanary_tools.bench import vllm_clock, vllm_faults, vllm_model, vllm_parallel, vllm_turns
-from kvcanary_tools.bench import vllm_plugin as bench
+from kvcanary_tools.bench import (
+    vllm_clock,
+    vllm_engine,
+    vllm_faults,
+    vllm_model,
+    vllm_parallel,
+    vllm_plugin,
+    vllm_turns,
+)
 
 
 def test_prompts_share_prefixes_and_are_the_same_each_time() -> None:
@@ -86,7 +93,7 @@ def test_every_step_of_an_engine_is_timed() -> None:
     assert [wall >= 0.01 > own for wall, own in spent] == [True, True]
 
 
-class Rig(bench.Bench):
+class Rig(vllm_engine.Bench):
     """A Bench whose engine takes one second a run, half as long again with the plug-in."""
 
     is_plugged = is_late = False
@@ -115,12 +122,12 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
     """Warm-up runs are discarded, then without, with, with, without; an even number that fills the time."""
     rig = Rig()
     *_, result = rig.compare(3, 2.5)
-    assert rig.order == [False, True] * bench.WARM_UPS + [False, True, True, False] * 6
+    assert rig.order == [False, True] * vllm_engine.WARM_UPS + [False, True, True, False] * 6
     assert result["runs_a_side"] == 4
     assert result["ratios"] == pytest.approx([2 / 3] * 3)
     assert result["off_over_off"] == [1.0] * 3
     assert {len(runs) for name in ("off_s", "on_s", "waits") for runs in result[name]} == {4}
-    assert result["hooks_us"] == [0.0] * bench.WARM_UPS
+    assert result["hooks_us"] == [0.0] * vllm_engine.WARM_UPS
     assert [entry["share"] for entry in result["on_off"] + result["off_off"]] == [1.0] * 5
     assert result["by_step"]["turns"] == [12, 12]
     assert result["by_step"]["steps"] == [1]
@@ -190,4 +197,4 @@ def test_a_profile_names_functions() -> None:
 )
 def test_every_setting_has_a_file_of_its_own(settings: tuple[str, bool, str, str], name: str) -> None:
     """Results do not overwrite each other."""
-    assert bench.name_of(*settings) == name
+    assert vllm_plugin.name_of(*settings) == name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvcanary_tools.bench.vllm_model import make_prompts
 
 if TYPE_CHECKING:
-    from kvcanary_tools.bench.vllm_plugin import Bench
+    from kvcanary_tools.bench.vllm_engine import Bench
 
 HARMS = ("flip", "swap", "shift", "hand_out", "copy_left_out", "not_zeroed")
 STEP, POSITION = 12, 200  # of the blow at the earliest, and entries that the struck request has at least
