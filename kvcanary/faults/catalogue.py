@@ -1,4 +1,4 @@
-"""All faults by name: those of the modules of this package, then those that other distributions bring.
+"""All faults by name: those of the families named here, then those that other distributions bring.
 
 Only who arms or lists one loads this. A third party's entry point of the group `kvcanary.faults` names a sequence of
 `Fault`.
@@ -6,18 +6,24 @@ Only who arms or lists one loads this. A third party's entry point of the group 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
-from pkgutil import iter_modules
 
-import kvcanary.faults
 from kvcanary.errors import KVCanaryError
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.memory import bits, identity, lifetime, scales, split, transfer, uninitialised, windows
+from kvcanary.faults.steps import adaptive, addressing, bounds, draft, graphs, hooks, lengths, order, ranks
 
 GROUP = "kvcanary.faults"
+#: Each is a module with a tuple FAULTS, and the first half of their names is its own.
+FAMILIES: dict[str, tuple[Fault, ...]] = {
+    module.__name__.rpartition(".")[2]: module.FAULTS
+    for module in (
+        *(adaptive, addressing, bits, bounds, draft, graphs, hooks, identity, lengths, lifetime, order, ranks, scales),
+        *(split, transfer, uninitialised, windows),
+    )
+}
 
 
 class UnknownFaultError(KVCanaryError, ValueError):
@@ -27,15 +33,9 @@ class UnknownFaultError(KVCanaryError, ValueError):
 
 
 @cache
-def families() -> tuple[str, ...]:
-    """The modules of this package that have a tuple FAULTS."""
-    return tuple(family for family, _ in _own())
-
-
-@cache
 def faults() -> list[Fault]:
     """Every fault, family by family; ValueError where two have one name."""
-    found = [fault for _, entries in _own() for fault in entries]
+    found = [fault for entries in FAMILIES.values() for fault in entries]
     found += [fault for point in entry_points(group=GROUP) for fault in point.load()]
     names = [fault.name for fault in found]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -52,13 +52,6 @@ def find(name: str) -> Fault:
     return known[name]
 
 
-def _own() -> Iterator[tuple[str, tuple[Fault, ...]]]:
-    for module in sorted(module.name for module in iter_modules(kvcanary.faults.__path__)):
-        entries = getattr(import_module(f"{kvcanary.faults.__name__}.{module}"), "FAULTS", None)
-        if entries is not None:
-            yield module, entries
-
-
 def _closest(name: str, known: dict[str, Fault]) -> str:
     close = get_close_matches(name, known, n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(close)}?" if close else f"its families are {', '.join(families())}"
+    return f"did you mean {' or '.join(close)}?" if close else f"its families are {', '.join(FAMILIES)}"

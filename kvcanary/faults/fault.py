@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcanary.faults.target import Setup, Target
 
-#: The writer that a finding must name where bytes changed and nobody declared it.
-UNDECLARED = "undeclared write"
 READY, PENDING = "ready", "pending"
 
 
@@ -23,7 +21,7 @@ def everywhere(setup: Setup) -> bool:
 class Fault:
     """One published bug, or one kind of damage, and the finding in which it must end.
 
-    name: "family.what"; the family is the module of this package that holds it.
+    name: "family.what"; the family is the module that holds it.
     k: number of its injection in the catalogue of published KV-cache bugs, or "" where it has none.
     bugs: "owner/repository#number" of the threads that it re-enacts.
     story: what went wrong there, in a sentence or two.
@@ -121,24 +119,6 @@ class Fault:
             "alone": self.alone,
             "story": self.story,
         }
-
-
-@dataclass(frozen=True)
-class Strike:
-    """What a fault did, as it knows itself; findings are compared with it.
-
-    step: first engine step whose tokens it can touch; None where that is not one step, as for a wrong size.
-    place: fields of a Finding (pool, slot, layer, position, reader, part, head, dim, bit, site) and their values; a
-        frozenset holds all that are right. Of a typed error: "request" must stand in its message.
-    writer: request that the finding must name as the writer, a frozenset of those that are right, UNDECLARED, or None
-        where there is none to name.
-    code: what must be found here, where it is another than the fault's `expected`; "" in a quiet twin: nothing.
-    """
-
-    step: int | None
-    place: Mapping[str, Any] = field(default_factory=dict)
-    writer: str | frozenset[str] | None = None
-    code: str | None = None
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvcanary.faults.fault import Strike
+from kvcanary.faults.strike import Strike
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,8 @@ import pytest
 from kvcanary.dumps.reading import read_dump
 from kvcanary.faults import catalogue
 from kvcanary.faults.catalogue import faults
-from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Setup
 from kvcanary.replay.replayer import replay
 from kvcanary_tools.campaign import runner, runs, traffic

@@ -8,12 +8,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from pkgutil import iter_modules
 from timeit import repeat
 
 import pytest
 
 from kvcanary import faults
-from kvcanary.faults.catalogue import UnknownFaultError, families, find
+from kvcanary.faults import memory, steps
+from kvcanary.faults.catalogue import FAMILIES, UnknownFaultError, find
 from spec_engine import Engine, EngineConfig, SamplingParams
 
 NAME = "bounds.page_table_scatter"
@@ -93,13 +95,19 @@ def test_engine_and_catalogue_know_the_same_names():
     assert set(re.findall(r'seam\(\s*"([\w.]+)"', source)) == {fault.name for fault in entries() if fault.is_seam}
 
 
+def test_every_family_is_in_the_catalogue():
+    """A module that the catalogue does not name would be a family that nobody can arm."""
+    names = [module.name for folder in (memory, steps) for module in iter_modules(folder.__path__)]
+    assert sorted(names) == list(FAMILIES)
+
+
 def test_entries_are_whole():
     """Names are unique and carry their family; bugs can be looked up, numbers are K01 to K55; there is a story."""
     from kvcanary.faults.catalogue import faults as entries
 
     assert len({fault.name for fault in entries()}) == len(entries())
     for fault in entries():
-        assert fault.family in families()
+        assert fault.family in FAMILIES
         assert all(re.fullmatch(r"[\w-]+/[\w.-]+(#\d+|@[0-9a-f]{7})", bug) for bug in fault.bugs)
         assert re.fullmatch(r"(K\d\d)?", fault.k)
         assert fault.story.endswith(".")

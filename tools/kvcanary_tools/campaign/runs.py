@@ -12,7 +12,8 @@ from kvcanary import Finding, KVCanaryError
 from kvcanary.codes import CONTENT_CODES
 from kvcanary.config import ROTATION_STEPS
 from kvcanary.faults.catalogue import find
-from kvcanary.faults.fault import UNDECLARED, Fault, Strike
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.strike import UNDECLARED, Strike
 from kvcanary_tools.campaign.switches import can_switch_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, QUIET, Played, Run, play
 

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from kvcanary import CanaryConfig, Finding, KVCanaryError, faults
 from kvcanary.codes import CODES
-from kvcanary.faults.fault import Armed, Fault, Strike
+from kvcanary.faults.fault import Armed, Fault
+from kvcanary.faults.strike import Strike
 from kvcanary.faults.target import Setup, Target
 from kvcanary.manager.dump_trigger import SUFFIX
 from kvcanary_tools.campaign.engines import Bench, build

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.harmless import map_nothing_elsewhere
-from kvcanary.faults.reach import leave_a_map_entry
+from kvcanary.faults.helpers.harmless import map_nothing_elsewhere
+from kvcanary.faults.helpers.reach import leave_a_map_entry
 from kvcanary.faults.target import Setup
 
 if TYPE_CHECKING:

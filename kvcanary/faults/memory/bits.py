@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import noise_in_a_free_page
-from kvcanary.faults.reach import (
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.harmless import noise_in_a_free_page
+from kvcanary.faults.helpers.reach import (
     Entry,
     any_entry,
     any_layer,
@@ -23,7 +23,8 @@ from kvcanary.faults.reach import (
     root_forward,
     words_of,
 )
-from kvcanary.faults.recycling import never_granted
+from kvcanary.faults.helpers.recycling import never_granted
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:

@@ -7,10 +7,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcanary.faults import replays
-from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import lengthen_plans, noise_in_a_free_page
-from kvcanary.faults.reach import SPREAD_BITS, Place, any_entry, any_layer, change, redirect, strike_forward, written_of
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers import replays
+from kvcanary.faults.helpers.harmless import lengthen_plans, noise_in_a_free_page
+from kvcanary.faults.helpers.reach import (
+    SPREAD_BITS,
+    Place,
+    any_entry,
+    any_layer,
+    change,
+    redirect,
+    strike_forward,
+    written_of,
+)
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Setup, Target
 
 if TYPE_CHECKING:

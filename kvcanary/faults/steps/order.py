@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.harmless import lengthen_plans
-from kvcanary.faults.reach import Place, any_reader, redirect_row, strike_forward, submit_prompt, written_of
-from kvcanary.faults.recycling import never_granted
+from kvcanary.faults.helpers.harmless import lengthen_plans
+from kvcanary.faults.helpers.reach import Place, any_reader, redirect_row, strike_forward, submit_prompt, written_of
+from kvcanary.faults.helpers.recycling import never_granted
+from kvcanary.faults.steps.draft import CHUNK
 from kvcanary.faults.target import Call, Setup, Target
 
 STAGING = "pinned staging buffer"

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvcanary.faults.fault import Fault, everywhere
-from kvcanary.faults.freeing import (
+from kvcanary.faults.helpers.freeing import (
     free_a_page_that_is_read,
     free_by_an_old_key,
     free_slots_for_pages,
@@ -15,7 +15,7 @@ from kvcanary.faults.freeing import (
     grant_a_page_that_is_read,
     save_an_old_list,
 )
-from kvcanary.faults.harmless import (
+from kvcanary.faults.helpers.harmless import (
     come_and_go,
     edit_behind_the_end,
     hit_and_give_back,
@@ -25,14 +25,14 @@ from kvcanary.faults.harmless import (
     remove_the_child_first,
     work_on_a_current_page,
 )
-from kvcanary.faults.holding import (
+from kvcanary.faults.helpers.holding import (
     cache_a_freed_page,
     evict_a_locked_page,
     hit_a_row_that_was_reused,
     remove_the_parent_first,
     write_what_is_published,
 )
-from kvcanary.faults.landing import (
+from kvcanary.faults.helpers.landing import (
     end_during_a_transfer,
     land_in_a_freed_page,
     land_in_a_granted_page,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.reach import any_reader, part_of
+from kvcanary.faults.helpers.reach import any_reader, part_of
 from kvcanary.faults.target import Setup, Target
 
 if TYPE_CHECKING:

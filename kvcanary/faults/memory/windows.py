@@ -6,8 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.harmless import edit_behind_the_end, lengthen_plans, map_nothing_elsewhere
-from kvcanary.faults.reach import Place, any_reader, leave_a_map_entry, redirect, row_start, strike_forward, written_of
+from kvcanary.faults.helpers.harmless import edit_behind_the_end, lengthen_plans, map_nothing_elsewhere
+from kvcanary.faults.helpers.reach import (
+    Place,
+    any_reader,
+    leave_a_map_entry,
+    redirect,
+    row_start,
+    strike_forward,
+    written_of,
+)
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:

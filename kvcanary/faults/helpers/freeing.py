@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcanary.faults.reach import any_reader, private_page
-from kvcanary.faults.recycling import wait_out
+from kvcanary.faults.helpers.reach import any_reader, private_page
+from kvcanary.faults.helpers.recycling import wait_out
 from kvcanary.faults.target import Target
 
 CHILD = "child"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcanary.faults.reach import any_reader, private_page, redirect, root_forward, written_of
+from kvcanary.faults.helpers.reach import any_reader, private_page, redirect, root_forward, written_of
 from kvcanary.faults.target import Call, Running, Target
 
 CHILD = "child"

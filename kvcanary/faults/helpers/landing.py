@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.fault import UNDECLARED
-from kvcanary.faults.reach import SPREAD_BITS, any_layer, change, private_page, redirect, root_forward
-from kvcanary.faults.recycling import grant_again, never_granted, recycle
+from kvcanary.faults.helpers.reach import SPREAD_BITS, any_layer, change, private_page, redirect, root_forward
+from kvcanary.faults.helpers.recycling import grant_again, never_granted, recycle
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:

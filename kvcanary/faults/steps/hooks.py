@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcanary.faults import replays
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import submit_prompt
+from kvcanary.faults.helpers import replays
+from kvcanary.faults.helpers.reach import submit_prompt
 from kvcanary.faults.target import Call, Target
 
 

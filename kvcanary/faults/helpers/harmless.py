@@ -8,8 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.reach import SPREAD_BITS, any_layer, any_reader, change, is_private, root_forward, submit_prompt
-from kvcanary.faults.recycling import grant_again, never_granted, recycle
+from kvcanary.faults.helpers.reach import (
+    SPREAD_BITS,
+    any_layer,
+    any_reader,
+    change,
+    is_private,
+    root_forward,
+    submit_prompt,
+)
+from kvcanary.faults.helpers.recycling import grant_again, never_granted, recycle
 from kvcanary.faults.target import Call, Move, Target
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcanary.faults.branches import page_of_another
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.harmless import hit_and_give_back, lengthen_plans
-from kvcanary.faults.reach import Place, redirect_row, strike_forward
+from kvcanary.faults.helpers.branches import page_of_another
+from kvcanary.faults.helpers.harmless import hit_and_give_back, lengthen_plans
+from kvcanary.faults.helpers.reach import Place, redirect_row, strike_forward
 from kvcanary.faults.target import Call, Setup, Target
 
 

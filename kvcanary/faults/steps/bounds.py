@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import lengthen_plans, noise_in_a_free_page
-from kvcanary.faults.reach import (
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.harmless import lengthen_plans, noise_in_a_free_page
+from kvcanary.faults.helpers.reach import (
     Place,
     any_entry,
     as_words,
@@ -20,6 +20,7 @@ from kvcanary.faults.reach import (
     row_start,
     strike_forward,
 )
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import come_and_go, edit_behind_the_end, hit_and_give_back, recycle_as_it_is
-from kvcanary.faults.reach import (
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.harmless import come_and_go, edit_behind_the_end, hit_and_give_back, recycle_as_it_is
+from kvcanary.faults.helpers.reach import (
     any_layer,
     any_part,
     any_reader,
@@ -20,7 +20,8 @@ from kvcanary.faults.reach import (
     read_entry,
     root_forward,
 )
-from kvcanary.faults.recycling import grant_again, never_granted, recycle
+from kvcanary.faults.helpers.recycling import grant_again, never_granted, recycle
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvcanary.faults.draft import CHUNK, has_deep_branches, read_other_parents
-from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import come_and_go, edit_behind_the_end, lengthen_plans, noise_in_a_free_page
-from kvcanary.faults.reach import (
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.harmless import come_and_go, edit_behind_the_end, lengthen_plans, noise_in_a_free_page
+from kvcanary.faults.helpers.reach import (
     any_entry,
     any_layer,
     entry_at,
@@ -18,6 +17,8 @@ from kvcanary.faults.reach import (
     words_of,
     written_of,
 )
+from kvcanary.faults.steps.draft import CHUNK, has_deep_branches, read_other_parents
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Target
 
 PAGES_BACK = 3  # by which a compressed position lags: an image stands for many

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.fault import UNDECLARED
-from kvcanary.faults.reach import row_of
+from kvcanary.faults.helpers.reach import row_of
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Move, Target
 
 if TYPE_CHECKING:

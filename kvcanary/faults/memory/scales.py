@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Target
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.coming_back import (
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.coming_back import (
     all_but_the_last_page,
     as_they_left,
     bring_back,
@@ -14,9 +15,8 @@ from kvcanary.faults.coming_back import (
     rotated_heads,
     rotated_pages,
 )
-from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import any_layer, any_reader, overwrite, part_of, words_of
-from kvcanary.faults.recycling import never_granted
+from kvcanary.faults.helpers.reach import any_layer, any_reader, overwrite, part_of, words_of
+from kvcanary.faults.helpers.recycling import never_granted
 from kvcanary.faults.target import Running, Setup, Target
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.harmless import come_and_go, lengthen_plans
-from kvcanary.faults.reach import root_forward, submit_prompt, written_of
+from kvcanary.faults.helpers.harmless import come_and_go, lengthen_plans
+from kvcanary.faults.helpers.reach import root_forward, submit_prompt, written_of
+from kvcanary.faults.steps.draft import CHUNK
 from kvcanary.faults.target import Call, Setup, Target
 from kvcanary.invariants.lengths import MOST_STILL_STEPS
 

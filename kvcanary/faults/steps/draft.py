@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.branches import (
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.branches import (
     changed_by,
     first_child,
     move_untold,
@@ -15,9 +16,9 @@ from kvcanary.faults.branches import (
     of_the_row_beside,
     where_it_was_due,
 )
-from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import lengthen_plans, move_in_another_order
-from kvcanary.faults.reach import submit_prompt, written_of
+from kvcanary.faults.helpers.harmless import lengthen_plans, move_in_another_order
+from kvcanary.faults.helpers.reach import submit_prompt, written_of
+from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Move, Setup, Target
 
 if TYPE_CHECKING:
