@@ -58,7 +58,7 @@ class Rows:
 
     @cached_property
     def _places(self) -> list[array[int]]:
-        """By turn of the feed, where the canary tells what it knows of the rows that are live next (cards.py)."""
+        """By turn of the feed, where the canary tells what it knows of the rows live next (native/layout.py)."""
         feed, first = self.feed, f"{self.name}_{TRUTH[0]}"
         shape = len(feed[first]), len(TRUTH) + (self.truth is not None), self.width
         return [array("q", (at + feed.offset(STEP), at + feed.offset(first), *shape)) for at in feed.addresses]

@@ -1,1 +1,1 @@
-"""Where KV bytes live: sizing formulas, the pool, the page allocator, the request table."""
+"""Where KV bytes live: sizes, the page allocator, the request table; pools and what outlives a request beside them."""

@@ -277,7 +277,10 @@ def expect_keys(rows: PoolRows, keys: Keys) -> None:
 
 
 def keyed_sums(words: Tensor, columns: Tensor) -> Tensor:
-    """[layers, n, m] int64: words [layers, n, words] int32 times key pieces [layers, words, m], exact (record.py)."""
+    """Words [layers, n, words] int32 times key pieces [layers, words, m] -> [layers, n, m] int64.
+
+    Exact: the key is cut into pieces for it (record/layout.py).
+    """
     return torch.bmm(words.view(torch.uint32).to(torch.float64), columns).to(torch.int64)
 
 
