@@ -46,7 +46,7 @@ class Verdict:
 
 
 class Reader:
-    """R2 to R8 and R12 of what forwards have read."""
+    """R2 to R8, R11 and R12 of what forwards have read."""
 
     def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, disabled: frozenset[str]) -> None:
         self._state, self._ledger, self._mirror = state, ledger, mirror

@@ -203,6 +203,7 @@ class Tails:
     def _fired(
         self, pool: PoolState, entries_of: Callable[[], Entries], site: tuple[str, int], step: int, mismatch: Tensor
     ) -> list[HitBatch]:
+        """R9 where nobody has written (U1)."""
         which = np.flatnonzero(mismatch.any(1))
         layers = mismatched_layers(mismatch, pool.view.num_layers).T.numpy()
         batch = entries_of().fired("R9", pool, site, step, which, layers=layers)

@@ -26,6 +26,7 @@ COMMANDS = (
     "top",
     "demo",
     "doctor",
+    "codes",
     "faults",
     "inject",
     "soak",
@@ -152,6 +153,7 @@ def main(ctx: click.Context) -> None:
     kvcanary serve       serve an OpenAI-compatible API
     kvcanary top         watch a running server
     kvcanary explain     what a finding means, from the dump that it left behind
+    kvcanary codes       what each code of a finding means, and where it is judged
     kvcanary faults      list the faults and published bugs, or demonstrate one
     kvcanary inject      inject every fault in many configurations, and measure what is found
     kvcanary soak        run random traffic with random faults for as long as you like

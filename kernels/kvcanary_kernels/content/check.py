@@ -24,7 +24,7 @@ def check_content(
     differs: Tensor | None = None,
     num_live: Tensor | None = None,
 ) -> None:
-    """Compare the bytes of `slots` with their stored lane a. May be captured.
+    """Compare the bytes of `slots` with their stored lane a (R9, behind a move T1). May be captured.
 
     slots:     [n] int64; a slot outside the pool leaves its output as it is (R1 reports it)
     content_a: [layers, num_slots] int64, stored lanes

@@ -76,7 +76,7 @@ def finite_check(
     records: Tensor | None = None,
     grants: Tensor | None = None,
 ) -> None:
-    """Look for elements of the rows of `slots` that are NaN or infinite (R9). May be captured.
+    """Look for elements of the rows of `slots` that are NaN or infinite (R9, in its clause U1). May be captured.
 
     slots:    [n] int64; a slot outside the pool leaves its output as it is
     mismatch: [n, 2] int64 out, bit l of the 128: layer l has such an element (columns: layers 0 to 63, 64 to 127)

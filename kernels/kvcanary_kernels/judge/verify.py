@@ -87,9 +87,9 @@ def verify(
     """Write the check bits (record.CODE_BITS) of every entry of the given segments. May be captured.
 
     Entry j of segment s is indices[starts[s] + j], or what a PageTable says; it has position first_positions[s] + j
-    and continues entry j - 1. Every check that fires sets its bit, but R1 and R2 exclude every other one, and R7
-    excludes R12: that one speaks of pages whose grant is current. R5 is not judged where the predecessor itself is R1
-    or R2.
+    and continues entry j - 1. Every check that fires sets its bit: R3, R4, R5 and R12 of what lies in the record,
+    and those of device truth. R1 and R2 exclude every other one, and R7 excludes R12: that one speaks of pages whose
+    grant is current. R5 is not judged where the predecessor itself is R1 or R2.
 
     records:         [num_slots, 8] int64
     indices:         [nnz] int64 or int32 slots, the very array that attention reads; or the PageTable that it reads

@@ -123,7 +123,7 @@ def reread(
     total: Tensor,
     counted: Tensor,
 ) -> None:
-    """Compare lane a of the entries at every `stride`-th position of every row. No allocation, no wait.
+    """Compare lane a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
 
     The step says where they begin: any `stride` steps in a row see each position once. Entries whose bytes nobody took
     under the record that lies there now are not judged.

@@ -258,7 +258,7 @@ def walk(
     window:  tokens that attention sees, the reader's own included; 0: all
     seeds:   of `advance`
     hits:    [ring, splits, >= rows] int64 out, in the cell of this step the first hit of the row in that share of it,
-             or NO_HIT
+             or NO_HIT (WALK_CODES)
     total:   [1] int64, grows by the number of wrong entries
     counted: [1] int64, grows by the number of entries that were judged
     """
