@@ -23,7 +23,7 @@ ROOMS = (
     *("transfers", "captured", "recorder", "report", "dumps", "manager", "replay", "adapters", "faults"),
     "pytest_plugin",
 )
-TOP = ("config", "errors", "codes")
+TOP = ("config", "errors", "codes", "advice")
 #: Whose doors name what lies behind them: the public names, and the errors that carry findings, for annotations alone.
 DOORS = ("kvcanary", "spec_engine", "kvcanary.errors")
 #: What an engine imports of kvcanary; and where it brings published bugs back, the catalogue of these.
