@@ -1,1 +1,1 @@
-"""Adapters: the canary inside engines that others wrote. Each is one module, named after its host."""
+"""The canary inside engines that others wrote: a folder for each host, and in `observed` what watched pools need."""

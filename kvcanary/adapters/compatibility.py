@@ -1,4 +1,4 @@
-"""Drift: whether the names and signatures that an adapter leans on are still there."""
+"""Compatibility: whether the names and signatures that an adapter leans on are still there."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One model call as the host keeps it, the entries of its rows, and the violations that were found in them."""
+"""One model call as the host keeps it, the entries of its rows, what fired in them, and what is set aside."""

@@ -67,8 +67,8 @@ class Forward:
     width:          rows a request: 1, or the tree width of a draft substep
     num_entries:    that it writes;  num_rows: that it reads;  num_reads: entries of all of these
     request_ids:    names of `requests`
-    memory:         int64, filled by `loops.take_plan`: HEAD numbers (cards.py), the plan, of each request its uid and
-                    what acceptance had made final, and room for `chains`; `head`: its address
+    memory:         int64, filled by `loops.take_plan`: HEAD numbers (native/layout.py), the plan, of each request its
+                    uid and what acceptance had made final, and room for `chains`; `head`: its address
     plan:           both plans, one after another: slots, tokens, positions and parents [num_entries]; bounds
                     [num_rows + 1]; written, starts, owns, begins and skipped [num_rows]; prefixes [requests]. The
                     lists of these names are made when somebody asks

@@ -1,4 +1,4 @@
-"""Intake: every check that fires is counted, few are kept whole, and no group of checks crowds out another."""
+"""HitLog: every check that fires is counted, few are kept whole, and no group of checks crowds out another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The same checks inside CUDA graphs, and reading back what they found; here is what an engine with graphs holds."""
+"""Forwards that judge themselves on the device, in graphs or eager, and reading back what they found.
+
+The names here are what an engine with graphs holds.
+"""
 
 from kvcanary.captured.accepted_tokens import Seats, StaticAcceptance, StaticTruth
 from kvcanary.captured.in_flight import Flight

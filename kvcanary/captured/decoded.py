@@ -1,4 +1,4 @@
-"""Learning: captured forwards as the host's rules take them, from what the device has told of their runs."""
+"""Decoded: captured forwards as the host's rules take them, from what the device has told of their runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvcanary_kernels.judge.count import NUM_BITS
 class Launch(NamedTuple):
     """Captured forwards that the host has launched in this turn and knows nothing more of.
 
-    rows:      by part, [ROW_NUMBERS * requests + 1] (cards.py), at that time
+    rows:      by part, [ROW_NUMBERS * requests + 1] (native/layout.py), at that time
     written:   by part of which the host says it, and by request, entries that each of their rows writes
     record:    where the listener keeps them, by forward; None: nowhere
     """

@@ -27,7 +27,7 @@ class Series:
     num_told:   parts of which the host says it
     places:     numbers that such a step tells of a request: how many tokens, then these; else 0
     sizes:      how many parts, and the address of how many forwards each has, as `loops.launch_runs` takes them
-    cards:      by line, [forwards * RUN_CARD] int64 (cards.py): what is known before a launch
+    cards:      by line, [forwards * RUN_CARD] int64 (native/layout.py): what is known before a launch
     num_kept:   numbers that are kept of clean runs, beside what was accepted
     comes_once: its forward is no captured one
     """

@@ -1,4 +1,4 @@
-"""Once: substeps of forwards that come once, over buffers that are made for a size and filled anew for each."""
+"""One shot: substeps of forwards that come once, over buffers that are made for a size and filled anew for each."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Snapshot(NamedTuple):
     planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     launches:      of numbered substeps, in their order
-    cards:         of their runs, and of those that came once, [runs, RUN_CARD] (cards.py)
+    cards:         of their runs, and of those that came once, [runs, RUN_CARD] (native/layout.py)
     """
 
     headers: dict[int, Ints] | None
@@ -65,7 +65,7 @@ class SubstepBank:
     """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
 
     moves:  as they were added;  turn: how many steps have begun
-    step:   [1] int64 (`launches.Shared`), where nobody names another;  now: what is to stand there
+    step:   [1] int64 (`kernel_launches.Shared`), where nobody names another;  now: what is to stand there
     seats:  of what steps accept; None: nobody asked for them
     most_unlanded: steps of which the device can add what they have accepted
     compares_moves: whether what moves is read again where it arrives

@@ -1,4 +1,4 @@
-"""Graphs: the manager's static substeps, what the host learns of their writes, and their harvest as findings."""
+"""StaticChecks: the manager's static substeps, what the host learns of their writes, and their harvest as findings."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class StaticChecks:
         self._hearing: Hearing | None = None
         self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
         self.launched: list[Launch] = []
-        self._cards = array("q")  # of their runs, [RUN_CARD] each (cards.py)
+        self._cards = array("q")  # of their runs, [RUN_CARD] each (native/layout.py)
         self._num_kept = 0  # of them
         self._has_singles = False  # among these
         self.num_unlanded = 0

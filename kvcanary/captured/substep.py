@@ -41,7 +41,7 @@ class StaticSubstep:
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
     num_kept: numbers of that which are kept where it is clean: all up to the masks
-    line_card_at: address of where parts of that begin, [LINE_CARD] int64 (cards.py)
+    line_card_at: address of where parts of that begin, [LINE_CARD] int64 (native/layout.py)
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class StaticSubstep:
 
 
 def line_card(substep: StaticSubstep) -> array[int]:
-    """[LINE_CARD] (cards.py)."""
+    """[LINE_CARD] (native/layout.py)."""
     line = substep.written.line()
     where = [part.start if part.stop > part.start else NOWHERE for part in line.where]
     bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where

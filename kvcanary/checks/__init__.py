@@ -1,1 +1,1 @@
-"""Every rule that judges a model call, one file for each kind of fault; `fast_path` proves a clean step in one loop."""
+"""The rules by which the host judges a model call, a file a kind of fault; `fast_path` proves a clean step in one loop."""

@@ -1,4 +1,4 @@
-"""Refusing: ids that a forward may not use are replaced by null slot 0 before its body runs."""
+"""Admission: ids that a forward may not use are replaced by null slot 0 before its body runs."""
 
 from __future__ import annotations
 

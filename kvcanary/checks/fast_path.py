@@ -1,6 +1,6 @@
-"""Settling: all forwards that wait are proved clean, sealed and noted in one compiled loop, as they nearly always are.
+"""Fast path: all forwards that wait are proved clean, sealed and noted in one compiled loop, as they nearly always are.
 
-The loop only says that something is wrong; the rules (`checks.StepChecks`) then judge the same forwards and name it.
+The loop only says that something is wrong; the rules (manager/step.py) then judge the same forwards and name it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Settler:
         return Settled.READS if wrong else Settled.NOTHING
 
     def _add_facts(self, request: Request, numbers: array[int]) -> None:
-        """[pools * FACTS] (cards.py)."""
+        """[pools * FACTS] (native/layout.py)."""
         card, epoch, committed_len = request.known.card, self._mirror.epoch, request.committed_len
         row, tokens = (card[ROW_SLOTS], card[NUM_ROW_SLOTS]), (card[TOKENS_KNOWN], card[NUM_TOKENS_KNOWN])
         common = request.uid, *row, *tokens

@@ -1,4 +1,4 @@
-"""Reading: judge everything that the pending forwards of one pool have read, along their index arrays.
+"""Rows: judge everything that the pending forwards of one pool have read, along their index arrays.
 
 A row is right when it names the slots that its request was granted, when their records are bit for bit those that the
 canary wrote, and when what the canary wrote is the request's own tokens. All three are plain comparisons. Only a row

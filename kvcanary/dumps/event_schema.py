@@ -1,4 +1,4 @@
-"""Calls: which events a dump holds, and what each of their fields must be; the same table for writer and reader."""
+"""Event schema: which events a dump holds, and what each of their fields must be; one table for writer and reader."""
 
 from __future__ import annotations
 

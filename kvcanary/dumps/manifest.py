@@ -1,4 +1,4 @@
-"""Shapes: pools and captured forwards as the manifest of a dump has them, plain JSON."""
+"""Manifest: pools and captured forwards as that of a dump has them, plain JSON."""
 
 from __future__ import annotations
 

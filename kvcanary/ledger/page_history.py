@@ -24,7 +24,7 @@ _WORDS = {"copied": "granted as a copy"}  # where the name of an event says more
 class PageEvent(NamedTuple):
     """One event of a page.
 
-    kind:       a key of `pages.EVENTS`
+    kind:       a key of `page_states.EVENTS`
     request_id: None where no request takes part
     site:       (file name, line) of the caller outside this package; None where there is none
     """

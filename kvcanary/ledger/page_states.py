@@ -119,7 +119,7 @@ class Pages:
     looked_at:   int64 [2, num_pages], generation and step in which what lay in the page at its grant was found finite
 
     changed: pages to which something has happened since the last `changes`, event by event
-    book:    [PAGE_BOOK] (cards.py), where loops find all this;  book_at: its address
+    book:    [PAGE_BOOK] (native/layout.py), where loops find all this;  book_at: its address
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:

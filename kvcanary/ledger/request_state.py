@@ -54,7 +54,7 @@ class Unheard(NamedTuple):
 class Known:
     """Of one request; what is there stays, and moves when it needs more room.
 
-    card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (cards.py);  at: its address, which stays
+    card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (native/layout.py);  at: its address, which stays
     slots: [n] int64, in row order;  row: the same as bytes
     row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
     """

@@ -53,7 +53,7 @@ class Role(NamedTuple):
 
 
 class _OfCard:
-    """A number of a request that its card holds, where compiled loops read and write it too (cards.py)."""
+    """A number of a request that its card holds, where compiled loops read and write it too (native/layout.py)."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -210,7 +210,7 @@ class Batch:
     """Requests that steps name together: made once, as they name the same again and again.
 
     told:    how many, and the address of the addresses of their cards, as compiled loops take them
-    no_rows: [ROW_NUMBERS * requests + 1] zeros, to be copied (cards.py)
+    no_rows: [ROW_NUMBERS * requests + 1] zeros, to be copied (native/layout.py)
     """
 
     __slots__ = ("_cards", "names", "no_rows", "requests", "told")

@@ -26,7 +26,7 @@ LEAST_ROOM = 16
 class ReadQueue:
     """Ranges of positions, oldest look first, where compiled loops read and write them.
 
-    at: address of its card, [QUEUE_CARD] int64 (cards.py), which stays
+    at: address of its card, [QUEUE_CARD] int64 (native/layout.py), which stays
     """
 
     __slots__ = ("_card", "_ring", "at")

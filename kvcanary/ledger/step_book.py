@@ -56,7 +56,8 @@ class StepBook(RequestBook):
         self._loops.write_rows(*batch.told, pool_id, KINDS.get(kind, OTHER), at, written.buffer_info()[0])
 
     def tell_rows(self, batch: Batch, pool_id: int, unlanded: int) -> tuple[array[int], int]:
-        """[ROW_NUMBERS * requests + 1] (cards.py) of rows of which nothing runs yet; how many lengths are UNKNOWN.
+        """[ROW_NUMBERS * requests + 1] (native/layout.py) of rows of which nothing runs yet, and how many lengths are
+        UNKNOWN.
 
         unlanded: steps that may have accepted what the host has not learned yet
         """

@@ -1,4 +1,4 @@
-"""Expecting: which forwards must open their hooks, as the engine has announced them and the numbers of drafts say."""
+"""Expected: which forwards must open their hooks, as the engine has announced them and the numbers of drafts say."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Owner(Protocol):
 class SubstepCanary:
     """One forward of one pool; the manager hands it out.
 
-    put: between open and close `storing.Store.put`, by which the canary stores a layer instead of the engine
+    put: between open and close `stores.Store.put`, by which the canary stores a layer instead of the engine
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Heard: what a captured forward's line says of it (cards.py), looked through once.
+"""Device results: what a captured forward's line says of it (native/layout.py), looked through once.
 
 The loop says only whether all is well; what is wrong is named by the rules that its docstring points to.
 """
@@ -258,9 +258,9 @@ def _write_pages(n, runs, page_size, final):
 def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, kept, said):
     """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
 
-    NOT_QUIET, ALL_DONE or HAS_MORE (cards.py); pages that were written first are marked, what has run is added up.
+    NOT_QUIET, ALL_DONE or HAS_MORE (layout.py); pages that were written first are marked, what has run is added up.
 
-    kept: what is kept of them, one behind the other;  said: [SAID] (cards.py), how far it came
+    kept: what is kept of them, one behind the other;  said: [SAID] (native/layout.py), how far it came
     """
     told, plain = longs_at(said, SAID), HAS_RUN
     told[:SAID_SUMS] = 0

@@ -116,8 +116,8 @@ def take_plan(
     count: entries that every row writes, where `written` is 0
     nodes: entries that every row must write, as many as its tree mask says; -1: any
     who_at: address of [requests * 2] uids and committed lengths
-    CONTRADICTS by the rules of `forward.refuse_contradiction`; else REFUSES where `refusing` would refuse something or
-    `writing.judge_slots` would name a slot that is written twice, where a row is too short for what it must read and
+    CONTRADICTS by the rules of `forward.refuse_contradiction`; else REFUSES where `admission` would refuse something or
+    `writes.judge_slots` would name a slot that is written twice, where a row is too short for what it must read and
     write, and where the loops do not know the pages. What a short row writes stands where its prefix says (R10).
     """
     pool, who = longs_at(card, POOL_CARD), longs_at(who_at, 2 * requests)

@@ -1,4 +1,4 @@
-"""Memory: the decorator of compiled loops, and how they see memory that is given by its address.
+"""The decorator of compiled loops, and how they see memory that is given by its address.
 
 An address costs nothing to pass; an array costs as much as a short loop over it.
 """

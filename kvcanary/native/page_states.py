@@ -1,4 +1,4 @@
-"""Pages: what an event does to some of them, or to none where one of them is in no state for it (`pages.EVENTS`)."""
+"""Page states: what an event does to some pages, or to none where one is in no state for it (`page_states.EVENTS`)."""
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -1,11 +1,11 @@
 """What waits for a check, judged at once: a loop that proves forwards clean, and leaves it to the rules to explain.
 
-Forwards are given by the addresses of their heads (cards.py), in the order of their run.
+Forwards are given by the addresses of their heads (native/layout.py), in the order of their run.
 
 constants: Keys.constants
 table:     [rows, 8] int64, the records of all pools as the canary writes them; live: the same as engines can reach them
 judged:    [rows] bool, entries that were found to be their requests' truth
-facts:     [requests, pools, FACTS] int64, what the host knows of every request of these forwards (cards.py)
+facts:     [requests, pools, FACTS] int64, what the host knows of every request of these forwards (native/layout.py)
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -120,7 +120,7 @@ def _tokens_are_right(forward, pool, plan, at, who, facts):
 
 @loop()
 def _mask_is_right(forward, plan, at):
-    """`truths.judge_mask`: every node sees itself and what its parent sees."""
+    """`lengths.judge_mask`: every node sees itself and what its parent sees."""
     n, nodes, first = forward[ENTRIES], forward[NODES], 0
     if nodes < 0 or not forward[HAS_PARENTS]:
         return True
@@ -164,7 +164,7 @@ def _is_path(heads, before, forward, ids, first, own, uid, prefix):
 
 @loop()
 def _rows_are_right(heads, number, forward, pool, plan, at, who, facts):
-    """What `segments.sort_rows`, `truths.judge_lengths` and `judge_starts` look at; then how far rows are written."""
+    """What `row_spans.sort_rows`, `lengths.judge_lengths` and `judge_starts` look at; then how far rows are written."""
     rows, width, pool_id = forward[ROWS], forward[WIDTH], pool[POOL_ID]
     ids, first = longs_at(forward[IDS], forward[NUM_IDS]), 0
     ancestors = forward[INDEX] if forward[KIND] == GUESSES else 0
@@ -304,7 +304,7 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
 
     PLANS_WRONG: what the forwards planned is wrong in some way, and nothing was done.
     READS_WRONG: all is sealed and `facts` say how far rows are written, but some row is not what it should be.
-    SEALED_BITS above these: what any forward has seen while it was sealed (host.py), as it stands in each head.
+    SEALED_BITS above these: what any forward has seen while it was sealed (host_pool.py), as it stands in each head.
     REWRITTEN there: nothing that was judged before counts any longer.
 
     cards: addresses of the pools' cards

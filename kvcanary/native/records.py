@@ -56,7 +56,7 @@ NODE_SHIFT = 48  # of a branch or node in STEP_SITE
 
 @loop()
 def mix(token, position, key):
-    """`record.mix`."""
+    """As `mix` of the kernels (record/layout.py)."""
     z = ((np.uint64(token) << np.uint64(32)) | (np.uint64(position) & np.uint64(MASK_32))) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(SPLITMIX_FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(SPLITMIX_SECOND)
@@ -65,7 +65,7 @@ def mix(token, position, key):
 
 @loop("void(int64[::1], int64, int64, int64, int64, int64[::1])")
 def chain_tokens(tokens, first_position, value, multiplier, key, chains):
-    """`record.chain_host`: the chain values of consecutive tokens, [n] out; `value` is the predecessor's."""
+    """The chain values of consecutive tokens, [n] out; `value` is the predecessor's. As `chain_host` of the kernels."""
     for i in range(tokens.shape[0]):
         value = multiplier * value + mix(tokens[i], first_position + i, key)
         chains[i] = value
@@ -203,7 +203,7 @@ def seal_plan(
     live,
     judged,
 ):
-    """Seal all entries of one forward, each chained to its parent; what was seen (host.py).
+    """Seal all entries of one forward, each chained to its parent; what was seen (records/host_pool.py).
 
     plan:  Forward.plan;  chains: [n] out;  before: address of chains [num_before] of the draft forward before, or 0
     names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
@@ -261,7 +261,7 @@ def move_records(
     live,
     judged,
 ):
-    """Records and fingerprints follow n moved entries: the furthest position of any, below it what was seen (host.py).
+    """Records and fingerprints follow n moved entries: the furthest position, below it what was seen (host_pool.py).
 
     -1, and nothing, where a slot is none or a null slot, or an entry stays where it is.
     origin, target:                 addresses of the pools' cards

@@ -1,4 +1,4 @@
-"""Rows: how much of requests is written, final and in the air, by the addresses of their cards (cards.py).
+"""Request lengths: how much of requests is written, final and in the air, by the addresses of their cards (layout.py).
 
 n: requests;  cards: address of theirs, [n]
 """
@@ -338,7 +338,7 @@ def land_runs(runs, count, first, page_size, final):
     rules are to say that, number of the run << PLACE_BITS | number in it, or NOWHERE; those before `first` have landed.
 
     runs: address of cards. Behind what was final at a launch, others that are in the air may be writing still.
-    final: address of what is said of pages that have become final (cards.py)
+    final: address of what is said of pages that have become final (native/layout.py)
     """
     for one in range(first >> PLACE_BITS, count):
         run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)

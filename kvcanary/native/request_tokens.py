@@ -1,4 +1,4 @@
-"""Known: tokens and chain values of requests, by the addresses of their cards (cards.py)."""
+"""Request tokens: tokens and chain values of requests, by the addresses of their cards (native/layout.py)."""
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -1,1 +1,4 @@
-"""What an engine declares: pools and their layouts, slot maps, the plans of a forward, where it is launched."""
+"""What an engine declares: its pools and their layouts, slot maps, the plans of a forward, and where in a step it runs.
+
+`event_log` is where the canary tells what it was told, for whoever records.
+"""

@@ -1,4 +1,4 @@
-"""Groups: pools whose slots are their own (a sliding window), reached through a map from the full group's slots.
+"""Slot maps: pools whose slots are their own (a sliding window), reached through a map from the full group's slots.
 
 Grants, pages and rows are those of the full group. A reader of a mapped pool checks the pool's record of
 `to_pool_slots(view, granted slots)`, for the positions from `window_start` on.
@@ -64,7 +64,7 @@ def window_start(view: PoolView, position: int) -> int:
 
 
 def first_visible(position: int, window: int) -> int:
-    """The first position that a reader at ``position`` sees, itself included. `loops.plans` has it for rows."""
+    """The first position that a reader at ``position`` sees, itself included. `native.forward_plan` has it for rows."""
     return max(0, position + 1 - window)
 
 

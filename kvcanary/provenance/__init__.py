@@ -1,1 +1,1 @@
-"""Whose bytes lie in a slot now: by name, by layout, by the word that changed."""
+"""Whose bytes lie in a slot where a check fired: by fingerprint, by layout, by the one word that changed."""

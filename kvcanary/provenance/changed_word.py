@@ -1,4 +1,4 @@
-"""Locate: which word changed, and what it was, from the differences of the two content lanes."""
+"""Changed word: which word changed, and what it was, from the differences of the two content lanes."""
 
 from __future__ import annotations
 

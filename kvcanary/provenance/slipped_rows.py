@@ -1,4 +1,4 @@
-"""Slips: rows as they were before a part slipped or came into another order, to be tried against what was written."""
+"""Slipped rows: as they were before a part slipped or came into another order, to be tried against what was written."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The flight recorder: the last steps in bounded memory."""
+"""The flight recorder: the last steps in bounded memory, for a dump."""

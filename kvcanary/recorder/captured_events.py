@@ -28,7 +28,7 @@ Place = tuple["Segment", int]
 
 
 class CapturedEvents:
-    """What a recorder has of captured steps; a `graphs.Listener`.
+    """What a recorder has of captured steps; a `captured.step.Listener`.
 
     All is heard of what was launched, before another segment begins.
     """

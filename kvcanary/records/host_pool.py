@@ -119,7 +119,7 @@ def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, ex
 
 
 def pool_card(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **numbers: int) -> Longs:
-    """[POOL_CARD] what loops read of a pool (cards.py); `numbers`: those that its view does not tell, by field."""
+    """[POOL_CARD] what loops read of a pool (native/layout.py); `numbers`: what its view does not tell, by field."""
     card = np.zeros(cards.POOL_CARD, np.int64)
     card[[cards.SLOTS, cards.NULL_SLOTS, cards.PAGE_SIZE]] = view.num_slots, view.null_slots, view.page_size
     card[[cards.WINDOW, cards.VOCABULARY]] = view.window or 0, view.vocab_size or 0

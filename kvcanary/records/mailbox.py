@@ -63,7 +63,7 @@ class Line:
 class Packed:
     """Several int64 tensors that go together within a captured body, into memory of the host: no copy behind its run.
 
-    step: [1] int64 (`launches.Shared`), whose turn says where they go;  post: the operation
+    step: [1] int64 (`kernel_launches.Shared`), whose turn says where they go;  post: the operation
     turn: in which the body runs, or has run last, as who launches it says
     """
 

@@ -44,7 +44,7 @@ class PoolState:
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
     seen:       [num_slots] bool, all False: a loop's own
-    card:       [POOL_CARD] int64, the same for loops that read by address (cards.py); `card_at`: its address
+    card:       [POOL_CARD] int64, the same for loops that read by address (native/layout.py); `card_at`: its address
     """
 
     view: PoolView

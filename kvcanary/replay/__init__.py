@@ -1,1 +1,1 @@
-"""The events of a dump once more, through the same checks, on a CPU."""
+"""The events of a dump once more, through the same checks, on a CPU, with the damage that was found."""

@@ -1,4 +1,4 @@
-"""Damaging: what a check found of bytes and records in a recording, brought about in a replay; no event explains it."""
+"""Damager: what a check found of bytes and records in a recording, brought about in a replay; no event explains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaying: the events of a dump once more, through the same checks, over stand-in bytes on the CPU."""
+"""Replayer: the events of a dump once more, through the same checks, over stand-in bytes on the CPU."""
 
 from __future__ import annotations
 

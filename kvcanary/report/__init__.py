@@ -1,1 +1,1 @@
-"""From violations to a finding: evidence, causes, text, and what the mode does."""
+"""From what fired to a finding: evidence, causes, text, and what the mode does; and the certificate of what was checked."""

@@ -1,4 +1,4 @@
-"""Sweep: the rolling check of committed bytes under a budget, and the last look when a request ends."""
+"""Sweeper: the rolling check of committed bytes under a budget, and the last look when a request ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving: a pool behind a slot map gives up own pages while the full ones stay; their bytes get a last look before."""
+"""Window eviction: a pool behind a slot map gives up own pages, the full ones stay; bytes get a last look before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bytes in motion: moves, snapshots of what was offloaded, imports, asynchronous operations; what an engine holds."""
+"""Bytes in motion: moves, snapshots of what was put away, bytes from elsewhere, asynchronous operations.
+
+The names here are what an engine holds.
+"""
 
 from kvcanary.transfers.async_ops import HOST, Ticket
 from kvcanary.transfers.async_tracker import Resources, TicketDesk

@@ -1,4 +1,4 @@
-"""Adopting: records for bytes that came from elsewhere, from the request's own tokens and the bytes as they lie."""
+"""Imports: records for bytes that came from elsewhere, from the request's own tokens and the bytes as they lie."""
 
 from __future__ import annotations
 

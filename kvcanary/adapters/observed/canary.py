@@ -3,7 +3,7 @@
 An adapter shows what a forward is about to read and write (block tables, lengths, tokens, slots); all of it stays on
 the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` when layers that are stored later are.
 Rows that `admit` and `leave` name wait for the next `read`, or for `flush` where bytes are moved before that;
-`paged_moves` has what moves them. Hits lie in a ring of the last steps; one counter says whether there were any.
+`moves` has what moves them. Hits lie in a ring of the last steps; one counter says whether there were any.
 """
 
 from __future__ import annotations

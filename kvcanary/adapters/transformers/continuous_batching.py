@@ -2,7 +2,7 @@
 
 A cache tells which request comes where in a batch (`extend_read_and_write_indices`), the forward which tokens are fed
 and along which indices they are written and read, `update` what each layer stores and what attention is given.
-`batched` keeps the records and judges.
+`paged_cache` keeps the records and judges.
 """
 
 from __future__ import annotations
