@@ -1,1 +1,1 @@
-"""The rules by which the host judges a model call, a file a kind of fault; `fast_path` proves a clean step in one loop."""
+"""The rules by which the host judges a model call, one file each; `fast_path` proves a clean step in one loop."""

@@ -1,1 +1,1 @@
-"""From what fired to a finding: evidence, causes, text, and what the mode does; and the certificate of what was checked."""
+"""From what fired to a finding: evidence, causes, text, what the mode does; and the certificate of what was checked."""
