@@ -1,1 +1,1 @@
-"""One model call as the host keeps it, the entries of its rows, what fired in them, and what is set aside."""
+"""One model call as the host keeps it, what fired in it, what is set aside, and the counters of what was checked."""

@@ -26,7 +26,7 @@ class RowTruth:
     __slots__ = ("_rows", "step")
 
     def __init__(self, rows: array[int], step: int) -> None:
-        """`rows`: these numbers, and what is the canary's alone (cards.py, ROW_NUMBERS)."""
+        """`rows`: these numbers, and what is the canary's alone (native/layout.py, ROW_NUMBERS)."""
         self._rows, self.step = rows, step
 
     def copy(self) -> RowTruth:

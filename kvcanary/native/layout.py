@@ -136,9 +136,8 @@ ITS_SHARE, ALL = -1, 1 << 62  # positions of a row that are looked at: as many a
 END_ROW, END_LENGTH, END_PAGE, END = range(4)  # of rows whose last page is looked at
 #: What `loops.take_slice` says: slots, ranges, and how many steps the oldest of them has waited.
 SLICE_SLOTS, SLICE_RANGES, SLICE_WAIT, SLICE_SAID = range(4)
-#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64: those of `RowTruth`
-#: (captured/step.py), then committed lengths. Behind them the sum of those that the engine had told; UNKNOWN: rows are
-#: as the engine knows them.
+#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64: those of `RowTruth`, then
+#: committed lengths. Behind them the sum of those that the engine had told; UNKNOWN: rows are as the engine knows them.
 ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_COMMITTED, ROW_NUMBERS = range(7)
 #: Of a place to which these numbers go for a forward, [SPREAD_CARD] int64: the address of its step, that of the first
 #: part, of how many rows each part is, how many of the parts, and as how many rows a request counts.

@@ -304,7 +304,7 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
 
     PLANS_WRONG: what the forwards planned is wrong in some way, and nothing was done.
     READS_WRONG: all is sealed and `facts` say how far rows are written, but some row is not what it should be.
-    SEALED_BITS above these: what any forward has seen while it was sealed (host_pool.py), as it stands in each head.
+    SEALED_BITS above these: what any forward has seen while it was sealed (layout.py), as it stands in each head.
     REWRITTEN there: nothing that was judged before counts any longer.
 
     cards: addresses of the pools' cards

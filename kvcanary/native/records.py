@@ -203,7 +203,7 @@ def seal_plan(
     live,
     judged,
 ):
-    """Seal all entries of one forward, each chained to its parent; what was seen (records/host_pool.py).
+    """Seal all entries of one forward, each chained to its parent; what was seen (layout.py).
 
     plan:  Forward.plan;  chains: [n] out;  before: address of chains [num_before] of the draft forward before, or 0
     names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
@@ -261,7 +261,7 @@ def move_records(
     live,
     judged,
 ):
-    """Records and fingerprints follow n moved entries: the furthest position, below it what was seen (host_pool.py).
+    """Records and fingerprints follow n moved entries: the furthest position, below it what was seen (layout.py).
 
     -1, and nothing, where a slot is none or a null slot, or an entry stays where it is.
     origin, target:                 addresses of the pools' cards

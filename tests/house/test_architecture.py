@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def rows_below(page: str, heading: str) -> list[list[str]]:
     return rows[1:]
 
 
+def drawn_rooms(page: str) -> list[str]:
+    """The rooms from top to bottom."""
+    drawing = page.partition("## The rooms")[2].split("```")[1]
+    return re.findall(r"^ (\w+)/ ", drawing, re.M)
+
+
 def sources(root: Path, cells: list[str]) -> dict[str, str]:
     """By path, the text of the files that these cells of a row name."""
     return {name: found(root, name)[0].read_text(encoding="utf-8") for name in FILE.findall(" ".join(cells))}
@@ -46,9 +53,23 @@ def test_every_file_exists(root: Path, page: str) -> None:
 
 def test_every_room_has_its_line(root: Path, page: str) -> None:
     """The drawing has each folder of kvcanary once, and no other."""
-    drawing = page.partition("## The rooms")[2].split("```")[1]
     rooms = [path.parent.name for path in (root / "kvcanary").glob("*/__init__.py")]
-    assert sorted(re.findall(r"^ (\w+)/ ", drawing, re.M)) == sorted(rooms)
+    assert sorted(drawn_rooms(page)) == sorted(rooms)
+
+
+def test_rooms_import_those_above(root: Path, page: str) -> None:
+    """No file of a room imports from one that the drawing has below it, not even for an annotation."""
+    rooms = drawn_rooms(page)
+    wrong = [
+        f"{path.relative_to(root)} imports {node.module}"
+        for place, room in enumerate(rooms)
+        for path in (root / "kvcanary" / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("kvcanary.")
+        and str(node.module).split(".")[1] in rooms[place + 1 :]
+    ]
+    assert wrong == []
 
 
 def test_every_code_has_its_row(root: Path, page: str) -> None:
