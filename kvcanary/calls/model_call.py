@@ -13,7 +13,7 @@ from kvcanary.records.state import PoolState
 
 
 class ModelCall(Protocol):
-    """What `Forward` and `Learned` have in common; their docstrings say what each of these is."""
+    """What `Forward` and `DecodedForward` have in common; their docstrings say what each of these is."""
 
     @property
     def kind(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Seats: what captured steps have accepted, kept on the device, so that the truth of rows needs no word of the host.
+"""AcceptedTokens: what captured steps accepted, on the device, so that the truth of rows needs no word of the host.
 
 A host that launches a step before it has heard of the last one knows rows as they were before that. What it knows is a
 checkpoint; the accepted tokens that it has not heard of lie here, by seat, and `StaticTruth` adds them to it.
@@ -15,8 +15,8 @@ from kvcanary.records.mailbox import Packed
 from kvcanary.records.state import PoolState
 
 
-class Seats:
-    """One for each row of an engine's request table, made by `SubstepBank.add_seats`.
+class AcceptedTokens:
+    """One for each row of an engine's request table, made by `SubstepRegistry.add_seats`.
 
     accepted: [num_seats, 1 + places] int64, of the last captured step of each: how many tokens it accepted, then these
     """
@@ -26,9 +26,9 @@ class Seats:
         with torch.inference_mode(False):
             self.accepted = shared.step.new_zeros(num_seats, 1 + places)
 
-    def add_acceptance(self, size: int, step: Tensor) -> StaticAcceptance:
+    def add_acceptance(self, size: int, step: Tensor) -> CapturedAcceptance:
         """What a program accepts for at most ``size`` requests; ``step``: that of its forwards."""
-        return StaticAcceptance(self, size, step)
+        return CapturedAcceptance(self, size, step)
 
 
 class StaticTruth:
@@ -38,7 +38,13 @@ class StaticTruth:
     """
 
     def __init__(
-        self, owner: Seats, pool: PoolState, seats: Tensor, unheard: Tensor, known_lens: Tensor, known_chains: Tensor
+        self,
+        owner: AcceptedTokens,
+        pool: PoolState,
+        seats: Tensor,
+        unheard: Tensor,
+        known_lens: Tensor,
+        known_chains: Tensor,
     ) -> None:
         """Tensors as for `advance`, at fixed addresses."""
         self._owner, self._pool, self._seats = owner, pool, seats
@@ -61,13 +67,13 @@ class StaticTruth:
             )
 
 
-class StaticAcceptance:
+class CapturedAcceptance:
     """What one program accepts. No hook allocates or waits for the device.
 
-    told: what the host learns of a run: [size, 1 + places], as `Seats.accepted`
+    told: what the host learns of a run: [size, 1 + places], as `AcceptedTokens.accepted`
     """
 
-    def __init__(self, owner: Seats, size: int, step: Tensor) -> None:
+    def __init__(self, owner: AcceptedTokens, size: int, step: Tensor) -> None:
         self._owner = owner
         with torch.inference_mode(False):
             self._now = owner.accepted.new_zeros(size, 1 + owner.places)

@@ -12,9 +12,9 @@ import torch
 
 from kvcanary.calls.forward import Ints, Planned
 from kvcanary.calls.violation import NO_BRANCH, Lineage
-from kvcanary.captured.launch_group import Series
-from kvcanary.captured.readback import Ran, StaticHit
-from kvcanary.captured.substep import MASKS, StaticSubstep
+from kvcanary.captured.launch_group import LaunchGroup
+from kvcanary.captured.readback import CapturedHit, Ran
+from kvcanary.captured.substep import MASKS, CapturedSubstep
 from kvcanary.ledger.ledger import Request
 from kvcanary.ledger.requests import Batch
 from kvcanary.native.layout import ROW_COMMITTED, ROW_NUMBERS
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
     record:    where the listener keeps them, by forward; None: nowhere
     """
 
-    series: Series
+    series: LaunchGroup
     batch: Batch
     rows: array[int]
     step: int
@@ -59,13 +59,13 @@ class Launched(NamedTuple):
     """One captured forward of a `Launch`.
 
     rows:      of the launch
-    line:      what `StaticSubstep.written` will say of it
+    line:      what `CapturedSubstep.written` will say of it
     written:   by request, entries that each of its rows writes; None: as many as were accepted
     accepted:  [size, 1 + places], what the step says that it has accepted before
     record:    where the listener keeps it
     """
 
-    substep: StaticSubstep
+    substep: CapturedSubstep
     batch: Batch
     rows: array[int]
     step: int
@@ -97,7 +97,7 @@ class Heard(NamedTuple):
                 before it has accepted, as `Launched` has it
     """
 
-    substep: StaticSubstep
+    substep: CapturedSubstep
     step: int
     num_requests: int
     numbers: array[int]
@@ -116,13 +116,13 @@ class Heard(NamedTuple):
         """That it keeps."""
         return 8 * (self.end - self.first)
 
-    def learned(self) -> Learned:
+    def learned(self) -> DecodedForward:
         numbers = np.frombuffer(self.numbers, np.int64)[self.first : self.end]
         parts = [numbers[part] for part in self.substep.written.line().where[: MASKS + 1]]
         accepted = numbers[self.substep.num_kept :]
         tokens = tokens_of(accepted.reshape(self.num_requests, -1)) if len(accepted) else None
         own = self.substep, self.step, self.num_requests
-        return Learned(*own, [*parts, np.zeros(2 * NUM_BITS, np.int64)], tokens)
+        return DecodedForward(*own, [*parts, np.zeros(2 * NUM_BITS, np.int64)], tokens)
 
 
 def tokens_of(accepted: Ints) -> list[list[int]]:
@@ -130,7 +130,7 @@ def tokens_of(accepted: Ints) -> list[list[int]]:
     return [row[1 : 1 + max(row[0], 0)] for row in accepted.tolist()]
 
 
-class Learned:
+class DecodedForward:
     """What a captured forward was told to write and how long its rows were; attributes as those of `Forward`.
 
     slots: of all live entries, those that were refused left out;  tree_mask: [requests, N, N] bool, or None
@@ -144,14 +144,14 @@ class Learned:
 
     def __init__(
         self,
-        substep: StaticSubstep,
+        substep: CapturedSubstep,
         step: int,
         num_requests: int,
         written: Sequence[Ints],
         accepted: list[list[int]] | None = None,
         requests: Sequence[Request] = (),
     ) -> None:
-        """`written`: as `StaticSubstep.written` tells it; parts between masks and header are not looked at."""
+        """`written`: as `CapturedSubstep.written` tells it; parts between masks and header are not looked at."""
         self.accepted, self.requests = accepted, requests
         bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, words, *_, header = written
         self.has_read_hits = np.count_nonzero(header[NUM_BITS : 2 * NUM_BITS]) > 0
@@ -255,7 +255,7 @@ class Learned:
         return self.requests[row // self.width]
 
 
-def lineage_of(hit: StaticHit, runs: Sequence[Launched]) -> Lineage | None:
+def lineage_of(hit: CapturedHit, runs: Sequence[Launched]) -> Lineage | None:
     """The same of what a captured forward, one of these runs, has found; None where its lineage says nothing of it."""
     run = next((run for run in runs if _is_of(hit, run)), None)
     if run is None or hit.code != "R5" or not hit.is_exact:
@@ -271,10 +271,10 @@ def lineage_of(hit: StaticHit, runs: Sequence[Launched]) -> Lineage | None:
     return None if found == parent else Lineage(hit.row - first, parent, found)
 
 
-def _is_of(hit: StaticHit, run: Launched) -> bool:
+def _is_of(hit: CapturedHit, run: Launched) -> bool:
     is_here = (hit.pool, hit.site) == (run.substep.pool.name, run.substep.site)
     return is_here and hit.row >= 0 and hit.uid in [request.uid for request in run.batch.requests]
 
 
-def _told(run: Launched) -> Learned:
-    return Learned(run.substep, run.step, len(run.batch), run.line.parts())
+def _told(run: Launched) -> DecodedForward:
+    return DecodedForward(run.substep, run.step, len(run.batch), run.line.parts())

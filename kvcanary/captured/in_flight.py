@@ -11,7 +11,7 @@ from kvcanary.scrub.rereads import Line
 from kvcanary_kernels.record.streams import current
 
 
-class Flight:
+class InFlight:
     """One step on its way.
 
     step:  its number;  told: of its forwards;  looks: at bytes
@@ -45,7 +45,7 @@ class Marks:
         event.record(current(self._device))
         return event
 
-    def wait(self, flight: Flight) -> None:
+    def wait(self, flight: InFlight) -> None:
         """The host stands still until a flight is over, where it did not say that it is; then it is over."""
         if flight.over is None and not flight.is_over:  # it was asked for before the host had waited
             flight.over = self.take()

@@ -65,7 +65,7 @@ class Settings:
     tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
     puts:          values are fingerprinted as they are stored (put), and slots sealed before: no copies are kept, of
                    what may be many entries
-    attends:       the engine's attention fingerprints what it reads, layer by layer, with what `StaticSubstep.reads` is
+    attends:       the engine's attention fingerprints what it reads, by layer, with what `CapturedSubstep.reads` is
     read_keys:     of that, the bank's own: where bytes are compared in every forward; None: nobody compares them
     before:        the draft forward before it, from whose entries rows with a lineage go on, in the same program
     is_postponed:  where the forward may write is asked before it is opened (admit), and all else of it is found out

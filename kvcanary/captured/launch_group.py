@@ -1,4 +1,4 @@
-"""Series: captured forwards that are launched together, and what of them stays the same from launch to launch."""
+"""LaunchGroup: captured forwards that are launched together, and what of them stays the same from launch to launch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from kvcanary.calls.forward import Ints
-from kvcanary.captured.accepted_tokens import StaticAcceptance
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.accepted_tokens import CapturedAcceptance
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import PlanError
 from kvcanary.native.layout import RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
 from kvcanary.pools.launch_site import site_name
 from kvcanary.records.mailbox import LINES
 
-Part = tuple[StaticSubstep, ...]
+Part = tuple[CapturedSubstep, ...]
 
 
-class Series:
+class LaunchGroup:
     """Forwards that run one behind the other, in parts; those of a part are of one kind and pool, and have one truth.
 
-    Made by `SubstepBank.series`.
+    Made by `SubstepRegistry.series`.
 
     parts, substeps: of each part, and of all
     count:      how many, without a call
@@ -46,7 +46,7 @@ class Series:
         "substeps",
     )
 
-    def __init__(self, parts: Sequence[Part], acceptance: StaticAcceptance | None = None) -> None:
+    def __init__(self, parts: Sequence[Part], acceptance: CapturedAcceptance | None = None) -> None:
         for part in parts:
             kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in part}
             if len(kinds) != 1:
@@ -70,13 +70,13 @@ class Series:
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[StaticSubstep]:
+    def __iter__(self) -> Iterator[CapturedSubstep]:
         return iter(self.substeps)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.substeps))
 
-    def of_each(self, num_requests: int) -> Iterator[tuple[StaticSubstep, slice | None]]:
+    def of_each(self, num_requests: int) -> Iterator[tuple[CapturedSubstep, slice | None]]:
         """By forward, in the order of their run, which of the entries that a launch of so many requests names are its
         own, by request; None: as many as the step has accepted.
         """

@@ -1,4 +1,4 @@
-"""StaticMove: a declared move inside a captured step; records follow bytes between slots that only the device knows."""
+"""CapturedMove: a declared move inside a captured step; records follow bytes between slots known to the device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvcanary_kernels.record.layout import TOKEN_POSITION
 NOWHERE = -1
 
 
-class StaticMove:
-    """At most ``size`` entries of one pool, made by `SubstepBank.add_move`. No hook allocates or waits for the device.
+class CapturedMove:
+    """At most ``size`` entries of one pool, made by `SubstepRegistry.add_move`. No hook allocates or waits for it.
 
     src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
     moved:    what the host learns of a run: dst, the first column of the records there, src, and [size, 2] bitmaps of

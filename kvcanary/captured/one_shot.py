@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcanary.captured.arena import ALIGNMENT, Arena
 from kvcanary.captured.buffers import NULL_SLOT
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.pools.plans import (
     ReadPlan,
     WritePlan,
@@ -55,7 +55,7 @@ class Size(NamedTuple):
 Kind = tuple[int, tuple[str, int], Size]  # pool, site, size
 
 
-class OnceSubstep(StaticSubstep):
+class OneShotSubstep(CapturedSubstep):
     """The hooks of a forward whose rows are chains; it belongs to one forward from `load` until that was heard.
 
     size:    what it has room for;  planned: rows, entries written and entries read of the forward that has it
@@ -156,7 +156,7 @@ class Singles:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._idle: dict[Kind, list[OnceSubstep]] = {}
+        self._idle: dict[Kind, list[OneShotSubstep]] = {}
         self._idle_bytes = 0
 
     def take(
@@ -167,15 +167,15 @@ class Singles:
         write: WritePlan,
         written: list[int],
         truth: RowTruth,
-    ) -> OnceSubstep:
+    ) -> OneShotSubstep:
         """The substep of one forward: one of its size, or a new one."""
         size = Size.of(len(written), write.slots.shape[0], read.indices.shape[0])
         kind = pool.pool_id, site, size
-        substep = self._take_idle(kind) if kind in self._idle else OnceSubstep(self._shared, pool, site, size)
+        substep = self._take_idle(kind) if kind in self._idle else OneShotSubstep(self._shared, pool, site, size)
         substep.load(read, write, written, truth)
         return substep
 
-    def give(self, substep: OnceSubstep) -> None:
+    def give(self, substep: OneShotSubstep) -> None:
         """The host has heard of its forward, and reads nothing more of it."""
         kind = substep.pool.pool_id, substep.site, substep.size
         self._idle[kind] = [*self._idle.pop(kind, ()), substep]
@@ -183,7 +183,7 @@ class Singles:
         while self._idle_bytes > MOST_IDLE_BYTES:
             self._take_idle(next(iter(self._idle)))
 
-    def _take_idle(self, kind: Kind) -> OnceSubstep:
+    def _take_idle(self, kind: Kind) -> OneShotSubstep:
         idle = self._idle[kind]
         substep = idle.pop()
         if not idle:

@@ -10,7 +10,7 @@ from kvcanary.captured.decoded import Launched
 from kvcanary.captured.substep import SAFE
 from kvcanary.ledger.page_states import Pages
 from kvcanary.native.layout import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, REWRITES, SAID
-from kvcanary.records.record_store import Mirror
+from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
 
@@ -20,7 +20,7 @@ class Hearing:
     land_quiet: `loops.land_quiet`;  said: how far it came;  books_at, final, said_at: of its arguments
     """
 
-    def __init__(self, state: CanaryState, pages: Pages, mirror: Mirror) -> None:
+    def __init__(self, state: CanaryState, pages: Pages, mirror: RecordStore) -> None:
         self._pages, self._mirror, loops = pages, mirror, state.pools[0].loops
         self._hear_runs, self.land_quiet = loops.hear_runs, loops.land_quiet
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))

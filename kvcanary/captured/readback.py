@@ -1,4 +1,4 @@
-"""Harvest: what static substeps found and how much of them ran, read on the host after a step's synchronisation."""
+"""Readback: what static substeps found and how much of them ran, read on the host after a step's synchronisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcanary.calls.entries import Entries
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.captured.kernel_launches import PLANNED, READ, is_later
-from kvcanary.captured.substep import HEADER_PART, ROW_STARTS, VIOLATIONS, StaticSubstep
+from kvcanary.captured.substep import HEADER_PART, ROW_STARTS, VIOLATIONS, CapturedSubstep
 from kvcanary.checks.grants import grant_codes
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.records.mailbox import Line
@@ -31,7 +31,7 @@ CODES_BY_BIT = {bits.bit_length() - 1: code for code, bits in CODE_BITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class StaticHit:
+class CapturedHit:
     """One check that fired at one place of a forward.
 
     row:      of the forward; NOWHERE (-1) for padding entries of the write plan
@@ -90,7 +90,7 @@ class ReadRow(NamedTuple):
 
 
 @dataclass
-class Harvest:
+class Readback:
     """What fired and what did not run since the last harvest.
 
     totals: entries by (code, pool, site), exact, also where `hits` holds only the first of them
@@ -98,7 +98,7 @@ class Harvest:
     rows:   in which a read fired, the first of each substep
     """
 
-    hits: list[StaticHit] = field(default_factory=list)
+    hits: list[CapturedHit] = field(default_factory=list)
     gaps: list[CoverageGap] = field(default_factory=list)
     totals: dict[tuple[str, str, tuple[str, int]], int] = field(default_factory=dict)
     runs: tuple[int, int, int] = (0, 0, 0)
@@ -108,7 +108,7 @@ class Harvest:
 class Ran(NamedTuple):
     """A run of a substep that the host launched, of which the buffers may hold a later one by now.
 
-    turn: in which it ran;  line: as `StaticSubstep.written` told it
+    turn: in which it ran;  line: as `CapturedSubstep.written` told it
     """
 
     turn: int
@@ -131,13 +131,13 @@ class Ran(NamedTuple):
         return self.line[HEADER_PART]
 
 
-def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | None) -> list[StaticHit]:
+def read_hits(substep: CapturedSubstep, new_counts: Tensor, step: int, ran: Ran | None) -> list[CapturedHit]:
     """The hits of a step behind `new_counts` [2, 64]: from codes of the last forward, and from the first ones kept.
 
     A later forward of the same substep overwrites codes; the first finding of each check outlives it, and is one of
     `ran`; None: of the last run. Every row at which something fired is named by one of them.
     """
-    is_last, hits = ran is None or ran.turn == substep.last_turn, list[StaticHit]()
+    is_last, hits = ran is None or ran.turn == substep.last_turn, list[CapturedHit]()
     planned, read = _planned_hits(substep, new_counts[PLANNED], step), _read_hits(substep, new_counts[READ], step)
     for side, found in ((PLANNED, list(planned)), (READ, list(read))):
         wanted = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}
@@ -154,7 +154,7 @@ def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | 
     return _with_all_rows(substep, hits, ran)
 
 
-def read_rows(substep: StaticSubstep, numbers: Iterable[int]) -> list[ReadRow]:
+def read_rows(substep: CapturedSubstep, numbers: Iterable[int]) -> list[ReadRow]:
     """Rows of the last run of a forward, by number."""
     forward, planned = substep.forward, substep.work.planned
     lengths, uids, rows = planned.read_lengths.tolist(), forward.uids.tolist(), list[ReadRow]()
@@ -165,14 +165,14 @@ def read_rows(substep: StaticSubstep, numbers: Iterable[int]) -> list[ReadRow]:
     return rows
 
 
-def rows_of(substep: StaticSubstep, hits: Sequence[StaticHit]) -> list[ReadRow]:
+def rows_of(substep: CapturedSubstep, hits: Sequence[CapturedHit]) -> list[ReadRow]:
     """Those of hits that a read has made, as long as their requests are still in them."""
     uids = {hit.row: hit.uid for hit in hits if hit.code.startswith("R") and hit.row != NOWHERE}
     rows = read_rows(substep, list(uids)[:MOST_ROWS])
     return [row for row, uid in zip(rows, uids.values(), strict=False) if row.uid == uid]
 
 
-def _with_all_rows(substep: StaticSubstep, hits: list[StaticHit], ran: Ran | None) -> list[StaticHit]:
+def _with_all_rows(substep: CapturedSubstep, hits: list[CapturedHit], ran: Ran | None) -> list[CapturedHit]:
     """The first of these hits speaks for the rows at which something fired and that none of them names."""
     violations = substep.work.planned.row_violations.cpu().numpy() if ran is None else ran.violations
     named = {hit.uid for hit in hits}
@@ -181,7 +181,7 @@ def _with_all_rows(substep: StaticSubstep, hits: list[StaticHit], ran: Ran | Non
     return [replace(hits[0], others=others), *hits[1:]] if others and hits else hits
 
 
-def _planned_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator[StaticHit]:
+def _planned_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Iterator[CapturedHit]:
     """Write codes of entries, then row codes."""
     if not new_counts.any():
         return
@@ -197,7 +197,7 @@ def _planned_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iter
                 yield _hit(substep, code, row, entry, NOWHERE, int(asked[entry]), step)
 
 
-def _read_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator[StaticHit]:
+def _read_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Iterator[CapturedHit]:
     """Read codes of live rows."""
     if not new_counts.any():
         return
@@ -222,7 +222,7 @@ def _read_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterato
             yield _hit(substep, code, row, NOWHERE, place, slot, step)
 
 
-def _slots(substep: StaticSubstep, rows: Tensor, places: Tensor) -> Tensor:
+def _slots(substep: CapturedSubstep, rows: Tensor, places: Tensor) -> Tensor:
     """[n] int64 on the host: what the table names at these places of these rows, as it lies on the device now."""
     table, starts = substep.forward.table, substep.work.planned.starts
     where = rows.to(starts.device)
@@ -247,7 +247,9 @@ def _first_places(
         yield CODES_BY_BIT[bit], where
 
 
-def _first_hits(substep: StaticSubstep, side: int, codes: set[str], step: int, ran: Ran | None) -> Iterator[StaticHit]:
+def _first_hits(
+    substep: CapturedSubstep, side: int, codes: set[str], step: int, ran: Ran | None
+) -> Iterator[CapturedHit]:
     forward = substep.forward
     for bit, first in enumerate(substep.work.firsts[side].tolist()):
         if CODES_BY_BIT.get(bit) in codes and first[STEP] >= 0 and not is_later(first[STEP], step):
@@ -260,7 +262,7 @@ def _first_hits(substep: StaticSubstep, side: int, codes: set[str], step: int, r
             yield _hit(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP], ran)
 
 
-def _code_start(substep: StaticSubstep, row: int, ran: Ran | None) -> int:
+def _code_start(substep: CapturedSubstep, row: int, ran: Ran | None) -> int:
     """Where the codes of a row begin."""
     table = substep.forward.table
     if table.code_starts is not None:
@@ -269,13 +271,13 @@ def _code_start(substep: StaticSubstep, row: int, ran: Ran | None) -> int:
 
 
 def _hit(
-    substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int, ran: Ran | None = None
-) -> StaticHit:
+    substep: CapturedSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int, ran: Ran | None = None
+) -> CapturedHit:
     uid = _uid(substep, row, ran)
-    return StaticHit(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)
+    return CapturedHit(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)
 
 
-def _uid(substep: StaticSubstep, row: int, ran: Ran | None) -> int:
+def _uid(substep: CapturedSubstep, row: int, ran: Ran | None) -> int:
     if row == NOWHERE:
         return NOWHERE
     if ran is not None and row // substep.width < len(ran.requests):

@@ -1,4 +1,4 @@
-"""SubstepBank: every static substep, made before the canary is armed, found without allocation, harvested together."""
+"""SubstepRegistry: every captured substep, made before the canary is armed, found without allocation, read together."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import Ints
-from kvcanary.captured.accepted_tokens import Seats, StaticAcceptance, StaticTruth
+from kvcanary.captured.accepted_tokens import AcceptedTokens, CapturedAcceptance, StaticTruth
 from kvcanary.captured.buffers import Batch, StaticBuffers
 from kvcanary.captured.decoded import Launch, runs_of
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
-from kvcanary.captured.launch_group import Part, Series
-from kvcanary.captured.moves import StaticMove
-from kvcanary.captured.one_shot import OnceSubstep
-from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits, rows_of
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.launch_group import LaunchGroup, Part
+from kvcanary.captured.moves import CapturedMove
+from kvcanary.captured.one_shot import OneShotSubstep
+from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Ran, Readback, read_hits, rows_of
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.native.layout import RUN_CARD
 from kvcanary.pools.launch_site import site_name
-from kvcanary.records.mailbox import Outbox
+from kvcanary.records.mailbox import Mailbox
 from kvcanary.records.side_stream import Beside
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.content.reads import ReadKeys, reads_fit
@@ -50,7 +50,7 @@ class Snapshot(NamedTuple):
     """
 
     headers: dict[int, Ints] | None
-    once: Sequence[tuple[OnceSubstep, Ints]]
+    once: Sequence[tuple[OneShotSubstep, Ints]]
     planned: array[int]
     reads_unknown: frozenset[int]
     launches: Sequence[Launch]
@@ -61,7 +61,7 @@ class Snapshot(NamedTuple):
         return {run.number: run.ran for run in runs_of(self.launches)}
 
 
-class SubstepBank:
+class SubstepRegistry:
     """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
 
     moves:  as they were added;  turn: how many steps have begun
@@ -80,12 +80,12 @@ class SubstepBank:
         device = state.records.device
         self._state, self._capacity, self.turn, self.now = state, capacity, 0, 0
         self._reads_step = False  # whether a forward or a move reads the bank's own
-        self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
-        self._in_order: list[StaticSubstep] = []
-        self._series: dict[tuple[tuple[Part, ...], StaticAcceptance | None], Series] = {}
-        self.moves: list[StaticMove] = []
+        self._substeps: dict[tuple[str, str, int, int], CapturedSubstep] = {}
+        self._in_order: list[CapturedSubstep] = []
+        self._series: dict[tuple[tuple[Part, ...], CapturedAcceptance | None], LaunchGroup] = {}
+        self.moves: list[CapturedMove] = []
         self.publish: Callable[[], None] = _nobody
-        self.seats: Seats | None = None
+        self.seats: AcceptedTokens | None = None
         self.most_unlanded = 0
         self.compares_moves, self.compares_reads = True, False
         self._read_keys: dict[str, ReadKeys] = {}
@@ -98,14 +98,14 @@ class SubstepBank:
                 for pool in state.pools
             }
         self.shared = Shared(state, self.step, claims, Beside(device))
-        self._outbox = Outbox(self._headers)
+        self._outbox = Mailbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
         self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
         self._reads_unknown: set[int] = set()
         self._expected: set[int] = set()  # numbers of substeps
 
-    def __iter__(self) -> Iterator[StaticSubstep]:
+    def __iter__(self) -> Iterator[CapturedSubstep]:
         return iter(self._in_order)
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class SubstepBank:
         inputs: StaticBuffers | ForwardPlan,
         step: Tensor | None = None,
         **settings: Any,
-    ) -> StaticSubstep:
+    ) -> CapturedSubstep:
         """A substep over these inputs; their number of rows is its bucket. `settings`: fields of `Settings`.
 
         step: [1] int64 that the caller fills with `RowTruth.step` before each run; None: the bank's, in a launch of
@@ -134,14 +134,14 @@ class SubstepBank:
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
         if len(self._in_order) == self._capacity:
-            raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepBank a larger capacity")
+            raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepRegistry a larger capacity")
         number = len(self._in_order)
         header, made = self._headers[number], Settings(**settings)
         if inputs.lineage is not None:
             made = replace(made, before=self._before(pool, kind, index, inputs.num_rows))
         if made.attends and self.compares_reads:
             made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
-        substep = StaticSubstep(
+        substep = CapturedSubstep(
             self._shared(step), self._state.by_name[pool], (kind, index), inputs, header, number, made
         )
         key = pool, kind, index, substep.forward.num_rows
@@ -153,20 +153,20 @@ class SubstepBank:
         self._unplanned.extend(bytes(NUM_RUNS))
         return substep
 
-    def add_move(self, pool: str, size: int, step: Tensor | None = None) -> StaticMove:
+    def add_move(self, pool: str, size: int, step: Tensor | None = None) -> CapturedMove:
         """A declared move of at most ``size`` entries within this pool; `step` as for `add`."""
         if self._is_armed:
             raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        self.moves.append(StaticMove(self._shared(step), self._state.by_name[pool], size, self.compares_moves))
+        self.moves.append(CapturedMove(self._shared(step), self._state.by_name[pool], size, self.compares_moves))
         return self.moves[-1]
 
-    def add_seats(self, num_seats: int, places: int) -> Seats:
+    def add_seats(self, num_seats: int, places: int) -> AcceptedTokens:
         """For captured steps that accept up to ``places`` tokens a request, whose host may not have heard of them."""
         if self._is_armed:
             raise HookOrderError("add_seats() must come before arm(): they are late")
-        self.seats, self.most_unlanded = Seats(self.shared, num_seats, places), 1
+        self.seats, self.most_unlanded = AcceptedTokens(self.shared, num_seats, places), 1
         return self.seats
 
     def add_truth(self, pool: str, seats: Tensor, *known: Tensor) -> StaticTruth:
@@ -175,14 +175,14 @@ class SubstepBank:
             raise HookOrderError("add_truth() must follow add_seats(): nobody keeps what was accepted")
         return StaticTruth(self.seats, self._state.by_name[pool], seats, *known)
 
-    def series(self, *parts: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> Series:
+    def series(self, *parts: Sequence[CapturedSubstep], acceptance: CapturedAcceptance | None = None) -> LaunchGroup:
         """Substeps that are launched together, in parts of one kind and pool: the same for the same ones.
 
         acceptance: of the step whose tokens the last part writes
         """
         key = tuple(map(tuple, parts)), acceptance
         if key not in self._series:
-            self._series[key] = Series(*key)
+            self._series[key] = LaunchGroup(*key)
         return self._series[key]
 
     def join(self) -> None:
@@ -202,7 +202,7 @@ class SubstepBank:
         for substep in self._in_order:
             substep.work.forget_firsts(self.now & MASK_32)
 
-    def get(self, pool: str, kind: str, index: int, bucket: int) -> StaticSubstep:
+    def get(self, pool: str, kind: str, index: int, bucket: int) -> CapturedSubstep:
         """The substep of this bucket."""
         found = self._substeps.get((pool, kind, index, bucket))
         if found is None:
@@ -219,7 +219,7 @@ class SubstepBank:
         if self._reads_step:
             self.step.fill_(self.now)
 
-    def expect(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None = None) -> None:
+    def expect(self, substep: CapturedSubstep, rows: int, entries: int, reads: int | None = None) -> None:
         """The host launches this forward now, with so many live rows, entries written, and entries of rows read.
 
         `reads` None: lengths are known to the device alone, and are not compared.
@@ -237,7 +237,7 @@ class SubstepBank:
         else:
             planned[first + RUN_READ] += reads
 
-    def load(self, substep: StaticSubstep, batch: Batch) -> None:
+    def load(self, substep: CapturedSubstep, batch: Batch) -> None:
         """Fill the buffers of a forward that runs next, and expect it to run."""
         if substep.buffers is None:
             raise PlanError(f"load() needs StaticBuffers: {substep} reads the engine's own tensors, expect() it")
@@ -247,7 +247,7 @@ class SubstepBank:
     def snapshot(
         self,
         launches: Sequence[Launch] = (),
-        once: Sequence[tuple[OnceSubstep, Ints]] = (),
+        once: Sequence[tuple[OneShotSubstep, Ints]] = (),
         cards: array[int] | None = None,
     ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
@@ -269,7 +269,7 @@ class SubstepBank:
         own = headers, once, planned, unknown, launches, array("q") if cards is None else cards
         return tuple.__new__(Snapshot, own)  # as `Snapshot(*own)`, without a call
 
-    def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
+    def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Readback:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
 
         None: of now, after the step has been synchronised. `step`: what the hits are labelled with, None: the one that
@@ -279,7 +279,7 @@ class SubstepBank:
             snapshot = self.snapshot()
             if self.step.is_cuda:
                 current(self.step.device).synchronize()
-        harvest, totals = Harvest(), array("q", bytes(8 * NUM_RUNS))
+        harvest, totals = Readback(), array("q", bytes(8 * NUM_RUNS))
         if snapshot.headers is not None or not self._is_quiet(snapshot, totals):
             self._take_all(snapshot, totals, harvest, step)
         for substep, header in snapshot.once:
@@ -297,7 +297,7 @@ class SubstepBank:
         self._reads_step = True
         return self.shared
 
-    def _before(self, pool: str, kind: str, index: int, rows: int) -> StaticSubstep:
+    def _before(self, pool: str, kind: str, index: int, rows: int) -> CapturedSubstep:
         """The forward from whose entries rows with a lineage go on."""
         before = self._substeps.get((pool, kind, index - 1, rows))
         if before is None:
@@ -328,7 +328,7 @@ class SubstepBank:
         num_runs = len(cards) // RUN_CARD
         return bool(self._loops.take_quiet(num_runs, cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
 
-    def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Harvest, step: int | None) -> None:
+    def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Readback, step: int | None) -> None:
         headers, runs = snapshot.headers, snapshot.by_substep()
         if headers is None:
             headers = {number: ran.header for number, ran in runs.items()}
@@ -344,11 +344,11 @@ class SubstepBank:
 
     def _take(
         self,
-        substep: StaticSubstep,
+        substep: CapturedSubstep,
         header: Ints,
         planned: list[int],
         totals: array[int],
-        harvest: Harvest,
+        harvest: Readback,
         step: int | None,
         ran: Ran | None,
     ) -> None:
@@ -366,7 +366,7 @@ class SubstepBank:
             totals[run] += count
 
     def _collect(
-        self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None
+        self, substep: CapturedSubstep, new_counts: Tensor, harvest: Readback, step: int | None, ran: Ran | None
     ) -> None:
         hits = read_hits(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
         harvest.hits += hits

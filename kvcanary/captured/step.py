@@ -1,4 +1,4 @@
-"""StaticChecks: the manager's static substeps, what the host learns of their writes, and their harvest as findings."""
+"""CapturedStep: the manager's static substeps, what the host learns of their writes, and their harvest as findings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvcanary.calls.entries import Entries
 from kvcanary.calls.forward import Ints
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
-from kvcanary.captured.decoded import Launch, Launched, Learned, lineage_of, runs_of, tokens_of
-from kvcanary.captured.launch_group import Series
-from kvcanary.captured.moves import StaticMove
-from kvcanary.captured.one_shot import OnceSubstep, Singles
+from kvcanary.captured.decoded import DecodedForward, Launch, Launched, lineage_of, runs_of, tokens_of
+from kvcanary.captured.launch_group import LaunchGroup
+from kvcanary.captured.moves import CapturedMove
+from kvcanary.captured.one_shot import OneShotSubstep, Singles
 from kvcanary.captured.pending import Hearing
-from kvcanary.captured.readback import CoverageGap, StaticHit, judge_read_rows, read_rows
-from kvcanary.captured.registry import Snapshot, SubstepBank
-from kvcanary.captured.substep import HEADER_PART, StaticSubstep
+from kvcanary.captured.readback import CapturedHit, CoverageGap, judge_read_rows, read_rows
+from kvcanary.captured.registry import Snapshot, SubstepRegistry
+from kvcanary.captured.substep import HEADER_PART, CapturedSubstep
 from kvcanary.checks.content import find_changed
 from kvcanary.errors import PageStateError
 from kvcanary.ledger.ledger import Ledger, Request
@@ -54,7 +54,7 @@ from kvcanary.pools.plans import (
     WritePlan,
 )
 from kvcanary.records.mailbox import LINES
-from kvcanary.records.record_store import Mirror
+from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 
 Unwritten = Callable[[Sequence[Request], int], None]
@@ -63,7 +63,7 @@ Unwritten = Callable[[Sequence[Request], int], None]
 class Listener(Protocol):
     """Who keeps what the host learns of captured forwards."""
 
-    def learned(self, run: Launched, forward: Learned) -> None:
+    def learned(self, run: Launched, forward: DecodedForward) -> None:
         """What a run says of itself."""
 
     def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
@@ -77,20 +77,20 @@ class Listener(Protocol):
     def moved(self, src: Ints, dst: Ints) -> None:
         """The first launched move of which nothing was told."""
 
-    def noticed(self, hit: StaticHit) -> None:
+    def noticed(self, hit: CapturedHit) -> None:
         """A check on the device fired."""
 
 
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    moves:    as `StaticMove.moved` tells them, and in which turn they were launched
+    moves:    as `CapturedMove.moved` tells them, and in which turn they were launched
     num_kept: numbers that the listener keeps of the launches, if all are clean
     """
 
     step: int
     launches: Sequence[Launch]
-    moves: list[tuple[StaticMove, int, list[Ints]]]
+    moves: list[tuple[CapturedMove, int, list[Ints]]]
     snapshot: Snapshot
     num_kept: int
 
@@ -100,7 +100,7 @@ class Told(NamedTuple):
         return runs_of(self.launches)
 
 
-class StaticChecks:
+class CapturedStep:
     """Substeps that are captured or replayed: they judge on the device, and the host reads what fired once a step.
 
     launched, moves: forwards and moves that no `send` has taken along
@@ -111,7 +111,7 @@ class StaticChecks:
     def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
         self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
         self._loops = state.pools[0].loops
-        self.bank = SubstepBank(state)
+        self.bank = SubstepRegistry(state)
         self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(replace(self.bank.shared, opened=set()))
         self._hearing: Hearing | None = None
@@ -121,12 +121,12 @@ class StaticChecks:
         self._num_kept = 0  # of them
         self._has_singles = False  # among these
         self.num_unlanded = 0
-        self._lacking: list[tuple[StaticSubstep, Batch]] = []  # launched over rows whose requests lack pages of them
-        self.moves: list[StaticMove] = []
+        self._lacking: list[tuple[CapturedSubstep, Batch]] = []  # launched over rows whose requests lack pages of them
+        self.moves: list[CapturedMove] = []
 
     def launch(
         self,
-        series: Series,
+        series: LaunchGroup,
         batch: Batch,
         step: int,
         written: array[int],
@@ -180,13 +180,13 @@ class StaticChecks:
         write: WritePlan,
         batch: Batch,
         written: list[int],
-    ) -> OnceSubstep:
+    ) -> OneShotSubstep:
         """What is launched for a forward that comes once, as an engine's own tensors describe it."""
         rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self.bank.most_unlanded)
         self._has_singles = True
         return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now))
 
-    def launch_move(self, move: StaticMove) -> None:
+    def launch_move(self, move: CapturedMove) -> None:
         """This move runs next."""
         move.moved.turn = self.bank.turn
         self.moves.append(move)
@@ -204,7 +204,7 @@ class StaticChecks:
         """What has run since the last time is on its way to the host."""
         launches, cards, num_kept = self.launched, self._cards, self._num_kept
         self.launched, self._cards, self._num_kept = [], array("q"), 0
-        moved: list[tuple[StaticMove, int, list[Ints]]] = []  # an annotation is not evaluated in every step
+        moved: list[tuple[CapturedMove, int, list[Ints]]] = []  # an annotation is not evaluated in every step
         if self.moves:
             moved = [(move, move.moved.turn, move.moved.read()) for move in self.moves]
             self.moves = []
@@ -213,7 +213,7 @@ class StaticChecks:
             return tuple.__new__(Told, own)  # as `Told(*own)`, without a call
         launches, cards = self._keep_open(launches, cards)
         once = [
-            (run.substep, run.line[HEADER_PART]) for run in runs_of(launches) if isinstance(run.substep, OnceSubstep)
+            (run.substep, run.line[HEADER_PART]) for run in runs_of(launches) if isinstance(run.substep, OneShotSubstep)
         ]
         known = [launch for launch in launches if not launch.series.comes_once]
         return Told(step, launches, moved, self.bank.snapshot(known, once, cards), num_kept)
@@ -229,7 +229,7 @@ class StaticChecks:
         self._has_singles = bool(self.launched)
         return closed, closed_cards
 
-    def land_quiet(self, told: Told, mirror: Mirror, proves: bool) -> bool:
+    def land_quiet(self, told: Told, mirror: RecordStore, proves: bool) -> bool:
         """Whether all has run as planned and was proved clean and nothing fired: all is done, then, that follows do.
 
         Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
@@ -256,7 +256,7 @@ class StaticChecks:
             self._finalise_from(told, hearing.said[SAID_PLACE])
         return True
 
-    def learn(self, told: Told, mirror: Mirror, unwritten: Unwritten, proves: bool) -> Iterator[Learned]:
+    def learn(self, told: Told, mirror: RecordStore, unwritten: Unwritten, proves: bool) -> Iterator[DecodedForward]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
         lie. Copies are over.
 
@@ -284,7 +284,7 @@ class StaticChecks:
                     self.listener.heard_one(run)
                     continue
                 tokens = None if accepted is None else tokens_of(accepted[: len(requests)])
-                forward = Learned(substep, run.step, len(requests), run.line.parts(), tokens, requests)
+                forward = DecodedForward(substep, run.step, len(requests), run.line.parts(), tokens, requests)
                 if not forward.is_plan:
                     self._coverage.skip("captured forwards whose plans contradict themselves", 1)
                     continue
@@ -295,7 +295,7 @@ class StaticChecks:
                 self.listener.learned(run, forward)
         self._coverage.forwards += num_learned
 
-    def learn_moves(self, told: Told, mirror: Mirror) -> None:
+    def learn_moves(self, told: Told, mirror: RecordStore) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
         for move, turn, (destination, tokens, source, _) in told.moves:
             moved = (destination >= 0) & move.moved.has_run(turn)
@@ -376,7 +376,7 @@ class StaticChecks:
             one.others = hit.others
         return found or [hit]
 
-    def _hit(self, hit: StaticHit, runs: Sequence[Launched]) -> Hit:
+    def _hit(self, hit: CapturedHit, runs: Sequence[Launched]) -> Hit:
         pool = self._state.by_name[hit.pool]
         position = hit.place if hit.place >= 0 else None
         name = self._ledger.name(hit.uid) if hit.uid >= 0 else None

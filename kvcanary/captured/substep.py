@@ -1,7 +1,7 @@
-"""StaticSubstep: the hooks of one forward that a CUDA graph can hold: fixed addresses, counts read on the device.
+"""CapturedSubstep: the hooks of one forward that a CUDA graph can hold: fixed addresses, counts read on the device.
 
 No hook allocates, waits for the device or looks at a device value. What fires is counted on the device and read by
-`SubstepBank.harvest` after the step.
+`SubstepRegistry.harvest` after the step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvcanary_kernels.content.reads import ReadSums
 from kvcanary_kernels.judge.forward import ForwardPlan, Room
 from kvcanary_kernels.judge.plan import NO_CLAIM
 
-#: Of what `StaticSubstep.written` sends: where rows begin, slots that may be written, words of masks, entries that are
-#: wrong, the header.
+#: Of what `CapturedSubstep.written` sends: where rows begin, slots that may be written, words of masks, entries that
+#: are wrong, the header.
 ROW_STARTS, SAFE, MASKS, VIOLATIONS, HEADER_PART = 1, 7, -3, -2, -1
 
 
-class StaticSubstep:
-    """One forward of one pool in one bucket, made by `SubstepBank`: open(), store() of each layer, close(), and again.
+class CapturedSubstep:
+    """One forward of one pool in one bucket, of a `SubstepRegistry`: open(), store() of each layer, close(), and again.
 
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
@@ -39,7 +39,7 @@ class StaticSubstep:
     is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     before:  the draft forward before it, whose branches the forward's lineage names; None: it has none
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
-    written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
+    written: what the host learns of a run: what `DecodedForward` takes of its plan, masks, `row_violations`, the header
     num_kept: numbers of that which are kept where it is clean: all up to the masks
     line_card_at: address of where parts of that begin, [LINE_CARD] int64 (native/layout.py)
     """
@@ -183,7 +183,7 @@ class StaticSubstep:
         """After the body: fingerprints, layers and own entries are judged, what fired and what has run is counted.
 
         In a capture that came behind the last store: it runs beside what that layer does with what it stored.
-        joins: what is launched next follows that; else `SubstepBank.join` must come, and before a graph's end
+        joins: what is launched next follows that; else `SubstepRegistry.join` must come, and before a graph's end
         """
         if not self.is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
@@ -294,7 +294,7 @@ class StaticSubstep:
         return *own, planned.safe_slots, planned.ancestors, words, planned.row_violations, header
 
 
-def line_card(substep: StaticSubstep) -> array[int]:
+def line_card(substep: CapturedSubstep) -> array[int]:
     """[LINE_CARD] (native/layout.py)."""
     line = substep.written.line()
     where = [part.start if part.stop > part.start else NOWHERE for part in line.where]

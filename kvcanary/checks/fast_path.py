@@ -32,7 +32,7 @@ from kvcanary.native.layout import (
     SEEN,
     TOKENS_KNOWN,
 )
-from kvcanary.records.record_store import Mirror
+from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
 
@@ -47,7 +47,7 @@ class Settled(Enum):
 class Settler:
     """Forwards over pools in host memory, whose rows begin at position 0 and lie where plans say."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, sealer: Sealer) -> None:
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: RecordStore, sealer: Sealer) -> None:
         self._ledger, self._mirror, self._sealer = ledger, mirror, sealer
         self._is_able = all(pool.host is not None and not pool.is_partial for pool in state.pools)
         self._cards = np.array([pool.card_at for pool in state.pools], np.int64)

@@ -25,7 +25,7 @@ from kvcanary.checks.grants import grant_codes
 from kvcanary.checks.row_spans import Segment, read_entries, sort_rows
 from kvcanary.ledger.ledger import Judged, Ledger
 from kvcanary.records.fingerprints import joined
-from kvcanary.records.record_store import Mirror
+from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT, verify_torch
 from kvcanary_kernels.record import layout as record
@@ -48,7 +48,7 @@ class Verdict:
 class Reader:
     """R2 to R8, R11 and R12 of what forwards have read."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, disabled: frozenset[str]) -> None:
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: RecordStore, disabled: frozenset[str]) -> None:
         self._state, self._ledger, self._mirror = state, ledger, mirror
         self._active = {code: bit for code, bit in CODE_BITS.items() if code not in disabled}
         self._active_bits = sum(self._active.values())

@@ -18,7 +18,7 @@ from kvcanary.native.layout import (
     PAGE_FRESH,
 )
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.records.record_store import Mirror, Words, two_words
+from kvcanary.records.record_store import RecordStore, Words, two_words
 from kvcanary.records.state import stored_columns
 from kvcanary_kernels.record.layout import CHAIN
 
@@ -26,7 +26,7 @@ from kvcanary_kernels.record.layout import CHAIN
 class Sealer:
     """Seals all entries of a step, forward by forward, in one compiled loop each."""
 
-    def __init__(self, mirror: Mirror, ledger: Ledger) -> None:
+    def __init__(self, mirror: RecordStore, ledger: Ledger) -> None:
         self._mirror, self._ledger = mirror, ledger
 
     def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcanary.captured.substep import StaticSubstep
+    from kvcanary.captured.substep import CapturedSubstep
     from kvcanary.pools.views import PoolView
 
 
@@ -31,7 +31,7 @@ def shape_of_pool(view: PoolView) -> dict[str, Any]:
     }
 
 
-def shape_of_forward(substep: StaticSubstep) -> dict[str, Any]:
+def shape_of_forward(substep: CapturedSubstep) -> dict[str, Any]:
     """A captured forward, as large as its bucket."""
     forward, masks = substep.forward, substep.masks
     return {

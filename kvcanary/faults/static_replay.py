@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from kvcanary.captured.buffers import Batch, StaticBuffers, empty_batch
-from kvcanary.captured.registry import SubstepBank
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.registry import SubstepRegistry
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import PlanError
 from kvcanary_kernels.record.capture import garbage_kept
 
@@ -22,7 +22,7 @@ Body = Callable[[], None]
 class Replay(Protocol):
     """What an engine's graph runner does."""
 
-    def capture(self, substeps: Sequence[StaticSubstep], body: Body) -> None:
+    def capture(self, substeps: Sequence[CapturedSubstep], body: Body) -> None:
         """Record a body that opens, stores and closes these substeps, each once; all over StaticBuffers."""
 
     def replay(self, batches: Sequence[Batch]) -> int:
@@ -32,11 +32,11 @@ class Replay(Protocol):
 class StaticReplay:
     """Replay without graphs: the body runs again over the same static buffers."""
 
-    def __init__(self, bank: SubstepBank) -> None:
+    def __init__(self, bank: SubstepRegistry) -> None:
         self._bank = bank
-        self._buckets: list[tuple[tuple[StaticSubstep, ...], Body]] = []
+        self._buckets: list[tuple[tuple[CapturedSubstep, ...], Body]] = []
 
-    def capture(self, substeps: Sequence[StaticSubstep], body: Body) -> None:
+    def capture(self, substeps: Sequence[CapturedSubstep], body: Body) -> None:
         for buffers in _buffers_of(substeps):
             buffers.fill(empty_batch(buffers))
         self._buckets.append((tuple(substeps), self._record(body)))
@@ -54,7 +54,7 @@ class StaticReplay:
         body()
         return body
 
-    def _bucket_for(self, batches: Sequence[Batch]) -> tuple[tuple[StaticSubstep, ...], Body]:
+    def _bucket_for(self, batches: Sequence[Batch]) -> tuple[tuple[CapturedSubstep, ...], Body]:
         for substeps, run in self._buckets:
             if len(substeps) == len(batches) and all(map(_fits, substeps, batches)):
                 return substeps, run
@@ -66,7 +66,7 @@ class StaticReplay:
 class CudaGraphReplay(StaticReplay):
     """Replay of captured CUDA graphs; all buckets share one memory pool, so only one runs at a time."""
 
-    def __init__(self, bank: SubstepBank) -> None:
+    def __init__(self, bank: SubstepRegistry) -> None:
         super().__init__(bank)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -82,7 +82,7 @@ class CudaGraphReplay(StaticReplay):
         return graph.replay
 
 
-def _buffers_of(substeps: Sequence[StaticSubstep]) -> list[StaticBuffers]:
+def _buffers_of(substeps: Sequence[CapturedSubstep]) -> list[StaticBuffers]:
     if not substeps:
         raise PlanError("capture() needs at least one substep: a batch is copied into its buffers")
     without = [str(substep) for substep in substeps if substep.buffers is None]
@@ -91,5 +91,5 @@ def _buffers_of(substeps: Sequence[StaticSubstep]) -> list[StaticBuffers]:
     return [substep.buffers for substep in substeps if substep.buffers is not None]
 
 
-def _fits(substep: StaticSubstep, batch: Batch) -> bool:
+def _fits(substep: CapturedSubstep, batch: Batch) -> bool:
     return substep.buffers is not None and substep.buffers.fits(batch)

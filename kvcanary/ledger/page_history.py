@@ -1,4 +1,4 @@
-"""History: the last events of every page, each with step, request and the line that asked for it."""
+"""PageHistory: the last events of every page, each with step, request and the line that asked for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PageEvent(NamedTuple):
         return "unknown place" if self.site is None else f"{os.path.basename(self.site[0])}:{self.site[1]}"
 
 
-class History:
+class PageHistory:
     """By page its newest `HISTORY_EVENTS` events, oldest first."""
 
     def __init__(self, num_pages: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError, PageStateError
-from kvcanary.ledger.page_history import History, phrase
+from kvcanary.ledger.page_history import PageHistory, phrase
 from kvcanary.native.layout import (
     ASKS,
     BEGINS,
@@ -134,7 +134,7 @@ class Pages:
         self.writers = np.full(num_pages, NOT_A_WRITER, dtype=np.int64)
         self.writers[:null_pages] = NO_OWNER  # padding may write here
         self.looked_at = np.zeros((2, num_pages), dtype=np.int64)
-        self.history = History(num_pages)
+        self.history = PageHistory(num_pages)
         self.changed: list[Array] = []
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
         arrays = self.states, self.owners, self.writers, self.generations, self.refcounts, self.published

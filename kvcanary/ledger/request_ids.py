@@ -1,4 +1,4 @@
-"""Uids: 32-bit names of requests in records, the same on every rank and in every replay."""
+"""RequestIds: 32-bit names of requests in records, the same on every rank and in every replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REMEMBERED_UIDS = 4096  # ended requests whose names reports can still tell
 _events = structlog.get_logger("kvcanary")
 
 
-class Uids:
+class RequestIds:
     """Uids of the live requests, and the names of those that had one lately.
 
     A uid is the first of `digest(id, 0)`, `digest(id, 1)`, ... that is not 0 and that no other live request has. So it

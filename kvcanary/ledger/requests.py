@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError, UnknownRequestError
-from kvcanary.ledger.request_ids import Uids
+from kvcanary.ledger.request_ids import RequestIds
 from kvcanary.ledger.request_state import Known, TruthChain, Unheard
 from kvcanary.ledger.reread_queue import ReadQueue
 from kvcanary.native.layout import (
@@ -266,7 +266,7 @@ class RequestBook:
     def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
         self.requests: dict[str, Request] = {}
         self.batches = Batches(self.requests)
-        self._uids, self._keys, self._roles = Uids(), keys, [Role(*role) for role in roles]
+        self._uids, self._keys, self._roles = RequestIds(), keys, [Role(*role) for role in roles]
 
     def admit(self, request_id: str, token_ids: Sequence[int], step: int, salt: str = "", adapter: str = "") -> Request:
         """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""

@@ -13,14 +13,14 @@ from kvcanary.pools.slot_maps import Ints
 class RowTruth:
     """What the host knows of the rows that a captured forward is launched with, by request.
 
-    step:        the step's number and turn, as `SubstepBank.step` has them, for forwards with a step of their own
+    step:        the step's number and turn, as `SubstepRegistry.step` has them, for forwards with a step of their own
     numbers:     [5, requests] int64, all that follows in this order
     uids:        of the requests
     prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
     truths:      chain value at that length, as int64
     roots:       chain value that position 0 continues, as int64
-    unheard:     1 where the row goes on by what the last step has accepted, which the device alone knows (`Seats`): the
-                 length and chain value are those of all entries whose tokens the host knows. Else 0
+    unheard:     1 where the row goes on by what the last step has accepted, which the device alone knows
+                 (`AcceptedTokens`): length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
     __slots__ = ("_rows", "step")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcanary.calls.forward import on_host
 from kvcanary.calls.violation import NO_SLOT, Hit
-from kvcanary.captured.in_flight import Flight
+from kvcanary.captured.in_flight import InFlight
 from kvcanary.errors import (
     ENGINES_DOING,
     ContradictionError,
@@ -31,7 +31,7 @@ from kvcanary.errors import (
 from kvcanary.ledger.ledger import NO_PAGE
 from kvcanary.ledger.page_states import EVENTS, STATE_NAMES
 from kvcanary.ledger.requests import Batch
-from kvcanary.manager.reporting import Answering
+from kvcanary.manager.reporting import Reporting
 from kvcanary.pools.plans import (
     ReadPlan,
     WritePlan,
@@ -48,7 +48,7 @@ Follow = Callable[["Contradictions", Given], Any]
 class Contradictions:
     """Stands between an engine and the hooks of its canary, in modes that end nobody for what the engine did."""
 
-    def __init__(self, manager: Answering) -> None:
+    def __init__(self, manager: Reporting) -> None:
         """Puts each hook behind the one door through which its errors come."""
         self._of = ref(manager)  # who drops a manager has dropped it
         self._ledger, self._checks = manager._ledger, manager._checks
@@ -59,7 +59,7 @@ class Contradictions:
             setattr(manager, name, self._guarded(self._hooks[name], follow))
 
     @property
-    def _manager(self) -> Answering:
+    def _manager(self) -> Reporting:
         manager = self._of()
         if manager is None:
             raise HookOrderError("the manager of these hooks is gone: keep it as long as its engine runs")
@@ -355,9 +355,9 @@ class Contradictions:
         self._only_told(given)
         return self._manager._conclude()
 
-    def _departed(self, given: Given) -> Flight:
+    def _departed(self, given: Given) -> InFlight:
         self._only_told(given)
-        flight = Flight(self._manager.step, None, [])
+        flight = InFlight(self._manager.step, None, [])
         flight.has_landed = True
         return flight
 

@@ -1,17 +1,17 @@
-"""Launching: forwards that judge themselves on the device, captured ones and those that come once."""
+"""DeviceForwards: forwards that judge themselves on the device, captured ones and those that come once."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 
-from kvcanary.captured.accepted_tokens import StaticAcceptance
-from kvcanary.captured.launch_group import Series
-from kvcanary.captured.moves import StaticMove
-from kvcanary.captured.one_shot import OnceSubstep
-from kvcanary.captured.registry import SubstepBank
-from kvcanary.captured.step import StaticChecks
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.accepted_tokens import CapturedAcceptance
+from kvcanary.captured.launch_group import LaunchGroup
+from kvcanary.captured.moves import CapturedMove
+from kvcanary.captured.one_shot import OneShotSubstep
+from kvcanary.captured.registry import SubstepRegistry
+from kvcanary.captured.step import CapturedStep
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import ContradictionError, HookOrderError
 from kvcanary.ledger.ledger import Request
@@ -27,12 +27,12 @@ from kvcanary.pools.plans import (
 from kvcanary.records.state import CanaryState, PoolState
 
 
-class Launching(Lifecycle):
+class DeviceForwards(Lifecycle):
     """The part of CanaryManager that is told of a forward before it runs, and hears of it behind the step."""
 
     def __init__(self, config: CanaryConfig, state: CanaryState, holds_back: bool) -> None:
         super().__init__(config, state, holds_back)
-        self._static: StaticChecks | None = None
+        self._static: CapturedStep | None = None
         self._has_bank = False  # whether somebody asked for it, and so has padding that may be judged
 
     def expect(self, forwards: Sequence[Announced], request_ids: Sequence[str] = ()) -> None:
@@ -50,13 +50,13 @@ class Launching(Lifecycle):
         self._coverage.announced += len(forwards)
 
     @property
-    def bank(self) -> SubstepBank:
+    def bank(self) -> SubstepRegistry:
         """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
         self._has_bank = True
         return self._on_device().bank
 
     def launch(
-        self, substep: StaticSubstep, request_ids: Sequence[str], written: Sequence[int], reads: int
+        self, substep: CapturedSubstep, request_ids: Sequence[str], written: Sequence[int], reads: int
     ) -> RowTruth:
         """A captured forward of these requests runs next, the live rows of its bucket in this order.
 
@@ -67,11 +67,11 @@ class Launching(Lifecycle):
 
     def launch_all(
         self,
-        substeps: Sequence[StaticSubstep],
+        substeps: Sequence[CapturedSubstep],
         request_ids: Sequence[str],
         written: Sequence[int] | None,
         reads: Sequence[int],
-        acceptance: StaticAcceptance | None = None,
+        acceptance: CapturedAcceptance | None = None,
     ) -> RowTruth:
         """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
 
@@ -88,13 +88,13 @@ class Launching(Lifecycle):
 
     def launch_series(
         self,
-        series: Series,
+        series: LaunchGroup,
         request_ids: Sequence[str],
         written: Sequence[int],
         reads: Sequence[int],
         where: int = 0,
     ) -> array[int]:
-        """`launch_all` of forwards that are launched in every step (`SubstepBank.series`), in parts.
+        """`launch_all` of forwards that are launched in every step (`SubstepRegistry.series`), in parts.
 
         written: by part, and by request; none of a part that writes what is accepted. reads: by forward
         where: address of an address by part, of a place [SPREAD_CARD] int64 (native/layout.py), to which its truth
@@ -119,7 +119,7 @@ class Launching(Lifecycle):
         return static.launch(series, batch, self.step, entries, reads, record, where)
 
     def launch_accepted(
-        self, substep: StaticSubstep, request_ids: Sequence[str], reads: int, acceptance: StaticAcceptance
+        self, substep: CapturedSubstep, request_ids: Sequence[str], reads: int, acceptance: CapturedAcceptance
     ) -> RowTruth:
         """As `launch`, for a forward that writes the entries of what a captured step of these requests has accepted.
 
@@ -128,7 +128,7 @@ class Launching(Lifecycle):
         """
         return self.launch_all([substep], request_ids, None, [reads], acceptance)
 
-    def launch_move(self, move: StaticMove) -> None:
+    def launch_move(self, move: CapturedMove) -> None:
         """A captured move runs next, behind the forwards that were launched before it."""
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
@@ -145,13 +145,13 @@ class Launching(Lifecycle):
         write: WritePlan,
         requests: list[Request],
         written: list[int],
-    ) -> OnceSubstep:
+    ) -> OneShotSubstep:
         """As `launch`, for a forward that comes once: what judges it."""
         self._checks.settle_before_launch()
         static, batch, entries = self._on_device(), Batch(requests), array("q", written)
         self._expected.opened((*site, pool.name), self.step)
         run = static.take_once(pool, site, read, write, batch, written)
-        series, reads = Series([(run,)]), [read.indices.shape[0]]
+        series, reads = LaunchGroup([(run,)]), [read.indices.shape[0]]
         record = self.recorder.captured.launched(series, tuple(read.requests), entries, reads)
         static.launch(series, batch, self.step, entries, [0], record)
         if self._checks.is_full:
@@ -159,9 +159,9 @@ class Launching(Lifecycle):
         self._open.append(substep)
         return run
 
-    def _on_device(self) -> StaticChecks:
+    def _on_device(self) -> CapturedStep:
         if self._static is None:
-            self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
+            self._static = CapturedStep(self._state, self._ledger, self._coverage, self.recorder.captured)
             self._static.bank.compares_moves = self._checks.compares_moves
             self._static.bank.compares_reads = self._checks.is_full
             self._checks.static = self._static
@@ -169,7 +169,7 @@ class Launching(Lifecycle):
 
 
 def _not_one_each(
-    series: Series, num_requests: int, reads: Sequence[int], written: Sequence[int] | None
+    series: LaunchGroup, num_requests: int, reads: Sequence[int], written: Sequence[int] | None
 ) -> ContradictionError:
     of_parts = f" in each of {series.num_told} parts" if series.num_told > 1 else ""
     given = None if written is None else len(written)

@@ -1,4 +1,4 @@
-"""EagerSubstep: a forward over a pool on a device that judges itself there, as a captured one does, but comes once.
+"""DeviceSubstep: a forward over a pool on a device that judges itself there, as a captured one does, but comes once.
 
 Its buffers wait for it, or are made when it is opened. The host hears of it behind the step, with all that was
 launched.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvcanary.captured.one_shot import OnceSubstep
+from kvcanary.captured.one_shot import OneShotSubstep
 from kvcanary.errors import ContradictionError, HookOrderError
 from kvcanary.manager.substep import CLOSED, OPEN, Owner, SubstepCanary
 from kvcanary.pools.plans import (
@@ -18,14 +18,14 @@ from kvcanary.pools.plans import (
 from kvcanary.records.state import PoolState
 
 
-class EagerSubstep(SubstepCanary):
+class DeviceSubstep(SubstepCanary):
     """Rows that are chains and no guesses, stored by `put`; any other forward is judged on the host, as on a CPU."""
 
     __slots__ = ("_run", "_slots")
 
     def __init__(self, manager: Owner, kind: str, index: int, pool: PoolState) -> None:
         super().__init__(manager, kind, index, pool)
-        self._run: OnceSubstep | None = None
+        self._run: OneShotSubstep | None = None
 
     def _take(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         """What is refused is known to the device alone, and reported when the step is heard.

@@ -1,4 +1,4 @@
-"""Dumper: when and where a dump is written: at a finding, at SIGUSR1, or when somebody asks."""
+"""DumpTrigger: when and where a dump is written: at a finding, at SIGUSR1, or when somebody asks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SUFFIX = ".kvdump"
 _events = structlog.get_logger("kvcanary")
 
 
-LISTENERS: weakref.WeakSet[Dumper] = weakref.WeakSet()
+LISTENERS: weakref.WeakSet[DumpTrigger] = weakref.WeakSet()
 
 
-class Dumper:
+class DumpTrigger:
     """Writes dumps into `config.dump_dir`. What goes wrong meanwhile is told, and stops nobody.
 
     is_asked: whether a signal has asked for one since the last `tick`

@@ -1,4 +1,4 @@
-"""Expected: which forwards must open their hooks, as the engine has announced them and the numbers of drafts say."""
+"""ExpectedForwards: who must open their hooks, as the engine has announced them and the numbers of drafts say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Announced = tuple[str, int, str]  # kind, index and pool of a forward
 MOST_NAMED = 16  # forwards that a report names as those that have opened
 
 
-class Expected:
+class ExpectedForwards:
     """Forwards that were announced and have not opened their hooks, and the last ones that have.
 
     due: in the order of their run: the forward, the step in which it was announced, and whose rows it has

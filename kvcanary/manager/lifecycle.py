@@ -16,14 +16,14 @@ from kvcanary.config import CanaryConfig
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.ledger.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.ledger.step_book import in_a_row
-from kvcanary.manager.expected_forwards import Expected
+from kvcanary.manager.expected_forwards import ExpectedForwards
 from kvcanary.manager.step import StepChecks
 from kvcanary.manager.substep import SubstepCanary
 from kvcanary.recorder.checkpoint import Books
 from kvcanary.recorder.recorder import Recorder, recorded
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.scrub.poison import Poisoner
-from kvcanary.transfers.async_tracker import TicketDesk
+from kvcanary.transfers.async_tracker import AsyncTracker
 from kvcanary.transfers.imports import adopt
 from kvcanary.transfers.snapshots import Parcel
 from kvcanary_kernels.record.layout import FREE, QUARANTINED
@@ -58,9 +58,9 @@ class Lifecycle:
         self._poisoners = self._poisoner, *self._mapped.values()
         self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
-        self._expected = Expected(state.by_name)
+        self._expected = ExpectedForwards(state.by_name)
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
-        self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
+        self.tickets = AsyncTracker(self._ledger, state.pools[0], self._checks.report)
         books = Books(state, self._ledger, self._checks, self.tickets, self._poisoner, self._mapped, self._untold)
         self.recorder = Recorder(books, config.ring)
         self._checks.hits.watch = self.recorder.fired

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcanary.calls.forward import Forward
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
-from kvcanary.captured.in_flight import Flight
+from kvcanary.captured.in_flight import InFlight
 from kvcanary.checks.admission import refuse
 from kvcanary.checks.tokens import Oracle, TokenOf
 from kvcanary.config import CanaryConfig
@@ -18,8 +18,8 @@ from kvcanary.errors import CanaryConfigError, ContradictionError, HookOrderErro
 from kvcanary.ledger.accounting import audit
 from kvcanary.ledger.ledger import Request
 from kvcanary.manager.contradictions import Contradictions
-from kvcanary.manager.device_substep import EagerSubstep
-from kvcanary.manager.reporting import Answering
+from kvcanary.manager.device_substep import DeviceSubstep
+from kvcanary.manager.reporting import Reporting
 from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
 from kvcanary.pools.attachment import Attachment
 from kvcanary.pools.launch_site import SUBSTEP_KINDS
@@ -32,7 +32,7 @@ from kvcanary.recorder.recorder import recorded
 from kvcanary.records.state import CanaryState, PoolState
 
 
-class CanaryManager(Answering):
+class CanaryManager(Reporting):
     """The canary of one engine. See the method names in the order in which an engine calls them.
 
     Nothing is checked before `arm()`, everything after it. One pool has one manager: HookOrderError for a second one.
@@ -112,7 +112,7 @@ class CanaryManager(Answering):
         state = self._pool(pool)
         if not self.is_armed:
             return WarmupSubstep()
-        return (EagerSubstep if puts and self._judges_there else SubstepCanary)(self, kind, index, state)
+        return (DeviceSubstep if puts and self._judges_there else SubstepCanary)(self, kind, index, state)
 
     @recorded
     def check(self) -> frozenset[str]:
@@ -131,7 +131,7 @@ class CanaryManager(Answering):
         self._prepare_freed_pages()
         return self._conclude()
 
-    def depart(self, is_waited_for: bool = False) -> Flight:
+    def depart(self, is_waited_for: bool = False) -> InFlight:
         """Instead of `check`, by a host that hears of its steps later: captured forwards of this step were launched.
 
         What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it. A
@@ -148,7 +148,7 @@ class CanaryManager(Answering):
         self._prepare_freed_pages()
         return flight
 
-    def hear(self, flight: Flight) -> frozenset[str]:
+    def hear(self, flight: InFlight) -> frozenset[str]:
         """Judge a step that has departed, and those before it, before a token of it leaves; answers as `check` does.
 
         Waits for nothing but the step itself.

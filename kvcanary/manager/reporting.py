@@ -1,4 +1,4 @@
-"""Answering: what was found, what follows from it, and what was checked at all."""
+"""Reporting: what was found, what follows from it, and what was checked at all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
-from kvcanary.manager.device_forwards import Launching
-from kvcanary.manager.dump_trigger import Dumper
+from kvcanary.manager.device_forwards import DeviceForwards
+from kvcanary.manager.dump_trigger import DumpTrigger
 from kvcanary.records.state import CanaryState
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
@@ -19,7 +19,7 @@ from kvcanary.report.respond import Response
 from kvcanary.report.stats import Stats
 
 
-class Answering(Launching):
+class Reporting(DeviceForwards):
     """The part of CanaryManager that responds to what fired, and tells of it.
 
     doomed: mode abort: running requests that must end, by all that was judged; the release of another may name some
@@ -30,7 +30,7 @@ class Answering(Launching):
     def __init__(self, config: CanaryConfig, state: CanaryState, holds_back: bool) -> None:
         super().__init__(config, state, holds_back)
         describer = Describer(self._state, self._ledger, config.show_tokens)
-        self._dumper = Dumper(config, self.recorder, self._source)
+        self._dumper = DumpTrigger(config, self.recorder, self._source)
         self._stats = Stats()
         self._response = Response(config, self._ledger, describer, self._dumper.on_finding)
         self.doomed: frozenset[str] = frozenset()

@@ -18,9 +18,9 @@ from kvcanary.calls.set_aside import SetAside
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch, HitGroup, HitLog
 from kvcanary.captured.decoded import Launched
-from kvcanary.captured.in_flight import Flight, Marks
-from kvcanary.captured.step import StaticChecks, Told
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.in_flight import InFlight, Marks
+from kvcanary.captured.step import CapturedStep, Told
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.checks.content import find_changed
 from kvcanary.checks.fast_path import Settled, Settler
 from kvcanary.checks.lengths import expect_growth, judge_commit, judge_heard, judge_lengths, judge_mask, judge_starts
@@ -37,13 +37,13 @@ from kvcanary.native.layout import LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.records.fingerprints import joined, slots_are_right
 from kvcanary.records.mailbox import IN_THE_AIR
-from kvcanary.records.record_store import Mirror, Move
+from kvcanary.records.record_store import Move, RecordStore
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.scrub.prefix_cache import CachedSweep
-from kvcanary.scrub.rereads import Looks
-from kvcanary.scrub.scrubber import Sweeper
-from kvcanary.scrub.unwritten_tails import Tails
-from kvcanary.scrub.window_eviction import Leaver
+from kvcanary.scrub.prefix_cache import PrefixScrubber
+from kvcanary.scrub.rereads import Rereads
+from kvcanary.scrub.scrubber import Scrubber
+from kvcanary.scrub.unwritten_tails import UnwrittenTails
+from kvcanary.scrub.window_eviction import WindowEviction
 from kvcanary.transfers.moves import Mover
 from kvcanary.transfers.snapshots import Parcel, Parcels
 
@@ -70,7 +70,7 @@ class StepChecks:
         self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage, aside: SetAside
     ) -> None:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
-        self.mirror = Mirror(state)
+        self.mirror = RecordStore(state)
         self._sealer = Sealer(self.mirror, ledger)
         self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
@@ -83,20 +83,20 @@ class StepChecks:
         self.expect_own = self._parcels.expect_own
         self._pending: list[Forward] = []
         self._drafted: dict[int, Drafted] = {}  # by pool, the last one
-        self._leaver = Leaver(state, ledger, self.mirror, coverage)
+        self._leaver = WindowEviction(state, ledger, self.mirror, coverage)
         self.publish_pages = partial(state.publish, ledger.pages)
         self._marks = Marks(state.records.device)
-        self.looks = Looks(state.records.device, at_once=state.records.device.type == "cpu")
-        self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
-        self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
-        self.cached = CachedSweep(state, ledger, self.looks, is_on=self._rereads)
+        self.looks = Rereads(state.records.device, at_once=state.records.device.type == "cpu")
+        self.tails = UnwrittenTails(state, ledger, self.mirror, config, coverage, self.looks)
+        self.sweeper = Scrubber(state, ledger, config.budget, self.looks)
+        self.cached = PrefixScrubber(state, ledger, self.looks, is_on=self._rereads)
         self.hits = HitLog(config.disable, aside.judged if config.mode != "raise" else None)
         self.oracle: Oracle | None = None
         self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
         self.proved: Callable[[Sequence[Forward]], None] = _nobody
         self.landing: Callable[[int | None], None] = lambda step: None
-        self.static: StaticChecks | None = None
-        self._flights: deque[Flight] = deque()
+        self.static: CapturedStep | None = None
+        self._flights: deque[InFlight] = deque()
         self.step = 0
 
     def prepare(self) -> None:
@@ -158,7 +158,7 @@ class StepChecks:
         if self._ledger.pages.changed:
             self.publish_pages()
 
-    def depart(self, is_waited_for: bool) -> Flight:
+    def depart(self, is_waited_for: bool) -> InFlight:
         """What this step has launched, with its slice of the rolling check; nobody waits.
 
         is_waited_for: the host will have waited for all of it but looks, by itself, before somebody asks for it
@@ -168,7 +168,7 @@ class StepChecks:
         batch, hits = self._look_at_tails(self.step)
         return self._send(hits, is_waited_for, batch)
 
-    def land(self, last: Flight | None = None) -> None:
+    def land(self, last: InFlight | None = None) -> None:
         """Judge captured forwards and looks up to this flight (None: all); waits for their copies.
 
         What forwards wrote, the host learns before it seals anything else. The longest in the air comes first, and
@@ -232,7 +232,7 @@ class StepChecks:
         self.looks.beside.join()
         self._send([])
 
-    def _send(self, hits: list[Hit | HitBatch], is_waited_for: bool = False, batch: Batch | None = None) -> Flight:
+    def _send(self, hits: list[Hit | HitBatch], is_waited_for: bool = False, batch: Batch | None = None) -> InFlight:
         """`hits`: of this step, known already; `batch`: bytes of these requests are read beside what comes next."""
         if len(self._flights) == IN_THE_AIR:
             self.land(self._flights[0])
@@ -240,9 +240,9 @@ class StepChecks:
         if static is not None:
             hits = [*static.judge_lacking(self.step), *hits]
         if static is None:
-            flight = Flight(self.step, None, hits)
+            flight = InFlight(self.step, None, hits)
         else:
-            flight = Flight(self.step, static.send(self.step), hits, static.bank.turn)
+            flight = InFlight(self.step, static.send(self.step), hits, static.bank.turn)
         self._flights.append(flight)
         if batch is not None:
             with self.looks.beside.behind():
@@ -253,7 +253,7 @@ class StepChecks:
             flight.looks, flight.over = self.looks.send(), self._marks.take()
         return flight
 
-    def _learn(self, static: StaticChecks, told: Told, hits: list[Hit | HitBatch], proves: bool) -> None:
+    def _learn(self, static: CapturedStep, told: Told, hits: list[Hit | HitBatch], proves: bool) -> None:
         """What `land_quiet` has left of a step whose forwards have judged themselves; what fired joins the hits."""
         for forward in static.learn(told, self.mirror, self.unwritten, proves):
             hits += judge_tokens(forward, self.oracle)
@@ -341,7 +341,7 @@ class StepChecks:
     def _read_slice(self, step: int, batch: Batch) -> list[Hit | HitBatch]:
         return [*self.sweeper.slice(step, batch), *self.cached.slice(step, self.sweeper.stride)]
 
-    def read_all(self, substeps: Sequence[StaticSubstep], requests: Sequence[Request], step: int) -> None:
+    def read_all(self, substeps: Sequence[CapturedSubstep], requests: Sequence[Request], step: int) -> None:
         """content=full: the bytes of these rows are compared in this step, by attention or by the step's slice."""
         if all(substep.judges_bytes for substep in substeps):
             self.sweeper.attend(substeps[0].pool, requests, step)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcanary.calls.forward import Forward
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
-from kvcanary.captured.one_shot import OnceSubstep
+from kvcanary.captured.one_shot import OneShotSubstep
 from kvcanary.checks.stores import Store, leave_it, take_lanes
 from kvcanary.checks.writes import judge_layer
 from kvcanary.errors import ENGINES_DOING, ContradictionError, HookOrderError, LifetimeError, PlanError
@@ -54,7 +54,7 @@ class Owner(Protocol):
         write: WritePlan,
         requests: list[Request],
         written: list[int],
-    ) -> OnceSubstep: ...
+    ) -> OneShotSubstep: ...
 
 
 class SubstepCanary:

@@ -102,8 +102,8 @@ def _look_through(card, books, line, num_requests, requests):
     """Number of its entries << LINE_BITS | what was seen of a forward's run, all given by addresses.
 
     requests: [num_requests] addresses of their cards
-    LEFT_TO_RULES where `Learned.is_plan` is not true, or `judge_tokens` or `judge_mask` would name an entry. Else pages
-    PAGES_FRESH are still to be marked as written, REWRITES records that were judged; all are learned.
+    LEFT_TO_RULES where `DecodedForward.is_plan` is false, or `judge_tokens` or `judge_mask` would name an entry. Else
+    pages PAGES_FRESH are still to be marked as written, REWRITES records that were judged; all are learned.
     """
     own, world = longs_at(card, LINE_CARD), longs_at(books, BOOKS_CARD)
     pool, cards = longs_at(own[LINE_POOL], POOL_CARD), longs_at(requests, num_requests)

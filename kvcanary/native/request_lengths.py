@@ -168,7 +168,7 @@ def spread_rows(n, rows, where, step):
 def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, most, is_kept, where):
     """Forwards run next, one behind the other, in parts; what `launch_rows` gives, of all of them.
 
-    runs:    address of their cards, of which a `Series` has told what stays, and the host what each reads
+    runs:    address of their cards, of which a `LaunchGroup` has told what stays, and the host what each reads
     sizes:   address of [parts], forwards of each, of one kind and pool
     rows:    address of [parts, ROW_NUMBERS * n + 1], out;  written: of [parts, n], of parts that do not accept
     step, now: its number, and what says number and turn to the device

@@ -1,4 +1,4 @@
-"""Whose: whose bytes lie in a slot now? First by their name, then by hypotheses that are tested one by one.
+"""Provenance: whose bytes lie in a slot now? First by their name, then by hypotheses that are tested one by one.
 
 A fingerprint is a name: bytes that were written for another slot of the layer are known by it, exactly. What has no
 name is compared with what a fault would have left: zeros, poison, K in the place of V, a row that slipped. Those are
@@ -28,7 +28,7 @@ PARTS = ("K", "V")
 
 
 @dataclass(frozen=True)
-class Whose:
+class Provenance:
     """One answer. `kind` is a word for it; `slot` and `layer` say for whom the bytes were written, where known."""
 
     kind: str
@@ -73,7 +73,7 @@ class Scene:
         return slice(piece.first, piece.first + piece.words)
 
 
-Hypothesis = Callable[[Scene], Whose | None]
+Hypothesis = Callable[[Scene], Provenance | None]
 
 
 def whose_bytes(
@@ -82,7 +82,7 @@ def whose_bytes(
     layer: int,
     first: Sequence[int] = (),
     hypotheses: Sequence[Hypothesis] | None = None,
-) -> tuple[Whose, ...]:
+) -> tuple[Provenance, ...]:
     """Answers for the bytes of one slot and layer, best first; empty where nothing fits.
 
     `first`: slots to search first, such as those of the reader's row; then those around the slot
@@ -92,7 +92,7 @@ def whose_bytes(
     row = pool.rows.gather_layer(layer, torch.tensor([slot], device=device))[0]
     search = torch.tensor(_searched(pool, slot, first), dtype=torch.int64, device=device)
     scene = Scene(pool, slot, layer, row, search)
-    answers: list[Whose] = []
+    answers: list[Provenance] = []
     for hypothesis in HYPOTHESES if hypotheses is None else hypotheses:
         answer = hypothesis(scene)
         if answer is not None:
@@ -117,14 +117,14 @@ def holds_its_own(pool: PoolState, layer: int, slot: int) -> bool:
 # the hypotheses
 
 
-def all_zero(scene: Scene) -> Whose | None:
+def all_zero(scene: Scene) -> Provenance | None:
     zero = [number for number in range(scene.num_parts) if not scene.row[scene.part(number)].any()]
     if not scene.row.any():
         return _inferred("zero", "all zero")
     return _inferred("zero_part", f"{PARTS[zero[0]]} is all zero") if zero else None
 
 
-def poisoned(scene: Scene) -> Whose | None:
+def poisoned(scene: Scene) -> Provenance | None:
     """What a freed page is filled with: nothing was stored since."""
     slots, words = torch.tensor([scene.slot], device=scene.row.device), len(scene.row)
     for nan in (False, True):
@@ -137,16 +137,16 @@ def poisoned(scene: Scene) -> Whose | None:
     return None
 
 
-def of_the_next_slot(scene: Scene) -> Whose | None:
+def of_the_next_slot(scene: Scene) -> Provenance | None:
     """By name: the row before or after this one, as when a block slipped by one slot."""
     content = scene.pool.content_a[scene.layer]
     for other, where in ((scene.slot - 1, "before"), (scene.slot + 1, "after")):
         if 0 <= other < len(content) and int(content[other]) == scene.name:
-            return Whose("slot", f"the bytes of slot {other}, the one {where} it", "derived", other, scene.layer)
+            return Provenance("slot", f"the bytes of slot {other}, the one {where} it", "derived", other, scene.layer)
     return None
 
 
-def of_another_slot(scene: Scene) -> Whose | None:
+def of_another_slot(scene: Scene) -> Provenance | None:
     """By name: the layer's bytes as they were written for another slot, anywhere in the pool."""
     same = (scene.pool.content_a[scene.layer] == scene.name).nonzero().flatten()
     others = [slot for slot in same[: NAMED_SLOTS + 2].tolist() if slot != scene.slot]
@@ -155,10 +155,10 @@ def of_another_slot(scene: Scene) -> Whose | None:
     others.sort(key=lambda slot: holds_its_own(scene.pool, scene.layer, slot))  # rows that were exchanged go first
     more = len(same) - len(others[:NAMED_SLOTS]) - int((same == scene.slot).any())
     named = ", ".join(str(slot) for slot in others[:NAMED_SLOTS]) + (f" and {more} more" if more else "")
-    return Whose("slot", f"the bytes of slot {named}", "derived", others[0], scene.layer)
+    return Provenance("slot", f"the bytes of slot {named}", "derived", others[0], scene.layer)
 
 
-def scales_of_another(scene: Scene) -> Whose | None:
+def scales_of_another(scene: Scene) -> Provenance | None:
     """What lies beside K and V is one number throughout, or that of the slot before or after."""
     pieces = scene.pool.rows.pieces[scene.num_parts :]
     beside = [scene.row[piece.first : piece.first + piece.words] for piece in pieces]
@@ -175,7 +175,7 @@ def scales_of_another(scene: Scene) -> Whose | None:
     return None
 
 
-def scales_in_another_order(scene: Scene) -> Whose | None:
+def scales_in_another_order(scene: Scene) -> Provenance | None:
     """What lies beside K and V is its own, exchanged between parts or in another order within one of them."""
     ways = list(reordered(scene.pool, scene.row, scene.num_parts))
     place = _was_written(scene, torch.stack([row for _, row in ways])) if ways else None
@@ -186,7 +186,7 @@ def _names(scene: Scene) -> str:
     return " and ".join(part.name for part in scene.pool.view.parts[scene.num_parts :])
 
 
-def of_another_layer(scene: Scene) -> Whose | None:
+def of_another_layer(scene: Scene) -> Provenance | None:
     """By name, with the keys of every other layer, in the searched slots."""
     pool = scene.pool
     layers = [layer for layer in range(pool.view.num_layers) if layer != scene.layer]
@@ -200,7 +200,7 @@ def of_another_layer(scene: Scene) -> Whose | None:
     return None
 
 
-def exchanged(scene: Scene) -> Whose | None:
+def exchanged(scene: Scene) -> Provenance | None:
     """K where V was written and V where K was."""
     if scene.num_parts < 2 or scene.pool.rows.pieces[0].words != scene.pool.rows.pieces[1].words:
         return None
@@ -209,7 +209,7 @@ def exchanged(scene: Scene) -> Whose | None:
     return _inferred("exchange", "its own K and V, exchanged") if _was_written(scene, original[None]) else None
 
 
-def part_of_a_slot(scene: Scene) -> Whose | None:
+def part_of_a_slot(scene: Scene) -> Provenance | None:
     """K or V of another slot, or K of one stored as V, or V as K."""
     parts = [scene.row[scene.part(number)] for number in range(scene.num_parts)]
     telling = [bool((part != part[0]).any()) for part in parts]  # one word throughout is nobody's
@@ -224,17 +224,17 @@ def part_of_a_slot(scene: Scene) -> Whose | None:
     return None
 
 
-def slipped_by_a_head(scene: Scene) -> Whose | None:
+def slipped_by_a_head(scene: Scene) -> Provenance | None:
     view = scene.pool.view
     size = view.head_dim * view.k[0].element_size()
     return _slipped(scene, size, "head")
 
 
-def slipped_by_an_element(scene: Scene) -> Whose | None:
+def slipped_by_an_element(scene: Scene) -> Provenance | None:
     return _slipped(scene, scene.pool.view.k[0].element_size(), "element")
 
 
-def not_finite(scene: Scene) -> Whose | None:
+def not_finite(scene: Scene) -> Provenance | None:
     """NaN or Inf, which no store of a working forward leaves."""
     view = scene.pool.view
     if not view.dtype.is_floating_point:
@@ -272,8 +272,8 @@ UNWRITTEN_HYPOTHESES: tuple[Hypothesis, ...] = (poisoned, not_finite)
 # helpers
 
 
-def _inferred(kind: str, text: str, slot: int | None = None, layer: int | None = None) -> Whose:
-    return Whose(kind, text, "inferred", slot, layer)
+def _inferred(kind: str, text: str, slot: int | None = None, layer: int | None = None) -> Provenance:
+    return Provenance(kind, text, "inferred", slot, layer)
 
 
 def _searched(pool: PoolState, slot: int, first: Sequence[int]) -> list[int]:
@@ -298,7 +298,7 @@ def _slots_with(scene: Scene, words: Tensor, part: int, same_part: bool) -> list
     return alike[(rows[:, scene.part(part)] == words).all(1)][:1].tolist()
 
 
-def _slipped(scene: Scene, size: int, unit: str) -> Whose | None:
+def _slipped(scene: Scene, size: int, unit: str) -> Provenance | None:
     """Undo a slip by `size` bytes: the row is explained when what comes out is what was written."""
     ways = list(ways_back(scene.pool, scene.layer, scene.slot, scene.row, scene.num_parts, size))
     place = _was_written(scene, torch.stack([row for _, row in ways])) if ways else None

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from kvcanary.captured.decoded import Heard
 from kvcanary.pools.event_log import Event, EventLog
-from kvcanary.recorder.kept_forwards import MOST_UNPACKED, Ints, RecordedLaunch, RecordedMove, RecordedSeries
+from kvcanary.recorder.kept_forwards import MOST_UNPACKED, Ints, RecordedGroup, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
-    from kvcanary.captured.decoded import Launch, Launched, Learned
-    from kvcanary.captured.launch_group import Series
-    from kvcanary.captured.readback import StaticHit
+    from kvcanary.captured.decoded import DecodedForward, Launch, Launched
+    from kvcanary.captured.launch_group import LaunchGroup
+    from kvcanary.captured.readback import CapturedHit
     from kvcanary.recorder.segment import Segment
 
 _LAYERS = attrgetter("layers")
@@ -41,18 +41,18 @@ class CapturedEvents:
 
     def launched(
         self,
-        series: Series,
+        series: LaunchGroup,
         requests: tuple[str, ...],
         written: Sequence[int],
         reads: Sequence[int],
-    ) -> RecordedSeries | None:
+    ) -> RecordedGroup | None:
         """Forwards run next; the rest as `CanaryManager.launch_series` has it.
 
         What is returned comes back with what the host hears of them (`Launch`).
         """
         if not self._segments:
             return None
-        launched, append = RecordedSeries(series, requests, written, reads), self._log.append
+        launched, append = RecordedGroup(series, requests, written, reads), self._log.append
         for number in range(series.count):
             append(("launch", launched, number))
         return launched
@@ -110,7 +110,7 @@ class CapturedEvents:
 
     # what the host hears
 
-    def learned(self, run: Launched, forward: Learned) -> None:
+    def learned(self, run: Launched, forward: DecodedForward) -> None:
         launch: RecordedLaunch | None = run.record
         if launch is not None:
             launch.learn(forward, run.substep.layers)
@@ -119,7 +119,7 @@ class CapturedEvents:
     def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
         first, is_large = 0, len(numbers) > MOST_KEPT
         for launch in launches:
-            launched: RecordedSeries | None = launch.record
+            launched: RecordedGroup | None = launch.record
             if launched is not None:
                 launched.heard = launch.step, numbers, first, tuple(map(_LAYERS, launched.series.substeps))
                 first += launched.num_kept
@@ -143,7 +143,7 @@ class CapturedEvents:
             recorded.src, recorded.dst = src, dst
             self._count(src.nbytes + dst.nbytes)
 
-    def noticed(self, hit: StaticHit) -> None:
+    def noticed(self, hit: CapturedHit) -> None:
         place = self._last_launch(hit.pool, hit.site, hit.step) if hit.is_exact else None
         if place is None:
             return

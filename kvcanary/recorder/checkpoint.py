@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW
 
 if TYPE_CHECKING:
-    from kvcanary.captured.step import StaticChecks
+    from kvcanary.captured.step import CapturedStep
     from kvcanary.ledger.ledger import Ledger, Request
     from kvcanary.ledger.requests import Unheard
-    from kvcanary.records.record_store import Mirror
+    from kvcanary.records.record_store import RecordStore
     from kvcanary.records.state import CanaryState, PoolState
     from kvcanary.scrub.poison import Poisoner
-    from kvcanary.scrub.prefix_cache import CachedSweep
-    from kvcanary.scrub.scrubber import Sweeper
-    from kvcanary.transfers.async_tracker import TicketDesk
+    from kvcanary.scrub.prefix_cache import PrefixScrubber
+    from kvcanary.scrub.scrubber import Scrubber
+    from kvcanary.transfers.async_tracker import AsyncTracker
 
 Array = NDArray[Any]
 RECORD_BYTES = 32  # that are kept of a record
@@ -30,16 +30,16 @@ class Checks(Protocol):
     """Of the checks of a step, what a recording and its checkpoints read."""
 
     step: int
-    static: StaticChecks | None
+    static: CapturedStep | None
 
     @property
-    def mirror(self) -> Mirror: ...
+    def mirror(self) -> RecordStore: ...
 
     @property
-    def sweeper(self) -> Sweeper: ...
+    def sweeper(self) -> Scrubber: ...
 
     @property
-    def cached(self) -> CachedSweep: ...
+    def cached(self) -> PrefixScrubber: ...
 
 
 class Books(NamedTuple):
@@ -48,7 +48,7 @@ class Books(NamedTuple):
     state: CanaryState
     ledger: Ledger
     checks: Checks
-    tickets: TicketDesk
+    tickets: AsyncTracker
     poisoner: Poisoner
     mapped: dict[str, Poisoner]
     untold: dict[str, bool]
@@ -108,7 +108,7 @@ class Checkpoint:
     records:  [slots of all pools, 4] uint64, token and position, chain, request and generation, step and site; None
               where they would take too many bytes
     partial:  [n, 3] uint64: rows of records that not every layer has written, with both words of their bitmaps
-    judged:   [slots of all pools] bool, as `Mirror.judged`
+    judged:   [slots of all pools] bool, as `RecordStore.judged`
     poisoners: one a group;  quarantine: (page, step), oldest first
     buffers:  host buffers with the generations that they are in
     budgets:  (uid, pool, credit) of the rolling check;  read_at: by page, when a cached page was looked at

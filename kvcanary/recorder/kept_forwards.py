@@ -14,9 +14,9 @@ from kvcanary.captured.decoded import Heard
 
 if TYPE_CHECKING:
     from kvcanary.calls.forward import Forward
-    from kvcanary.captured.decoded import Learned
-    from kvcanary.captured.launch_group import Series
-    from kvcanary.captured.substep import StaticSubstep
+    from kvcanary.captured.decoded import DecodedForward
+    from kvcanary.captured.launch_group import LaunchGroup
+    from kvcanary.captured.substep import CapturedSubstep
 
 Ints = NDArray[Any]
 MOST_UNPACKED = 4096  # entries of forwards that are packed only when somebody asks: till then they are twice as large
@@ -51,7 +51,7 @@ class RecordedForward:
         "width",
     )
 
-    def __init__(self, forward: Forward | Learned) -> None:
+    def __init__(self, forward: Forward | DecodedForward) -> None:
         self._forward: Any = forward
         self.plan = self.tails = _NONE
         self.wholes: dict[int, Ints] = {}
@@ -85,7 +85,7 @@ class RecordedForward:
         self.plan, self.tails = plan, tails
         self._keep_rest(forward, forward.stored, forward.request_ids)
 
-    def keep_captured(self, forward: Learned, stored: int, request_ids: tuple[str, ...]) -> None:
+    def keep_captured(self, forward: DecodedForward, stored: int, request_ids: tuple[str, ...]) -> None:
         """The same for a captured one, whose rows lie on the device: prefixes as granted, ancestors, own entries.
 
         stored: bitmap of its layers
@@ -113,7 +113,7 @@ class RecordedForward:
         """All ids of all rows, in their order."""
         self.wholes = {number: _small(row) for number, row in enumerate(rows)}
 
-    def _keep_rest(self, forward: Forward | Learned, stored: int, request_ids: tuple[str, ...]) -> None:
+    def _keep_rest(self, forward: Forward | DecodedForward, stored: int, request_ids: tuple[str, ...]) -> None:
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
         self.requests = request_ids
         self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
@@ -126,7 +126,7 @@ class RecordedForward:
         self._forward = None
 
 
-class RecordedSeries:
+class RecordedGroup:
     """Captured forwards as the host launched them together; of each a `RecordedLaunch`, made when somebody asks.
 
     written, reads: as of `CanaryManager.launch_series`
@@ -145,7 +145,9 @@ class RecordedSeries:
         "written",
     )
 
-    def __init__(self, series: Series, requests: tuple[str, ...], written: Sequence[int], reads: Sequence[int]) -> None:
+    def __init__(
+        self, series: LaunchGroup, requests: tuple[str, ...], written: Sequence[int], reads: Sequence[int]
+    ) -> None:
         self.series, self.requests, self.written, self.reads = series, requests, written, reads
         self.num_kept = series.num_kept + len(requests) * series.places
         self.heard: tuple[int, array[int], int, tuple[tuple[int, ...], ...]] | None = None
@@ -180,13 +182,13 @@ class RecordedSeries:
 
 
 class RecordedLaunch:
-    """A captured forward of a `RecordedSeries`; what it read and wrote is there once the host has heard of it.
+    """A captured forward of a `RecordedGroup`; what it read and wrote is there once the host has heard of it.
 
     number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
     written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told, with `forward`
     told:    what the host has heard of it; None: nothing yet
     layers:  that it stored, in their order
-    accepted: as `Learned` has it;  again: layers that have stored before, and did again; both with `forward`
+    accepted: as `DecodedForward` has it;  again: layers that have stored before, and did again; both with `forward`
     strays:  (row, place, slot) that checks found, which are all that a row may name besides
     padding: (row, entry, slot) of W9, one of them -1
     """
@@ -208,9 +210,9 @@ class RecordedLaunch:
     strays: tuple[tuple[int, int, int], ...]
     padding: tuple[tuple[int, int, int], ...]
 
-    def __init__(self, substep: StaticSubstep, requests: tuple[str, ...], written: Sequence[int], reads: int) -> None:
+    def __init__(self, substep: CapturedSubstep, requests: tuple[str, ...], written: Sequence[int], reads: int) -> None:
         self.number, self.requests, self.written, self.reads = substep.number, requests, written, reads
-        self.told: RecordedForward | Learned | Heard | None = None
+        self.told: RecordedForward | DecodedForward | Heard | None = None
         self.accepted: list[list[int]] | None = None
         self.layers = self.again = self.strays = self.padding = ()
 
@@ -233,7 +235,7 @@ class RecordedLaunch:
     def num_bytes(self) -> int:
         return 0 if self.told is None else self.told.num_bytes
 
-    def learn(self, forward: Learned, layers: tuple[int, ...]) -> None:
+    def learn(self, forward: DecodedForward, layers: tuple[int, ...]) -> None:
         """`layers`: those that stored, in their order."""
         self.told, self.layers = forward, layers
         rows = forward.rows() if self.number is None and forward.has_read_hits else None

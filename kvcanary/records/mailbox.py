@@ -1,4 +1,4 @@
-"""Outbox: what the device tells the host behind a step, copied into host memory that nothing else writes meanwhile."""
+"""Mailbox: what the device tells the host behind a step, copied into host memory that nothing else writes meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_THE_AIR = 4  # steps of which the host may not have heard: buffers of every o
 LINES = IN_THE_AIR + 1  # of a body that runs step by step: those, and the one that it writes
 
 
-class Outbox:
+class Mailbox:
     """Numbers at one address of the device, and pinned buffers into which they go in turn.
 
     device: what is sent

@@ -1,4 +1,4 @@
-"""Deltas: columns of a table on the device as the host knows them now, told by launches that are captured once."""
+"""PageUpdates: columns of a table on the device as the host knows them now, told by launches that are captured once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_ROOM = 16
 BUFFERS = 8  # of each size; where the device is behind by more, a delta goes by itself
 
 
-class Deltas:
+class PageUpdates:
     """What is said of columns, in the order in which it is said and nobody waits."""
 
     def __init__(self, table: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Mirror: what the canary itself wrote, on the host; every record in it is also in the device's two copies."""
+"""RecordStore: what the canary itself wrote, on the host; every record in it is also in the device's two copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Move:
         return Move(self.src[kept], self.dst[kept], self.src_names[kept], self.dst_names[kept])
 
 
-class Mirror:
+class RecordStore:
     """Records by row (the slot, counted through all pools): on the host as integers, on the device as two copies.
 
     An engine's stray write can reach `state.records`, which is compared with `state.expected` whenever it is read.

@@ -22,7 +22,7 @@ from kvcanary.pools.slot_maps import check_groups, full_group_slots
 from kvcanary.pools.views import PoolView
 from kvcanary.records.host_pool import HostPool, host_pool, pool_card
 from kvcanary.records.mailbox import to_device
-from kvcanary.records.page_updates import Deltas
+from kvcanary.records.page_updates import PageUpdates
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
 from kvcanary_kernels.record.rows import PoolRows
@@ -99,7 +99,7 @@ class CanaryState:
             self.expected = torch.zeros_like(self.records)
             self._page_truth = torch.zeros(3, num_pages, dtype=torch.int64, device=device)
             self.generations, self.owners, self.page_states = self._page_truth
-            self._deltas = Deltas(self._page_truth)
+            self._deltas = PageUpdates(self._page_truth)
             self.owners.fill_(record.NO_OWNER)
             self.page_states.fill_(record.FREE)
             self.arange = torch.arange(self.num_slots + 1, device=device)

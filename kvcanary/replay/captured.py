@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.captured.accepted_tokens import StaticAcceptance, entries_behind
+from kvcanary.captured.accepted_tokens import CapturedAcceptance, entries_behind
 from kvcanary.captured.buffers import NULL_SLOT, Batch, StaticBuffers
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.dumps.reading import Call
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native.layout import ROW_CHAINS, ROW_LENGTHS, ROW_UNHEARD
@@ -23,7 +23,7 @@ from kvcanary.replay.stage import Stage
 from kvcanary_kernels.record.layout import chain_host, signed
 
 
-def captured_batch(substep: StaticSubstep, event: Call, read: ReadPlan, write: WritePlan, truth: RowTruth) -> Batch:
+def captured_batch(substep: CapturedSubstep, event: Call, read: ReadPlan, write: WritePlan, truth: RowTruth) -> Batch:
     """What a launch puts into the buffers; rows name what checks saw there, and else what their plans say.
 
     A place behind the row's end was seen in a later run, which had the buffers when the host looked: it is left out.
@@ -66,7 +66,7 @@ def advanced(truth: RowTruth, pool: PoolState, accepted: Sequence[Sequence[int]]
     return now
 
 
-def record_accepted(acceptance: StaticAcceptance, accepted: Sequence[Sequence[int]]) -> None:
+def record_accepted(acceptance: CapturedAcceptance, accepted: Sequence[Sequence[int]]) -> None:
     """What a step has accepted, by request."""
     rows = torch.zeros(acceptance.size, 1 + acceptance.places, dtype=torch.int64)
     for row, tokens in zip(rows, accepted, strict=False):
@@ -74,7 +74,7 @@ def record_accepted(acceptance: StaticAcceptance, accepted: Sequence[Sequence[in
     acceptance.record(torch.arange(len(rows)), rows[:, 0], rows[:, 1:])
 
 
-def run_captured(stage: Stage, substep: StaticSubstep, event: Call, batch: Batch) -> None:
+def run_captured(stage: Stage, substep: CapturedSubstep, event: Call, batch: Batch) -> None:
     """One run of its body, which stores made-up values where the engine's stored its own."""
     buffers, pool = substep.buffers, substep.pool
     if buffers is None:
@@ -100,7 +100,7 @@ def run_captured(stage: Stage, substep: StaticSubstep, event: Call, batch: Batch
     substep.close()
 
 
-def _attend(substep: StaticSubstep, indices: Tensor) -> None:
+def _attend(substep: CapturedSubstep, indices: Tensor) -> None:
     """What attention reads along these is fingerprinted; ids outside the pool are read as the null slot."""
     num_slots = substep.pool.view.num_slots
     slots = torch.where((indices >= 0) & (indices < num_slots), indices, NULL_SLOT)

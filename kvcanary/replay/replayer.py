@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import Ints
-from kvcanary.captured.in_flight import Flight
+from kvcanary.captured.in_flight import InFlight
 from kvcanary.dumps.event_schema import by_request
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.writing import salt_of
@@ -29,7 +29,7 @@ from kvcanary.replay.captured import advanced, captured_batch, read_mask, record
 from kvcanary.replay.damage import Damager
 from kvcanary.replay.stage import Stage
 from kvcanary.report.finding import Finding
-from kvcanary.transfers.async_ops import Ticket
+from kvcanary.transfers.async_ops import AsyncOp
 from kvcanary.transfers.async_tracker import Resources
 from kvcanary.transfers.snapshots import Parcel
 
@@ -89,8 +89,8 @@ class Replayer:
         self._open: dict[str, _Open] = {}
         self._parcels: dict[int, _Put] = {}
         self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
-        self._tickets: dict[tuple[str, int], Ticket] = {}
-        self._flights: dict[int, Flight] = {}
+        self._tickets: dict[tuple[str, int], AsyncOp] = {}
+        self._flights: dict[int, InFlight] = {}
         self._accepted: dict[str, list[int]] = {}  # by request, in its last captured step
 
     def run(self, until: int | None, code: str | None) -> Outcome:
@@ -188,7 +188,7 @@ class Replayer:
         self._damage(event)
         flight = self._flights.get(event["step"])
         if flight is None:
-            flight = Flight(event["step"], None, [])
+            flight = InFlight(event["step"], None, [])
             flight.has_landed = True
         self.manager.hear(flight)
 

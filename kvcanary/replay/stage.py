@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.registry import SubstepBank
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.registry import SubstepRegistry
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.config import CanaryConfig
 from kvcanary.dumps.reading import Dump
 from kvcanary.dumps.writing import salt_of
@@ -253,7 +253,7 @@ def _check_size(dump: Dump, is_exact: bool) -> None:
         )
 
 
-def _captured(bank: SubstepBank, one: dict[str, Any]) -> StaticSubstep:
+def _captured(bank: SubstepRegistry, one: dict[str, Any]) -> CapturedSubstep:
     """A forward over buffers as large as those that it ran over."""
     sizes, nodes = (one["rows"], one["entries"], one["indices"]), one["nodes"]
     feeds = {"is_tree": one["has_parents"], "has_truths": one["has_truths"]}

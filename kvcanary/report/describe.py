@@ -17,14 +17,14 @@ from kvcanary.provenance.bytes_of import (
     HYPOTHESES,
     SEARCHED_SLOTS,
     UNWRITTEN_HYPOTHESES,
-    Whose,
+    Provenance,
     holds_its_own,
     whose_bytes,
 )
 from kvcanary.provenance.changed_word import ChangedWord, locate_word
 from kvcanary.records.state import CanaryState
 from kvcanary.report.causes.ranking import rank_causes
-from kvcanary.report.evidence import Facts, expected_and_found, tokens_of
+from kvcanary.report.evidence import Evidence, expected_and_found, tokens_of
 from kvcanary.report.finding import Finding
 from kvcanary_kernels.record import layout as record
 
@@ -115,16 +115,16 @@ class Describer:
             action=action,
         )
 
-    def _facts(self, incident: Sequence[Hit], locate: bool, search: bool) -> Facts:
+    def _facts(self, incident: Sequence[Hit], locate: bool, search: bool) -> Evidence:
         hit, ledger = incident[0], self._ledger
         reader = ledger.requests.get(hit.request_id or "")
         if not 0 <= hit.slot < hit.pool.view.num_slots:
-            return Facts(incident, ledger, reader=reader)
+            return Evidence(incident, ledger, reader=reader)
         found = record.read_record(hit.pool.records, hit.slot)
         word = _changed_word(hit) if locate else None
         whose = self._whose(hit, reader) if search and word is None else ()
         named = whose[0].slot if whose else None
-        return Facts(
+        return Evidence(
             incident,
             ledger,
             found,
@@ -142,7 +142,7 @@ class Describer:
             reader=reader,
         )
 
-    def _whose(self, hit: Hit, reader: Request | None) -> tuple[Whose, ...]:
+    def _whose(self, hit: Hit, reader: Request | None) -> tuple[Provenance, ...]:
         """Where bytes are at stake and no single word explains them."""
         if hit.code not in _CONTENT or not hit.layers or hit.fingerprint_hit:
             return ()
@@ -161,7 +161,7 @@ class Describer:
         return [self._ledger.requests[name] for name in known if name in self._ledger.requests]
 
 
-def _is_undeclared(facts: Facts) -> bool:
+def _is_undeclared(facts: Evidence) -> bool:
     """Whether other bytes lie there than the last declared write has left: a check of the bytes says so, or they do."""
     if facts.record is None or facts.hit.arrival is not None:
         return False

@@ -1,4 +1,4 @@
-"""Facts: what was read about an incident before it is described, and what its check expected and found."""
+"""Evidence: what was read about an incident before it is described, and what its check expected and found."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import site_name, unpack_site
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.provenance.arrival import Arrival
-from kvcanary.provenance.bytes_of import Whose, holds_its_own
+from kvcanary.provenance.bytes_of import Provenance, holds_its_own
 from kvcanary.provenance.changed_word import ChangedWord
 from kvcanary.report.arrival_text import expected_of, found_of
-from kvcanary.report.row_evidence import RowFacts
+from kvcanary.report.row_evidence import RowEvidence
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import MASK_32, Record, chain_host
 
@@ -28,7 +28,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class Evidence:
     """Everything that was read about the first hit of an incident; the finding and its causes are made from it.
 
     record:  of the slot, None where the slot is outside the pool
@@ -49,7 +49,7 @@ class Facts:
     record: Record | None = None
     writer: str | None = None
     word: ChangedWord | None = None
-    whose: tuple[Whose, ...] = ()
+    whose: tuple[Provenance, ...] = ()
     source: Record | None = None
     source_is_damaged: bool = False
     owner: str | None = None
@@ -65,9 +65,9 @@ class Facts:
         return self.incident[0]
 
     @cached_property
-    def row(self) -> RowFacts:
+    def row(self) -> RowEvidence:
         """What the records of the row say; for incidents that have a slot."""
-        return RowFacts(self.incident, self.ledger, self.reader)
+        return RowEvidence(self.incident, self.ledger, self.reader)
 
     @property
     def write_site(self) -> tuple[str, int] | None:
@@ -164,12 +164,12 @@ class Facts:
         differs = (held[: len(wanted)] != wanted).nonzero().flatten()
         return begin + int(differs[0]) if len(differs) else None
 
-    def whose_is(self, *kinds: str) -> Whose | None:
+    def whose_is(self, *kinds: str) -> Provenance | None:
         """The best answer of one of these kinds."""
         return next((answer for answer in self.whose if answer.kind in kinds), None)
 
 
-def expected_and_found(facts: Facts) -> tuple[Values, Values]:
+def expected_and_found(facts: Evidence) -> tuple[Values, Values]:
     """Both sides of the check that leads, as it told them or as its code says; empty where there are none.
 
     They are read when the finding is described. Where what the check looks at is as it should be by then, what they
@@ -182,7 +182,7 @@ def expected_and_found(facts: Facts) -> tuple[Values, Values]:
     return expected, found
 
 
-def _both_sides(facts: Facts) -> tuple[Values, Values]:
+def _both_sides(facts: Evidence) -> tuple[Values, Values]:
     if facts.hit.expected is not None:
         return facts.hit.expected, facts.hit.found or {}
     if facts.hit.arrival is not None:
@@ -194,7 +194,7 @@ def _both_sides(facts: Facts) -> tuple[Values, Values]:
     return sides(facts) if sides is not None else ({}, {})
 
 
-def tokens_of(facts: Facts) -> tuple[Values, Values]:
+def tokens_of(facts: Evidence) -> tuple[Values, Values]:
     """The request's token at this place and the record's; only for those who asked to see tokens."""
     hit, reader = facts.hit, facts.reader
     found = {} if facts.record is None or not facts.record.site else {"token": facts.record.token}
@@ -204,30 +204,30 @@ def tokens_of(facts: Facts) -> tuple[Values, Values]:
     return {"token": int(reader.tokens[place])} if place < len(reader.tokens) else {}, found
 
 
-def _range(facts: Facts) -> tuple[Values, Values]:
+def _range(facts: Evidence) -> tuple[Values, Values]:
     return {"slot": f"0 to {facts.hit.pool.view.num_slots - 1}"}, _slot(facts)
 
 
-def _not_null(facts: Facts) -> tuple[Values, Values]:
+def _not_null(facts: Evidence) -> tuple[Values, Values]:
     return {"slot": f"{facts.hit.pool.view.null_slots} or more"}, _slot(facts)
 
 
-def _slot(facts: Facts) -> Values:
+def _slot(facts: Evidence) -> Values:
     """The slot, and where a slot map led to it the slot of the full group."""
     hit = facts.hit
     return {"slot": hit.slot} if hit.named is None else {"slot": hit.slot, "slot_map_of": hit.named}
 
 
-def _one_write(facts: Facts) -> tuple[Values, Values]:
+def _one_write(facts: Evidence) -> tuple[Values, Values]:
     return {"writes_in_forward": 1}, {"writes_in_forward": 2, "layers": list(facts.hit.layers)}
 
 
-def _after_parent(facts: Facts) -> tuple[Values, Values]:
+def _after_parent(facts: Evidence) -> tuple[Values, Values]:
     parent = facts.hit.parent_position
     return {"position": None if parent is None else parent + 1}, {"position": facts.hit.position}
 
 
-def _seal(facts: Facts) -> tuple[Values, Values]:
+def _seal(facts: Evidence) -> tuple[Values, Values]:
     hit, found = facts.hit, _record(facts)
     if hit.fingerprint_hit:
         lane_b = {"lane_b": _hex(found.content_b)}
@@ -236,11 +236,11 @@ def _seal(facts: Facts) -> tuple[Values, Values]:
     return {"seal": _hex(seal)}, {"seal": _hex(found.seal)}
 
 
-def _owner(facts: Facts) -> tuple[Values, Values]:
+def _owner(facts: Evidence) -> tuple[Values, Values]:
     return {"owner": facts.hit.request_id}, {"owner": facts.owner, "generation": facts.granted}
 
 
-def _page(facts: Facts) -> tuple[Values, Values]:
+def _page(facts: Evidence) -> tuple[Values, Values]:
     """As `_owner`; of a page that has none, but holders, with what the row was granted for this position."""
     expected, found = _owner(facts)
     if not facts.is_shared:
@@ -250,12 +250,12 @@ def _page(facts: Facts) -> tuple[Values, Values]:
     return expected | {"page": page}, found | {"page": facts.hit.page, "held_by": facts.held_by}
 
 
-def _position(facts: Facts) -> tuple[Values, Values]:
+def _position(facts: Evidence) -> tuple[Values, Values]:
     found = _record(facts)
     return {"position": facts.hit.position}, {"position": found.position, "chain": _hex(found.chain)}
 
 
-def _chain(facts: Facts) -> tuple[Values, Values]:
+def _chain(facts: Evidence) -> tuple[Values, Values]:
     found = _record(facts)
     if facts.hit.lineage is not None:
         _, parent, other = facts.hit.lineage
@@ -267,7 +267,7 @@ def _chain(facts: Facts) -> tuple[Values, Values]:
     return {"chain": None if expected == found.chain else _hex(expected)}, {"chain": _hex(found.chain)}
 
 
-def _continued_chain(facts: Facts, found: Record) -> int | None:
+def _continued_chain(facts: Evidence, found: Record) -> int | None:
     """Chain that this token would have behind the entry that the row's owner was granted before it."""
     hit, reader = facts.hit, facts.reader
     if reader is None or hit.position is None:
@@ -282,7 +282,7 @@ def _continued_chain(facts: Facts, found: Record) -> int | None:
     return chain_host([found.token], found.position, before, hit.pool.keys)[0]
 
 
-def _truth(facts: Facts) -> tuple[Values, Values]:
+def _truth(facts: Evidence) -> tuple[Values, Values]:
     hit, reader, found = facts.hit, facts.reader, _record(facts)
     if reader is None:
         return {}, {"chain": _hex(found.chain)}
@@ -293,18 +293,18 @@ def _truth(facts: Facts) -> tuple[Values, Values]:
     }
 
 
-def _step(facts: Facts) -> tuple[Values, Values]:
+def _step(facts: Evidence) -> tuple[Values, Values]:
     return {"written_by_step": facts.hit.step}, {"written_in_step": _record(facts).step}
 
 
-def _grant(facts: Facts) -> tuple[Values, Values]:
+def _grant(facts: Evidence) -> tuple[Values, Values]:
     found, every = _record(facts), facts.hit.pool.full_layers
     missing = [layer for layer in range(facts.hit.pool.view.num_layers) if not found.layers >> layer & 1]
     expected = {"generation": facts.granted, "layers": every.bit_count()}
     return expected, {"generation": found.generation, "layers": every.bit_count() - len(missing), "missing": missing}
 
 
-def _content(facts: Facts) -> tuple[Values, Values]:
+def _content(facts: Evidence) -> tuple[Values, Values]:
     word, hit = facts.word, facts.hit
     if word is None:
         return {"layers": "as written"}, {"layers_changed": list(hit.layers)}
@@ -313,24 +313,24 @@ def _content(facts: Facts) -> tuple[Values, Values]:
     return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
 
 
-def _arrival(facts: Facts, arrival: Arrival) -> tuple[Values, Values]:
+def _arrival(facts: Evidence, arrival: Arrival) -> tuple[Values, Values]:
     expected, found = _content(facts) if facts.word is not None else ({}, {})
     place = facts.hit.arrived_as
     return expected | expected_of(arrival, place), found | found_of(arrival, place)
 
 
-def _poison(facts: Facts) -> tuple[Values, Values]:
+def _poison(facts: Evidence) -> tuple[Values, Values]:
     return {"layers": "poison"}, {"layers_changed": list(facts.hit.layers)}
 
 
-_WITHOUT_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
+_WITHOUT_RECORD: dict[str, Callable[[Evidence], tuple[Values, Values]]] = {
     "R1": _range,
     "W1": _range,
     "R2": _not_null,
     "W4": _one_write,
     "W5": _after_parent,
 }
-_WITH_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
+_WITH_RECORD: dict[str, Callable[[Evidence], tuple[Values, Values]]] = {
     "R3": _seal,
     "R7": _page,
     "R8": _page,
@@ -348,7 +348,7 @@ _WITH_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
 }
 
 
-def _record(facts: Facts) -> Record:
+def _record(facts: Evidence) -> Record:
     if facts.record is None:
         raise ValueError(f"a record must have been read for {facts.hit.code}, slot {facts.hit.slot} has none")
     return facts.record

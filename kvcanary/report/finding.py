@@ -10,7 +10,7 @@ import structlog
 from kvcanary.pools.launch_site import site_name
 
 if TYPE_CHECKING:
-    from kvcanary.provenance.bytes_of import Whose
+    from kvcanary.provenance.bytes_of import Provenance
 
 KEPT_IN_GROUP = 64  # findings kept whole a group; later ones are counted
 #: What a cause can be: the families of published KV cache bugs, and the canary's own hooks. The list is closed.
@@ -101,7 +101,7 @@ class Finding:
     owner: str | None
     expected: dict[str, Any]
     found: dict[str, Any]
-    bytes_of: tuple[Whose, ...]
+    bytes_of: tuple[Provenance, ...]
     last_good_step: int | None
     first_bad_step: int
     history: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""RowFacts: what the records of a row say, beside the tokens of its request and the rows of all others."""
+"""RowEvidence: what the records of a row say, beside the tokens of its request and the rows of all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GIVEN = frozenset({"acquired", "forked"})
 _GRANTED = frozenset({"granted", "set aside", "copied"})
 
 
-class RowFacts:
+class RowEvidence:
     """Of the row in which an incident lies, read when it is described; all of it is about the slots granted to it."""
 
     def __init__(self, incident: Sequence[Hit], ledger: Ledger, reader: Request | None) -> None:

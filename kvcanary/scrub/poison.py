@@ -18,8 +18,8 @@ from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.records.dispatch import ops_for
 from kvcanary.records.mailbox import to_device
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.scrub.rereads import Looks
-from kvcanary.scrub.unwritten_tails import Tails
+from kvcanary.scrub.rereads import Rereads
+from kvcanary.scrub.unwritten_tails import UnwrittenTails
 from kvcanary_kernels.content.check import mismatched_layers
 
 #: Bytes a step that are poisoned, by the kind of device: a CPU pays for the pattern, a GPU for the bandwidth alone.
@@ -40,8 +40,8 @@ class Poisoner:
         pools: Sequence[PoolState],
         pattern: str,
         coverage: Coverage,
-        looks: Looks,
-        tails: Tails,
+        looks: Rereads,
+        tails: UnwrittenTails,
     ) -> None:
         """`pools`: of one group, whose free pages are told of; `pattern`: finite, nan or off.
 

@@ -19,7 +19,7 @@ from kvcanary.ledger.ledger import Ledger
 from kvcanary.native.layout import NUM_PUBLISHED
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.scrub.rereads import Looks
+from kvcanary.scrub.rereads import Rereads
 
 #: Within which every cached page is read again, however long steps take, as long as somebody asks now and then.
 SWEEP_SECONDS = 60.0
@@ -29,7 +29,7 @@ ASK_SECONDS = 1.0  # between two answers by the clock
 Asked = tuple[PoolState, Ints, Callable[[Ints], list[HitBatch]]]
 
 
-class CachedSweep:
+class PrefixScrubber:
     """Plans which pages of the cache are read now, oldest look first.
 
     is_on:   whether bytes are compared again at all
@@ -41,7 +41,7 @@ class CachedSweep:
         self,
         state: CanaryState,
         ledger: Ledger,
-        looks: Looks,
+        looks: Rereads,
         is_on: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Looks: bytes that are read again behind a step, and judged when the host hears of it."""
+"""Rereads: bytes that are read again behind a step, and judged when the host hears of it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Line:
             self._numbers.clear()
 
 
-class Looks:
+class Rereads:
     """Bytes of slots against what is kept of them; judged at once in host memory, on a device when the step is heard.
 
     Looks of a step lie in memory of their own until it is heard: some are made beside the next step, which asks for its

@@ -1,4 +1,4 @@
-"""Sweeper: the rolling check of committed bytes under a budget, and the last look when a request ends."""
+"""Scrubber: the rolling check of committed bytes under a budget, and the last look when a request ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvcanary.pools.slot_maps import Ints, slots_in, window_start
 from kvcanary.records.fingerprints import slots_are_right
 from kvcanary.records.mailbox import to_device
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.scrub.rereads import Looks
+from kvcanary.scrub.rereads import Rereads
 
 #: The automatic budget reads every so many steps, as many times more: the same rotation for fewer operations. It is
 #: odd: a row that grows by a token a step is met at another place of each page.
@@ -31,14 +31,14 @@ STRIDE = 15
 _is_over = attrgetter("released")
 
 
-class Sweeper:
+class Scrubber:
     """Plans on the host which committed slots are read again, oldest look first.
 
     stride:  steps from slice to slice; with a budget of the user's every step has one
     hurried: requests of which the next slice reads all
     """
 
-    def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None, looks: Looks) -> None:
+    def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None, looks: Rereads) -> None:
         self.stride = STRIDE if budget is None else 1
         self._state, self._ledger, self._budget, self._looks = state, ledger, budget, looks
         self.credit: dict[tuple[int, int], float] = {}

@@ -1,4 +1,4 @@
-"""Tails: what attention over whole pages sees besides what was written must be finite (U1, a clause of R9).
+"""UnwrittenTails: what attention over whole pages sees besides what was written must be finite (U1, a clause of R9).
 
 It masks such entries, which is to multiply them by zero, and zero times NaN is NaN: of the null page, where padding and
 the ends of tables lead, and of the part of a last page that nobody has written yet. What lies there is nobody's content
@@ -25,9 +25,9 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
 from kvcanary.native.layout import END, END_ROW
 from kvcanary.pools.slot_maps import slots_in
-from kvcanary.records.record_store import Mirror
+from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.scrub.rereads import Looks, Part
+from kvcanary.scrub.rereads import Part, Rereads
 from kvcanary_kernels.content.check import mismatched_layers
 from kvcanary_kernels.content.finite import formats_of
 
@@ -37,7 +37,7 @@ Granted = tuple["array[int]", list[tuple[int, Ints]]]  # pages as told, and what
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
 
 
-class Tails:
+class UnwrittenTails:
     """Looks at null pages in turn, at what is unwritten of new pages, and at a row's end when its last page changes.
 
     is_on: whether anything is looked at
@@ -48,10 +48,10 @@ class Tails:
         self,
         state: CanaryState,
         ledger: Ledger,
-        mirror: Mirror,
+        mirror: RecordStore,
         config: CanaryConfig,
         coverage: Coverage,
-        looks: Looks,
+        looks: Rereads,
     ) -> None:
         self._asked = looks
         self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage

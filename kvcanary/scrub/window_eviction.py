@@ -13,15 +13,15 @@ from kvcanary.calls.violation_log import HitBatch
 from kvcanary.checks.content import find_changed
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
-from kvcanary.records.record_store import Mirror
+from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import COLUMNS, REQUEST_GENERATION, SEAL
 
 
-class Leaver:
+class WindowEviction:
     """Reads what leaves. Of a request that has ended, that is what its last look left out, since no window shows it."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, coverage: Coverage) -> None:
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: RecordStore, coverage: Coverage) -> None:
         self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage
 
     def enter(self, group: str, own_pages: Sequence[int]) -> None:

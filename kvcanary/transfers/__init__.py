@@ -3,8 +3,8 @@
 The names here are what an engine holds.
 """
 
-from kvcanary.transfers.async_ops import HOST, Ticket
-from kvcanary.transfers.async_tracker import Resources, TicketDesk
+from kvcanary.transfers.async_ops import HOST, AsyncOp
+from kvcanary.transfers.async_tracker import AsyncTracker, Resources
 from kvcanary.transfers.snapshots import Parcel
 
-__all__ = ["HOST", "Parcel", "Resources", "Ticket", "TicketDesk"]
+__all__ = ["HOST", "AsyncOp", "AsyncTracker", "Parcel", "Resources"]

@@ -1,4 +1,4 @@
-"""Tickets: every copy, zeroing, offload and host buffer in flight, and who has waited for it.
+"""AsyncOps: every copy, zeroing, offload and host buffer in flight, and who has waited for it.
 
 Streams are opaque; the host is one of them. Each stream has a clock: how far it has seen every other stream. An access
 is ordered after a ticket if its stream has run the ticket's work itself, or has waited for its event, or for another
@@ -21,7 +21,7 @@ Resource = int | str
 Touched = Mapping[Resource, int | None]
 
 #: A ticket, and the sequence of the mark that its stream has waited for.
-Fetch = tuple["Ticket", int]
+Fetch = tuple["AsyncOp", int]
 
 HOST: Stream = "host"
 NOTHING: Touched = {}
@@ -44,7 +44,7 @@ class Violation:
 
     resource: Resource
     stream: Stream
-    ticket: Ticket | None
+    ticket: AsyncOp | None
     sentence: str
     hazard: str = UNORDERED
     code: str = "O1"
@@ -69,7 +69,7 @@ class Violation:
         return "the host" if self.stream == HOST else f"stream {self.stream}"
 
 
-class Ticket(NamedTuple):
+class AsyncOp(NamedTuple):
     """One piece of asynchronous work; nobody changes it.
 
     number:     of its stream
@@ -107,7 +107,7 @@ class _Streams(dict[Stream, int]):
         return number
 
 
-class Tickets:
+class AsyncOps:
     """All work in flight. Memory is bounded: a resource keeps its last write, and one read a stream since."""
 
     def __init__(self, generations: Sequence[int] | Array) -> None:
@@ -116,10 +116,10 @@ class Tickets:
         self.buffers: dict[str, int] = {}  # generations of host buffers that have one
         self._streams = _Streams()
         self._clocks = self._streams.clocks
-        self._writes: dict[Resource, Ticket] = {}  # in flight: the last one of each
-        self._reads: dict[Resource, dict[Stream, Ticket]] = {}  # the last one of each stream since
+        self._writes: dict[Resource, AsyncOp] = {}  # in flight: the last one of each
+        self._reads: dict[Resource, dict[Stream, AsyncOp]] = {}  # the last one of each stream since
 
-    def issue(self, what: str, stream: Stream, reads: Touched = NOTHING, writes: Touched = NOTHING) -> Ticket:
+    def issue(self, what: str, stream: Stream, reads: Touched = NOTHING, writes: Touched = NOTHING) -> AsyncOp:
         """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for.
 
         Nobody changes `reads` and `writes` any more.
@@ -131,7 +131,7 @@ class Tickets:
         clock = [*clocks[number]]
         sequence = clock[number] = clock[number] + 1
         clocks[number] = clock
-        ticket = Ticket(what, stream, number, sequence, reads, writes, clock, tuple(found))
+        ticket = AsyncOp(what, stream, number, sequence, reads, writes, clock, tuple(found))
         for resource in reads:
             self._reads.setdefault(resource, {})[stream] = ticket
         for resource in writes:
@@ -139,7 +139,7 @@ class Tickets:
             self._reads.pop(resource, None)
         return ticket
 
-    def waits(self, stream: Stream, ticket: Ticket) -> None:
+    def waits(self, stream: Stream, ticket: AsyncOp) -> None:
         """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
         number, clocks, seen = self._streams[stream], self._clocks, ticket.clock
         own = clocks[number]
@@ -171,10 +171,10 @@ class Tickets:
         clock = clocks[number] = [*map(max, clocks[number], seen)]
         clock[number] = sequence = clock[number] + 1
         own = what, stream, number, sequence, NOTHING, {buffer: generation}, clock, ()
-        ticket = self._writes[buffer] = tuple.__new__(Ticket, own)  # as `Ticket(*own)`, without a call
+        ticket = self._writes[buffer] = tuple.__new__(AsyncOp, own)  # as `AsyncOp(*own)`, without a call
         return ticket, mark
 
-    def receive(self, ticket: Ticket) -> bool:
+    def receive(self, ticket: AsyncOp) -> bool:
         """`complete` it, if neither that nor a use by the host of what it has written finds anything; else nothing."""
         if ticket.reads or not ticket.writes.items() <= self.buffers.items():
             return False
@@ -190,7 +190,7 @@ class Tickets:
             self._clocks[0] = [*map(max, own, seen)]  # as that does, without a call
         return True
 
-    def complete(self, ticket: Ticket) -> list[Violation]:
+    def complete(self, ticket: AsyncOp) -> list[Violation]:
         """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
         self.waits(HOST, ticket)
         if not ticket.reads and not ticket.writes:
@@ -225,7 +225,7 @@ class Tickets:
             self._reads.pop(page, None)
         return found
 
-    def _conflicts(self, resource: Resource, writes: bool) -> list[Ticket]:
+    def _conflicts(self, resource: Resource, writes: bool) -> list[AsyncOp]:
         """Work in flight there that an access must have waited for."""
         found = [] if (write := self._writes.get(resource)) is None else [write]
         return [*found, *self._reads.get(resource, {}).values()] if writes else found
@@ -243,7 +243,7 @@ class Tickets:
     def _generation(self, resource: Resource) -> int | None:
         return self.buffers.get(resource) if isinstance(resource, str) else int(self._generations[resource])
 
-    def _leaves(self, resource: Resource, ticket: Ticket) -> bool:
+    def _leaves(self, resource: Resource, ticket: AsyncOp) -> bool:
         """The ticket is no longer in flight there; False where a later access or a free has taken its place."""
         reads = self._reads.get(resource, {})
         was_read, was_write = reads.get(ticket.stream) is ticket, self._writes.get(resource) is ticket
@@ -263,7 +263,7 @@ def _too_late(
     resource: Resource,
     planned: int,
     now: int | None,
-    ticket: Ticket | None = None,
+    ticket: AsyncOp | None = None,
 ) -> Violation:
     sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
     return Violation(resource, stream, ticket, sentence, OUTDATED, what=what, planned=planned, now=now)

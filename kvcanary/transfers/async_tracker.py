@@ -1,4 +1,4 @@
-"""TicketDesk: asynchronous work that touches pages or host buffers, issued, waited for and judged (O1)."""
+"""AsyncTracker: asynchronous work that touches pages or host buffers, issued, waited for and judged (O1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcanary.ledger.ledger import Ledger
 from kvcanary.pools.event_log import LONG, Event, EventLog
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.records.state import PoolState
-from kvcanary.transfers.async_ops import HOST, NOTHING, Resource, Stream, Ticket, Tickets, Touched, Violation
+from kvcanary.transfers.async_ops import HOST, NOTHING, AsyncOp, AsyncOps, Resource, Stream, Touched, Violation
 
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
@@ -22,7 +22,7 @@ FILL = "fill"  # what the host does with a buffer that it takes
 Named = tuple[Resource, ...] | dict[Resource, int | None]
 
 
-class TicketDesk:
+class AsyncTracker:
     """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
 
     note: is told of every call, its name and then its arguments
@@ -31,13 +31,13 @@ class TicketDesk:
 
     def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
         self._ledger, self._pool, self._report = ledger, pool, report
-        self._tickets = Tickets(ledger.generations)
+        self._tickets = AsyncOps(ledger.generations)
         self.is_used = self.has_told = False  # told: a violation since somebody has judged it
         self.step = 0
         self.note: Note = _nobody
         self.log = EventLog()
 
-    def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
+    def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> AsyncOp:
         """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
 
         A mapping says for which generation of each it was planned.
@@ -54,7 +54,7 @@ class TicketDesk:
             self._tell(ticket.violations)
         return ticket
 
-    def waits(self, stream: Stream, ticket: Ticket) -> None:
+    def waits(self, stream: Stream, ticket: AsyncOp) -> None:
         """What comes on this stream from now on runs behind the ticket's work."""
         self.log.append(("ticket_waits", str(stream), str(ticket.stream), ticket.sequence))
         self._tickets.waits(stream, ticket)
@@ -64,7 +64,7 @@ class TicketDesk:
         self.is_used = True
         self.log.append(("followed", stream, other, self._tickets.follow(stream, other)))
 
-    def complete(self, ticket: Ticket) -> None:
+    def complete(self, ticket: AsyncOp) -> None:
         """The host has seen the work's event."""
         self.log.append(("ticket_complete", str(ticket.stream), ticket.sequence))
         if violations := self._tickets.complete(ticket):
@@ -99,7 +99,7 @@ class TicketDesk:
         if self.is_used and (violations := self._tickets.use(what, stream, {buffer: generation}, writes=True)):
             self._tell(violations)
 
-    def fetch(self, what: str, stream: Stream, behind: Stream, buffer: str, generation: int) -> Ticket:
+    def fetch(self, what: str, stream: Stream, behind: Stream, buffer: str, generation: int) -> AsyncOp:
         """A host buffer is taken, for a copy on a stream, behind all that another was given so far, which writes it.
 
         `take` by the host, `follow` and `issue` in one call.
@@ -114,7 +114,7 @@ class TicketDesk:
         self.log.append(("fetched", what, stream, behind, buffer, generation, mark, ticket.sequence))
         return ticket
 
-    def receive(self, ticket: Ticket, what: str, requests: Sequence[str] = ()) -> None:
+    def receive(self, ticket: AsyncOp, what: str, requests: Sequence[str] = ()) -> None:
         """The host has seen the work's event, and reads what it has written: `complete`, and `use` by the host."""
         self.log.append(("received", what, ticket, tuple(requests)))
         if self._tickets.receive(ticket):
@@ -220,7 +220,7 @@ def fetched(
     return [*taken, *followed(stream, behind, mark), *issued(what, stream, sequence, (), {buffer: generation})]
 
 
-def received(what: str, ticket: Ticket, requests: tuple[str, ...]) -> list[Event]:
+def received(what: str, ticket: AsyncOp, requests: tuple[str, ...]) -> list[Event]:
     """A `receive` as a dump has it."""
     used_by_host = used(what, HOST, dict(ticket.writes), False, requests)
     return [("ticket_complete", str(ticket.stream), ticket.sequence), *used_by_host]

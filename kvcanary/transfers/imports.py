@@ -10,7 +10,7 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.records.fingerprints import lanes_of_slots
-from kvcanary.records.record_store import Mirror, no_records, two_words
+from kvcanary.records.record_store import RecordStore, no_records, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import (
     CHAIN,
@@ -27,7 +27,7 @@ from kvcanary_kernels.record.layout import (
 
 def adopt(
     ledger: Ledger,
-    mirror: Mirror,
+    mirror: RecordStore,
     state: CanaryState,
     pool: PoolState,
     request: Request,

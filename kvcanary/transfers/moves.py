@@ -12,7 +12,7 @@ from kvcanary.calls.violation import Hit
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.records.fingerprints import lanes_of_slots, numbers_are_right, slots_are_right
-from kvcanary.records.record_store import NOT_ALL, Mirror, Move
+from kvcanary.records.record_store import NOT_ALL, Move, RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
 
@@ -23,7 +23,7 @@ class Mover:
     def __init__(
         self,
         state: CanaryState,
-        mirror: Mirror,
+        mirror: RecordStore,
         ledger: Ledger,
         compares_content: bool,
         tells_sources: bool = True,

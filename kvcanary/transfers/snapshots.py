@@ -22,7 +22,7 @@ from kvcanary.provenance.arrival import (
     Trip,
 )
 from kvcanary.records.fingerprints import lanes_of_slots
-from kvcanary.records.record_store import Mirror, Words, two_words
+from kvcanary.records.record_store import RecordStore, Words, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
 from kvcanary.transfers.recent_snapshots import (
@@ -89,7 +89,7 @@ class Parcel:
 class Parcels:
     """Packs and unpacks; everything that was written must be sealed before."""
 
-    def __init__(self, state: CanaryState, mirror: Mirror, ledger: Ledger, compares_content: bool) -> None:
+    def __init__(self, state: CanaryState, mirror: RecordStore, ledger: Ledger, compares_content: bool) -> None:
         self._state, self._mirror, self._ledger = state, mirror, ledger
         self._compares_content = compares_content
         self._departures, self.left = Departures(), LeftRecords(state, mirror, ledger)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages
-from kvcanary.records.record_store import Mirror, Words
+from kvcanary.records.record_store import RecordStore, Words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, REQUEST_GENERATION, STEP_SITE, TOKEN_POSITION
 
@@ -33,7 +33,7 @@ class Outdated(NamedTuple):
 class LeftRecords:
     """What records said of pages that were saved, when a group behind a slot map gave up its own pages for them."""
 
-    def __init__(self, state: CanaryState, mirror: Mirror, ledger: Ledger) -> None:
+    def __init__(self, state: CanaryState, mirror: RecordStore, ledger: Ledger) -> None:
         self._state, self._mirror, self._ledger = state, mirror, ledger
         self._saved: set[tuple[str, int]] = set()
         self._left: dict[tuple[int, int], Words] = {}

@@ -25,7 +25,7 @@ from spec_engine.step.verify import Accepted, accepted_of, owners_of, told_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.captured import StaticAcceptance
+    from kvcanary.captured import CapturedAcceptance
     from spec_engine.core import Batch
     from spec_engine.drafting.drafter import Drafter
     from spec_engine.drafting.tree import Tree
@@ -87,7 +87,7 @@ class DraftProgram(StepProgram):
         self.output: DecoderOutput
         self._run = recorder.record(self._body)
 
-    def follow_by(self, extend: Hooked, acceptance: StaticAcceptance | None) -> None:
+    def follow_by(self, extend: Hooked, acceptance: CapturedAcceptance | None) -> None:
         """An extend runs behind each step that decides, over what it has accepted: they are launched together."""
         forwards = self._draft_forwards, [self._verify], [extend]
         self._told_deciding = self._target.together(*forwards, acceptance=acceptance)

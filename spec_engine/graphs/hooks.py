@@ -26,7 +26,7 @@ from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.captured import Seats, StaticAcceptance, StaticMove, StaticSubstep, StaticTruth
+    from kvcanary.captured import AcceptedTokens, CapturedAcceptance, CapturedMove, CapturedSubstep, StaticTruth
 
 TRUTH = (
     "uids",
@@ -85,7 +85,7 @@ class Hooked:
     rows: Rows
     out: Tensor
     workspace: Tensor | None
-    substep: StaticSubstep | None
+    substep: CapturedSubstep | None
 
     def check_hooks(self) -> None:
         """MissingHooksError where it has none; asked where there is a canary."""
@@ -104,7 +104,7 @@ class Together:
         self,
         canary: CanaryManager | None,
         parts: Sequence[Sequence[Hooked]],
-        acceptance: StaticAcceptance | None = None,
+        acceptance: CapturedAcceptance | None = None,
     ) -> None:
         self._canary = canary
         if canary is not None:
@@ -135,7 +135,9 @@ class StaticForwards:
     seats: what steps accept, by row of the request table, where a host may be behind that; else None
     """
 
-    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None, seats: Seats | None = None) -> None:
+    def __init__(
+        self, pool: KVPool, num_heads: int, canary: CanaryManager | None, seats: AcceptedTokens | None = None
+    ) -> None:
         self.pool, self.num_heads, self.canary, self.seats = pool, num_heads, canary, seats
 
     def sections(self, name: str, rows: int) -> dict[str, int]:
@@ -218,19 +220,19 @@ class StaticForwards:
             device=device,
         )
 
-    def together(self, *parts: Sequence[Hooked], acceptance: StaticAcceptance | None = None) -> Together:
+    def together(self, *parts: Sequence[Hooked], acceptance: CapturedAcceptance | None = None) -> Together:
         """How these are launched, one behind the other; a part without forwards is none."""
         return Together(self.canary, [part for part in parts if part], acceptance)
 
-    def hook_move(self, size: int, feed: Feed) -> StaticMove | None:
+    def hook_move(self, size: int, feed: Feed) -> CapturedMove | None:
         """What tells the canary of moves of at most ``size`` entries in the program of this feed; None without one."""
         return None if self.canary is None else self.canary.bank.add_move(self.pool.name, size, feed[STEP])
 
-    def hook_acceptance(self, size: int, feed: Feed) -> StaticAcceptance | None:
+    def hook_acceptance(self, size: int, feed: Feed) -> CapturedAcceptance | None:
         """What keeps what the program of this feed accepts; None where the host is never behind that."""
         return None if self.seats is None else self.seats.add_acceptance(size, feed[STEP])
 
-    def launch_move(self, move: StaticMove) -> None:
+    def launch_move(self, move: CapturedMove) -> None:
         """Tell the canary that a move runs next."""
         if self.canary is not None:
             self.canary.launch_move(move)

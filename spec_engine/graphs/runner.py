@@ -22,7 +22,7 @@ from spec_engine.step.runner import Part, Runner, StepResult, Verified
 from spec_engine.step.verify import Accepted
 
 if TYPE_CHECKING:
-    from kvcanary.captured import Seats
+    from kvcanary.captured import AcceptedTokens
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
     from spec_engine.request import Request
@@ -55,7 +55,7 @@ class GraphRunner(Runner):
         target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary, seats)
         self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
 
-    def _add_seats(self, drafter: Drafter | None) -> Seats | None:
+    def _add_seats(self, drafter: Drafter | None) -> AcceptedTokens | None:
         """Where a canary keeps what steps accept, if the host goes ahead of that."""
         if self.canary is None or drafter is None or not self.lag:
             return None

@@ -35,7 +35,7 @@ from spec_engine.step.verify import Accepted, owners_of, to_host
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.captured import Flight
+    from kvcanary.captured import InFlight
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StepResult:
     doomed: frozenset[str]
     accepted: Acceptance | None = None
     num_steps: int | None = None
-    flight: Flight | None = None
+    flight: InFlight | None = None
     is_heard: bool = True
     drafted: Tree | None = None
 
@@ -105,7 +105,7 @@ class Runner:
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
         self.doomed: frozenset[str] = frozenset()  # as of the last look
-        self._flight: Flight | None = None  # what the canary has still to judge of the current step
+        self._flight: InFlight | None = None  # what the canary has still to judge of the current step
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make what a step needs beforehand, for batches of these sizes: nothing, where each is built as it comes."""
@@ -412,7 +412,7 @@ class Runner:
         is_heard = self.canary is None or not is_ahead
         return StepResult(is_decode, parts, doomed, accepted, flight=self._take_flight(), is_heard=is_heard)
 
-    def _take_flight(self) -> Flight | None:
+    def _take_flight(self) -> InFlight | None:
         """What the canary has still to judge of this step; nobody else holds it, and what it needs on the device."""
         flight, self._flight = self._flight, None
         return flight

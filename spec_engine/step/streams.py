@@ -21,7 +21,7 @@ from kvcanary.transfers import HOST
 from kvcanary_kernels.record.streams import current, on
 
 if TYPE_CHECKING:
-    from kvcanary.transfers import Resources, Ticket, TicketDesk
+    from kvcanary.transfers import AsyncOp, AsyncTracker, Resources
 
 MAIN = "main"
 Operation = Callable[[], object]
@@ -30,7 +30,7 @@ Operation = Callable[[], object]
 class Streams:
     """The streams of one engine: ``host``, ``main`` (its forwards), and side streams by name."""
 
-    def __init__(self, device: torch.device, desk: TicketDesk | None = None) -> None:
+    def __init__(self, device: torch.device, desk: AsyncTracker | None = None) -> None:
         """``desk``: ``canary.tickets``, where there is a canary."""
         self._device, self._desk = device, desk
         self._sides: dict[str, Stream] = {}
@@ -70,7 +70,7 @@ class Streams:
 class Stream:
     """One stream; ``last`` is the event of its newest work. See :class:`Streams` for the three kinds."""
 
-    def __init__(self, name: Hashable, queue: _Queue, desk: TicketDesk | None) -> None:
+    def __init__(self, name: Hashable, queue: _Queue, desk: AsyncTracker | None) -> None:
         self.name = name
         self.last: Event | None = None
         self._queue, self._desk = queue, desk
@@ -151,7 +151,7 @@ class Event:
     what: str
     queue: _Queue
     mark: Any
-    ticket: Ticket | None
+    ticket: AsyncOp | None
     is_over: bool = False
 
 

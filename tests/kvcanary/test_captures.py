@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcanary.captured.registry import SubstepBank
+from kvcanary.captured.registry import SubstepRegistry
 from kvcanary.faults.static_replay import CudaGraphReplay
 from kvcanary.pools.views import PoolView
 from kvcanary.records.graph_cache import Replays
@@ -65,7 +65,7 @@ def programmed(launch: Callable[[], None]) -> None:
 def hooked(launch: Callable[[], None]) -> None:
     """The same of a bank without an engine."""
     kv = torch.zeros(2, 8, 1, 8, device=CUDA)
-    bank = SubstepBank(CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3))
+    bank = SubstepRegistry(CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3))
     run = CudaGraphReplay(bank)._record(launch)
     run()
     run()

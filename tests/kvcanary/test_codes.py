@@ -126,7 +126,7 @@ def test_what_nothing_is_watched_for_is_not_in_the_index_of_watched_caches() -> 
 def test_a_second_meaning_has_places_of_its_own() -> None:
     """U1 is judged elsewhere than R9, though its findings have that code."""
     assert (NOT_FINITE.code, NOT_FINITE.kind) == ("R9", "U1")
-    assert NOT_FINITE.host == ("kvcanary.scrub.unwritten_tails:Tails._fired",)
+    assert NOT_FINITE.host == ("kvcanary.scrub.unwritten_tails:UnwrittenTails._fired",)
     assert not set(NOT_FINITE.host + NOT_FINITE.device) & set(CODES["R9"].host + CODES["R9"].device)
 
 

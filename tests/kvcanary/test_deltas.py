@@ -1,4 +1,4 @@
-"""Deltas: the table on the device is what the host has said last."""
+"""PageUpdates: the table on the device is what the host has said last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from kvcanary.ledger.page_states import Pages
 from kvcanary.native import loops
 from kvcanary.pools.views import PoolView
-from kvcanary.records.page_updates import BUFFERS, Deltas
+from kvcanary.records.page_updates import BUFFERS, PageUpdates
 from kvcanary.records.state import CanaryState
 
 COLUMNS = 300
@@ -30,7 +30,7 @@ def tell(columns: np.ndarray, table: np.ndarray, at: int, room: int) -> None:
 def test_columns_are_as_they_were_told_last(device):
     """Lists of any length, with columns that come twice, more of them than there are buffers and none waited for."""
     table = torch.zeros(3, COLUMNS, dtype=torch.int64, device=device)
-    deltas, draws, expected = Deltas(table), np.random.default_rng(5), np.zeros((3, COLUMNS), np.int64)
+    deltas, draws, expected = PageUpdates(table), np.random.default_rng(5), np.zeros((3, COLUMNS), np.int64)
     for _ in range(12 * BUFFERS):
         columns = draws.choice(COLUMNS, draws.choice([1, 3, 16, 17, 200]))
         expected[:, columns] = draws.integers(-9, 9, (3, 1))
@@ -44,7 +44,7 @@ def test_columns_are_as_they_were_told_last(device):
 def test_a_delta_goes_by_itself_where_the_device_is_behind():
     """No buffer is filled again before it was copied."""
     table = torch.zeros(1, COLUMNS, dtype=torch.int64, device="cuda")
-    deltas = Deltas(table)
+    deltas = PageUpdates(table)
     for number in range(3 * BUFFERS):
         if number == BUFFERS:
             torch.cuda._sleep(50_000_000)

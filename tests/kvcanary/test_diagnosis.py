@@ -15,10 +15,10 @@ from kvcanary.calls.violation import Hit
 from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.provenance.bytes_of import Whose
+from kvcanary.provenance.bytes_of import Provenance
 from kvcanary.report.causes.ranking import MOST_CAUSES, RULES, rank_causes
 from kvcanary.report.describe import Describer
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import FAMILIES, Cause, Finding
 from kvcanary_kernels.record.layout import Record
 
@@ -62,13 +62,13 @@ def exchange(kv, slot, other):
     return both, kv[both.flip(0)]
 
 
-def facts(engine, code: str, **read) -> Facts:
+def facts(engine, code: str, **read) -> Evidence:
     """Facts as if this check had fired at position 5 of `first`."""
     pool = engine.canary._state.pools[0]
     slot = engine.slot("first", 5)
     hit = Hit(code, pool, slot, 5, "first", ("verify", 0), 9, layers=read.pop("layers", ()))
     hit.last_good = read.pop("last_good", None)
-    return Facts([hit], engine.canary._ledger, **read)
+    return Evidence([hit], engine.canary._ledger, **read)
 
 
 def a_record(step: int, site: int = 4) -> Record:
@@ -200,7 +200,7 @@ def test_a_row_of_an_earlier_write_is_a_copy(engine):
             engine,
             "R9",
             layers=(LAYER,),
-            whose=(Whose("slot", "the bytes of slot 9", "derived", 9, LAYER),),
+            whose=(Provenance("slot", "the bytes of slot 9", "derived", 9, LAYER),),
             record=a_record(step=7),
             source=a_record(step=5),
         )
@@ -210,7 +210,7 @@ def test_a_row_of_an_earlier_write_is_a_copy(engine):
 
 def test_bytes_that_were_never_right_were_never_stored(engine):
     """Poison where nothing was ever known good is a store that did not arrive."""
-    poison = (Whose("poison", "the poison of freed pages: nothing was stored since", "inferred"),)
+    poison = (Provenance("poison", "the poison of freed pages: nothing was stored since", "inferred"),)
     cause, *_ = rank_causes(facts(engine, "R9", layers=(LAYER,), whose=poison, record=a_record(step=7)))
     assert cause.family == "uninitialised"
     assert rank_causes(facts(engine, "R9", layers=(LAYER,), whose=poison, record=a_record(7), last_good=8)) == (
@@ -223,11 +223,11 @@ def test_bytes_that_were_never_right_were_never_stored(engine):
     [
         ((), ("bits", ("one row changed to bytes that nobody has written here",))),
         (
-            (Whose("not_finite", "NaN or Inf in 3 elements of K", "inferred"),),
+            (Provenance("not_finite", "NaN or Inf in 3 elements of K", "inferred"),),
             ("bits", ("NaN or Inf in 3 elements of K",)),
         ),
         (
-            (Whose("zero_part", "K is all zero", "inferred"),),
+            (Provenance("zero_part", "K is all zero", "inferred"),),
             ("order", ("K is all zero, and the rest of the row is not",)),
         ),
     ],
@@ -270,7 +270,7 @@ def test_a_wrong_token_in_a_shifted_pool_may_be_the_unshifted_one(engine, number
     """Only a pool whose entries hold the next token can have been fed the position's own."""
     pool = engine.canary._state.pools[number]
     hit = Hit("W6", pool, engine.slot("first", 5), 5, "first", ("extend", 0), 9)
-    assert rank_causes(Facts([hit], engine.canary._ledger))[0].family == family
+    assert rank_causes(Evidence([hit], engine.canary._ledger))[0].family == family
 
 
 def test_a_row_of_other_tokens_says_where_they_begin_to_differ(engine):

@@ -1,4 +1,4 @@
-"""Facts: what they say of a hit, and both sides of each check, with plain stand-ins for pool, ledger and request."""
+"""Evidence: what they say of a hit, and both sides of each check, with plain stand-ins for pool, ledger and request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from kvcanary.calls.violation import NO_BRANCH, Hit, Lineage
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.provenance.bytes_of import Whose
+from kvcanary.provenance.bytes_of import Provenance
 from kvcanary.provenance.changed_word import ChangedWord
-from kvcanary.report.evidence import Facts, expected_and_found, tokens_of
+from kvcanary.report.evidence import Evidence, expected_and_found, tokens_of
 from kvcanary_kernels.record.layout import (
     CHAIN,
     COLUMNS,
@@ -60,10 +60,10 @@ def a_record(**told) -> Record:
     return Record(**{"site": pack_site("draft", 1), "layers": 0b101, "seal": 13} | fields | told)
 
 
-def facts(code: str = "R4", hit: dict[str, object] | None = None, **read) -> Facts:
+def facts(code: str = "R4", hit: dict[str, object] | None = None, **read) -> Evidence:
     """A verify forward of step 9 found it at position 5 of `me`, slot 9, where that position was granted."""
     told = {"pool": a_pool(), "slot": 9, "position": 5, "request_id": "me", "site": ("verify", 0), "step": 9}
-    return Facts([Hit(code, **told | (hit or {}))], a_ledger(), **read)
+    return Evidence([Hit(code, **told | (hit or {}))], a_ledger(), **read)
 
 
 def test_what_nobody_wrote_has_no_last_write():
@@ -163,7 +163,7 @@ def test_the_differing_entry_has_a_record_where_the_row_looks_in_its_own_place()
 
 def test_the_best_answer_of_a_kind_is_the_first():
     """Answers stand best first."""
-    answers = tuple(Whose(kind, text, "inferred") for kind, text in (("zero", "a"), ("slot", "b"), ("slot", "c")))
+    answers = tuple(Provenance(kind, text, "inferred") for kind, text in (("zero", "a"), ("slot", "b"), ("slot", "c")))
     told = facts(whose=answers)
     assert told.whose_is("slot", "part") is answers[1]
     assert told.whose_is("slot", "zero") is answers[0]

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from structlog.testing import capture_logs
 
-from kvcanary.provenance.bytes_of import Whose
+from kvcanary.provenance.bytes_of import Provenance
 from kvcanary.report.finding import FAMILIES, KEPT_IN_GROUP, Cause, Finding, FindingLog, tell
 
 CAUSE = Cause("bits", "one flipped bit", "derived", ("this word alone",))
@@ -52,7 +52,7 @@ AS_DATA = {
 
 def a_finding(**changes: object) -> Finding:
     made = {name: tuple(value) if isinstance(value, list) else value for name, value in AS_DATA.items()}
-    made |= {"bytes_of": (Whose("zero", "zeros", "inferred", None, 1),), "causes": (CAUSE,)}
+    made |= {"bytes_of": (Provenance("zero", "zeros", "inferred", None, 1),), "causes": (CAUSE,)}
     return Finding(**made | changes)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcanary import PoolView
-from kvcanary.captured.decoded import Heard, Launched, Learned
+from kvcanary.captured.decoded import DecodedForward, Heard, Launched
 from kvcanary.captured.kernel_launches import HEADER
 from kvcanary.captured.pending import Hearing
 from kvcanary.captured.substep import MASKS, line_card
@@ -51,7 +51,7 @@ from kvcanary.native.layout import (
     UNKNOWN,
 )
 from kvcanary.records.mailbox import Line, PackedMask
-from kvcanary.records.record_store import Mirror
+from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.judge.count import NUM_BITS
 from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ
@@ -69,7 +69,7 @@ class World:
         kv = torch.zeros(2, 40, 1, 1)
         self.state = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4, vocab_size=50)], 3)
         self.ledger = Ledger(10, 4, 1, self.state.keys, [Role("target")])
-        self.mirror = Mirror(self.state)
+        self.mirror = RecordStore(self.state)
         self.hearing = Hearing(self.state, self.ledger.pages, self.mirror)
         for name, pages in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
             self.ledger.admit(name, range(10, 20), 0)
@@ -160,7 +160,7 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
         line = random_line(rng, kind == "verify", has_lineage)
         run = world.run(kind, line, kind == "verify", has_lineage)
         told = world.hear(run)
-        forward = Learned(run.substep, 1, 2, line.parts(), None, run.batch.requests)
+        forward = DecodedForward(run.substep, 1, 2, line.parts(), None, run.batch.requests)
         is_plan = forward.is_plan
         hits = [*judge_tokens(forward), *judge_mask(forward)] if is_plan else []
         assert bool(told & LEFT_TO_RULES) == (not is_plan or bool(hits)), line.parts()

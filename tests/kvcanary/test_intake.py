@@ -15,7 +15,7 @@ from kvcanary.calls.violation_log import KEPT_HITS, HitBatch, HitGroup, HitLog
 from kvcanary.codes import CODES
 from kvcanary.report.causes.rows import exchanged_pages
 from kvcanary.report.describe import MOST_DESCRIBED, Describer
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 
 MILLION = 1_000_000
 
@@ -197,7 +197,7 @@ def test_exchanged_pages_are_seen_in_a_flood(make_engine, pages):
     zeros = np.zeros(256, int)
     batch = HitBatch("R4", pool, ("verify", 0), 9, 128 + found, positions, zeros, ["mine"], found_positions=found)
     (incident,) = join_hits(kept(batch))
-    assert exchanged_pages(Facts(incident, None)) == pages
+    assert exchanged_pages(Evidence(incident, None)) == pages
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -18,7 +18,7 @@ from kvcanary.records.fingerprints import lanes_of_slots
 from kvcanary.records.mailbox import IN_THE_AIR, LINES
 from kvcanary.records.side_stream import LAST, Beside
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.scrub.rereads import ROOM, Line, Looks
+from kvcanary.scrub.rereads import ROOM, Line, Rereads
 from kvcanary_kernels.record.layout import REQUEST_GENERATION
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def judge(number: int, judged: list[int]) -> list[Hit]:
     return []
 
 
-def asked(looks: Looks, differs: bool, number: int, judged: list[int], count: int = 2) -> torch.Tensor:
+def asked(looks: Rereads, differs: bool, number: int, judged: list[int], count: int = 2) -> torch.Tensor:
     """A look whose kernel says in the last of its numbers whether it has found something."""
     found = looks.room(count)
     assert not found.any()
@@ -46,7 +46,7 @@ def asked(looks: Looks, differs: bool, number: int, judged: list[int], count: in
     return found
 
 
-def sent_of(looks: Looks) -> Line:
+def sent_of(looks: Rereads) -> Line:
     sent = looks.send()
     assert sent is not None
     return sent
@@ -54,7 +54,7 @@ def sent_of(looks: Looks) -> Line:
 
 def test_as_many_looks_as_a_batch_has_requests_go_with_one_step():
     """Each answer lies in its own place, and those alone are judged that differ, once the step is heard."""
-    looks, judged = Looks(CPU, at_once=False), list[int]()
+    looks, judged = Rereads(CPU, at_once=False), list[int]()
     differing = {0, 17, 299}
     for number in range(300):
         asked(looks, number in differing, number, judged)
@@ -66,7 +66,7 @@ def test_as_many_looks_as_a_batch_has_requests_go_with_one_step():
 @pytest.mark.parametrize("differing", [0, 1, 2])
 def test_what_a_line_has_no_room_for_lies_in_another_block(differing):
     """Nothing is skipped, moved or overwritten where a step has more of them than places."""
-    looks, judged = Looks(CPU, at_once=False), list[int]()
+    looks, judged = Rereads(CPU, at_once=False), list[int]()
     found = [asked(looks, number == differing, number, judged, count) for number, count in enumerate((ROOM, 1, 9999))]
     sent_of(looks).hits()
     assert judged == [differing]
@@ -75,7 +75,7 @@ def test_what_a_line_has_no_room_for_lies_in_another_block(differing):
 
 def test_a_step_that_finds_nothing_forgets_what_the_last_one_found():
     """Places are taken again from the first on, whatever lay there."""
-    looks, judged = Looks(CPU, at_once=False), list[int]()
+    looks, judged = Rereads(CPU, at_once=False), list[int]()
     for number in range(3 * IN_THE_AIR):
         asked(looks, number < IN_THE_AIR, number, judged)
         sent_of(looks).hits()
@@ -84,7 +84,7 @@ def test_a_step_that_finds_nothing_forgets_what_the_last_one_found():
 
 def test_numbers_between_answers_say_nothing():
     """What a finding has left in a place that is given away with another's is no finding."""
-    looks, judged = Looks(CPU, at_once=False), list[int]()
+    looks, judged = Rereads(CPU, at_once=False), list[int]()
     for _ in range(LINES):
         asked(looks, True, 0, judged, 4).fill_(1)
         sent_of(looks).hits()
@@ -98,7 +98,7 @@ def test_numbers_between_answers_say_nothing():
 @pytest.mark.parametrize("differing", range(IN_THE_AIR + 1))
 def test_answers_stay_until_the_step_is_heard(differing):
     """Kernels answer beside later steps: what is told and asked for meanwhile lies elsewhere."""
-    looks, judged = Looks(CPU, at_once=False), list[int]()
+    looks, judged = Rereads(CPU, at_once=False), list[int]()
     flights, places = [], []
     for number in range(IN_THE_AIR):
         places.append(asked(looks, False, number, judged))
@@ -113,7 +113,7 @@ def test_answers_stay_until_the_step_is_heard(differing):
 
 def test_a_step_allocates_nothing_once_lines_have_grown():
     """The same memory is given away every time that a line's turn comes."""
-    looks, judged = Looks(CPU, at_once=False), list[int]()
+    looks, judged = Rereads(CPU, at_once=False), list[int]()
 
     def addresses() -> set[int]:
         found = set[int]()
@@ -131,7 +131,7 @@ def test_a_step_allocates_nothing_once_lines_have_grown():
 def test_looks_are_launched_again_over_the_same_places(device):
     """Whatever a step looks at, and however many slots: what fires are those that differ, of that step alone."""
     pool, draws, told = sealed(device), np.random.default_rng(7), list[tuple[int, list[int]]]()
-    looks, slots_of = Looks(torch.device(device), at_once=False), range(1, pool.view.num_slots)
+    looks, slots_of = Rereads(torch.device(device), at_once=False), range(1, pool.view.num_slots)
     damaged = [5, 11]
     pool.content_a[1, damaged] += 1
     sent = deque[tuple[int, list[list[int]], Line]]()
@@ -155,7 +155,7 @@ def test_looks_are_launched_again_over_the_same_places(device):
 def test_what_is_not_finite_is_told_by_slot(device):
     """But of slots that were written in the grant that the host names."""
     pool, found = sealed(device), list[list[int]]()
-    looks, slots = Looks(torch.device(device), at_once=False), np.array([3, 9, 4, 20])
+    looks, slots = Rereads(torch.device(device), at_once=False), np.array([3, 9, 4, 20])
     for slot in (9, 20):
         rows = pool.rows.gather_layer(1, torch.tensor([slot], device=device))
         pool.rows.scatter_layer(1, torch.tensor([slot], device=device), torch.full_like(rows, -1))
@@ -176,7 +176,7 @@ def test_what_is_not_finite_is_told_by_slot(device):
 def test_the_next_step_asks_before_the_last_one_is_answered(differing):
     """A page is granted, and its poison looked at, while bytes of the step before are still being read beside it."""
     device, judged = torch.device("cuda"), list[int]()
-    looks, beside = Looks(device, at_once=False), Beside(device, LAST)
+    looks, beside = Rereads(device, at_once=False), Beside(device, LAST)
     answers = [torch.full((2,), int(number == differing), device=device) for number in range(2)]
     with beside.behind():
         torch.cuda._sleep(20_000_000)
@@ -230,7 +230,7 @@ def test_slots_are_told_behind_those_that_a_place_has(grants):
 def test_parts_are_looked_at_together_and_named_one_by_one(device, damaged, monkeypatch):
     """One launch over all of them, and each is told what was found of its own slots alone."""
     pool, found = sealed(device), dict[str, list[int]]()
-    looks, launched = Looks(torch.device(device), at_once=False), []
+    looks, launched = Rereads(torch.device(device), at_once=False), []
     run = looks._replays.run
     monkeypatch.setattr(looks._replays, "run", lambda *told: (launched.append(told), run(*told)))
     for slot in damaged:
@@ -274,7 +274,7 @@ def test_answers_are_quiet_where_every_number_is_zero(where):
 def test_preparing_asks_nothing_and_changes_nothing(device):
     """No byte, no answer, and nothing that waits for a step; then looks are as they would have been."""
     pool, judged = sealed(device), list[int]()
-    looks = Looks(torch.device(device), at_once=False)
+    looks = Rereads(torch.device(device), at_once=False)
     tensors = *pool.view.k, *pool.view.v, pool.content_a
     before = [own.clone() for own in tensors]
     looks.prepare(pool)

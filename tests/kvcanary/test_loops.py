@@ -24,7 +24,7 @@ from kvcanary.native import jit as memory
 from kvcanary.native import loops
 from kvcanary.native.layout import UNKNOWN
 from kvcanary.records.fingerprints import lanes_of_slots
-from kvcanary.records.record_store import NOT_ALL, Mirror, Move
+from kvcanary.records.record_store import NOT_ALL, Move, RecordStore
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.record.layout import SEAL, chain_host, make_keys, read_record, seal_host, signed
 
@@ -221,7 +221,7 @@ def test_records_are_sealed_as_the_plain_formula_says():
     """Seal and record of every slot, in both copies, whatever bits its fields have."""
     pool, _ = new_pool()
     state = CanaryState([pool.view], 3)
-    pool, mirror, rng = state.pools[0], Mirror(state), random.Random(4)
+    pool, mirror, rng = state.pools[0], RecordStore(state), random.Random(4)
     rows = np.array([5, 39, 4, 17])
     records = np.array([[rng.getrandbits(64) for _ in range(8)] for _ in rows], np.uint64)
     records[:, SEAL] = pool.seal_term
@@ -238,7 +238,7 @@ def test_a_move_of_slots_that_are_none_is_not_done(slot):
     """Memory outside the pool, null slots and entries that stay are seen before anything is written."""
     pool, ledger = new_pool()
     state = CanaryState([pool.view], 3)
-    before, mirror = state.records.clone(), Mirror(state)
+    before, mirror = state.records.clone(), RecordStore(state)
     move = Move(*(np.array(slots) for slots in ([5, 6], [7, slot], [5, 6], [7, 8])))
     pages = ledger.generations, ledger.owners
     assert mirror.move(state.pools[0], state.pools[0], move, 1, True, *pages) == (NOT_ALL, False)

@@ -13,7 +13,7 @@ import kvcanary.captured.one_shot
 import kvcanary.manager.manager
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
 from kvcanary.captured.arena import ALIGNMENT, Arena
-from kvcanary.captured.one_shot import OnceSubstep, Size
+from kvcanary.captured.one_shot import OneShotSubstep, Size
 from kvcanary_kernels.record.layout import CHAIN
 
 PAGE_SIZE, NUM_PAGES = 4, 96
@@ -72,7 +72,7 @@ class Prefills:
         return [(finding.code, finding.slot) for finding in self.canary.findings]
 
     @property
-    def idle(self) -> list[OnceSubstep]:
+    def idle(self) -> list[OneShotSubstep]:
         return [substep for kind in self.canary._static._singles._idle.values() for substep in kind]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvcanary import CanaryConfig, CanaryManager
 from kvcanary.errors import LifetimeError, PageStateError
-from kvcanary.ledger.page_history import HISTORY_EVENTS, History, phrase
+from kvcanary.ledger.page_history import HISTORY_EVENTS, PageHistory, phrase
 from kvcanary.ledger.page_states import EVENTS, STATE_NAMES, Pages
 from kvcanary.native.layout import NUM_FRESH
 from kvcanary_kernels.record import layout as record
@@ -216,7 +216,7 @@ def test_history_keeps_the_newest_events():
 
 def test_history_keeps_events_of_several_requests():
     """Each page has that of its own request, behind what it had; one without pages has none."""
-    history, pages = History(6), at(4, 1, 3)
+    history, pages = PageHistory(6), at(4, 1, 3)
     history.add("freed", at(1, 2), 1, "b")
     history.add_all("granted", pages, 2, ["a", "b", "c"], [1, 0, 2])
     told = [[event[:3] for event in history.of(page)] for page in range(6)]
@@ -250,7 +250,7 @@ def test_the_documented_table_is_the_table(pytestconfig):
 
 def test_a_page_keeps_its_newest_events_in_their_order():
     """However often pages had others together; one that does not exist has none."""
-    history = History(5)
+    history = PageHistory(5)
     for step in range(HISTORY_EVENTS + 3):
         history.add("granted", np.array([1, 3]), step, "a")
         history.add("freed", np.array([3]), step, None)

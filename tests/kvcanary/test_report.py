@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvcanary import KVCorruptionError, Report
-from kvcanary.provenance.bytes_of import Whose
+from kvcanary.provenance.bytes_of import Provenance
 from kvcanary.report.finding import Cause
 from kvcanary.report.render import SHOWN_FINDINGS, SHOWN_HEADLINES, wants_colour
 
@@ -139,7 +139,7 @@ def test_a_flood_is_still_one_screen(error):
         error.findings[0],
         causes=(Cause("bits", "one", "derived", ("a", "b")),) * 3,
         evidence=("one",) * 7,
-        bytes_of=(Whose("zero", "all zero", "inferred"),) * 3,
+        bytes_of=(Provenance("zero", "all zero", "inferred"),) * 3,
         history=("granted",) * 8,
     )
     lines = Report((long,) * 60, "none", {"forwards": 1}).text().splitlines()
@@ -159,7 +159,10 @@ def test_padding_writes_as_padding(error):
 
 def test_whose_bytes_these_are_has_a_line(error):
     """The best answer is on the screen, with what it rests on; all are in the data."""
-    answers = (Whose("part", "V is K of slot 9 stored as V", "inferred", 9, 1), Whose("zero", "all zero", "inferred"))
+    answers = (
+        Provenance("part", "V is K of slot 9 stored as V", "inferred", 9, 1),
+        Provenance("zero", "all zero", "inferred"),
+    )
     finding = replace(error.findings[0], bytes_of=answers)
     assert labelled(Report((finding,), "none", {}).text())["bytes"] == "V is K of slot 9 stored as V (inferred)"
     assert [answer["kind"] for answer in finding.to_dict()["bytes_of"]] == ["part", "zero"]

@@ -13,7 +13,7 @@ from kvcanary.calls.violation import Hit
 from kvcanary.report.causes import transfers
 from kvcanary.report.render import Report
 from kvcanary.transfers.async_ops import HOST
-from kvcanary.transfers.async_tracker import TicketDesk
+from kvcanary.transfers.async_tracker import AsyncTracker
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from rule_facts import a_hit, shown
 
@@ -101,7 +101,7 @@ def test_behind_a_slot_map_the_place_is_the_pool_s_own():
     slot_map[8:12] = torch.arange(4, 8)
     view = SimpleNamespace(page_size=4, slot_map=slot_map, num_slots=12, device=torch.device("cpu"))
     ledger = SimpleNamespace(generations=[0] * 4, owner_of=lambda page: None, pages=SimpleNamespace(numbers=list))
-    desk = TicketDesk(ledger, SimpleNamespace(view=view), hits.extend)
+    desk = AsyncTracker(ledger, SimpleNamespace(view=view), hits.extend)
     desk.issue("swap in", "split pool", writes=[2])
     desk.use("decode", "main", [2])
     assert [(hit.page, hit.slot, hit.named) for hit in hits] == [(2, 4, 8)]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
 from kvcanary.captured import kernel_launches as launches_module
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.registry import SubstepBank
+from kvcanary.captured.registry import SubstepRegistry
 from kvcanary.records.dispatch import KERNELS
 from kvcanary_kernels.record import layout as record
 from static_rig import StaticRig
@@ -207,13 +207,13 @@ def test_a_bank_is_filled_before_it_is_armed(make_static):
 def test_a_bank_has_a_capacity(make_static):
     """Headers lie in one tensor that never grows."""
     rig = make_static()
-    assert refused(PlanError, SubstepBank, rig.state, 0).startswith("capacity must be at least 1, got 0")
-    bank = SubstepBank(rig.state, 1)
+    assert refused(PlanError, SubstepRegistry, rig.state, 0).startswith("capacity must be at least 1, got 0")
+    bank = SubstepRegistry(rig.state, 1)
     buffers = StaticBuffers.allocate(1, 1, 1)
     assert refused(PlanError, bank.add, "other", "decode", 0, buffers) == "pool must be one of target, got 'other'"
     bank.add("target", "decode", 0, buffers)
     words = refused(PlanError, bank.add, "target", "verify", 0, buffers)
-    assert words == "a bank of 1 substeps is full: give SubstepBank a larger capacity"
+    assert words == "a bank of 1 substeps is full: give SubstepRegistry a larger capacity"
 
 
 def test_attention_asks_for_every_layer_once(make_static):

@@ -12,7 +12,7 @@ import torch
 from kvcanary import KVCorruptionError
 from kvcanary.config import ROTATION_STEPS
 from kvcanary.records.state import CanaryState
-from kvcanary.scrub.rereads import Looks
+from kvcanary.scrub.rereads import Rereads
 from kvcanary.scrub.scrubber import STRIDE
 from kvcanary_kernels.content.finite import finite_check_torch, formats_of
 from kvcanary_kernels.content.poison import poison_fill_torch
@@ -123,7 +123,7 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     for layer in range(pool.view.num_layers):
         rows = pool.rows.gather_layer(layer, torch.from_numpy(slots))
         pool.rows.scatter_layer(layer, torch.from_numpy(slots), torch.full_like(rows, -1))
-    looks, grants = Looks(torch.device("cpu"), at_once=False), engine.canary._ledger.generations[slots // 16]
+    looks, grants = Rereads(torch.device("cpu"), at_once=False), engine.canary._ledger.generations[slots // 16]
     for own in (grants, None):
         part = (slots, own, lambda mismatch: asked.append(mismatch.any(1).numpy()) or [])
         looks.look_for_finite(pool, [part])
@@ -190,7 +190,7 @@ def test_a_device_looks_once_a_pool_and_step(make_engine, monkeypatch, struck):
     engine = make_engine(page_size=16)
     engine.start("one", 20)
     checks, page, asked = engine.canary._checks, engine.free_pages[7], []
-    tails, looks = checks.tails, Looks(torch.device("cpu"), at_once=False)
+    tails, looks = checks.tails, Rereads(torch.device("cpu"), at_once=False)
     tails._asked, tails._is_host = looks, False
     for pool in engine.canary._state.pools:
         object.__setattr__(pool, "host", None)

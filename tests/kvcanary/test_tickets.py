@@ -1,4 +1,4 @@
-"""Tickets: accesses that did not wait for work in flight, or that belong to an earlier grant, and none else."""
+"""AsyncOps: accesses that did not wait for work in flight, or that belong to an earlier grant, and none else."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvcanary.transfers.async_ops import HOST, Ticket, Tickets
-from kvcanary.transfers.async_tracker import TicketDesk
+from kvcanary.transfers.async_ops import HOST, AsyncOp, AsyncOps
+from kvcanary.transfers.async_tracker import AsyncTracker
 
 
-def make_tickets() -> tuple[Tickets, np.ndarray]:
+def make_tickets() -> tuple[AsyncOps, np.ndarray]:
     """Ten pages, page p in generation 10 + p."""
     generations = np.arange(10, 20, dtype=np.int64)
-    return Tickets(generations), generations
+    return AsyncOps(generations), generations
 
 
 def words(violations) -> list[str]:
@@ -266,7 +266,7 @@ def test_to_follow_a_stream_is_to_wait_for_a_mark_on_it():
     """Whatever each has waited for before: the same is ordered, and what is issued next has the same number."""
     draws = random.Random(4)
     streams = ["main", "copies", 7, HOST]
-    ours, theirs = Tickets([0] * 4), Tickets([0] * 4)
+    ours, theirs = AsyncOps([0] * 4), AsyncOps([0] * 4)
     for number in range(300):
         stream, other = draws.sample(streams, 2)
         if draws.random() < 0.4:
@@ -284,8 +284,8 @@ def test_to_follow_a_stream_is_to_wait_for_a_mark_on_it():
 def test_a_fetch_and_its_end_find_what_the_calls_find_that_they_stand_for(seed):
     """One engine fetches into buffers and receives, the other makes every call; others use the buffers meanwhile."""
     draws, found = random.Random(seed), ([], [])
-    ours, theirs = (TicketDesk(SimpleNamespace(generations=[]), None, own.extend) for own in found)
-    flying: list[tuple[Ticket, Ticket, str, int]] = []
+    ours, theirs = (AsyncTracker(SimpleNamespace(generations=[]), None, own.extend) for own in found)
+    flying: list[tuple[AsyncOp, AsyncOp, str, int]] = []
     generations = dict.fromkeys(("one", "two"), 0)
     for number in range(120):
         buffer, stream = draws.choice([*generations]), draws.choice(["copies", "more"])

@@ -1,4 +1,4 @@
-"""Uids: 32-bit names of requests, equal on every rank and in every replay."""
+"""RequestIds: 32-bit names of requests, equal on every rank and in every replay."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvcanary.ledger import request_ids as uids
-from kvcanary.ledger.request_ids import REMEMBERED_UIDS, Uids, digest
+from kvcanary.ledger.request_ids import REMEMBERED_UIDS, RequestIds, digest
 
 COLLIDING = ("request 77204", "request 193657")  # found by search: their 32 bits are equal
 
 
 def test_a_uid_is_32_bits_of_blake2b():
     """The same name has the same uid in every process, and 0 means nobody."""
-    book = Uids()
+    book = RequestIds()
     for number in range(2000):
         name = f"request {number}"
         expected = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
@@ -24,7 +24,7 @@ def test_a_uid_is_32_bits_of_blake2b():
 
 def test_the_order_of_admission_does_not_matter():
     """Requests that do not collide have the same uids in any order, whoever came and went before."""
-    first, second = Uids(), Uids()
+    first, second = RequestIds(), RequestIds()
     names = [f"request {number}" for number in range(50)]
     forward = {name: first.new(name) for name in names}
     second.retire(second.new("somebody"))
@@ -33,7 +33,7 @@ def test_the_order_of_admission_does_not_matter():
 
 def test_a_live_collision_is_resolved_and_logged_once():
     """The second of two colliding requests gets its next digest; one event names both."""
-    book = Uids()
+    book = RequestIds()
     with capture_logs() as events:
         taken, other = (book.new(name) for name in COLLIDING)
     assert taken == digest(COLLIDING[0], 0) == digest(COLLIDING[1], 0)
@@ -52,7 +52,7 @@ def test_a_live_collision_is_resolved_and_logged_once():
 
 def test_an_ended_request_does_not_collide():
     """Only live requests keep a uid from others: a replay that begins later gives the same."""
-    book = Uids()
+    book = RequestIds()
     book.retire(book.new(COLLIDING[0]))
     with capture_logs() as events:
         uid = book.new(COLLIDING[1])
@@ -64,13 +64,13 @@ def test_zero_is_never_a_uid(monkeypatch):
     """A digest of 0 is passed over, and that is no collision."""
     monkeypatch.setattr(uids, "digest", lambda request_id, attempt: attempt)
     with capture_logs() as events:
-        assert Uids().new("only") == 1
+        assert RequestIds().new("only") == 1
     assert events == []
 
 
 def test_names_of_ended_requests_are_kept_up_to_a_bound():
     """Reports name the requests that ended last; those that live are named however old they are."""
-    book = Uids()
+    book = RequestIds()
     oldest, first = book.new("lives long"), book.new("ends first")
     book.retire(first)
     assert book.name(first) == "ends first"
@@ -83,7 +83,7 @@ def test_names_of_ended_requests_are_kept_up_to_a_bound():
 @pytest.mark.parametrize("name", ["", "\ud800", "\0", "naïve"])
 def test_any_string_has_a_uid(name):
     """Empty names, lone surrogates and zero bytes are names too."""
-    book = Uids()
+    book = RequestIds()
     uid = book.new(name)
     assert book.name(uid) == name
     book.retire(uid)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
-from kvcanary.provenance.bytes_of import HYPOTHESES, SEARCHED_SLOTS, Whose, lanes_of_rows, whose_bytes
+from kvcanary.provenance.bytes_of import HYPOTHESES, SEARCHED_SLOTS, Provenance, lanes_of_rows, whose_bytes
 from kvcanary_kernels.content.poison import NAN_WORD, poison_words
 
 LAYER = 1
@@ -26,7 +26,7 @@ def engine(request, make_engine):
     return engine
 
 
-def answers_for(engine, damage: Damage, layer: int = LAYER, **settings) -> tuple[Whose, ...]:
+def answers_for(engine, damage: Damage, layer: int = LAYER, **settings) -> tuple[Provenance, ...]:
     """Damage position 5 of `first` with bytes of position 2 of `second`, and ask."""
     slot, other = engine.slot("first", 5), engine.slot("second", 2)
     damage(engine.pools["target"].kv, slot, other)
@@ -222,7 +222,7 @@ def test_a_finding_says_whose_bytes_it_found(make_engine):
     with pytest.raises(KVCorruptionError) as caught:
         engine.step()
     (finding,) = caught.value.findings
-    assert finding.bytes_of == (Whose("part", f"V is K of slot {other} stored as V", "inferred", other, LAYER),)
+    assert finding.bytes_of == (Provenance("part", f"V is K of slot {other} stored as V", "inferred", other, LAYER),)
     assert f"  bytes     V is K of slot {other} stored as V (inferred)\n" in str(caught.value)
 
 

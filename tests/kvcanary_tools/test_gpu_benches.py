@@ -94,7 +94,7 @@ def test_each_moment_of_the_host_counts_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_everything_that_an_engine_calls_of_its_canary_is_timed() -> None:
     """Methods of the manager, of its base and of the desk for tickets; the engine's own part; waits."""
     names = {f"{owner.__name__}.{name}": who for owner, name, who in host_work.entries()}
-    asked = ("CanaryManager.depart", "CanaryManager.append", "TicketDesk.issue", "Together.launch")
+    asked = ("CanaryManager.depart", "CanaryManager.append", "AsyncTracker.issue", "Together.launch")
     assert {names[name] for name in asked} == {"canary"}
     assert names["Event.synchronize"] == "wait"
     assert not any(name.partition(".")[2].startswith("_") for name in names)

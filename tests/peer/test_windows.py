@@ -9,7 +9,7 @@ import torch
 
 from kvcanary import Finding, HookOrderError, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.registry import SubstepBank
+from kvcanary.captured.registry import SubstepRegistry
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.record.layout import REQUEST_GENERATION
 from toy_findings import found
@@ -380,7 +380,7 @@ def test_a_static_substep_of_a_partial_pool_is_refused(make_sliding):
     manager = make_sliding().canary
     buffers = StaticBuffers.allocate(1, 1, 8)
     with pytest.raises(PlanError, match="must have neither slot_map nor window in a static substep"):
-        SubstepBank(manager._state).add("sliding", "decode", 0, buffers)
+        SubstepRegistry(manager._state).add("sliding", "decode", 0, buffers)
 
 
 def test_the_groups_of_one_forward_may_be_open_at_once(engine):

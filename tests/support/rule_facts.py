@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.provenance.bytes_of import Whose
+from kvcanary.provenance.bytes_of import Provenance
 from kvcanary.report.finding import Cause
 from kvcanary_kernels.record.layout import LOADING, WRITTEN, Record
 
@@ -65,8 +65,8 @@ def a_row(**told) -> SimpleNamespace:
     return SimpleNamespace(**row | {"of_other": lambda entry: other} | told)
 
 
-def whose(kind: str, text: str = "what they are") -> tuple[Whose, ...]:
-    return (Whose(kind, text, "inferred", 9, 1),)
+def whose(kind: str, text: str = "what they are") -> tuple[Provenance, ...]:
+    return (Provenance(kind, text, "inferred", 9, 1),)
 
 
 def a_record(**told) -> Record:

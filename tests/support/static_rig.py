@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvcanary import PoolView
 from kvcanary.captured.buffers import Batch, StaticBuffers
-from kvcanary.captured.readback import Harvest
-from kvcanary.captured.registry import SubstepBank
-from kvcanary.captured.substep import StaticSubstep
+from kvcanary.captured.readback import Readback
+from kvcanary.captured.registry import SubstepRegistry
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.record.layout import FREE, NO_OWNER, RESERVED
 
@@ -39,7 +39,7 @@ class StaticRig:
         k, v = ([self.kv[layer, :, part] for layer in range(self.LAYERS)] for part in (0, 1))
         self.state = CanaryState([PoolView("target", k, v, self.PAGE_SIZE)], seed=7)
         self.pool = self.state.pools[0]
-        self.bank = SubstepBank(self.state)
+        self.bank = SubstepRegistry(self.state)
         self.device = device
         self.skipped_layers: set[int] = set()
         self.before_close: Callable[[], None] = lambda: None
@@ -89,7 +89,7 @@ class StaticRig:
         place = torch.arange(self.HEADS * self.DIM, device=tokens.device).view(self.HEADS, self.DIM)
         return (seeds + place).sin(), (seeds - place).cos()
 
-    def body(self, substep: StaticSubstep) -> None:
+    def body(self, substep: CapturedSubstep) -> None:
         """A forward with all its hooks, over static buffers."""
         forward = substep.forward
         if substep.is_postponed:
@@ -101,7 +101,7 @@ class StaticRig:
         self.before_close()
         substep.close(joins=not substep.is_postponed)
 
-    def run(self, substep: StaticSubstep, batch: Batch, step: int = 1) -> Harvest:
+    def run(self, substep: CapturedSubstep, batch: Batch, step: int = 1) -> Readback:
         """One forward of this batch in this step, and what it found."""
         self.bank.begin_step(step)
         self.bank.load(substep, batch)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcanary.captured.buffers import Batch, StaticBuffers
-    from kvcanary.captured.substep import StaticSubstep
+    from kvcanary.captured.substep import CapturedSubstep
     from kvcanary.manager.manager import CanaryManager
 
 NAME, LIVE = "replayed", "live"
@@ -53,7 +53,7 @@ def replay(target: Target, change: Change) -> None:
         canary.detach()
 
 
-def _step(canary: CanaryManager, substep: StaticSubstep, start: int, end: int, change: Change) -> None:
+def _step(canary: CanaryManager, substep: CapturedSubstep, start: int, end: int, change: Change) -> None:
     """One replay that writes positions [start, end), and the check behind it."""
     canary.begin_step(canary.step + 1)
     canary.bank.load(substep, _batch(canary, start, end))
@@ -84,7 +84,7 @@ def _batch(canary: CanaryManager, start: int, end: int) -> Batch:
     )
 
 
-def _forward(substep: StaticSubstep) -> None:
+def _forward(substep: CapturedSubstep) -> None:
     """The captured body: K and V follow from token, position and layer."""
     import torch
 

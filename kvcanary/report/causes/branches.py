@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvcanary.calls.violation import NO_BRANCH
 from kvcanary.pools.launch_site import site_name
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
 
-def other_branch(facts: Facts) -> Cause | None:
+def other_branch(facts: Evidence) -> Cause | None:
     """The engine says of which branch a row is the child, and the row reads what another one has written."""
     lineage = facts.hit.lineage
     if lineage is None:
@@ -28,7 +28,7 @@ def other_branch(facts: Facts) -> Cause | None:
     return Cause("draft", text, "derived", evidence)
 
 
-def copies_of_ancestors(facts: Facts) -> Cause | None:
+def copies_of_ancestors(facts: Evidence) -> Cause | None:
     """Readers of whole pages have their ancestors copied; what a copy of this step brought does not follow the rest."""
     if facts.hit.site[0] != "draft" or facts.write_site is None or facts.write_site[0] != "move":
         return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvcanary.ledger.page_history import PageEvent
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
 PARTS = ("K", "V")
 LATE_STEPS = 8  # in which a copy that was in flight when its page was freed has surely landed
 
 
-def flipped_bit(facts: Facts) -> Cause | None:
+def flipped_bit(facts: Evidence) -> Cause | None:
     word = facts.word
     if word is None or word.bit is None:
         return None
@@ -18,18 +18,18 @@ def flipped_bit(facts: Facts) -> Cause | None:
     return Cause("bits", text, "derived", _one_word(facts))
 
 
-def changed_word(facts: Facts) -> Cause | None:
+def changed_word(facts: Evidence) -> Cause | None:
     if facts.word is None or facts.word.bit is not None:
         return None
     return Cause("bits", "one 32-bit word was overwritten, nothing else changed", "derived", _one_word(facts))
 
 
-def _one_word(facts: Facts) -> tuple[str, ...]:
+def _one_word(facts: Evidence) -> tuple[str, ...]:
     layers = facts.hit.pool.view.num_layers
     return (f"this word alone explains both fingerprints; 1 of {layers} layers differs",)
 
 
-def scale(facts: Facts) -> Cause | None:
+def scale(facts: Evidence) -> Cause | None:
     """What lies beside K and V is another slot's, or reset, in another order, or one word of it changed."""
     whose, word = facts.whose_is("scale"), facts.word
     if word is not None and word.part not in PARTS:
@@ -45,7 +45,7 @@ def scale(facts: Facts) -> Cause | None:
     return Cause("scales", text, "inferred", (whose.text,))
 
 
-def copied(facts: Facts) -> Cause | None:
+def copied(facts: Evidence) -> Cause | None:
     """The row of another slot: exchanged with it, or copied."""
     whose = facts.whose_is("slot")
     if whose is None or facts.is_first_look or untranslated(facts) is not None:
@@ -57,7 +57,7 @@ def copied(facts: Facts) -> Cause | None:
     return Cause("transfer", f"{whose.text}: a copy that nobody declared", "inferred", (evidence,))
 
 
-def untranslated(facts: Facts) -> Cause | None:
+def untranslated(facts: Evidence) -> Cause | None:
     """A pool behind a map, in whose slot a store has not arrived: it went to where the unmapped number leads."""
     hit = facts.hit
     if hit.code != "R9" or hit.pool.view.slot_map is None or not facts.was_never_right or facts.word is not None:
@@ -66,7 +66,7 @@ def untranslated(facts: Facts) -> Cause | None:
     return Cause("windows", "the store went by a slot of another pool, or by an old map", "inferred", evidence)
 
 
-def mixed_up(facts: Facts) -> Cause | None:
+def mixed_up(facts: Evidence) -> Cause | None:
     whose = facts.whose_is("part", "exchange", "layer", "shift")
     if whose is None:
         return None
@@ -75,7 +75,7 @@ def mixed_up(facts: Facts) -> Cause | None:
     return Cause(family, text, "inferred", (f"{whose.text}, in layer {facts.hit.layers[0]}",))
 
 
-def never_stored(facts: Facts) -> Cause | None:
+def never_stored(facts: Evidence) -> Cause | None:
     """What was there before the last declared write is still there."""
     if not facts.was_never_right or facts.word is not None or facts.whose_is("exchange", "shift", "layer"):
         return None
@@ -96,17 +96,17 @@ def never_stored(facts: Facts) -> Cause | None:
     return Cause("uninitialised", text, "inferred", tuple(evidence))
 
 
-def _is_older(facts: Facts) -> bool:
+def _is_older(facts: Evidence) -> bool:
     """Whether the slot whose bytes these are was written before this one."""
     return facts.source is not None and facts.record is not None and facts.source.step < facts.record.step
 
 
-def _layers_agree(facts: Facts) -> bool:
+def _layers_agree(facts: Evidence) -> bool:
     content = [hit.layers for hit in facts.incident if hit.code == "R9"]
     return len(set(content)) == 1 and 0 < len(content[0]) < facts.hit.pool.view.num_layers
 
 
-def cleared(facts: Facts) -> Cause | None:
+def cleared(facts: Evidence) -> Cause | None:
     part, whose, last_good = facts.whose_is("zero_part"), facts.whose_is("zero"), facts.hit.last_good
     if part is not None:
         evidence = (f"{part.text}, and the rest of the row is not",)  # a store that is lost loses the whole row
@@ -117,7 +117,7 @@ def cleared(facts: Facts) -> Cause | None:
     return Cause("order", "cleared after it was written: a zeroing that waited for nobody", "inferred", evidence)
 
 
-def not_finite(facts: Facts) -> Cause | None:
+def not_finite(facts: Evidence) -> Cause | None:
     whose = facts.whose_is("not_finite")
     if whose is None:
         return None
@@ -127,7 +127,7 @@ def not_finite(facts: Facts) -> Cause | None:
     return Cause("bits", "overwritten with values that no forward has stored", "inferred", (whose.text,))
 
 
-def padding_not_finite(facts: Facts) -> Cause | None:
+def padding_not_finite(facts: Evidence) -> Cause | None:
     hit = facts.hit
     if hit.slot >= hit.pool.view.null_slots:
         return None
@@ -135,7 +135,7 @@ def padding_not_finite(facts: Facts) -> Cause | None:
     return Cause("graphs", text, "inferred", (f"slot {hit.slot} is a null slot: only padding may write it",))
 
 
-def never_cleared(facts: Facts) -> Cause | None:
+def never_cleared(facts: Evidence) -> Cause | None:
     """Found by the first look since the page was granted, where nobody has written."""
     at_grant = any(hit.site[0] == "grant" for hit in facts.incident)
     grant = _last_grant(facts)
@@ -150,7 +150,7 @@ def never_cleared(facts: Facts) -> Cause | None:
     return Cause("uninitialised", text, "inferred", evidence)
 
 
-def not_finite_since(facts: Facts) -> Cause | None:
+def not_finite_since(facts: Evidence) -> Cause | None:
     """Behind the end of a row: what lay there at the grant was found finite."""
     if facts.finite_since is None or any(hit.site[0] == "grant" for hit in facts.incident):
         return None
@@ -158,7 +158,7 @@ def not_finite_since(facts: Facts) -> Cause | None:
     return Cause("bits", "a stray write behind the end of the row", "derived", evidence)
 
 
-def _last_grant(facts: Facts) -> PageEvent | None:
+def _last_grant(facts: Evidence) -> PageEvent | None:
     """Of a page that is granted to somebody."""
     if facts.hit.slot < facts.hit.pool.view.null_slots:
         return None
@@ -166,7 +166,7 @@ def _last_grant(facts: Facts) -> PageEvent | None:
     return granted[-1] if granted else None
 
 
-def late_write(facts: Facts) -> Cause | None:
+def late_write(facts: Evidence) -> Cause | None:
     """Someone who had the page before may still write it."""
     former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]
     if not former or facts.word is not None:
@@ -178,7 +178,7 @@ def late_write(facts: Facts) -> Cause | None:
     return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
 
 
-def overwritten(facts: Facts) -> Cause | None:
+def overwritten(facts: Evidence) -> Cause | None:
     if facts.word is not None:
         return None
     slots = len({hit.slot for hit in facts.incident})
@@ -188,13 +188,13 @@ def overwritten(facts: Facts) -> Cause | None:
     return Cause("bits", "several words changed: an overwrite that nobody declared", "derived", evidence)
 
 
-def moved_wrong(facts: Facts) -> Cause | None:
+def moved_wrong(facts: Evidence) -> Cause | None:
     return Cause(
         "transfer", "the move copied other bytes than the plan says, or used its source after that", "inferred"
     )
 
 
-def written_when_free(facts: Facts) -> Cause | None:
+def written_when_free(facts: Evidence) -> Cause | None:
     freed = [event for event in facts.events if event.kind == "freed"]
     evidence = (f"freed by {freed[-1].request_id!r} at step {freed[-1].step}",) if freed else ()
     return Cause(
@@ -202,7 +202,7 @@ def written_when_free(facts: Facts) -> Cause | None:
     )
 
 
-def damaged_record(facts: Facts) -> Cause | None:
+def damaged_record(facts: Evidence) -> Cause | None:
     if facts.hit.fingerprint_hit:
         evidence = ("lane b over all layers is right",)
         return Cause("bits", "the stored fingerprint was overwritten: K and V are right", "derived", evidence)

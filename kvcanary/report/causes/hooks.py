@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvcanary.pools.launch_site import site_name
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
 
-def never_opened(facts: Facts) -> Cause | None:
+def never_opened(facts: Evidence) -> Cause | None:
     """A forward that was announced, or that must have run."""
     hit = facts.hit
     opened = (hit.found or {}).get("opened")
@@ -18,7 +18,7 @@ def never_opened(facts: Facts) -> Cause | None:
     return Cause("hooks", f"{name} ran without the canary's hooks, or did not run", "derived", evidence)
 
 
-def wrong_number(facts: Facts) -> Cause | None:
+def wrong_number(facts: Evidence) -> Cause | None:
     """A draft forward whose rows and positions are those of another."""
     number = (facts.hit.expected or {}).get("number")
     if number is None:
@@ -29,7 +29,7 @@ def wrong_number(facts: Facts) -> Cause | None:
     return Cause("hooks", text, "derived", evidence)
 
 
-def never_told(facts: Facts) -> Cause | None:
+def never_told(facts: Evidence) -> Cause | None:
     """Entries that are final and that no forward with hooks has written."""
     hit, view = facts.hit, facts.hit.pool.view
     if not hit.is_unhooked or "entries" not in (hit.expected or {}):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvcanary.calls.violation import Hit
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
 
-def other_root(facts: Facts) -> Cause | None:
+def other_root(facts: Evidence) -> Cause | None:
     """The same tokens at the same positions, under another salt or adapter."""
     hit, found, reader = facts.hit, facts.record, facts.reader
     if reader is None or found is None:
@@ -27,7 +27,7 @@ def other_root(facts: Facts) -> Cause | None:
     return Cause("identity", text, "derived", evidence)
 
 
-def other_prompt(facts: Facts) -> Cause | None:
+def other_prompt(facts: Evidence) -> Cause | None:
     """A page that came by a prefix hit or a fork, and holds what another request has there."""
     position, lies = facts.hit.position, facts.record
     if facts.hit.code == "R6":
@@ -52,7 +52,7 @@ def other_prompt(facts: Facts) -> Cause | None:
     return Cause("identity", "a prefix hit, or a fork, brought a page of another prompt", "derived", evidence)
 
 
-def other_predecessor(facts: Facts) -> Cause | None:
+def other_predecessor(facts: Evidence) -> Cause | None:
     """The entry is right, and so is what was granted before it: the row looks elsewhere for that."""
     hit, position = facts.hit, facts.hit.position
     if not position or not facts.is_own_place or any(_is_beside(hit, other) for other in facts.incident[1:]):
@@ -70,7 +70,7 @@ def _is_beside(hit: Hit, other: Hit) -> bool:
     return other.row == hit.row and other.position == (hit.position or 0) - 1
 
 
-def rotated(facts: Facts) -> Cause | None:
+def rotated(facts: Evidence) -> Cause | None:
     """The last entry of a prompt in a pool that is one token ahead: it took the head of a prompt for what follows."""
     hit, found, differs = facts.hit, facts.record, facts.first_difference
     if not hit.pool.view.token_offset or differs is None or found is None or facts.write_site is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvcanary.pools.launch_site import TREE_KINDS, site_name, unpack_site
 from kvcanary.report.causes.rows import is_current_write
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary_kernels.record.layout import Record
 
 
-def undeclared_move(facts: Facts) -> Cause | None:
+def undeclared_move(facts: Evidence) -> Cause | None:
     """Other bytes than the record's, where another node's record lies than the one that was accepted."""
     lies, place = facts.record if facts.is_own_place else None, facts.own_position
     if facts.hit.code == "R6":
@@ -28,7 +28,7 @@ def undeclared_move(facts: Facts) -> Cause | None:
     return Cause("transfer", "accepted entries were moved, and the canary was not told", "derived", evidence)
 
 
-def moved_from_elsewhere(facts: Facts) -> Cause | None:
+def moved_from_elsewhere(facts: Evidence) -> Cause | None:
     """A declared move whose source is not what the row has at this position."""
     lies, wanted = _wrong_entry(facts)
     if lies is None or unpack_site(lies.site)[0] != "move":
@@ -45,7 +45,7 @@ def moved_from_elsewhere(facts: Facts) -> Cause | None:
     return Cause("transfer", f"the move took its source from {source}", "derived", evidence)
 
 
-def stale_copy(facts: Facts) -> Cause | None:
+def stale_copy(facts: Evidence) -> Cause | None:
     """A load or swap brought entries of the request's own page as they were at an earlier time, or of another page."""
     if facts.hit.code == "R12":
         return _without_this_entry(facts)
@@ -68,7 +68,7 @@ def stale_copy(facts: Facts) -> Cause | None:
     return Cause("transfer", text, "derived", evidence)
 
 
-def _is_place_of(facts: Facts, lies: Record, wanted: int | None) -> bool:
+def _is_place_of(facts: Evidence, lies: Record, wanted: int | None) -> bool:
     """Whether an entry may once have lain where `wanted` does: nodes of a tree lie at other places than positions."""
     if wanted is None or lies.position == wanted:
         return wanted is not None
@@ -82,7 +82,7 @@ def _whose(lies: Record, wanted: int | None) -> str:
     return f"it was written for position {lies.position}, and lies at {wanted}"
 
 
-def _without_this_entry(facts: Facts) -> Cause | None:
+def _without_this_entry(facts: Evidence) -> Cause | None:
     if not facts.is_own_place or is_current_write(facts):
         return None
     current = [entry for entry in facts.row.page if entry is not None and entry.generation == facts.granted]
@@ -97,7 +97,7 @@ def _without_this_entry(facts: Facts) -> Cause | None:
     return Cause("transfer", "stale: the copy that came back was made before this entry was", "derived", evidence)
 
 
-def never_copied(facts: Facts) -> Cause | None:
+def never_copied(facts: Evidence) -> Cause | None:
     """A page in the place of another one, whose bytes did not follow."""
     source, page = facts.row.copied_from, facts.hit.page
     if source is None or not facts.is_own_place or is_current_write(facts):
@@ -113,7 +113,7 @@ def never_copied(facts: Facts) -> Cause | None:
     return Cause("transfer", f"{text}: no move of these bytes was declared", "derived", evidence)
 
 
-def forgotten_tail(facts: Facts) -> Cause | None:
+def forgotten_tail(facts: Evidence) -> Cause | None:
     """A place of the prefix on the pages of a draft branch, which the prefix's own entry should have been copied to."""
     hit, reader, place, size = facts.hit, facts.reader, facts.own_position, facts.hit.pool.view.page_size
     if reader is None or place is None or hit.position is None or hit.site[0] != "draft":
@@ -135,7 +135,7 @@ def forgotten_tail(facts: Facts) -> Cause | None:
     return Cause("transfer", text, "derived", evidence)
 
 
-def _wrong_entry(facts: Facts) -> tuple[Record | None, int | None]:
+def _wrong_entry(facts: Evidence) -> tuple[Record | None, int | None]:
     """What lies in the row's own place and is not the request's entry, and where: the one found, or the one before."""
     position = facts.hit.position
     if facts.hit.code == "R6":

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
 from kvcanary.report.causes import branches, hooks, identity, moves, rows, tokens, transfers, writes
 from kvcanary.report.causes import bytes as bytes_
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
 MOST_CAUSES = 3
-Rule = Callable[[Facts], Cause | None]
+Rule = Callable[[Evidence], Cause | None]
 
 
-def rank_causes(facts: Facts) -> tuple[Cause, ...]:
+def rank_causes(facts: Evidence) -> tuple[Cause, ...]:
     """The causes that fit what was read, best first; at least one."""
     found = [cause for codes, rule in RULES if facts.hit.kind in codes for cause in [rule(facts)] if cause is not None]
     found = [cause for cause in found if cause.evidence] or found
@@ -30,13 +30,13 @@ def rank_causes(facts: Facts) -> tuple[Cause, ...]:
 def _fixed(family: str, text: str) -> Rule:
     """A rule that always names this cause."""
 
-    def rule(facts: Facts) -> Cause | None:
+    def rule(facts: Evidence) -> Cause | None:
         return Cause(family, text, "inferred")
 
     return rule
 
 
-def _wrong_plan(facts: Facts) -> Cause:
+def _wrong_plan(facts: Evidence) -> Cause:
     return Cause("addressing", f"the arrays of this forward were built wrong: {CODES[facts.hit.code].name}", "inferred")
 
 

@@ -7,7 +7,7 @@ from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import SUBSTEP_KINDS, TREE_KINDS, site_name, unpack_site
 from kvcanary.pools.slot_maps import window_start
 from kvcanary.report.causes.identity import other_prompt, other_root
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary_kernels.record.layout import LOAD_FAILED, LOADING, NEVER_WRITTEN
 
@@ -15,7 +15,7 @@ UNLOADED = (NEVER_WRITTEN, LOADING, LOAD_FAILED)  # states of a page
 WRAPPED = 1 << 31  # what a 32-bit index can not hold
 
 
-def out_of_bounds(facts: Facts) -> Cause | None:
+def out_of_bounds(facts: Evidence) -> Cause | None:
     hit = facts.hit
     evidence = (f"slot {hit.slot} of {hit.pool.view.num_slots}",)
     if not -WRAPPED <= hit.slot < WRAPPED:
@@ -23,31 +23,31 @@ def out_of_bounds(facts: Facts) -> Cause | None:
     return Cause("bounds", "the index array or its builder ran past the end of what it holds", "inferred", evidence)
 
 
-def padding_mark(facts: Facts) -> Cause | None:
+def padding_mark(facts: Evidence) -> Cause | None:
     if facts.hit.slot != -1:
         return None
     return Cause("graphs", "-1 is a mark of padding: a padded row counts as live", "inferred", ("the slot is -1",))
 
 
-def empty_entry(facts: Facts) -> Cause | None:
+def empty_entry(facts: Evidence) -> Cause | None:
     if facts.hit.slot:
         return None
     evidence = ("it names slot 0, as an entry that nothing has filled", *_granted(facts))
     return Cause("uninitialised", "a table entry was never filled, or was filled elsewhere", "inferred", evidence)
 
 
-def padding(facts: Facts) -> Cause | None:
+def padding(facts: Evidence) -> Cause | None:
     return Cause("graphs", "rows of padding count as live, or a live row was padded", "inferred")
 
 
-def wrong_entry(facts: Facts) -> Cause | None:
+def wrong_entry(facts: Evidence) -> Cause | None:
     if facts.is_own_place or exchanged_pages(facts) is not None:
         return None
     text = "an entry of the table or index array names the wrong slot"
     return Cause("addressing", text, "inferred", () if facts.hit.code == "R2" else _granted(facts))
 
 
-def looks_elsewhere(facts: Facts) -> Cause | None:
+def looks_elsewhere(facts: Evidence) -> Cause | None:
     """A final entry that breaks the chain (R5), in another place than the one that was granted."""
     reader, position = facts.reader, facts.hit.position
     if reader is None or position is None or position >= reader.committed_len or not _granted(facts):
@@ -55,14 +55,14 @@ def looks_elsewhere(facts: Facts) -> Cause | None:
     return wrong_entry(facts)
 
 
-def _granted(facts: Facts) -> tuple[str, ...]:
+def _granted(facts: Evidence) -> tuple[str, ...]:
     """What was granted where the row looks elsewhere."""
     if facts.granted_slot is None or facts.is_own_place:
         return ()
     return (f"position {facts.hit.position} was granted slot {facts.granted_slot}, the row looks in {facts.hit.slot}",)
 
 
-def more_entries(facts: Facts) -> Cause | None:
+def more_entries(facts: Evidence) -> Cause | None:
     """A row whose length is wrong too: what it has too many of is no entry of its own."""
     wrong = [hit for hit in facts.incident if hit.code == "R10"]
     if not wrong or wrong[0] is facts.hit:
@@ -71,7 +71,7 @@ def more_entries(facts: Facts) -> Cause | None:
     return Cause("lengths", "the row counts entries that the request does not have", "inferred", evidence)
 
 
-def kept_other_nodes(facts: Facts) -> Cause | None:
+def kept_other_nodes(facts: Evidence) -> Cause | None:
     """The row looks in its own place, and another node of the tree lies there than was accepted."""
     lies = facts.different_record if facts.hit.code == "R6" else facts.record if facts.is_own_place else None
     if lies is None or facts.reader is None or lies.request != facts.reader.uid:
@@ -87,7 +87,7 @@ def kept_other_nodes(facts: Facts) -> Cause | None:
     return Cause("draft", text, "derived", evidence)
 
 
-def exchange(facts: Facts) -> Cause | None:
+def exchange(facts: Evidence) -> Cause | None:
     pair = exchanged_pages(facts)
     if pair is None:
         return None
@@ -100,7 +100,7 @@ def exchange(facts: Facts) -> Cause | None:
     )
 
 
-def exchanged_pages(facts: Facts) -> tuple[int, int] | None:
+def exchanged_pages(facts: Evidence) -> tuple[int, int] | None:
     """Table entries i and j when the positions found on page i are those of page j and the other way round."""
     size = facts.hit.pool.view.page_size
     pointed = {(position // size, found // size) for position, found in _misplaced(facts)}
@@ -108,7 +108,7 @@ def exchanged_pages(facts: Facts) -> tuple[int, int] | None:
     return pairs[0] if pairs else None
 
 
-def shifted_row(facts: Facts) -> Cause | None:
+def shifted_row(facts: Evidence) -> Cause | None:
     """All entries of the row from one place on hold positions that are off by one number."""
     misplaced = _misplaced(facts)
     offsets = {found - position for position, found in misplaced}
@@ -122,13 +122,13 @@ def shifted_row(facts: Facts) -> Cause | None:
     return Cause("lengths", "the row is shifted: a length or an offset is wrong by that much", "inferred", evidence)
 
 
-def _misplaced(facts: Facts) -> list[tuple[int, int]]:
+def _misplaced(facts: Evidence) -> list[tuple[int, int]]:
     """(position, position found there) of the entries of the row in which the finding is."""
     own = [hit for hit in facts.incident if hit.row == facts.hit.row]
     return [(h.position, h.found_position) for h in own if h.position is not None and h.found_position is not None]
 
 
-def tree_path(facts: Facts) -> Cause | None:
+def tree_path(facts: Evidence) -> Cause | None:
     if facts.hit.site[0] not in TREE_KINDS or facts.write_site is None or facts.write_site[0] not in TREE_KINDS:
         return None
     evidence = (f"read by {site_name(*facts.hit.site)}", f"written by {facts.last_write}")
@@ -137,11 +137,11 @@ def tree_path(facts: Facts) -> Cause | None:
     )
 
 
-def later_write(facts: Facts) -> Cause | None:
+def later_write(facts: Evidence) -> Cause | None:
     return Cause("order", "a later forward wrote the slot, or the entry before it, again", "inferred")
 
 
-def foreign_token(facts: Facts) -> Cause | None:
+def foreign_token(facts: Evidence) -> Cause | None:
     if facts.writer is None or facts.writer == facts.hit.request_id:
         return None
     if facts.hit.code == "R4" and facts.own_position is not None:
@@ -154,7 +154,7 @@ def foreign_token(facts: Facts) -> Cause | None:
     return Cause("identity", "the slot holds a token of another sequence", "derived", evidence)
 
 
-def row_mixed_up(facts: Facts) -> Cause | None:
+def row_mixed_up(facts: Evidence) -> Cause | None:
     hit, differs, lies = facts.hit, facts.first_difference, facts.different_record
     if other_root(facts) is not None or other_prompt(facts) is not None:
         return None
@@ -171,7 +171,7 @@ def row_mixed_up(facts: Facts) -> Cause | None:
     )
 
 
-def read_after_free(facts: Facts) -> Cause | None:
+def read_after_free(facts: Evidence) -> Cause | None:
     """The page was given back by the reader itself, or by whoever had it last."""
     given_back = [event for event in facts.events if _is_given_back(event, facts.hit.request_id)]
     if not given_back or (facts.hit.code == "W2" and not _had_it(facts, facts.hit.request_id)):
@@ -195,20 +195,20 @@ def _is_given_back(event: PageEvent, reader: str | None) -> bool:
     return event.kind in ("freed", "evicted") or (event.kind == "released" and event.request_id == reader)
 
 
-def _came_to(facts: Facts, owner: str) -> str:
+def _came_to(facts: Evidence, owner: str) -> str:
     """How the page became its owner's: by a grant, or as the last of those who shared it."""
     last = next((event for event in reversed(facts.events) if event.request_id == owner), None)
     return "private to" if last is not None and last.kind in ("taken back", "committed") else "granted to"
 
 
-def never_granted(facts: Facts) -> Cause | None:
+def never_granted(facts: Evidence) -> Cause | None:
     if facts.granted or facts.owner is not None:
         return None
     evidence = ("generation 0: nobody was ever granted this page",)
     return Cause("uninitialised", "the table entry was never written", "derived", evidence)
 
 
-def neighbours_row(facts: Facts) -> Cause | None:
+def neighbours_row(facts: Evidence) -> Cause | None:
     """Several entries in a row that all lie on pages of other requests."""
     if facts.own_position is not None:
         return None
@@ -222,7 +222,7 @@ def neighbours_row(facts: Facts) -> Cause | None:
     return Cause("identity", f"the row of {facts.held_by} was read in the place of this one", "inferred", evidence)
 
 
-def neighbours_prefix(facts: Facts) -> Cause | None:
+def neighbours_prefix(facts: Evidence) -> Cause | None:
     """Fewer than that, each at its own position of the other's row: its row too, or one page of it."""
     own = [hit for hit in facts.incident if hit.row == facts.hit.row]
     if facts.own_position is not None or facts.owner is None or any(hit.code == "R4" for hit in own):
@@ -231,7 +231,7 @@ def neighbours_prefix(facts: Facts) -> Cause | None:
     return Cause("identity", f"the row of {facts.owner!r} was read, as far as it differs", "inferred", evidence)
 
 
-def _half_a_page(facts: Facts, own: list[Hit]) -> tuple[str, ...]:
+def _half_a_page(facts: Evidence, own: list[Hit]) -> tuple[str, ...]:
     """Another's from the head of a page on, and the rest of that page the row's own: no entry of a table leads so."""
     first, size = facts.hit.position, facts.hit.pool.view.page_size
     last = max(hit.until or hit.position or 0 for hit in own if hit.code == "R8")
@@ -241,7 +241,7 @@ def _half_a_page(facts: Facts, own: list[Hit]) -> tuple[str, ...]:
     return (f"entries {first} to {last} are, and {last + 1}, which is on the same page of the row, is not",)
 
 
-def place_of_two(facts: Facts) -> Cause | None:
+def place_of_two(facts: Evidence) -> Cause | None:
     """The reader has the page itself, for others of its entries: its slot is not another's, it is another entry's."""
     if facts.own_position is None:
         return None
@@ -250,7 +250,7 @@ def place_of_two(facts: Facts) -> Cause | None:
     return Cause("addressing", text, "derived", evidence)
 
 
-def foreign_page(facts: Facts) -> Cause | None:
+def foreign_page(facts: Evidence) -> Cause | None:
     evidence: tuple[str, ...] = ()
     if not _had_it(facts, facts.hit.request_id):
         evidence = ("the reader never had this page",)
@@ -259,18 +259,18 @@ def foreign_page(facts: Facts) -> Cause | None:
     return Cause("addressing", f"the row points at a page of {facts.held_by}", "derived", evidence)
 
 
-def freed_too_early(facts: Facts) -> Cause | None:
+def freed_too_early(facts: Evidence) -> Cause | None:
     name = facts.hit.request_id
     if not any(_is_given_back(event, name) for event in facts.events) or not _had_it(facts, name):
         return None
     return read_after_free(facts)
 
 
-def _had_it(facts: Facts, request_id: str | None) -> bool:
+def _had_it(facts: Evidence, request_id: str | None) -> bool:
     return any(event.request_id == request_id for event in facts.events)
 
 
-def missing_layer(facts: Facts) -> Cause | None:
+def missing_layer(facts: Evidence) -> Cause | None:
     found, every = facts.record, facts.hit.pool.full_layers
     if found is None or found.generation != facts.granted or (found.layers == every and not facts.hit.layers):
         return None
@@ -279,7 +279,7 @@ def missing_layer(facts: Facts) -> Cause | None:
     return Cause("uninitialised", "a layer did not store its K and V for this entry", "derived", evidence)
 
 
-def not_loaded(facts: Facts) -> Cause | None:
+def not_loaded(facts: Evidence) -> Cause | None:
     """The page was granted for a load, and nothing has written the entry since."""
     grants = [number for number, event in enumerate(facts.events) if event.kind == "set aside"]
     if not grants or (facts.record is not None and facts.record.site and facts.record.generation == facts.granted):
@@ -289,7 +289,7 @@ def not_loaded(facts: Facts) -> Cause | None:
     return Cause("transfer", "a load failed, still runs or brought less, and its hit was counted", "derived", evidence)
 
 
-def without_hooks(facts: Facts) -> Cause | None:
+def without_hooks(facts: Evidence) -> Cause | None:
     """An entry of the row's own that is final, and that no forward has declared."""
     reader, found = facts.reader, facts.record
     if reader is None or found is None or not facts.is_own_place or (facts.hit.position or 0) >= reader.committed_len:
@@ -303,13 +303,13 @@ def without_hooks(facts: Facts) -> Cause | None:
     return Cause("hooks", "a forward ran without the canary's hooks", "inferred", evidence)
 
 
-def is_current_write(facts: Facts) -> bool:
+def is_current_write(facts: Evidence) -> bool:
     """Whether something was written in the slot since its page was granted."""
     found = facts.record
     return found is not None and bool(found.site) and found.generation == facts.granted
 
 
-def short_write(facts: Facts) -> Cause | None:
+def short_write(facts: Evidence) -> Cause | None:
     """A final entry that an extend should have written, with those before it that became final in the same step."""
     position, reader, last = facts.hit.position, facts.reader, facts.row.last_no_guess
     if last is None or reader is None or position is None or not facts.is_own_place:
@@ -337,14 +337,14 @@ def short_write(facts: Facts) -> Cause | None:
     return Cause("lengths", "the extend wrote fewer entries of the row than were accepted", "derived", evidence)
 
 
-def _became_final_together(facts: Facts, place: int) -> bool:
+def _became_final_together(facts: Evidence, place: int) -> bool:
     """Whether the tokens of an earlier entry of the row and of this one became known in one step."""
     reader, offset, position = facts.reader, facts.hit.pool.view.token_offset, facts.hit.position or 0
     known = [] if reader is None else reader.known.steps.tolist()
     return position + offset < len(known) and known[place + offset] == known[position + offset]
 
 
-def rewritten_by_reader(facts: Facts) -> Cause | None:
+def rewritten_by_reader(facts: Evidence) -> Cause | None:
     """What the row reads as an earlier entry is a place that the same forward was told to write."""
     hit, found = facts.hit, facts.record
     if found is None or (facts.write_site, facts.write_step) != (hit.site, hit.step) or found.position == hit.position:
@@ -360,7 +360,7 @@ def rewritten_by_reader(facts: Facts) -> Cause | None:
     return Cause("addressing", text, "derived", evidence)
 
 
-def repeated_number(facts: Facts) -> Cause | None:
+def repeated_number(facts: Evidence) -> Cause | None:
     """A draft forward that finds what another one of its number has written in this step."""
     hit, site = facts.hit, facts.hit.site
     if site[0] != "draft" or (facts.write_site, facts.write_step) != (site, hit.step):
@@ -376,7 +376,7 @@ def repeated_number(facts: Facts) -> Cause | None:
     return Cause("hooks", "numbers of substeps repeat: several draft forwards of a step have one", "derived", evidence)
 
 
-def refused_load(facts: Facts) -> Cause | None:
+def refused_load(facts: Evidence) -> Cause | None:
     """Tokens became final in pages into which nothing has come."""
     if facts.reader is None:
         return None
@@ -387,20 +387,20 @@ def refused_load(facts: Facts) -> Cause | None:
     return Cause("transfer", "a load was refused or still runs, and its tokens were counted", "derived", evidence)
 
 
-def never_written(facts: Facts) -> Cause | None:
+def never_written(facts: Evidence) -> Cause | None:
     if facts.record is None or facts.record.site:
         return None
     return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
 
 
-def past_the_end(facts: Facts) -> Cause | None:
+def past_the_end(facts: Evidence) -> Cause | None:
     if facts.owner is None or facts.owner != facts.hit.request_id:
         return None
     evidence = (f"the page is {facts.owner!r}'s own",)
     return Cause("lengths", "the row reaches past what was written in the request's own pages", "inferred", evidence)
 
 
-def old_record(facts: Facts) -> Cause | None:
+def old_record(facts: Evidence) -> Cause | None:
     found = facts.record
     if found is None or not found.site or found.generation == facts.granted:
         return None
@@ -410,14 +410,14 @@ def old_record(facts: Facts) -> Cause | None:
     return Cause("lifetime", "stale: the record is from before the page was granted again", "derived", evidence)
 
 
-def contradicting_plan(facts: Facts) -> Cause | None:
+def contradicting_plan(facts: Evidence) -> Cause | None:
     """A plan's numbers do not add up."""
     if facts.hit.site[0] not in SUBSTEP_KINDS:
         return None
     return Cause("lengths", "the arrays of this forward do not belong together", "derived", (facts.hit.told,))
 
 
-def contradicting_event(facts: Facts) -> Cause | None:
+def contradicting_event(facts: Evidence) -> Cause | None:
     """What an engine tells of a page or a request it tells twice, too late, of another, or not at all."""
     if facts.hit.site[0] in SUBSTEP_KINDS:
         return None
@@ -425,7 +425,7 @@ def contradicting_event(facts: Facts) -> Cause | None:
     return Cause("lifetime", text, "inferred", _last_event(facts))
 
 
-def no_page_to_name(facts: Facts) -> Cause | None:
+def no_page_to_name(facts: Evidence) -> Cause | None:
     page = (facts.hit.found or {}).get("page")
     if page is None:
         return None
@@ -433,7 +433,7 @@ def no_page_to_name(facts: Facts) -> Cause | None:
     return Cause("addressing", "a page was named that no request may have", "derived", evidence)
 
 
-def published_unfinished(facts: Facts) -> Cause | None:
+def published_unfinished(facts: Evidence) -> Cause | None:
     event, state = _refused(facts)
     if event != "published" or state not in ("RESERVED", "WRITTEN"):
         return None
@@ -441,7 +441,7 @@ def published_unfinished(facts: Facts) -> Cause | None:
     return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
 
 
-def loaded_over_entries(facts: Facts) -> Cause | None:
+def loaded_over_entries(facts: Evidence) -> Cause | None:
     event, state = _refused(facts)
     if event not in ("marked loading", "loaded", "restored") or state not in ("WRITTEN", "COMMITTED", "SHARED"):
         return None
@@ -449,11 +449,11 @@ def loaded_over_entries(facts: Facts) -> Cause | None:
     return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
 
 
-def _refused(facts: Facts) -> tuple[str | None, str | None]:
+def _refused(facts: Evidence) -> tuple[str | None, str | None]:
     """The event that a page may not have in its state."""
     found = facts.hit.found or {}
     return found.get("event"), found.get("state")
 
 
-def _last_event(facts: Facts) -> tuple[str, ...]:
+def _last_event(facts: Evidence) -> tuple[str, ...]:
     return tuple(f"the last event of page {facts.hit.page}: {event} ({event.place})" for event in facts.events[-1:])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvcanary.pools.launch_site import TREE_KINDS, site_name
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
 FURTHEST_BACK = 16  # among which an older token is looked for
 
 
-def view_offset(facts: Facts) -> Cause | None:
+def view_offset(facts: Evidence) -> Cause | None:
     """Every token that was fed is off by one number."""
     shift, pool = facts.row.shift, facts.hit.pool
     if not shift or another_order(facts) is not None:
@@ -24,7 +24,7 @@ def view_offset(facts: Facts) -> Cause | None:
     return Cause("draft", text, "derived", evidence)
 
 
-def another_order(facts: Facts) -> Cause | None:
+def another_order(facts: Evidence) -> Cause | None:
     """The right tokens at each other's positions."""
     fed, wanted = facts.row.together
     if len(fed) < 2 or fed == wanted or sorted(fed) != sorted(wanted):
@@ -37,7 +37,7 @@ def another_order(facts: Facts) -> Cause | None:
     return Cause(family, f"accepted tokens were fed {how}", "derived", evidence)
 
 
-def no_token(facts: Facts) -> Cause | None:
+def no_token(facts: Evidence) -> Cause | None:
     size, record = facts.hit.pool.view.vocab_size, facts.record
     if size is None or record is None or not record.site or record.token < size:
         return None
@@ -47,7 +47,7 @@ def no_token(facts: Facts) -> Cause | None:
     )
 
 
-def unshifted_token(facts: Facts) -> Cause | None:
+def unshifted_token(facts: Evidence) -> Cause | None:
     """In a pool whose entries hold later tokens than their positions'."""
     hit, offset = facts.hit, facts.hit.pool.view.token_offset
     if not offset:
@@ -59,7 +59,7 @@ def unshifted_token(facts: Facts) -> Cause | None:
     return Cause("draft", "the pool was fed the token of the position itself", "inferred", evidence)
 
 
-def older_token(facts: Facts) -> Cause | None:
+def older_token(facts: Evidence) -> Cause | None:
     """A root that holds one of the tokens before its own."""
     hit, reader, record = facts.hit, facts.reader, facts.record
     if hit.pool.view.token_offset or reader is None or record is None or not hit.position:

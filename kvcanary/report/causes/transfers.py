@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from kvcanary.provenance.arrival import KINDS
 from kvcanary.report.arrival_text import evidence_of, sentence_of
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary.transfers.async_ops import OUTDATED, UNORDERED
 
-Rule = Callable[[Facts], Cause | None]
+Rule = Callable[[Evidence], Cause | None]
 
 
 def arrived(kind: str) -> Rule:
     """The rule that says what a transfer did, where some of its slots are of this kind."""
 
-    def transfer(facts: Facts) -> Cause | None:
+    def transfer(facts: Evidence) -> Cause | None:
         arrival = facts.hit.arrival
         if arrival is None or not arrival.kinds[kind]:
             return None
@@ -31,7 +31,7 @@ INFERRED = ("other layout", "unknown")
 ARRIVED = tuple(arrived(kind) for kind in KINDS)
 
 
-def unordered(facts: Facts) -> Cause | None:
+def unordered(facts: Evidence) -> Cause | None:
     """Who used what before which work was done there, and who should have waited for it."""
     due, found = facts.hit.expected or {}, facts.hit.found or {}
     if found.get("hazard") != UNORDERED or "which" not in due:
@@ -42,7 +42,7 @@ def unordered(facts: Facts) -> Cause | None:
     return Cause("order", text, "derived", evidence)
 
 
-def taken_again(facts: Facts) -> Cause | None:
+def taken_again(facts: Evidence) -> Cause | None:
     """A host buffer holds something else by now."""
     due, found = facts.hit.expected or {}, facts.hit.found or {}
     if found.get("hazard") != OUTDATED or facts.hit.page >= 0:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from kvcanary.pools.launch_site import TREE_KINDS
-from kvcanary.report.evidence import Facts
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary.transfers.async_ops import FREED, OUTDATED
 
 
-def stored_twice(facts: Facts) -> Cause | None:
+def stored_twice(facts: Evidence) -> Cause | None:
     if not facts.hit.layers:
         return None
     evidence = (f"layer {facts.hit.layers[0]} was marked as stored already",)
     return Cause("order", "the layer's store ran twice in this forward", "derived", evidence)
 
 
-def shared_slot(facts: Facts) -> Cause | None:
+def shared_slot(facts: Evidence) -> Cause | None:
     if facts.hit.layers:
         return None
     text = "two entries of this forward were given one slot"
@@ -23,14 +23,14 @@ def shared_slot(facts: Facts) -> Cause | None:
     return Cause("draft" if facts.hit.site[0] in TREE_KINDS and is_own else "addressing", text, "derived")
 
 
-def tree_positions(facts: Facts) -> Cause | None:
+def tree_positions(facts: Evidence) -> Cause | None:
     if facts.hit.site[0] not in TREE_KINDS:
         return None
     evidence = (f"position {facts.hit.position}, the parent's is {facts.hit.parent_position}",)
     return Cause("draft", "positions of the tree are off, or of an earlier step", "inferred", evidence)
 
 
-def stale_positions(facts: Facts) -> Cause | None:
+def stale_positions(facts: Evidence) -> Cause | None:
     """Of a captured forward, whose buffers outlive it."""
     hit, reader, text = facts.hit, facts.reader, "a replayed batch kept positions of an earlier one"
     if not hit.is_captured:
@@ -41,7 +41,7 @@ def stale_positions(facts: Facts) -> Cause | None:
     return Cause("graphs", text, "inferred", evidence)
 
 
-def miscounted_positions(facts: Facts) -> Cause | None:
+def miscounted_positions(facts: Evidence) -> Cause | None:
     """Positions of an eager forward that are off by one number, which may be a length that the row has."""
     hit, off = facts.hit, _positions_off(facts)
     if (
@@ -65,20 +65,20 @@ def miscounted_positions(facts: Facts) -> Cause | None:
     return Cause("lengths", how, "inferred", (*evidence, f"{counted} is {abs(off)} entries"))
 
 
-def _positions_off(facts: Facts) -> int | None:
+def _positions_off(facts: Evidence) -> int | None:
     hit = facts.hit
     if hit.position is None or hit.parent_position is None:
         return None
     return hit.position - hit.parent_position - 1
 
 
-def _is_root(facts: Facts, off: int) -> bool:
+def _is_root(facts: Evidence, off: int) -> bool:
     """Whether a tree begins at a wrong position; one off in a draft forward is a position raised too early or late."""
     begins = facts.reader is not None and facts.hit.parent_position == facts.reader.committed_len - 1
     return begins and not (facts.hit.site[0] == "draft" and abs(off) == 1)
 
 
-def _length_of(facts: Facts, length: int) -> str | None:
+def _length_of(facts: Evidence, length: int) -> str | None:
     """What of the row is so long."""
     begin = (facts.hit.parent_position or 0) + 1
     if facts.row.given_len == length:
@@ -88,7 +88,7 @@ def _length_of(facts: Facts, length: int) -> str | None:
     return "where the chunk begins" if begin == length else None
 
 
-def padding_of_a_live_row(facts: Facts) -> Cause | None:
+def padding_of_a_live_row(facts: Evidence) -> Cause | None:
     """Padding of a replay that writes where a live request writes, or should."""
     place, found, owner = facts.row.owners_place, facts.record, facts.owner
     if place is None or found is None or owner is None:
@@ -103,7 +103,7 @@ def padding_of_a_live_row(facts: Facts) -> Cause | None:
     return Cause("graphs", text, "inferred", evidence)
 
 
-def over_its_own(facts: Facts) -> Cause | None:
+def over_its_own(facts: Evidence) -> Cause | None:
     """The request's own page, at a place that is behind it already."""
     here, position = facts.own_position, facts.hit.position
     if here is None or position is None or here >= position:
@@ -112,7 +112,7 @@ def over_its_own(facts: Facts) -> Cause | None:
     return Cause("addressing", "the slot was computed from another coordinate than the position", "derived", evidence)
 
 
-def of_no_row(facts: Facts) -> Cause | None:
+def of_no_row(facts: Evidence) -> Cause | None:
     """A shared page that the request has not."""
     if facts.reader is None or facts.own_position is not None:
         return None
@@ -120,7 +120,7 @@ def of_no_row(facts: Facts) -> Cause | None:
     return Cause("addressing", text, "derived", (f"page {facts.hit.page} is in no place of the request's row",))
 
 
-def published_too_early(facts: Facts) -> Cause | None:
+def published_too_early(facts: Evidence) -> Cause | None:
     last = next((event for event in reversed(facts.events) if event.kind in ("published", "forked")), None)
     evidence = (
         () if last is None or last.step < facts.hit.step - 1 else (f"{last}, and written in step {facts.hit.step}",)
@@ -128,7 +128,7 @@ def published_too_early(facts: Facts) -> Cause | None:
     return Cause("lifetime", "the page was shared or published while it was still to be written", "derived", evidence)
 
 
-def outdated(facts: Facts) -> Cause | None:
+def outdated(facts: Evidence) -> Cause | None:
     """Work that was planned for an earlier grant of the page, or that a free did not wait for."""
     hazard = (facts.hit.found or {}).get("hazard")
     if hazard not in (OUTDATED, FREED) or facts.hit.page < 0:

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvcanary import KVCorruptionError
-from kvcanary.captured.in_flight import Flight
+from kvcanary.captured.in_flight import InFlight
 from kvcanary.manager.step import StepChecks
 from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, SamplingParams
@@ -153,7 +153,7 @@ def test_an_interrupt_while_the_host_waits_loses_nothing(start, truths, settings
     """Control-C between a step and its tokens: whoever goes on hears of it then, and the canary too."""
     engine, land = start(**settings), StepChecks.land
 
-    def interrupted(checks: StepChecks, flight: Flight | None = None) -> None:
+    def interrupted(checks: StepChecks, flight: InFlight | None = None) -> None:
         monkeypatch.setattr(StepChecks, "land", land)
         raise KeyboardInterrupt
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from held_memory import expect_memory_to_stay
-from kvcanary.captured.in_flight import Flight
+from kvcanary.captured.in_flight import InFlight
 from kvcanary.records.dispatch import KERNELS
 from kvcanary_kernels.content.check import check_content
 from spec_engine import SamplingParams
@@ -49,7 +49,7 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
         torch.cuda._sleep(CYCLES)
         check_content(*args, **kwargs)
 
-    def timed(is_waited_for: bool = False) -> Flight:
+    def timed(is_waited_for: bool = False) -> InFlight:
         flight, launched = depart(is_waited_for), torch.cuda.Event()
         launched.record()
         launched.synchronize()

@@ -9,7 +9,7 @@ import torch
 
 import kvcanary.captured.registry
 from kvcanary import CanaryConfig
-from kvcanary.scrub.scrubber import Sweeper
+from kvcanary.scrub.scrubber import Scrubber
 from spec_engine import Engine, EngineConfig, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -115,14 +115,14 @@ def test_findings_are_those_of_reading_again(start, reading_again, schedule, set
 def test_rows_that_attention_compares_are_not_read_again(start, monkeypatch, settings):
     """The slice of a step leaves them out, and every byte counts as read in the step."""
     engine = start(schedule="sync", **settings)
-    read, take = [], Sweeper._take
+    read, take = [], Scrubber._take
 
     def taken(*args) -> tuple:
         slots, ranges = take(*args)
         read.append(len(slots))
         return slots, ranges
 
-    monkeypatch.setattr(Sweeper, "_take", taken)
+    monkeypatch.setattr(Scrubber, "_take", taken)
     checked = engine.canary.certificate()["bytes_checked"]
     for _ in range(9):
         engine.step()

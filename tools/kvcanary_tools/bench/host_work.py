@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 
 from kvcanary import CanaryManager
-from kvcanary.transfers.async_tracker import TicketDesk
+from kvcanary.transfers.async_tracker import AsyncTracker
 from kvcanary_tools.bench import drafted_step, step
 from kvcanary_tools.bench.common import machine, progress, save, settled
 from kvcanary_tools.bench.gpu import device, give_back
@@ -88,7 +88,7 @@ def entries() -> list[tuple[type, str, str]]:
     """Class, name and kind of every method that a step of an engine may call: of the canary, and those that wait."""
     public = [
         (owner, name, CANARY)
-        for owner in (CanaryManager, TicketDesk)
+        for owner in (CanaryManager, AsyncTracker)
         for name, _ in inspect.getmembers(owner, inspect.isfunction)
         if not name.startswith("_")
     ]
