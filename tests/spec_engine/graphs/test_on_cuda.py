@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 from held_memory import expect_memory_to_stay
 from kvcanary.captured.in_flight import InFlight
 from kvcanary.records.dispatch import KERNELS
+from kvcanary_kernels.content import check, fingerprint, finite, poison
 from kvcanary_kernels.content.check import check_content
 from spec_engine import SamplingParams
 from spec_engine.models.embedded import load_excerpts
@@ -119,8 +119,12 @@ def test_what_a_canary_launches_later_is_compiled_when_it_is_armed(make, outcome
     """Requests that end, and others that take their pages: none of their steps waits for a compiler."""
     from triton.runtime.jit import JITFunction
 
-    modules = [sys.modules[f"kvcanary_kernels.{name}"] for name in ("content", "finite", "fingerprint", "poison")]
-    own = {kernel for module in modules for kernel in vars(module).values() if isinstance(kernel, JITFunction)}
+    own = {
+        kernel
+        for module in (check, finite, fingerprint, poison)
+        for kernel in vars(module).values()
+        if isinstance(kernel, JITFunction)
+    }
     for kernel in own:
         kernel.device_caches.clear()  # of what other tests have compiled
     compiled, compile_one = list[str](), JITFunction._do_compile
