@@ -49,16 +49,21 @@ class Planned(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """A draft forward whose branches the next one may name; number: its index; chains: [n], by row, once sealed."""
+    """A draft forward whose branches the next one may name.
+
+    number: its index;  chains: [n], by row, once sealed;  chains_at: their address
+    """
 
     step: int
     number: int
     request_ids: tuple[str, ...]
     width: int
     chains: Ints
+    chains_at: int
 
 
 SLOT_BYTES = 8  # of a slot id in an index array
+WORD_BYTES = 8  # of a number of a forward's memory
 
 
 class Forward:
@@ -210,13 +215,15 @@ class Forward:
     @property
     def drafted(self) -> Drafted:
         """What is kept of a draft forward for the one behind it."""
-        return Drafted(self.step, self.index, self.request_ids, self.width, self.chains)
+        chains_at = self.head + WORD_BYTES * (len(self.memory) - self.num_entries)
+        return Drafted(self.step, self.index, self.request_ids, self.width, self.chains, chains_at)
 
     def go_on_from(self, last: Drafted) -> None:
         """Its lineage names branches of the last draft forward, where that is the one before it, of the same rows."""
-        if self.has_lineage and last[:-1] == (self.step, self.index - 1, self.request_ids, self.width):
-            self.chains_before = last.chains
-            self.memory[BEFORE], self.memory[NUM_BEFORE] = last.chains.ctypes.data, len(last.chains)
+        *own, chains, chains_at = last
+        if self.has_lineage and own == [self.step, self.index - 1, self.request_ids, self.width]:
+            self.chains_before = chains
+            self.memory[BEFORE], self.memory[NUM_BEFORE] = chains_at, len(chains)
 
     @cached_property
     def pool_indices(self) -> Tensor:

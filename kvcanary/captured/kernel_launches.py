@@ -46,7 +46,7 @@ class Shared:
     opened: set[object] = field(default_factory=set)
 
 
-class Drafted(Protocol):
+class DraftedBefore(Protocol):
     """A draft forward of the same program, of which another one needs what it has written."""
 
     @property
@@ -80,7 +80,7 @@ class Settings:
     puts: bool = False
     attends: bool = False
     read_keys: ReadKeys | None = None
-    before: Drafted | None = None
+    before: DraftedBefore | None = None
     is_postponed: bool = False
 
 
