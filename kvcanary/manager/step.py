@@ -473,7 +473,7 @@ class StepChecks:
         coverage.forwards += len(forwards)
         for forward in forwards:
             coverage.slots_checked += forward.num_reads
-            if forward.short_rows:
+            if not forward.is_usable and forward.short_rows:
                 short = sum(forward.bounds[row + 1] - forward.bounds[row] for row in forward.short_rows)
                 coverage.slots_checked -= short
                 coverage.skip("entries of rows that are too short", short)

@@ -165,8 +165,8 @@ VLLM = "no profile of both has told why."
 CPU = (
     "of a step with one request on one thread, samples showed 6.7 % within the canary: 1.6 % stores that the engine "
     "does not make then, 1.1 % taking plans, 0.5 % judging all forwards of the step at once, the rest in many small "
-    "functions; "
-    "with 8 requests the passes of the record lie further apart than what is missed."
+    "functions. Lineages of drafts and announced forwards have come since: on the host of the record the code before "
+    "them measured 1.080 to 1.089, in turns with this one."
 )
 FACTORS = "a program that has 128 keys of a KV head, 64 KB, reads 16 KB of factors of that head's keys too."
 PRODUCTS = (
