@@ -30,6 +30,12 @@ from kvcanary_kernels.judge.settle import settle, settle_torch
 from kvcanary_kernels.judge.verify import verify, verify_torch
 from kvcanary_kernels.record.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
 from kvcanary_kernels.record.seal import seal, seal_torch
+from kvcanary_kernels.watch.begin import begin, begin_torch
+from kvcanary_kernels.watch.fetch import fetch, fetch_torch, keep, keep_torch, send, send_torch
+from kvcanary_kernels.watch.reread import reread, reread_torch, take, take_torch
+from kvcanary_kernels.watch.walk import advance as advance_watched
+from kvcanary_kernels.watch.walk import advance_torch as advance_watched_torch
+from kvcanary_kernels.watch.walk import walk, walk_torch
 
 Operation = Callable[..., None]
 
@@ -109,6 +115,40 @@ REFERENCES = Ops(
 )
 
 
+@dataclass(frozen=True)
+class WatchOps:
+    """One implementation of every operation over pools that are only watched."""
+
+    advance: Operation
+    begin: Operation
+    fetch: Operation
+    keep: Operation
+    reread: Operation
+    send: Operation
+    take: Operation
+    walk: Operation
+
+
+WATCH_KERNELS = WatchOps(
+    advance=advance_watched, begin=begin, fetch=fetch, keep=keep, reread=reread, send=send, take=take, walk=walk
+)
+WATCH_REFERENCES = WatchOps(
+    advance=advance_watched_torch,
+    begin=begin_torch,
+    fetch=fetch_torch,
+    keep=keep_torch,
+    reread=reread_torch,
+    send=send_torch,
+    take=take_torch,
+    walk=walk_torch,
+)
+
+
 def ops_for(device: torch.device) -> Ops:
     """Kernels where they run, else references."""
     return KERNELS if device.type == "cuda" else REFERENCES
+
+
+def watch_ops_for(device: torch.device) -> WatchOps:
+    """The same for pools that are only watched."""
+    return WATCH_KERNELS if device.type == "cuda" else WATCH_REFERENCES

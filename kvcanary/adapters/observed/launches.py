@@ -10,8 +10,6 @@ import functools
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +18,9 @@ from kvcanary.adapters.observed.state import HEAD, LOOKS, PLACE, RING, SPLITS, S
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.pools.views import PoolView
+from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.record.layout import COLUMNS, make_keys
-from kvcanary_kernels.watch import begin, fetch, reread, walk
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NO_HIT, NOT_FOLLOWED, NOW_TOKENS, NOW_WIDTH, Fed, Rows, Truth
 
@@ -40,6 +38,7 @@ class PagedDevice:
         self.config = config
         self.device = torch.device(device)
         self.uses_kernels = self.device.type == "cuda"
+        self._ops = watch_ops_for(self.device)
         self.num_rows, self.max_tokens = num_rows, max_tokens
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         self.identity = make_keys(self.seed, 1, 1, self.device)
@@ -129,15 +128,15 @@ class PagedDevice:
     def _before(self, forward: Forward, most_rows: int, most_entries: int, most_gone: int, most_new: int) -> None:
         content, now = self.config.content, self._now
         width = HEAD + most_rows + events_width(most_gone, most_new)
-        self._run(fetch, "fetch", self._lines, self._ticks, now, width=width, cells=self._cells.flatten(2))
+        self._ops.fetch(self._lines, self._ticks, now, width=width, cells=self._cells.flatten(2))
         numbers, (gone, fresh, new) = now[HEAD : HEAD + most_rows], events_of(now[HEAD + most_rows : width], most_gone)
         if most_gone:
             self._look(gone, most_entries)
         if most_new:
-            self._run(begin, "begin", new, self.truth, self.identity, *forward.known[:1])
+            self._ops.begin(new, self.truth, self.identity, *forward.known[:1])
         for table, kept, group in zip(forward.tables, self.kept, self.groups, strict=True):
             rows, width = Rows(numbers, table, numbers, numbers), -(-most_entries // group.block_size)
-            self._run(fetch, "keep", rows, now=now, kept=kept, width=min(width, table.shape[1]))
+            self._ops.keep(rows, now=now, kept=kept, width=min(width, table.shape[1]))
         if most_new:
             self._look(fresh, most_entries)
         for group, table, own in zip(self.groups, forward.tables, forward.slots, strict=True):
@@ -146,12 +145,12 @@ class PagedDevice:
             slots, chains = self._entries[group.number]
             common = {"block_size": group.block_size, "null_slots": group.block_size, "seeds": self._seeds}
             common |= {"now": now, "total": self.total}
-            self._run(
-                walk, "advance", group.records, rows, fed, self.truth, self.identity, slots=slots, chains=chains,
+            self._ops.advance(
+                group.records, rows, fed, self.truth, self.identity, slots=slots, chains=chains,
                 hits=self._hits["write"][:, group.number], is_first=group is self.groups[0], **common,
             )  # fmt: skip
-            self._run(
-                walk, "walk", group.records, rows, self.truth, self.identity, window=group.window,
+            self._ops.walk(
+                group.records, rows, self.truth, self.identity, window=group.window,
                 hits=self._hits["walk"][:, group.number], counted=self._counted[:1], **common,
             )  # fmt: skip
             for column, layers in self._columns(group) if content != "write" else ():
@@ -174,7 +173,7 @@ class PagedDevice:
             for layers in group.layers:
                 if not layers.is_late:
                     self._take(group, layers, slots, chains, self._now, most)
-        self._run(fetch, "send", self.total, self._now, self._counts, place=PLACE, stamp=STAMP)
+        self._ops.send(self.total, self._now, self._counts, place=PLACE, stamp=STAMP)
 
     def _late(self, starts: Tensor, most: int) -> None:
         ends = starts[1:].to(torch.int64)
@@ -208,21 +207,18 @@ class PagedDevice:
         column: int,
         whole: bool = False,
     ) -> None:
-        self._run(
-            reread, "reread", layers.rows, group.records, rows, layers.keys, now=now, lanes=layers.lanes,
+        self._ops.reread(
+            layers.rows, group.records, rows, layers.keys, now=now, lanes=layers.lanes,
             stamps=layers.stamps, ends=self.truth.ends, max_length=max_length, stride=stride, window=group.window,
             block_size=group.block_size, whole=whole, hits=hits, total=self.total,
             counted=self._counted[1 + column : 2 + column],
         )  # fmt: skip
 
     def _take(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor, now: Tensor, most: int) -> None:
-        self._run(
-            reread, "take", layers.rows, group.records, slots, chains, layers.keys, now=now, lanes=layers.lanes,
+        self._ops.take(
+            layers.rows, group.records, slots, chains, layers.keys, now=now, lanes=layers.lanes,
             stamps=layers.stamps, total=self.total, most=most,
         )  # fmt: skip
-
-    def _run(self, module: ModuleType, name: str, *arguments: Any, **keywords: Any) -> None:
-        getattr(module, name if self.uses_kernels else f"{name}_torch")(*arguments, **keywords)
 
     def _columns(self, group: Group) -> list[tuple[int, Layers]]:
         """Layers of a group, each with its number among those of all groups."""

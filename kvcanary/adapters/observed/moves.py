@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Event, Group, Layers
 from kvcanary.pools.launch_site import pack_site
-from kvcanary_kernels.content.check import check_content, check_content_torch
+from kvcanary.records.dispatch import ops_for
 from kvcanary_kernels.record.layout import CHAIN, COLUMNS, REQUEST_GENERATION, SEAL, STEP_SITE, TOKEN_POSITION, signed
 from kvcanary_kernels.record.seal import identity_words, seal_values
 from kvcanary_kernels.watch.walk import table_slots
@@ -106,7 +106,7 @@ def _event(
     if canary.config.content == "write":
         return
     mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=canary.device)
-    check = check_content if canary.uses_kernels else check_content_torch
+    check = ops_for(canary.device).check_content
     check(layers.rows, slots, layers.keys, layers.lanes[0], mismatch=mismatch)
     if judged is not None:
         mismatch *= judged[:, None]
