@@ -38,6 +38,11 @@ SAID = [
     (writes.tree_positions, shown(a_hit(site=("decode", 0))), None),
     (
         writes.tree_positions,
+        shown(a_hit(position=None, is_captured=True)),
+        Cause("draft", "positions of the tree are off, or of an earlier step", "inferred"),
+    ),
+    (
+        writes.tree_positions,
         shown(a_hit(parent_position=7)),
         Cause(
             "draft",

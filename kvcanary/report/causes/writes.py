@@ -24,10 +24,13 @@ def shared_slot(facts: Evidence) -> Cause | None:
 
 
 def tree_positions(facts: Evidence) -> Cause | None:
-    if facts.hit.site[0] not in TREE_KINDS:
+    hit, text = facts.hit, "positions of the tree are off, or of an earlier step"
+    if hit.site[0] not in TREE_KINDS:
         return None
-    evidence = (f"position {facts.hit.position}, the parent's is {facts.hit.parent_position}",)
-    return Cause("draft", "positions of the tree are off, or of an earlier step", "inferred", evidence)
+    if hit.position is None:
+        return Cause("draft", text, "inferred")  # a captured forward tells where, and not by how much
+    evidence = (f"position {hit.position}, the parent's is {hit.parent_position}",)
+    return Cause("draft", text, "inferred", evidence)
 
 
 def stale_positions(facts: Evidence) -> Cause | None:
