@@ -63,7 +63,12 @@ class HookOrderError(KVCanaryError, RuntimeError):
 
 
 class LifetimeError(KVCanaryError, RuntimeError):
-    """A request or page event contradicts what the ledger knows: unknown, twice, or someone else's."""
+    """A request or page event contradicts what the ledger knows: unknown, twice, or someone else's.
+
+    outside: a page that it names and that no request may have: a null page, or none of the pool
+    """
+
+    outside: int | None = None
 
 
 class UnknownRequestError(LifetimeError):

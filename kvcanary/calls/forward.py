@@ -63,7 +63,6 @@ class Drafted(NamedTuple):
 
 
 SLOT_BYTES = 8  # of a slot id in an index array
-WORD_BYTES = 8  # of a number of a forward's memory
 
 
 class Forward:
@@ -215,8 +214,9 @@ class Forward:
     @property
     def drafted(self) -> Drafted:
         """What is kept of a draft forward for the one behind it."""
-        chains_at = self.head + WORD_BYTES * (len(self.memory) - self.num_entries)
-        return Drafted(self.step, self.index, self.request_ids, self.width, self.chains, chains_at)
+        chains = self.chains  # at the end of its memory
+        chains_at = self.head + self.memory.nbytes - chains.nbytes
+        return Drafted(self.step, self.index, self.request_ids, self.width, chains, chains_at)
 
     def go_on_from(self, last: Drafted) -> None:
         """Its lineage names branches of the last draft forward, where that is the one before it, of the same rows."""

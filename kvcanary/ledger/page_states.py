@@ -160,10 +160,12 @@ class Pages:
             return where
         if min(listed) < self.null_pages or max(listed) >= len(self.states):
             wrong = next(page for page in listed if not self.null_pages <= page < len(self))
-            raise LifetimeError(
+            error = LifetimeError(
                 f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or "
                 "freed, take them out of the engine's free list"
             )
+            error.outside = wrong
+            raise error
         if len(set(listed)) < len(listed):
             twice = next(page for page in listed if listed.count(page) > 1)
             raise LifetimeError(f"an event must name a page once, got page {twice} twice: name it once")

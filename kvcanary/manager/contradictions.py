@@ -53,7 +53,6 @@ class Contradictions:
         self._of = ref(manager)  # who drops a manager has dropped it
         self._ledger, self._checks = manager._ledger, manager._checks
         self._aside = manager._aside
-        self._outside: list[int] = []  # pages that the event names, and that nobody may have
         self._hooks: dict[str, Callable[..., Any]] = {name: getattr(type(manager), name) for name in FOLLOW}
         for name, follow in FOLLOW.items():
             setattr(manager, name, self._guarded(self._hooks[name], follow))
@@ -79,7 +78,6 @@ class Contradictions:
                     self._bring_back(error, requests)
                     return hook(*args, **kwargs)
                 self._error, self._requests, self._pages = error, requests, self._inside(pages)
-                self._outside = sorted(set(pages) - set(self._pages))
                 return follow(self, bound.arguments)
 
         return hook
@@ -136,8 +134,6 @@ class Contradictions:
             told=str(error),
         )
         hit.expected, hit.found = _sides(error)
-        if self._outside and site == EVENT_SITE:
-            hit.found["page"] = self._outside[0]
         self._checks.report([hit])
 
     def _bring_back(self, error: UnknownRequestError, requests: Sequence[str]) -> None:
@@ -409,7 +405,9 @@ def _named(given: Given) -> tuple[list[str], list[int]]:
 
 
 def _sides(error: Exception) -> tuple[Given, Given]:
-    name = {"error": type(error).__name__}
+    name: Given = {"error": type(error).__name__}
+    if isinstance(error, LifetimeError) and error.outside is not None:
+        return {}, {"page": error.outside} | name
     if not isinstance(error, PageStateError):
         return {}, name
     legal = [STATE_NAMES[state] for state in EVENTS[error.event].after]

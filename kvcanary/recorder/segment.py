@@ -8,14 +8,8 @@ from kvcanary.pools.event_log import Event
 from kvcanary.recorder.checkpoint import Checkpoint
 
 EVENT_BYTES = 240  # of one event without arrays: its tuple, names and small integers
-
-
 DAMAGE_BYTES = 400  # of one damaged slot
-
-
 SPARE = 16  # part of the bytes that the newest step may take, and that a segment's events may at least
-
-
 PARTS = 2  # segments that the steps asked for are cut into
 
 

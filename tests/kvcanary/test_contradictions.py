@@ -625,6 +625,18 @@ def test_the_state_and_the_history_are_told() -> None:
     assert finding.causes[0].family == "lifetime"
 
 
+def test_a_page_that_nobody_may_have_is_told_of_its_own_event_alone() -> None:
+    """What an earlier event named is no evidence for a later one, here of a request that has ended."""
+    engine = _traffic("log")
+    engine.canary.on_alloc("wrong", [0])
+    engine.finish("victim")
+    engine.canary.on_alloc("victim", [50])
+    engine.canary.check()
+    first, second = engine.canary.findings[:2]
+    assert (first.found, first.causes[0].family) == ({"page": 0, "error": "LifetimeError"}, "addressing")
+    assert (second.found, second.causes[0].family) == ({"error": "UnknownRequestError"}, "lifetime")
+
+
 def test_page_state_errors_are_lifetime_errors() -> None:
     """What `ENGINES_DOING` names covers the errors of pages."""
     assert issubclass(PageStateError, LifetimeError)
