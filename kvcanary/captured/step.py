@@ -182,7 +182,7 @@ class CapturedStep:
         written: list[int],
     ) -> OneShotSubstep:
         """What is launched for a forward that comes once, as an engine's own tensors describe it."""
-        rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self.bank.most_unlanded)
+        rows, _ = self._ledger.steps.tell_rows(batch, pool.pool_id, self.bank.most_unlanded)
         self._has_singles = True
         return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now))
 
@@ -304,14 +304,14 @@ class CapturedStep:
             if len(slots):
                 mirror.learn(slots + move.pool.base)
                 positions = tokens[moved].view(np.uint64) >> 32
-                self._ledger.note_moved(move.pool.pool_id, slots, positions.view(np.int64))
+                self._ledger.rows.note_moved(move.pool.pool_id, slots, positions.view(np.int64))
 
     def finalise(self, told: Told) -> None:
         """Pages of what was final when forwards were launched are written no more; after `learn` and its moves.
 
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
-        self._finalise_from(told, self._ledger.land_runs(told.snapshot.cards, 0))
+        self._finalise_from(told, self._ledger.steps.land_runs(told.snapshot.cards, 0))
 
     def _finalise_from(self, told: Told, place: int) -> None:
         """`place`: where `loops.land_runs` stands."""
@@ -325,7 +325,7 @@ class CapturedStep:
                     ledger.finalise(request, told.step, run.committed[number] if request.in_the_air else None)
                 except PageStateError:
                     self._coverage.skip("pages that should be final and were not written", 1)
-                place = ledger.land_runs(told.snapshot.cards, place)
+                place = ledger.steps.land_runs(told.snapshot.cards, place)
         finally:
             ledger.tell_landed(told.step)
 

@@ -29,7 +29,7 @@ _FORWARD = {
 CALLS: dict[str, dict[str, str]] = {
     "begin_step": {"step": "int"},
     "expect": {"kinds": "names", "indices": "ints", "pools": "names", "request_ids": "names"},  # since version 5
-    "check": {},
+    "check": {},  # up to version 5: the end of a step that was collected at once
     "check_forwards": {},  # since version 5
     "drain": {},
     "judge_copies": {},
@@ -98,6 +98,8 @@ CALLS: dict[str, dict[str, str]] = {
         "padding": "ints",
         "accepted": "tokens?",
     },
+    "end_step": {"step": "int"},  # this and `collect`: since version 6, before that `depart` and `hear`
+    "collect": {"step": "int"},
     "depart": {"step": "int"},
     "hear": {"step": "int"},
     "captured_move": {"number": "int", "pool": "name", "src": "ints", "dst": "ints"},
@@ -119,7 +121,7 @@ def by_request(counts: Sequence[int], values: Sequence[int]) -> list[list[int]]:
 #: Events that are model calls: eager, and captured.
 FORWARDS = frozenset({"forward", "launch"})
 FORMAT = "kvcanary-dump"
-VERSION = 5
+VERSION = 6
 #: Fields of a finding's two sides that say nothing of texts, bytes or keys.
 SAFE_VALUES = frozenset(
     {

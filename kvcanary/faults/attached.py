@@ -23,8 +23,8 @@ class AttachedTarget(Target):
 
     def __init__(self, canary: CanaryManager, seed: int = 0, chosen: Mapping[str, Any] | None = None) -> None:
         self.canary, self.rng, self.turn, self.chosen = canary, random.Random(seed), seed, chosen or {}
-        self.pools: Mapping[str, PoolView] = {pool.name: pool.view for pool in canary._state.pools}
-        self.setup = Setup(page_size=canary._state.page_size, drafts="draft" in self.pools)
+        self.pools: Mapping[str, PoolView] = {pool.name: pool.view for pool in canary.session.state.pools}
+        self.setup = Setup(page_size=canary.session.state.page_size, drafts="draft" in self.pools)
         self.prompts: list[Sequence[int]] = []
         self.strike = None
 
@@ -45,12 +45,12 @@ class AttachedTarget(Target):
                 torch.from_numpy(slots_of_pages(request.pages, size)),
                 tuple(request.pages),
             )
-            for name, request in self.canary._ledger.requests.items()
+            for name, request in self.canary.session.ledger.requests.items()
             if request.committed_len and not request.released
         ]
 
     def free_pages(self) -> Sequence[int]:
-        held = {page for request in self.canary._ledger.requests.values() for page in request.pages}
+        held = {page for request in self.canary.session.ledger.requests.values() for page in request.pages}
         return [page for page in range(1, self.pools["target"].num_pages) if page not in held]
 
     def before(self, kind: str, hook: Hook) -> None:

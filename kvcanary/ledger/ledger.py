@@ -7,27 +7,41 @@ from collections.abc import Sequence
 from itertools import chain, islice
 
 from kvcanary.errors import LifetimeError, PageReferenceError
-from kvcanary.ledger.page_states import Array
+from kvcanary.ledger.page_states import Array, Pages
 from kvcanary.ledger.quarantine import Quarantine
-from kvcanary.ledger.requests import NO_PAGE, Judged, Request, Role, TruthChain
+from kvcanary.ledger.requests import NO_PAGE, Judged, Request, RequestBook, Role, TruthChain
 from kvcanary.ledger.reread_queue import ReadQueue
 from kvcanary.ledger.rows import RowBook
+from kvcanary.ledger.step_book import StepBook
 from kvcanary_kernels.record.layout import SHARED, Keys
 
 __all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "Role", "TruthChain"]
 
 
-class Ledger(RowBook):
+class Ledger:
     """Requests by id, pages by number. An event happens to all pages that it names, or is refused for all.
 
     Truth changes when the caller says so: `step` is only written down, for histories and for the quarantine.
+
+    book:  the requests;  rows: the pages that each names;  steps: what a step changes of them
+    pages: states, owners, generations, references and history, by page
     """
 
     def __init__(self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[Role]) -> None:
         """`roles`: one a pool."""
-        super().__init__(num_pages, page_size, null_pages, keys, roles)
+        self.page_size, self.null_pages = page_size, null_pages
+        self.pages = pages = Pages(num_pages, null_pages)
+        self.book = book = RequestBook(keys, roles)
+        self.rows, self.steps = RowBook(book, pages, page_size), StepBook(book, pages, page_size)
         self.quarantined = Quarantine()
         self.copies: dict[int, int] = {}  # by page that was last granted as a copy, the page whose place it took
+        self.generations, self.owners, self.states = pages.generations, pages.owners, pages.states
+        self.refcounts, self.history = pages.refcounts, pages.history
+        self.requests, self.batches, self.admit, self.forget = book.requests, book.batches, book.admit, book.forget
+        self.request, self.known, self.name, self.has_ended = book.request, book.known, book.name, book.has_ended
+        self.truth, self.truths = book.truth, book.truths
+        self.slot, self.slots, self.owner_of = self.rows.slot, self.rows.slots, self.rows.owner_of
+        self.holder, self.holders, self.had = self.rows.holder, self.rows.holders, self.rows.had
 
     # private pages
 
@@ -50,15 +64,15 @@ class Ledger(RowBook):
 
     def tell_landed(self, step: int) -> None:
         """What runs that have landed did to pages, of all rows, is told."""
-        self.pages.tell_landed(step, self._uids.live.__getitem__)
+        self.pages.tell_landed(step, self.book.uids.live.__getitem__)
 
     def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """The pages leave the row: private ones are free, shared ones have one reference fewer."""
         request, where = self.request(request_id), self.pages.numbers(pages)
-        self._expect_held("freed", request, where)
+        self.rows.expect_held("freed", request, where)
         shared = self.states[where] == SHARED
         self.pages.free("freed", where[~shared], step, request_id)
-        places = self._replace(request, where, [NO_PAGE] * len(where))
+        places = self.rows.replace(request, where, [NO_PAGE] * len(where))
         if self.page_size * min(places, default=request.committed_len) < request.committed_len:
             request.lacks_pages = 1
         self._release(request, where[shared], step)
@@ -96,17 +110,17 @@ class Ledger(RowBook):
         """A prefix cache takes these final pages of the row too; from now on nobody may write them."""
         request, where = self.request(request_id), self.pages.numbers(pages)
         self.pages.expect("published", where, request_id)
-        self._expect_final(request, where)
+        self.rows.expect_final(request, where)
         self.pages.publish(where, step, request_id)
 
     def acquire(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """A cache hit: published pages become the head of the row, under the grant that they have."""
         request, where = self.request(request_id), self.pages.numbers(pages)
         self.pages.expect("acquired", where, request_id)
-        self._expect_published(where)
+        self.rows.expect_published(where)
         if len(request.pages) > request.final_pages:
             raise LifetimeError(f"pages of a cache must be the head of the row of {request_id!r}: acquire before grant")
-        self._add_to_row(request, where)
+        self.rows.add(request, where)
         self.pages.advance("acquired", where, step, request_id)
         request.final_pages = len(request.pages)
 
@@ -119,13 +133,13 @@ class Ledger(RowBook):
                 f"got {len(where)} pages and {len(child.pages)} in the other row: fork before acquire and grant"
             )
         self.pages.share("forked", where, step, child_id)
-        self._add_to_row(child, where)
+        self.rows.add(child, where)
         child.final_pages = min(request.final_pages, len(where))
 
     def copy_on_write(self, request_id: str, page: int, copy: int, step: int) -> None:
         """A shared page of the row is replaced by a private copy; the caller moves bytes and records."""
         request, where, fresh = self.request(request_id), self.pages.numbers([page]), self.pages.numbers([copy])
-        self._expect_held("released", request, where)
+        self.rows.expect_held("released", request, where)
         place = request.pages.index(page)
         if place < request.final_pages - 1:
             raise LifetimeError(
@@ -134,7 +148,7 @@ class Ledger(RowBook):
             )
         self.pages.grant("copied", fresh, request.uid, step, request_id)
         self.copies[copy] = page
-        self._replace(request, where, [copy])
+        self.rows.replace(request, where, [copy])
         request.final_pages = min(request.final_pages, place)
         self._release(request, where, step)
 
@@ -145,10 +159,10 @@ class Ledger(RowBook):
             raise LifetimeError(f"each page must have one that replaces it, got {len(where)} and {len(cached)} pages")
         self.pages.expect("acquired", cached, request_id)
         self.pages.expect("freed", where, request_id)
-        self._expect_published(cached)
-        self._expect_final(request, where)
-        self._expect_strange(request, cached)
-        self._replace(request, where, cached.tolist())
+        self.rows.expect_published(cached)
+        self.rows.expect_final(request, where)
+        self.rows.expect_strange(request, cached)
+        self.rows.replace(request, where, cached.tolist())
         self.pages.add_reference(cached, request.uid)
         self.pages.advance("acquired", cached, step, request_id)
         own = self.states[where] != SHARED
@@ -159,7 +173,7 @@ class Ledger(RowBook):
         """A cache gives up published pages that no row names."""
         where = self.pages.numbers(pages)
         self.pages.expect("evicted", where)
-        self._expect_published(where)
+        self.rows.expect_published(where)
         for page in where[self.refcounts[where] > 0].tolist():
             count = int(self.refcounts[page])
             raise PageReferenceError(
@@ -195,7 +209,7 @@ class Ledger(RowBook):
         where, robbed = self.pages.numbers(pages), set[str]()
         for page in where.tolist():
             for name in self.holders(page):
-                self._replace(self.requests[name], where[where == page], [NO_PAGE])
+                self.rows.replace(self.requests[name], where[where == page], [NO_PAGE])
                 robbed.add(name)
         self.quarantined.remove(where)
         self.pages.free("taken away", where, step)
@@ -233,7 +247,7 @@ class Ledger(RowBook):
 
     def _advance_held(self, event: str, request_id: str, pages: Sequence[int], step: int) -> None:
         request, where = self.request(request_id), self.pages.numbers(pages)
-        self._expect_held(event, request, where)
+        self.rows.expect_held(event, request, where)
         self.pages.advance(event, where, step, request_id)
 
     def _release(self, request: Request, pages: Array, step: int) -> None:
@@ -246,7 +260,7 @@ class Ledger(RowBook):
             self._take_back(page.reshape(1), step)
 
     def _take_back(self, page: Array, step: int) -> None:
-        request = self.requests[self._uids.live[self.pages.last_holder(page)]]
+        request = self.requests[self.book.uids.live[self.pages.last_holder(page)]]
         self.pages.take_back(page, step, request.request_id)
         if request.pages.index(page.item()) < request.final_pages:
             self.pages.advance("committed", page, step, request.request_id)

@@ -266,7 +266,7 @@ class RequestBook:
     def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
         self.requests: dict[str, Request] = {}
         self.batches = Batches(self.requests)
-        self._uids, self._keys, self._roles = RequestIds(), keys, [Role(*role) for role in roles]
+        self.uids, self._keys, self._roles = RequestIds(), keys, [Role(*role) for role in roles]
 
     def admit(self, request_id: str, token_ids: Sequence[int], step: int, salt: str = "", adapter: str = "") -> Request:
         """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
@@ -275,7 +275,7 @@ class RequestBook:
         tokens = list(token_ids)
         roots = [chain_root(self._keys, role.name, salt, adapter) for role in self._roles]
         chains = [(root, role.token_offset, role.ahead) for root, role in zip(roots, self._roles, strict=True)]
-        uid = self._uids.new(request_id)
+        uid = self.uids.new(request_id)
         known = Known(uid, tokens, chains, self._keys, step)
         truths = [TruthChain(known, pool_id) for pool_id in range(len(roots))]
         ahead = tuple(role.ahead for role in self._roles)
@@ -316,22 +316,22 @@ class RequestBook:
         request = self.request(request_id)
         if held := sum(page != NO_PAGE for page in request.pages):
             raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
-        self._uids.retire(request.uid)
+        self.uids.retire(request.uid)
         del self.requests[request_id]
         request.known.card[IS_LIVE] = False
         self.batches.clear()
 
     def remember(self, uid: int, name: str) -> None:
         """The request that had this uid, before anybody was told of it here."""
-        self._uids.remember(uid, name)
+        self.uids.remember(uid, name)
 
     def has_ended(self, request_id: str) -> bool:
         """Whether a request of this name was admitted, and has ended."""
-        return self._uids.has_ended(request_id)
+        return self.uids.has_ended(request_id)
 
     def name(self, uid: int) -> str | None:
         """The request that has this uid, or had it last."""
-        return self._uids.name(uid)
+        return self.uids.name(uid)
 
     def truth(self, request: Request, pool_id: int, length: int) -> int | None:
         """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""

@@ -8,38 +8,28 @@ import numpy as np
 
 from kvcanary.errors import PageOwnerError, PageReferenceError
 from kvcanary.ledger.page_states import Array, Pages
-from kvcanary.ledger.requests import NO_PAGE, Request, Role
-from kvcanary.ledger.step_book import StepBook
+from kvcanary.ledger.requests import NO_PAGE, Request, RequestBook
 from kvcanary.pools.slot_maps import slots_of_pages
-from kvcanary_kernels.record.layout import Keys
 
 SLOT_BYTES = 8  # of a slot number in `Request.row`
 
 
-class RowBook(StepBook):
-    """The rows of the live requests over one set of pages, which all pools share.
+class RowBook:
+    """The rows of the live requests over one set of pages, which all pools share."""
 
-    generations, owners, states, refcounts: the arrays of `Pages`, by page
-    history:                                 the newest events of each page
-    """
-
-    def __init__(self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[Role]) -> None:
-        super().__init__(keys, roles)
-        self.page_size, self.null_pages = page_size, null_pages
-        self.pages = Pages(num_pages, null_pages)
-        self.generations, self.owners, self.states = self.pages.generations, self.pages.owners, self.pages.states
-        self.refcounts, self.history = self.pages.refcounts, self.pages.history
+    def __init__(self, book: RequestBook, pages: Pages, page_size: int) -> None:
+        self._book, self._pages, self._page_size = book, pages, page_size
 
     def slot(self, request: Request, position: int) -> int:
         """The slot granted for a position, or -1."""
-        number, offset = divmod(position, self.page_size)
+        number, offset = divmod(position, self._page_size)
         if number >= len(request.pages) or request.pages[number] == NO_PAGE:
             return -1
-        return request.pages[number] * self.page_size + offset
+        return request.pages[number] * self._page_size + offset
 
     def slots(self, request: Request, start: int, end: int) -> list[int]:
         """The slots granted for positions [start, end), without the freed and the not yet granted ones."""
-        if self.page_size == 1:
+        if self._page_size == 1:
             return [page for page in request.pages[start:end] if page != NO_PAGE]
         granted = request.known.slots[start:end]
         return granted[granted >= 0].tolist()
@@ -49,57 +39,57 @@ class RowBook(StepBook):
 
         positions: those that the entries had where they came from; within what is written nothing changes
         """
-        owners = self.owners[slots // self.page_size]
+        owners = self._pages.owners[slots // self._page_size]
         furthest: dict[int, int] = {}
         for uid, position in zip(owners.tolist(), positions.tolist(), strict=True):
             furthest[uid] = max(position, furthest.get(uid, position))
-        for uid in furthest.keys() & self._uids.live.keys():
-            request = self.requests[self._uids.live[uid]]
+        for uid in furthest.keys() & self._book.uids.live.keys():
+            request = self._book.requests[self._book.uids.live[uid]]
             if furthest[uid] >= request.row_lens[pool_id]:
                 own = owners == uid
-                self.pages.wrote(slots[own], self.page_size)
+                self._pages.wrote(slots[own], self._page_size)
                 self._lengthen(request, pool_id, slots[own])
 
-    def rows_reach(self, pool_id: int, position: int) -> bool:
+    def reach(self, pool_id: int, position: int) -> bool:
         """Whether all rows of the pool are written so far, and an entry at this position lengthens none."""
-        return all(position < request.row_lens[pool_id] for request in self.requests.values())
+        return all(position < request.row_lens[pool_id] for request in self._book.requests.values())
 
     def _lengthen(self, request: Request, pool_id: int, slots: Array) -> None:
-        places = np.array(self._places(request, (slots // self.page_size).tolist()), dtype=np.int64)
-        positions = places * self.page_size + slots % self.page_size
+        places = np.array(self._places(request, (slots // self._page_size).tolist()), dtype=np.int64)
+        positions = places * self._page_size + slots % self._page_size
         new = np.unique(positions[positions >= request.row_lens[pool_id]])
         request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
 
     def owner_of(self, page: int) -> str | None:
         """The request whose private page it is."""
-        owner = int(self.owners[page])
-        return self._uids.name(owner) if owner >= 0 else None
+        owner = int(self._pages.owners[page])
+        return self._book.uids.name(owner) if owner >= 0 else None
 
     def holders(self, page: int) -> tuple[str, ...]:
         """The requests whose rows name the page; looks through all rows, so for reports only."""
-        return tuple(name for name, request in self.requests.items() if page in request.pages)
+        return tuple(name for name, request in self._book.requests.items() if page in request.pages)
 
     def had(self, page: int, request_id: str) -> bool:
         """Whether the request was given the page once, as far as the page's history goes back."""
-        return any(event.request_id == request_id for event in self.history.of(page))
+        return any(event.request_id == request_id for event in self._pages.history.of(page))
 
     def holder(self, page: int) -> Request | None:
         """A request whose row names the page; None where a cache alone has it."""
         owner = self.owner_of(page)
         holders = (owner,) if owner is not None else self.holders(page)
-        return self.requests[holders[0]] if holders else None
+        return self._book.requests[holders[0]] if holders else None
 
-    def _add_to_row(self, request: Request, pages: Array) -> None:
+    def add(self, request: Request, pages: Array) -> None:
         """Shared pages at the end of the row, with a reference each."""
-        self._expect_strange(request, pages)
-        self.pages.add_reference(pages, request.uid)
+        self.expect_strange(request, pages)
+        self._pages.add_reference(pages, request.uid)
         self._extend(request, pages)
 
     def _extend(self, request: Request, pages: Array) -> None:
         request.pages += pages.tolist()
-        request.row += slots_of_pages(pages, self.page_size).tobytes()
+        request.row += slots_of_pages(pages, self._page_size).tobytes()
 
-    def _replace(self, request: Request, pages: Array, others: Sequence[int]) -> list[int]:
+    def replace(self, request: Request, pages: Array, others: Sequence[int]) -> list[int]:
         """Put `others` where `pages` are in the row; their places."""
         places = self._places(request, pages.tolist())
         for place, page in zip(places, others, strict=True):
@@ -109,9 +99,9 @@ class RowBook(StepBook):
         length = len(request.pages)
         request.final_pages = min(request.final_pages, length)
         if length <= min(places, default=length):
-            request.row = request.row[: length * self.page_size * SLOT_BYTES]
+            request.row = request.row[: length * self._page_size * SLOT_BYTES]
         else:
-            request.row = slots_of_pages(request.pages, self.page_size).tobytes()
+            request.row = slots_of_pages(request.pages, self._page_size).tobytes()
         return places
 
     def _places(self, request: Request, pages: list[int]) -> list[int]:
@@ -122,23 +112,25 @@ class RowBook(StepBook):
         numbers = {page: place for place, page in enumerate(request.pages)}
         return [numbers[page] for page in pages]
 
-    def _expect_held(self, event: str, request: Request, pages: Array) -> None:
+    def expect_held(self, event: str, request: Request, pages: Array) -> None:
         """The event is legal for these pages, and they are in the row."""
-        self.pages.expect(event, pages, request.request_id)
-        shared = pages[self.owners[pages] != request.uid]
+        self._pages.expect(event, pages, request.request_id)
+        shared = pages[self._pages.owners[pages] != request.uid]
         row = set(request.pages) if shared.size else set()
         for page in shared.tolist():
             if page not in row:
                 raise self._strange(page, request, f"in its row to be {event}", "name only pages of the row")
 
-    def _expect_final(self, request: Request, pages: Array) -> None:
+    def expect_final(self, request: Request, pages: Array) -> None:
+        """These are final pages of the row."""
         head = set(request.pages[: request.final_pages])
         for page in pages.tolist():
             if page not in head:
                 rule = f"one of the {request.final_pages} final pages of its row"
                 raise self._strange(page, request, rule, "commit it first")
 
-    def _expect_strange(self, request: Request, pages: Array) -> None:
+    def expect_strange(self, request: Request, pages: Array) -> None:
+        """The row names none of these."""
         for page in set(request.pages).intersection(pages.tolist()):
             raise self._strange(page, request, "new to its row", "a row names a page once")
 
@@ -152,10 +144,11 @@ class RowBook(StepBook):
             owner=owner,
         )
 
-    def _expect_published(self, pages: Array) -> None:
-        for page in pages[~self.pages.published[pages]].tolist():
+    def expect_published(self, pages: Array) -> None:
+        """A prefix cache holds these."""
+        for page in pages[~self._pages.published[pages]].tolist():
             raise PageReferenceError(
                 f"page {page} must be held by a prefix cache, only rows hold it: share it first",
                 page=page,
-                refcount=int(self.refcounts[page]),
+                refcount=int(self._pages.refcounts[page]),
             )

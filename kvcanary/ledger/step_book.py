@@ -7,22 +7,17 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 
 from kvcanary.ledger.page_states import Pages
-from kvcanary.ledger.requests import Batch, RequestBook, Role
+from kvcanary.ledger.requests import Batch, RequestBook
 from kvcanary.native.layout import KINDS, LEFT_TO_BOOKS, NO_ROOM, OTHER, RUN_CARD
-from kvcanary_kernels.record.layout import Keys
 
 
-class StepBook(RequestBook):
-    """The live requests, as steps go on with them."""
+class StepBook:
+    """What steps do to the rows of live requests."""
 
-    page_size: int
-    pages: Pages
-
-    def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
+    def __init__(self, book: RequestBook, pages: Pages, page_size: int) -> None:
         from kvcanary.native import loops
 
-        super().__init__(keys, roles)
-        self._loops = loops
+        self._book, self._pages, self._page_size, self._loops = book, pages, page_size, loops
 
     def append(self, batch: Batch, counts: array[int], tokens: array[int], step: int) -> None:
         """Tokens that were accepted, `in_a_row`; where the device has told of them, the same are expected."""
@@ -34,11 +29,11 @@ class StepBook(RequestBook):
         if found == LEFT_TO_BOOKS:
             for request, end, count in zip(batch.requests, accumulate(counts), counts, strict=True):
                 if request.unheard:
-                    self.confirm(request, tokens[end - count : end])
+                    self._book.confirm(request, tokens[end - count : end])
 
     def commit_rows(self, batch: Batch, committed_lens: array[int], step: int, is_judged: bool) -> int:
         """Entries [0, committed length) are final; `loops.commit_rows`."""
-        told = *batch.told, committed_lens.buffer_info()[0], step, self.page_size, is_judged
+        told = *batch.told, committed_lens.buffer_info()[0], step, self._page_size, is_judged
         found: int = self._loops.commit_rows(*told)
         if found == NO_ROOM:
             batch.make_room(repeat(0, len(batch)))
@@ -47,7 +42,7 @@ class StepBook(RequestBook):
 
     def land_runs(self, cards: array[int], first: int) -> int:
         """`loops.land_runs` of the runs of these cards."""
-        told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self.page_size, self.pages.final_at
+        told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self._page_size, self._pages.final_at
         return int(self._loops.land_runs(*told))
 
     def write_rows(self, batch: Batch, kind: str, pool_id: int, before: array[int] | None, written: array[int]) -> None:

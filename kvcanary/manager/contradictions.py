@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +22,6 @@ from kvcanary.calls.violation import NO_SLOT, Hit
 from kvcanary.captured.in_flight import InFlight
 from kvcanary.errors import (
     ENGINES_DOING,
-    ContradictionError,
     HookOrderError,
     LifetimeError,
     PageStateError,
@@ -31,7 +30,10 @@ from kvcanary.errors import (
 from kvcanary.ledger.ledger import NO_PAGE
 from kvcanary.ledger.page_states import EVENTS, STATE_NAMES
 from kvcanary.ledger.requests import Batch
+from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.manager.reporting import Reporting
+from kvcanary.manager.session import Session
+from kvcanary.manager.substep import Refusal
 from kvcanary.pools.plans import (
     ReadPlan,
     WritePlan,
@@ -40,7 +42,6 @@ from kvcanary.pools.slot_maps import locate_slots
 from kvcanary_kernels.record.layout import FREE, LOAD_FAILED, LOADING, NEVER_WRITTEN, QUARANTINED, SHARED
 
 EVENT_SITE = "event", 0
-Refusal = LifetimeError | ContradictionError
 Given = dict[str, Any]
 Follow = Callable[["Contradictions", Given], Any]
 
@@ -48,36 +49,34 @@ Follow = Callable[["Contradictions", Given], Any]
 class Contradictions:
     """Stands between an engine and the hooks of its canary, in modes that end nobody for what the engine did."""
 
-    def __init__(self, manager: Reporting) -> None:
-        """Puts each hook behind the one door through which its errors come."""
-        self._of = ref(manager)  # who drops a manager has dropped it
-        self._ledger, self._checks = manager._ledger, manager._checks
-        self._aside = manager._aside
-        self._hooks: dict[str, Callable[..., Any]] = {name: getattr(type(manager), name) for name in FOLLOW}
-        for name, follow in FOLLOW.items():
-            setattr(manager, name, self._guarded(self._hooks[name], follow))
+    def __init__(self, session: Session, lifecycle: Lifecycle, reporting: Reporting) -> None:
+        self._session, self._lifecycle, self._reporting = session, lifecycle, reporting
+        self._ledger, self._checks, self._aside = session.ledger, session.checks, session.aside
 
-    @property
-    def _manager(self) -> Reporting:
-        manager = self._of()
-        if manager is None:
-            raise HookOrderError("the manager of these hooks is gone: keep it as long as its engine runs")
-        return manager
+    def guard(self, manager: object) -> None:
+        """Put each hook of this manager behind the one door through which its errors come."""
+        for name, follow in FOLLOW.items():
+            setattr(manager, name, self._guarded(getattr(manager, name), follow))
 
     def _guarded(self, method: Callable[..., Any], follow: Follow) -> Callable[..., Any]:
+        method_of = WeakMethod(method)  # who drops a manager has dropped it
+
         @wraps(method)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            manager = self._manager
+            method = method_of()
+            if method is None:
+                raise HookOrderError("the manager of these hooks is gone: keep it as long as its engine runs")
             try:
-                return method(manager, *args, **kwargs)
+                return method(*args, **kwargs)
             except ENGINES_DOING as error:
-                bound = inspect.signature(method).bind(manager, *args, **kwargs)
+                bound = inspect.signature(method).bind(*args, **kwargs)
                 bound.apply_defaults()
                 requests, pages = _named(bound.arguments)
                 if isinstance(error, UnknownRequestError):
                     self._bring_back(error, requests)
                     return hook(*args, **kwargs)
-                self._error, self._requests, self._pages = error, requests, self._inside(pages)
+                self._hook, self._error = method, error
+                self._requests, self._pages = requests, self._inside(pages)
                 return follow(self, bound.arguments)
 
         return hook
@@ -100,8 +99,8 @@ class Contradictions:
         culprits = getattr(error, "request_ids", ()) or read.requests
         self._tell(error, culprits, (), site=site, pool=pool)
         self._set_aside(read.requests)
-        self._manager._coverage.skip("forwards whose plans contradict themselves", 1)
-        view = self._manager._state.by_name[pool].view
+        self._session.coverage.skip("forwards whose plans contradict themselves", 1)
+        view = self._session.state.by_name[pool].view
         safe = [ids.where(~locate_slots(view, ids)[1], 0) for ids in (read.indices, write.slots)]
         return safe[0], safe[1]
 
@@ -119,7 +118,7 @@ class Contradictions:
         requests = list(dict.fromkeys(requests))
         if self._aside.is_known(requests, pages):
             return
-        state, page = self._manager._state, getattr(error, "page", None)
+        state, page = self._session.state, getattr(error, "page", None)
         names = list(dict.fromkeys([*requests, *(name for own in pages for name in self._ledger.holders(own))]))
         page = page if page is not None else pages[0] if pages else None
         hit = Hit(
@@ -129,7 +128,7 @@ class Contradictions:
             None,
             names[0] if names else None,
             site,
-            self._manager.step,
+            self._session.step,
             others=tuple(names[1:]),
             told=str(error),
         )
@@ -146,7 +145,7 @@ class Contradictions:
             raise error
         self._tell(error, ended, ())
         for name in ended:
-            self._ledger.admit(name, (), self._manager.step).released = True
+            self._ledger.admit(name, (), self._session.step).released = True
         self._aside.add(ended, ())
 
     def _set_aside(self, requests: Iterable[str], pages: Iterable[int] = ()) -> None:
@@ -187,7 +186,7 @@ class Contradictions:
         if name in self._aside.requests and request.released:
             self._take_away([page for page in request.pages if page != NO_PAGE])
             self._ledger.forget(name)
-            self._manager._admit(name, given["token_ids"], given["salt"], given["adapter"])
+            self._lifecycle.add(name, given["token_ids"], given["salt"], given["adapter"])
         else:
             self._only_told(given)
 
@@ -200,7 +199,7 @@ class Contradictions:
             return self._only_told(given)
 
         def happen(told: tuple[str, int]) -> None:
-            self._checks.commit(Batch([self._ledger.request(told[0])]), array("q", told[1:]), self._manager.step)
+            self._checks.commit(Batch([self._ledger.request(told[0])]), array("q", told[1:]), self._session.step)
 
         def refused(told: tuple[str, int]) -> None:
             self._tell(self._error, told[:1], ())
@@ -217,7 +216,7 @@ class Contradictions:
         for_load = given.get("for_load", False)
 
         def happen(told: tuple[str, Sequence[int]]) -> None:
-            self._manager._grant(told[:1], told[1:], for_load)
+            self._lifecycle.grant(told[:1], told[1:], for_load)
 
         def refused(told: tuple[str, Sequence[int]]) -> None:
             self._tell(self._error, told[:1], self._inside(told[1]))
@@ -233,36 +232,35 @@ class Contradictions:
         self._set_aside(self._take_away([page for page in new if self._ledger.states[page] != FREE]))
         if new != list(pages):
             self._set_aside([name])
-        self._manager._grant((name,), (new,), for_load and name not in self._aside.requests)
+        self._lifecycle.grant((name,), (new,), for_load and name not in self._aside.requests)
 
     def _take_away(self, pages: Sequence[int]) -> set[str]:
         """Pages are nobody's; the requests that had them."""
         if not pages:
             return set()
-        manager = self._manager
         self._checks.settle()
-        manager.tickets.freed(pages)
-        robbed = self._ledger.take_away(pages, manager.step)
+        self._session.tickets.freed(pages)
+        robbed = self._ledger.take_away(pages, self._session.step)
         self._checks.forget(pages)
-        self._checks.cached.left(pages, manager.step)
-        manager._response.damaged_pages.difference_update(pages)
+        self._checks.cached.left(pages, self._session.step)
+        self._reporting.response.damaged_pages.difference_update(pages)
         return robbed
 
     def _free(self, given: Given) -> None:
         """Pages of the row leave it; those of others stay theirs, and are set aside."""
-        name, ledger, manager = given["request_id"], self._ledger, self._manager
+        name, ledger = given["request_id"], self._ledger
         request = ledger.request(name)
         self._tell(self._error, [name], self._pages)
         own = [page for page in self._pages if page in request.pages]
         nobodys = FREE, QUARANTINED
         self._set_aside((), [p for p in self._pages if p not in own and ledger.states[p] not in nobodys])
         may_go = [page for page in own if ledger.states[page] in EVENTS["freed"].after]
-        ledger.free(name, may_go, manager.step)
+        ledger.free(name, may_go, self._session.step)
         self._take_away([page for page in own if page not in may_go])
-        manager._gone(request, own)
+        self._lifecycle.gone(request, own)
 
     def _share(self, given: Given) -> None:
-        name, step = given["request_id"], self._manager.step
+        name, step = given["request_id"], self._session.step
 
         def refused(page: int) -> None:
             self._tell(self._error, [name], [page])
@@ -285,7 +283,7 @@ class Contradictions:
         self._grant_anyway(given["request_id"], [given["copy"]])
 
     def _evict(self, given: Given) -> None:
-        step, gone = self._manager.step, list[int]()
+        step, gone = self._session.step, list[int]()
 
         def happen(page: int) -> None:
             self._ledger.evict([page], step)
@@ -299,8 +297,8 @@ class Contradictions:
         self._each(self._pages, happen, refused)
         if len(self._pages) < len(given["pages"]):
             self._tell(self._error, (), ())
-        self._manager._leave(gone)
-        self._manager._response.damaged_pages.difference_update(self._pages)
+        self._lifecycle.leave(gone)
+        self._reporting.response.damaged_pages.difference_update(self._pages)
 
     def _load(self, given: Given) -> None:
         """Nobody knows what lies there, but forwards of the request may go on behind it."""
@@ -310,18 +308,18 @@ class Contradictions:
         for page in self._pages:
             event = loads.get(int(self._ledger.states[page]))
             if event is not None and self._ledger.owners[page] == request.uid:
-                self._ledger.pages.advance(event, np.array([page]), self._manager.step, request.request_id)
+                self._ledger.pages.advance(event, np.array([page]), self._session.step, request.request_id)
 
     def _pack(self, given: Given) -> Any:
         self._only_told(given)
-        return self._checks.pack(self._pages, self._manager.step, given.get("group"))
+        return self._checks.pack(self._pages, self._session.step, given.get("group"))
 
     def _pack_each(self, given: Given) -> Any:
         return self._pack(given).each()
 
     def _move(self, given: Given) -> None:
         """Nobody knows what lies where it went."""
-        pages = self._inside((on_host(given["dst"]) // self._manager._state.page_size).tolist())
+        pages = self._inside((on_host(given["dst"]) // self._session.state.page_size).tolist())
         holders = [name for page in pages for name in self._ledger.holders(page)]
         self._tell(self._error, holders, pages)
         self._set_aside(holders, pages)
@@ -336,24 +334,24 @@ class Contradictions:
         self._set_aside(self._requests)
         count = series.num_told * len(self._requests)
         written, reads = ((own + [0] * most)[:most] for own, most in ((written, count), (reads, series.count)))
-        return self._manager.launch_series(series, self._requests, written, reads, given["where"])
+        return self._hook(series, self._requests, written, reads, given["where"])
 
     def _release(self, given: Given) -> Any:
         """It ends with all that was committed."""
         self._only_told(given)
-        return self._hooks["release"](self._manager, given["request_id"])
+        return self._hook(given["request_id"])
 
     def _acted(self, given: Given) -> Any:
         self._only_told(given)
-        return self._manager._act()
+        return self._reporting.act()
 
-    def _checked(self, given: Given) -> Any:
+    def _collected(self, given: Given) -> Any:
         self._only_told(given)
-        return self._manager._conclude()
+        return self._reporting.conclude()
 
-    def _departed(self, given: Given) -> InFlight:
+    def _ended(self, given: Given) -> InFlight:
         self._only_told(given)
-        flight = InFlight(self._manager.step, None, [])
+        flight = InFlight(self._session.step, None, [])
         flight.has_landed = True
         return flight
 
@@ -388,9 +386,8 @@ FOLLOW: dict[str, Follow] = {
     "sweep_cached": Contradictions._acted,
     "judge_copies": Contradictions._acted,
     "drain": Contradictions._acted,
-    "check": Contradictions._checked,
-    "hear": Contradictions._checked,
-    "depart": Contradictions._departed,
+    "end_step": Contradictions._ended,
+    "collect": Contradictions._collected,
 }
 
 

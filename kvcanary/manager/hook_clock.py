@@ -25,21 +25,22 @@ class HookClock:
         self.seconds = 0.0
         self._is_inside = False
         self._manager = manager
-        functions = inspect.getmembers(type(manager), inspect.isfunction)
-        self._names = [name for name, _ in functions if not name.startswith("_") and name not in READS]
+        hooks = inspect.getmembers(manager, inspect.isroutine)
+        self._own = dict(vars(manager))  # of which some are methods of a part
+        self._names = [name for name, _ in hooks if not name.startswith("_") and name not in READS]
         for name in self._names:
             setattr(manager, name, self._timed(getattr(manager, name)))
-        substep = manager.substep
+        forward = manager.forward
 
-        def timed_substep(*where: Any, **settings: Any) -> Any:
-            return _TimedSubstep(substep(*where, **settings), self._timed)
+        def timed_forward(*where: Any, **settings: Any) -> Any:
+            return _TimedSubstep(forward(*where, **settings), self._timed)
 
-        manager.substep = timed_substep  # type: ignore[method-assign, assignment]
+        manager.forward = timed_forward  # type: ignore[assignment]
 
     def remove(self) -> None:
         """The manager is as it was."""
-        for name in self._names:
-            delattr(self._manager, name)
+        vars(self._manager).clear()
+        vars(self._manager).update(self._own)
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **settings: Any) -> Any:

@@ -1,41 +1,53 @@
-"""CanaryManager: what an engine holds. It owns the state, hands out substeps, and runs the checks of a step at once."""
+"""CanaryManager: what an engine holds. Its parts are told of requests, bytes and forwards; a step's order is here."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
-from kvcanary.calls.forward import Forward
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.captured.accepted_tokens import CapturedAcceptance
 from kvcanary.captured.in_flight import InFlight
-from kvcanary.checks.admission import refuse
+from kvcanary.captured.registry import SubstepRegistry
+from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.checks.tokens import Oracle, TokenOf
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import CanaryConfigError, ContradictionError, HookOrderError, LifetimeError, PlanError
+from kvcanary.errors import CanaryConfigError, HookOrderError
 from kvcanary.ledger.accounting import audit
-from kvcanary.ledger.ledger import Request
+from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.manager.contradictions import Contradictions
-from kvcanary.manager.device_substep import DeviceSubstep
+from kvcanary.manager.forwards import Forwards, not_one_each
+from kvcanary.manager.lifecycle import Lifecycle
+from kvcanary.manager.mapped_groups import MappedGroups
 from kvcanary.manager.reporting import Reporting
-from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+from kvcanary.manager.session import Session
+from kvcanary.manager.transfers import Transfers
 from kvcanary.pools.attachment import Attachment
-from kvcanary.pools.launch_site import SUBSTEP_KINDS
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
 from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
-from kvcanary.records.state import CanaryState, PoolState
+from kvcanary.records.state import CanaryState
+from kvcanary.report.finding import Finding
 
 
-class CanaryManager(Reporting):
-    """The canary of one engine. See the method names in the order in which an engine calls them.
+class CanaryManager:
+    """The canary of one engine.
 
     Nothing is checked before `arm()`, everything after it. One pool has one manager: HookOrderError for a second one.
+
+    A step, whether its host waits for the device or is behind it:
+
+        begin_step(step)
+        expect(...)                                 forwards that are to open their hooks
+        forward(kind, index, pool)                  the hooks of one: open, store of each layer, close
+        launch_series(...), launch_move(...)        of captured ones, instead
+        move(pool, src, dst)                        around bytes that are moved
+        flight = end_step()
+        collect(flight)                             before a token of the step leaves; check() is both
+
+    Hooks that are methods of a part are documented there: `Lifecycle`, `MappedGroups`, `Transfers`, `Forwards` and
+    `Reporting`.
     """
 
     def __init__(self, config: CanaryConfig, pools: Sequence[PoolView], holds_back: bool = False) -> None:
@@ -44,29 +56,93 @@ class CanaryManager(Reporting):
             raise CanaryConfigError("mode 'off' installs nothing: build no manager and pass canary=None")
         self._attachment = Attachment(pools)
         seed = secrets.randbits(64) if config.seed is None else config.seed
-        super().__init__(config, CanaryState(pools, seed), holds_back)
-        self._judges_there = judges_on_device(self._state)
-        self._contradictions = None if config.mode == "raise" else Contradictions(self)
+        session = Session(config, CanaryState(pools, seed), config.quarantine if holds_back else 0)
+        self.session, self.config, self.tickets, self.recorder = session, config, session.tickets, session.recorder
+        self.reporting = reporting = Reporting(session)
+        self.lifecycle = lifecycle = Lifecycle(session, reporting)
+        self.mapped_groups = groups = MappedGroups(session, reporting)
+        self.transfers = transfers = Transfers(session)
+        self.forwards = forwards = Forwards(session)
+        self._checks, self._ledger, self._log = session.checks, session.ledger, session.recorder.log
+
+        self.admit, self.release = lifecycle.admit, lifecycle.release
+        self.append_all, self.commit_all = lifecycle.append_all, lifecycle.commit_all
+        self.on_alloc, self.on_alloc_all, self.on_free = lifecycle.on_alloc, lifecycle.on_alloc_all, lifecycle.on_free
+        self.on_share, self.on_acquire, self.on_evict = lifecycle.on_share, lifecycle.on_acquire, lifecycle.on_evict
+        self.on_fork, self.on_copy = lifecycle.on_fork, lifecycle.on_copy
+        self.on_deduplicate = lifecycle.on_deduplicate
+
+        self.on_map, self.on_unmap = groups.on_map, groups.on_unmap
+        self.on_swap_out, self.on_swap_in = groups.on_swap_out, groups.on_swap_in
+
+        self.on_load_begin, self.on_load_end = transfers.on_load_begin, transfers.on_load_end
+        self.on_load_fail, self.on_restore = transfers.on_load_fail, transfers.on_restore
+        self.on_offload = transfers.on_offload
+        self.before_move, self.on_move = transfers.before_move, transfers.on_move
+
+        self.expect, self.forward = forwards.expect, forwards.forward
+        self.substep = forwards.forward  # its first name
+        self.launch_series, self.launch_move = forwards.launch_series, forwards.launch_move
+
+        self.certificate, self.page_map, self.dump = reporting.certificate, reporting.page_map, reporting.dump
+        self.damaged_pages = reporting.damaged_pages
+        if config.mode != "raise":
+            contradictions = Contradictions(session, lifecycle, reporting)
+            contradictions.guard(self)
+            forwards.follow = contradictions.refused_plan
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs."""
+        return self.session.step
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether anything is checked."""
+        return self.session.is_armed
+
+    @property
+    def doomed(self) -> frozenset[str]:
+        """Mode abort: running requests that must end, by all that was judged; else nobody."""
+        return self.reporting.doomed
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The first finding of every incident."""
+        return self.reporting.findings
+
+    @property
+    def bank(self) -> SubstepRegistry:
+        """Captured forwards, for graphs: add them before `arm()`; `collect()` reads what they found."""
+        return self.forwards.bank
+
+    @property
+    def judges_behind(self) -> bool:
+        """Whether a step that ends now is judged with its results, by `collect`, and the host waits for nothing."""
+        return self.session.state.judges_on_device and not self._checks.waits
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that records, fingerprints and page states take; they never grow."""
+        return self.session.state.num_bytes
 
     def arm(self) -> None:
         """After warm-up and capture, before the first request: from now on everything is checked."""
-        if self.is_armed:
+        session = self.session
+        if session.is_armed:
             raise HookOrderError("arm() comes once: this canary is armed already")
-        self.is_armed = True
-        if self._judges_there:
-            self._on_device()
-        if self._static is not None:
-            self._static.bank.arm()
+        session.is_armed = True
+        self.forwards.arm()
         self._checks.prepare()
-        for poisoner in self._poisoners:
+        for poisoner in session.poisoners:
             poisoner.prepare()
-        self.recorder.start(self.step)
-        self._dumper.listen()
+        self.recorder.start(session.step)
+        self.reporting.dumper.listen()
 
     def detach(self) -> None:
         """The engine is gone: its pools may have another canary."""
         self._attachment.release()
-        self._dumper.close()
+        self.reporting.dumper.close()
 
     def set_oracle(self, token_of: TokenOf | None, judges_guesses: bool = False) -> None:
         """W6 judges what the host does not know yet by `token_of(request_id, position)`; None: by nobody, as at first.
@@ -78,107 +154,90 @@ class CanaryManager(Reporting):
     # the step
 
     def begin_step(self, step: int) -> None:
-        """Steps are numbered upwards; substeps, checks and findings carry the number."""
-        if self._open:
-            raise self._not_closed("begin_step()")
-        if step <= self.step and self._has_forwards():
-            raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
-        if self._expected.due:
-            self._checks.report(self._expected.missing())
+        """Steps are numbered upwards; forwards, checks and findings carry the number."""
+        session = self.session
+        if session.open:
+            raise session.not_closed("begin_step()")
+        if step <= session.step and self._has_forwards():
+            raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {session.step}")
+        if session.expected.due:
+            self._checks.report(session.expected.missing())
         self._log.append(("begin_step", step))
-        self.step = self.tickets.step = step
+        session.step = session.tickets.step = step
         self._checks.begin_step(step)
         if self._ledger.quarantined.waiting:
-            self._ledger.leave_quarantine(step, self._quarantine)
+            self._ledger.leave_quarantine(step, session.quarantine)
 
-    @property
-    def may_depart(self) -> bool:
-        """Whether a host that hears of its steps later may call `depart` now and wait for nothing.
+    @contextmanager
+    def move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None, guesses: bool = False) -> Iterator[None]:
+        """Bytes are moved within this block, every source read before any destination is written: the records follow.
 
-        All that was opened since the last check judges itself on the device.
+        src, dst: slots, [n] int64; `to`, `guesses`: as of `Transfers.on_move`
         """
-        return self._judges_there and not self._checks.waits
+        self.before_move()
+        yield
+        self.on_move(pool, src, dst, to, guesses)
 
-    def substep(self, kind: str, index: int, pool: str, puts: bool = False) -> SubstepCanary | WarmupSubstep:
-        """The hooks of the next forward; of one whose layers lie in pools of several groups, one substep a group.
+    def end_step(self, is_waited_for: bool = False) -> InFlight:
+        """All forwards of the step are launched: what the host has to judge is judged, what a device found is sent for.
 
-        `puts`: every layer is offered to the substep's `put` before the engine stores it. On a GPU such a forward
-        judges itself there, if its rows are chains: the host hears of it with the captured ones, by `check` or `hear`.
+        Waits for nothing but that; the slice of the rolling check goes with it. A forward that was announced and has
+        no hooks is judged here: what earlier steps have to give may leave still.
+        is_waited_for: the host waits for all that its stream was given so far by itself, before it calls `collect`
         """
-        if self._open and not all(substep.is_beside(kind, index, self._pool(pool)) for substep in self._open):
-            self._expect_closed(f"substep({kind!r})")
-        if kind not in SUBSTEP_KINDS:
-            raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {kind!r}")
-        state = self._pool(pool)
-        if not self.is_armed:
-            return WarmupSubstep()
-        return (DeviceSubstep if puts and self._judges_there else SubstepCanary)(self, kind, index, state)
-
-    @recorded
-    def check(self) -> frozenset[str]:
-        """Judge everything opened since the last check, and one slice of the rolling check; before tokens leave.
-
-        Mode abort: the requests that must end now, without a token of this step; else nobody.
-        """
-        if self._open:
-            raise self._not_closed("check()")
-        self._checks.land_replays()
-        self._checks.settle()
-        if self._expected.due:
-            self._checks.report(self._expected.missing())
-        self._checks.report(self._checks.roll(self.step))
-        self._checks.land()
-        self._prepare_freed_pages()
-        return self._conclude()
-
-    def depart(self, is_waited_for: bool = False) -> InFlight:
-        """Instead of `check`, by a host that hears of its steps later: captured forwards of this step were launched.
-
-        What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it. A
-        forward that was announced and has no hooks is judged here: what earlier steps have to give may leave still.
-        is_waited_for: the host waits for all that its stream was given so far by itself, before it calls `hear`
-        """
-        if self._open:
-            raise self._not_closed("depart()")
-        self._log.append(("depart", self.step))
-        flight = self._checks.depart(is_waited_for)
-        if self._expected.due:
-            self._checks.report(self._expected.missing())
-            self._act()
+        session, checks = self.session, self._checks
+        if session.open:
+            raise session.not_closed("end_step()")
+        self._log.append(("end_step", session.step))
+        is_judged_here = checks.waits
+        if is_judged_here:
+            checks.settle()
+        if missing := session.expected.due:
+            checks.report(session.expected.missing())
+        flight = checks.send(is_waited_for)
+        if is_judged_here or checks.has_nothing_there(flight):
+            checks.land(flight)
+        elif missing:
+            self.reporting.act()
         self._prepare_freed_pages()
         return flight
 
-    def hear(self, flight: InFlight) -> frozenset[str]:
-        """Judge a step that has departed, and those before it, before a token of it leaves; answers as `check` does.
+    def collect(self, flight: InFlight) -> frozenset[str]:
+        """Judge a step that has ended, and those before it, before a token of it leaves; waits for it alone.
 
-        Waits for nothing but the step itself.
+        Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
-        if self._open:
-            raise self._not_closed("hear()")
-        self._log.append(("hear", flight.step))
+        if self.session.open:
+            raise self.session.not_closed("collect()")
+        self._log.append(("collect", flight.step))
         flight.is_over = True  # but for looks
         if not flight.has_landed:
             self._checks.land(flight)
-        doomed = self._conclude()
-        if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then
-            raise self._error
+        doomed = self.reporting.conclude()
+        if flight.hits and self.reporting.error is not None:  # it had to land before its turn, and stopped the engine
+            raise self.reporting.error
         return doomed
+
+    def check(self) -> frozenset[str]:
+        """`end_step` and `collect` at once, by a host that waits for every step; answers as `collect` does."""
+        return self.collect(self.end_step())
 
     def check_forwards(self) -> frozenset[str]:
         """Behind forwards that run when the step has been judged, before its tokens leave: all that were announced must
-        have opened their hooks; answers as `check` does.
+        have opened their hooks; answers as `collect` does.
         """
-        if self._open:
-            raise self._not_closed("check_forwards()")
-        if not self._expected.due:
+        session = self.session
+        if session.open:
+            raise session.not_closed("check_forwards()")
+        if not session.expected.due:
             return self.doomed
         self._log.append(("check_forwards",))
         self._checks.settle()
-        self._checks.report(self._expected.missing())
-        return self._act()
+        self._checks.report(session.expected.missing())
+        return self.reporting.act()
 
     def judge_copies(self) -> frozenset[str]:
-        """Judge what was told of copies since the last check (O1), before what they brought is used.
+        """Judge what was told of copies since the last step (O1), before what they brought is used.
 
         Mode abort: the requests that must end now; nobody where every copy was waited for.
         """
@@ -186,144 +245,98 @@ class CanaryManager(Reporting):
             return frozenset()
         self._log.append(("judge_copies",))
         self.tickets.has_told = False
-        return self._act()
+        return self.reporting.act()
 
     @recorded
     def drain(self) -> frozenset[str]:
-        """At idle and shutdown: judge what is still pending; the answer is that of `check`.
+        """At idle and shutdown: judge what is still pending; the answer is that of `collect`.
 
         PageReferenceError where rows and reference counts disagree.
         """
-        self._expect_closed("drain()")
+        self.session.expect_closed("drain()")
         self._checks.settle()
-        self._checks.report(self._expected.missing())
+        self._checks.report(self.session.expected.missing())
         audit(self._ledger)
-        return self._act()
+        return self.reporting.act()
 
     def rest(self) -> frozenset[str]:
         """Between steps, and now and then where there are none: cached pages that nobody has looked at for long.
 
-        The answer is that of `check`. An engine may call it after every step.
+        The answer is that of `collect`. An engine may call it after every step.
         """
         pages = self._checks.cached.overdue()
         return self.sweep_cached(pages) if pages else self.doomed
 
     @recorded
     def sweep_cached(self, pages: Sequence[int]) -> frozenset[str]:
-        """Look at the bytes of these cached pages now; the answer is that of `check`."""
-        self._expect_closed("sweep_cached()")
+        """Look at the bytes of these cached pages now; the answer is that of `collect`."""
+        self.session.expect_closed("sweep_cached()")
         self._checks.settle()
-        self._checks.look_at_pages(pages, self.step)
-        return self._act()
+        self._checks.look_at_pages(pages, self.session.step)
+        return self.reporting.act()
 
-    @recorded
-    def release(self, request_id: str, committed_len: int | None = None) -> bool:
-        """The request ends, before its last tokens leave: judge what is pending, and look at all its bytes again.
+    # one of what the parts are told of many
 
-        committed_len: where it ended inside what was accepted (a stop string), entries that are its own: pages behind
-                       them are not final, and no cache may take them. Forwards that still have the request in their
-                       batch are judged by all that was committed, until its pages are freed.
-        Mode abort: False where these are not what was written; the request ends as corrupted, without those tokens.
+    def append(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Tokens that were accepted for this request; where the device has told of them, the same are expected."""
+        self.append_all((request_id,), (token_ids,))
+
+    def commit(self, request_id: str, committed_len: int) -> None:
+        """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
+        self.commit_all((request_id,), (committed_len,))
+
+    def launch(
+        self, substep: CapturedSubstep, request_ids: Sequence[str], written: Sequence[int], reads: int
+    ) -> RowTruth:
+        """A captured forward of these requests runs next, the live rows of its bucket in this order.
+
+        written: by request, entries that each of its rows writes; reads: entries that all rows read. What is returned
+        goes into the forward's buffers before it runs, one value for each row of a request.
         """
-        self._expect_closed("release()")
-        request = self._ledger.request(request_id)
-        if committed_len is not None and not 0 <= committed_len <= request.committed_len:
-            raise LifetimeError(
-                f"committed_len of {request_id!r} must be in [0, {request.committed_len}] when it ends, got "
-                f"{committed_len}: commit first"
-            )
-        self._checks.look_again(request, self.step)
-        if committed_len is not None:
-            request.owned_len = committed_len
-            request.final_pages = min(request.final_pages, committed_len // self._state.page_size)
-        is_intact = request_id not in self._act()
-        self._note_live_bytes()
-        request.released = True
-        return is_intact
+        return self.launch_all([substep], request_ids, written, [reads])
 
-    @recorded
-    def on_evict(self, pages: Sequence[int]) -> None:
-        """A prefix cache gives up pages that no row names; what a last look finds is not their next owner's."""
-        self._checks.settle()
-        self._checks.look_at_pages(pages, self.step)
-        self.tickets.freed(pages)
-        self._ledger.evict(pages, self.step)
-        self._leave(pages)
-        self._response.damaged_pages.difference_update(pages)
-        if self.config.mode != "raise":  # else the check of the step stops the engine
-            self._act()
+    def launch_all(
+        self,
+        substeps: Sequence[CapturedSubstep],
+        request_ids: Sequence[str],
+        written: Sequence[int] | None,
+        reads: Sequence[int],
+        acceptance: CapturedAcceptance | None = None,
+    ) -> RowTruth:
+        """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
 
-    @recorded
-    def on_unmap(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
-        """The group gives up its own pages, the full ones may stay. Told while the map still leads there.
-
-        What is final in them is read once more, and what that finds acts at once, before their next owner writes.
-        Then they are nobody's, and poisoned.
+        written: of each of them; reads: by forward. Where the engine launches a step before it has told of the last one
+        (`launch_accepted`), reads are those of the lengths that it has told, and written is None, with an `acceptance`.
         """
-        poisoner = self._of_group(group)
-        self._checks.settle()
-        if fired := self._checks.look_at_leaving(group, pages, self.step):
-            self._act()
-        poisoner.freed(own_pages, fired or self._are_damaged(pages))
+        static = self._checks.static
+        if static is None:
+            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
+        series = static.bank.series(substeps, acceptance=acceptance)
+        if (written is None) != (acceptance is not None):
+            raise not_one_each(series, len(request_ids), reads, written)
+        return RowTruth(self.launch_series(series, request_ids, written or (), reads), static.bank.now)
 
-    # called by substeps
+    def launch_accepted(
+        self, substep: CapturedSubstep, request_ids: Sequence[str], reads: int, acceptance: CapturedAcceptance
+    ) -> RowTruth:
+        """As `launch`, for a forward that writes the entries of what a captured step of these requests has accepted.
 
-    def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
-        """Those of a forward that is judged by what the host knows now: all that was accepted for them, too."""
-        requests = self._ledger.known(request_ids)
-        if any(request.unlanded for request in requests):
-            self._checks.land()
-        return requests
-
-    def opened(self, substep: SubstepCanary, forward: Forward) -> None:
-        hits: Sequence[Hit | HitBatch] = ()
-        if not forward.is_usable:
-            hits = refuse(forward, self._ledger.pages, self.config.disable)
-        is_announced = self._expected.opened((forward.kind, forward.index, forward.pool.name), forward.step)
-        if not is_announced and forward.kind == "draft":
-            hits = [*hits, *self._expected.left_out(forward)]
-        self._checks.open(forward)
-        self._open.append(substep)
-        self.recorder.opened(forward)
-        if hits:
-            self.report_hits(hits)
-
-    def refused_plan(
-        self, substep: SubstepCanary, error: LifetimeError | ContradictionError, read: ReadPlan, write: WritePlan
-    ) -> tuple[Tensor, Tensor] | None:
-        """The error in mode raise; else what a forward that nobody judges may use, None: open it again."""
-        if self._contradictions is None:
-            raise error
-        safe = self._contradictions.refused_plan(error, substep.site, substep.pool_name, read, write)
-        if safe is not None:
-            self._expected.opened((*substep.site, substep.pool_name), self.step)
-            self._open.append(substep)
-        return safe
-
-    def report_hits(self, hits: Sequence[Hit | HitBatch]) -> None:
-        self._checks.report(hits)
-
-    def closed(self, substep: SubstepCanary, pool: PoolState, is_judged: bool = True) -> None:
-        if is_judged:
-            self.recorder.closed(pool.name)
-        self._open.remove(substep)
+        Only the device knows how many. The canary's books go on by its word when the step is judged, before anything
+        behind it is, and `append` and `commit` have to say the same when the engine has heard.
+        """
+        return self.launch_all([substep], request_ids, None, [reads], acceptance)
 
     # helpers
 
     def _has_forwards(self) -> bool:
         """Whether any was judged."""
-        self._count_reads()
-        return self._coverage.forwards > 0
+        self.reporting.count_reads()
+        return self.session.coverage.forwards > 0
 
     def _prepare_freed_pages(self) -> None:
         """For the next step, which then begins at once; the device still computes this one."""
         if self._ledger.quarantined.waiting:
-            self._ledger.leave_quarantine(self.step + 1, self._quarantine)
-        for poisoner in self._poisoners:
+            self._ledger.leave_quarantine(self.session.step + 1, self.session.quarantine)
+        for poisoner in self.session.poisoners:
             if poisoner.waiting or poisoner.credit:
                 poisoner.tick()
-
-
-def judges_on_device(state: CanaryState) -> bool:
-    """Whether forwards may judge themselves: on a GPU, where all rows of all pools lie as plans name them."""
-    return state.records.is_cuda and not any(pool.is_partial for pool in state.pools)

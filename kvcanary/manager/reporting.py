@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary.codes import FED
-from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
-from kvcanary.manager.device_forwards import DeviceForwards
 from kvcanary.manager.dump_trigger import DumpTrigger
-from kvcanary.records.state import CanaryState
+from kvcanary.manager.session import Session
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
@@ -19,92 +17,90 @@ from kvcanary.report.respond import Response
 from kvcanary.report.stats import Stats
 
 
-class Reporting(DeviceForwards):
-    """The part of CanaryManager that responds to what fired, and tells of it.
+class Reporting:
+    """The part of a manager that responds to what fired, and tells of it.
 
     doomed: mode abort: running requests that must end, by all that was judged; the release of another may name some
     damaged_pages: mode abort: pages of the prefix cache in which damage was found; it must give them up, and those
                    behind them. `on_evict` tells when it has.
     """
 
-    def __init__(self, config: CanaryConfig, state: CanaryState, holds_back: bool) -> None:
-        super().__init__(config, state, holds_back)
-        describer = Describer(self._state, self._ledger, config.show_tokens)
-        self._dumper = DumpTrigger(config, self.recorder, self._source)
+    def __init__(self, session: Session) -> None:
+        self._session, self._checks, self._ledger = session, session.checks, session.ledger
+        self.recorder, config = session.recorder, session.config
+        describer = Describer(session.state, session.ledger, config.show_tokens)
+        self.dumper = DumpTrigger(config, session.recorder, self._source)
         self._stats = Stats()
-        self._response = Response(config, self._ledger, describer, self._dumper.on_finding)
+        self.response = Response(config, session.ledger, describer, self.dumper.on_finding)
         self.doomed: frozenset[str] = frozenset()
-        self.damaged_pages: Set[int] = self._response.damaged_pages if config.mode == "abort" else frozenset()
-        self._error: KVCorruptionError | None = None  # that was raised last
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory that records, fingerprints and page states take; they never grow."""
-        return self._state.num_bytes
+        self.damaged_pages: Set[int] = self.response.damaged_pages if config.mode == "abort" else frozenset()
+        self.error: KVCorruptionError | None = None  # that was raised last
 
     @property
     def findings(self) -> list[Finding]:
         """The first finding of every incident."""
-        return self._response.log.findings
+        return self.response.log.findings
 
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
         self._refresh()
-        groups = [group.to_dict() for group in self._response.log.groups.values()]
-        live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._state.keys.seed_id
-        return certificate(self.config, self._coverage, live_bytes, seed_id, groups, self._fed())
+        groups = [group.to_dict() for group in self.response.log.groups.values()]
+        live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._session.state.keys.seed_id
+        return certificate(self._session.config, self._session.coverage, live_bytes, seed_id, groups, self._fed())
 
     def page_map(self) -> dict[str, Any]:
         """What is true of every page now; plain JSON, see `kvcanary.ledger.page_map`."""
         from kvcanary.ledger.page_map import page_map
 
-        return page_map(self._ledger, self._checks.cached.read_at, self.step)
+        return page_map(self._ledger, self._checks.cached.read_at, self._session.step)
 
     def dump(self, path: Path | str) -> Path:
         """Write what was recorded, and all findings so far, into this file. DumpError with `ring` 0 or before `arm()`.
 
         Nothing of prompts, bytes and keys leaves, unless `config.dump_content` asks for it.
         """
-        return self._dumper.write(Path(path), self.findings, "command")
+        return self.dumper.write(Path(path), self.findings, "command")
 
     # helpers
 
-    def _act(self) -> frozenset[str]:
+    def act(self) -> frozenset[str]:
         """Respond to what fired; the running requests that must end, also those named before."""
         if self._checks.hits.groups:
             groups = self._checks.hits.take()
-            self._count_reads()
+            self.count_reads()
             self._checks.look_around(groups)
             try:
-                self.doomed |= self._response.act(groups, self.step, self._coverage)
+                self.doomed |= self.response.act(groups, self._session.step, self._session.coverage)
             except KVCorruptionError as error:
-                self._error = error
+                self.error = error
                 raise
         if self.doomed:
             requests = self._ledger.requests
             self.doomed = frozenset(name for name in self.doomed if name in requests and not requests[name].released)
         return self.doomed
 
-    def _conclude(self) -> frozenset[str]:
+    def conclude(self) -> frozenset[str]:
         """A step was judged; what `check` answers."""
-        if self.step >= self._stats.due:
+        if self._session.step >= self._stats.due:
             self._refresh()
-            self._stats.tick(self.step, self._coverage)
+            self._stats.tick(self._session.step, self._session.coverage)
         doomed = self.doomed
         if doomed or self._checks.hits.groups:
-            doomed = self._act()
-        if self._dumper.is_asked:
-            self._dumper.tick()
-        if self.recorder.is_due(self.step):
-            if self.recorder.begins_segment(self.step):  # what a checkpoint does not know, nobody could follow from it
+            doomed = self.act()
+        if self.dumper.is_asked:
+            self.dumper.tick()
+        if self.recorder.is_due(self._session.step):
+            if self.recorder.begins_segment(
+                self._session.step
+            ):  # what a checkpoint does not know, nobody could follow from it
                 self._checks.land()
-                self.recorder.begin_segment(self.step)
+                self.recorder.begin_segment(self._session.step)
             self.recorder.tick()
         return doomed
 
-    def _are_damaged(self, pages: Sequence[int]) -> bool:
+    def are_damaged(self, pages: Sequence[int]) -> bool:
         """Whether something was found in what a request holds that has one of these pages."""
-        if not self._response.log.findings:
+        if not self.response.log.findings:
             return False
         holders = map(self._ledger.holder, pages)
         return any(request is not None and request.is_damaged for request in holders)
@@ -113,39 +109,39 @@ class Reporting(DeviceForwards):
         """What a dump of now is written of: all that was launched is heard first."""
         self._checks.land()
         return {
-            "config": self.config,
+            "config": self._session.config,
             "books": self.recorder.books,
             "recorder": self.recorder,
             "findings": findings,
             "certificate": self.certificate(),
-            "quarantine": self._quarantine,
-            "step": self.step,
+            "quarantine": self._session.quarantine,
+            "step": self._session.step,
             "trigger": trigger,
         }
 
     def _fed(self) -> frozenset[str]:
         """The codes that this engine and these settings can make fire."""
         feeds = {
-            "W7": self._quarantine > 0,
-            "W9": self._has_bank,
-            "P1": self.config.poison != "off",
-            "T1": self.config.content != "write",
-            "O1": self.tickets.is_used,
+            "W7": self._session.quarantine > 0,
+            "W9": self._session.has_bank,
+            "P1": self._session.config.poison != "off",
+            "T1": self._session.config.content != "write",
+            "O1": self._session.tickets.is_used,
         }
         return (FED | {"W9"}) - {code for code, is_fed in feeds.items() if not is_fed}
 
     def _refresh(self) -> None:
         """Bring the coverage up to now."""
-        self._count_reads()
-        self._note_live_bytes()
+        self.count_reads()
+        self._session.note_live_bytes()
         sweeps = self._checks.sweeper, self._checks.cached
-        waits = [steps for sweep in sweeps for steps in (sweep.longest_wait, sweep.waiting(self.step))]
-        self._coverage.max_unread_steps = max(self._coverage.max_unread_steps, *waits)
+        waits = [steps for sweep in sweeps for steps in (sweep.longest_wait, sweep.waiting(self._session.step))]
+        self._session.coverage.max_unread_steps = max(self._session.coverage.max_unread_steps, *waits)
 
-    def _count_reads(self) -> None:
+    def count_reads(self) -> None:
         """What was counted where it ran goes into the coverage."""
-        if self._static is not None:
-            self._static.count_quiet()
+        if self._checks.static is not None:
+            self._checks.static.count_quiet()
         for sweep in (self._checks.sweeper, self._checks.cached):
-            self._coverage.bytes_checked += sweep.bytes_read
+            self._session.coverage.bytes_checked += sweep.bytes_read
             sweep.bytes_read = 0

@@ -158,15 +158,18 @@ class StepChecks:
         if self._ledger.pages.changed:
             self.publish_pages()
 
-    def depart(self, is_waited_for: bool) -> InFlight:
+    def send(self, is_waited_for: bool) -> InFlight:
         """What this step has launched, with its slice of the rolling check; nobody waits.
 
         is_waited_for: the host will have waited for all of it but looks, by itself, before somebody asks for it
         """
-        if self._pending:
-            self.settle()
         batch, hits = self._look_at_tails(self.step)
         return self._send(hits, is_waited_for, batch)
+
+    def has_nothing_there(self, flight: InFlight) -> bool:
+        """Whether a device has nothing to say of a flight or of one before it, so that it may land at once."""
+        is_alone = len(self._flights) == 1 and (flight.told is None or not flight.told.launches)
+        return is_alone and not self._state.judges_on_device
 
     def land(self, last: InFlight | None = None) -> None:
         """Judge captured forwards and looks up to this flight (None: all); waits for their copies.
@@ -214,12 +217,6 @@ class StepChecks:
     def waits(self) -> bool:
         """Whether the host has forwards to judge."""
         return bool(self._pending)
-
-    def land_replays(self) -> None:
-        """`land`, and what runs of static substeps say of which nobody was told by `launch`."""
-        if self.static is not None and len(self.static.bank) and not self._flights and not self.static.launched:
-            self._send_all()
-        self.land()
 
     def in_the_air(self) -> Iterator[Launched]:
         """Captured forwards of which the host has not heard."""
@@ -283,13 +280,13 @@ class StepChecks:
         ledger = self._ledger
         if self._pending:
             self._settle_rows_of(batch.requests)
-        found = ledger.commit_rows(batch, lens, step, is_judged=False)
+        found = ledger.steps.commit_rows(batch, lens, step, is_judged=False)
         if not found:
             return
         if found == LEFT_TO_BOOKS:
             expect_growth(batch.requests, lens)
             self.hits += judge_heard(batch.requests, self._state.pools[0], lens, step)
-            found = ledger.commit_rows(batch, lens, step, is_judged=True)
+            found = ledger.steps.commit_rows(batch, lens, step, is_judged=True)
         if found & NOT_WRITTEN:
             self.unwritten(batch.requests, step)
         if found & PAGES_FINAL:
@@ -315,21 +312,11 @@ class StepChecks:
         if any(request.uid in uids for forward in self._pending for request in forward.requests):
             self.settle()
 
-    def roll(self, step: int) -> list[Hit | HitBatch]:
-        """One slice of the rolling check, where one is due, and what is known of it at once.
-
-        Under `full` it comes to the rows that nobody steps. Bytes are compared beside what is launched next: final ones
-        of pages that nobody gives up before it has landed (`settle`). Tails come first, for the next forward may write
-        there.
-        """
-        batch, hits = self._look_at_tails(step)
-        if batch is None:
-            return hits
-        with self.looks.beside.behind():
-            return self._read_slice(step, batch) + hits
-
     def _look_at_tails(self, step: int) -> tuple[Batch | None, list[Hit | HitBatch]]:
-        """The running requests, where a slice of their bytes is due, and what is known of tails at once."""
+        """The running requests, where a slice of their bytes is due, and what is known of tails at once.
+
+        Under `full` it comes to the rows that nobody steps. Tails come first, for the next forward may write there.
+        """
         sweeper, tails = self.sweeper, self.tails
         is_due = not step % sweeper.stride or sweeper.hurried  # after a finding, too
         if not (is_due or tails.has_new_pages or self.is_full) or not self._rereads:
@@ -455,7 +442,7 @@ class StepChecks:
     def _write_rows(self, forward: Forward) -> None:
         """How far each row of the pool has been written by a forward that is no guess."""
         lens, written = array("q", forward.prefixes), array("q", forward.written[:: forward.width])
-        self._ledger.write_rows(Batch(forward.requests), forward.kind, forward.pool.pool_id, lens, written)
+        self._ledger.steps.write_rows(Batch(forward.requests), forward.kind, forward.pool.pool_id, lens, written)
 
     def _judge(self, pool: PoolState, forwards: Sequence[Forward], rewritten: Rewritten | None, is_clean: bool) -> None:
         """What forwards of one pool have read; `is_clean`: the identity of all that was proved."""

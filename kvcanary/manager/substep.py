@@ -25,20 +25,23 @@ from kvcanary.recorder.recorder import Recorder
 from kvcanary.records.state import PoolState
 
 NEW, OPEN, CLOSED = "not opened", "open", "closed"
+Refusal = LifetimeError | ContradictionError  # of a plan
 
 
 class Owner(Protocol):
     """Who has handed a substep out: what its hooks ask of the manager."""
 
-    step: int
     recorder: Recorder
+
+    @property
+    def step(self) -> int: ...
 
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]: ...
 
     def opened(self, substep: SubstepCanary, forward: Forward) -> None: ...
 
     def refused_plan(
-        self, substep: SubstepCanary, error: LifetimeError | ContradictionError, read: ReadPlan, write: WritePlan
+        self, substep: SubstepCanary, error: Refusal, read: ReadPlan, write: WritePlan
     ) -> tuple[Tensor, Tensor] | None: ...
 
     def report_hits(self, hits: Sequence[Hit | HitBatch]) -> None: ...

@@ -76,7 +76,7 @@ class CapturedEvents:
         """
         found = self._last_launch(pool, site, step) or self._last_move(pool, site, step)
         if found is None and self._landing is not None:
-            found = next((place for place, event in self._of_step(self._landing) if event[0] == "depart"), None)
+            found = next((place for place, event in self._of_step(self._landing) if event[0] == "end_step"), None)
         return found
 
     def _last_launch(self, pool: str, site: Site, step: int) -> Place | None:

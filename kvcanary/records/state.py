@@ -116,6 +116,11 @@ class CanaryState:
         tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
         return sum(tensor.nbytes for tensor in tensors)
 
+    @property
+    def judges_on_device(self) -> bool:
+        """Whether forwards may judge themselves: on a GPU, where all rows of all pools lie as plans name them."""
+        return self.records.is_cuda and not any(pool.is_partial for pool in self.pools)
+
     def pools_of(self, group: str | None) -> list[PoolState]:
         """Those of a group behind a slot map; None: all pools whose slots plans name."""
         return [pool for pool in self.pools if (None if pool.view.slot_map is None else pool.view.group) == group]

@@ -152,7 +152,7 @@ class Replayer:
         self._damage(event)
         read, write = self._plans(event)
         pool = self._stage.pool(event["pool"])
-        substep = self.manager.substep(event["kind"], event["index"], event["pool"])
+        substep = self.manager.forward(event["kind"], event["index"], event["pool"])
         _, slots = substep.open(read, write)
         self._open[pool.name] = _Open(substep, _tensor(slots_in(pool.view, slots.numpy())))
         for layer in range(pool.view.num_layers):
@@ -179,18 +179,24 @@ class Replayer:
             self._accepted |= dict(zip(names, accepted, strict=True))
             record_accepted(acceptance, accepted)
 
-    def _depart(self, event: Call) -> None:
+    def _check(self, event: Call) -> None:
         self._damage(event)
-        self._flights[event["step"]] = self.manager.depart()
+        self.manager.collect(self.manager.end_step())
 
-    def _hear(self, event: Call) -> None:
-        """What departed before the recording has landed in its beginning."""
+    def _end_step(self, event: Call) -> None:
+        self._damage(event)
+        self._flights[event["step"]] = self.manager.end_step()
+
+    def _collect(self, event: Call) -> None:
+        """What ended before the recording has landed in its beginning."""
         self._damage(event)
         flight = self._flights.get(event["step"])
         if flight is None:
             flight = InFlight(event["step"], None, [])
             flight.has_landed = True
-        self.manager.hear(flight)
+        self.manager.collect(flight)
+
+    _depart, _hear = _end_step, _collect  # up to version 5
 
     def _captured_move(self, event: Call) -> None:
         move = self._stage.moves[event["number"]]

@@ -70,7 +70,7 @@ class Stage:
         maps = _maps(dump)
         views = [self._view(pool, dump.manifest["page_size"], maps) for pool in dump.manifest["pools"]]
         self.manager = CanaryManager(_config(dump), views, holds_back=dump.manifest["quarantine"] > 0)
-        self.manager._stats = Stats(NEVER)
+        self.manager.reporting._stats = Stats(NEVER)
         self.books = self.manager.recorder.books
         if len(self.books.ledger.generations) != dump.manifest["num_pages"]:
             raise DumpError(
@@ -140,7 +140,7 @@ class Stage:
         return torch.randint(low, 101, (n, *shape), generator=self.random, dtype=torch.int16).to(dtype)
 
     def _set_the_scene(self, dump: Dump) -> None:
-        ledger, checks = self.books.ledger, self.manager._checks
+        ledger, checks = self.books.ledger, self.manager.session.checks
         start, step = dump.manifest["start"], dump.manifest["first_step"]
         for name in (*PAGE_ARRAYS, "holder_sums"):
             getattr(ledger.pages, name)[:] = dump.arrays[f"start.{name}"]
@@ -148,7 +148,7 @@ class Stage:
         for line in dump.start:
             self._admit(line, step)
         for uid, name in dump.manifest["names"].items():
-            ledger.remember(int(uid), name)
+            ledger.book.remember(int(uid), name)
         self._write_records(dump)
         for poisoned in start["poisoners"]:
             self._set_poison(poisoned, BUDGETS.get(dump.manifest["device"], BUDGETS["cuda"]))
@@ -159,7 +159,7 @@ class Stage:
         checks.sweeper.hurried.update(start["hurried"])
         checks.cached.read_at[:] = dump.arrays["start.read_at"]
         checks.publish_pages()
-        self.manager.step = self.manager.tickets.step = checks.step = step
+        self.manager.session.step = self.manager.tickets.step = checks.step = step
 
     def _admit(self, line: dict[str, Any], step: int) -> None:
         """A request as it was."""

@@ -57,9 +57,9 @@ class Mover:
                 has_blanks = self._carry(origin, pool, moved, step, has_lanes)
         if has_blanks:
             move, moved = (own.at(self._are_written(pool, own)) for own in (move, moved))
-        if lengthens and (furthest == NOT_ALL or not self._ledger.rows_reach(pool.pool_id, furthest)):
+        if lengthens and (furthest == NOT_ALL or not self._ledger.rows.reach(pool.pool_id, furthest)):
             positions = self._mirror.table[pool.base + move.dst, TOKEN_POSITION] >> 32
-            self._ledger.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
+            self._ledger.rows.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
         return self._arrived(pool, moved.dst, moved.dst_names, step, (origin, moved)) if has_lanes else []
 
     def arrived(self, pool: PoolState, destination: Ints, step: int) -> list[Hit]:

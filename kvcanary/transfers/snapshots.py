@@ -162,7 +162,7 @@ class Parcels:
                 if self._compares_content:
                     landed[pool.name] = self._compare(pool, contents, chosen, names[chosen])
                 self._write(pool, contents, chosen, records, names[chosen], step)
-                self._ledger.note_moved(pool.pool_id, names[chosen], _positions_of(records))
+                self._ledger.rows.note_moved(pool.pool_id, names[chosen], _positions_of(records))
         return self._judge(how, [parcel], pages, landed, [], step)
 
     def unpack_group(self, group: str, parcels: Sequence[Parcel], pages: Sequence[int], step: int) -> list[Hit]:

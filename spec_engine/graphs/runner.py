@@ -114,12 +114,10 @@ class GraphRunner(Runner):
     def _can_decide(self, requests: Sequence[Request]) -> bool:
         return is_decided_by_argmax(request.params for request in requests)
 
-    def _judge(self) -> frozenset[str]:
-        """A host that lags hears of the step later, behind its tokens: this is what it knows now."""
-        if self.canary is None or not self._decides or not self.lag:
-            return super()._judge()
-        self._flight = self.canary.depart(is_waited_for=True)
-        return self.doomed
+    @property
+    def _waits_for_results(self) -> bool:
+        """A host that lags waits for the tokens of a captured step, and with them for all that it launched."""
+        return self._decides and self.lag > 0
 
     def _decode_one(self, batch: Batch) -> StepResult:
         """A host that lags only launches the step: each request has one token more, whichever it is."""

@@ -76,7 +76,7 @@ class Forwards:
         """What opens the attention of a forward, and the hooks that it opens first."""
         substep = None
         if self.canary is not None:
-            substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
+            substep = self.canary.forward(batch.kind, batch.index, self.pool.name, puts=True)
 
         def opened() -> PoolAttention:
             if self.before is not None:
@@ -93,11 +93,11 @@ class Forwards:
 
         guesses: entries that draft forwards of this step have written.
         """
-        if self.canary is not None:
-            self.canary.before_move()
-        self.pool.move(*self._own(source, destination))
-        if self.canary is not None:
-            self.canary.on_move(self.pool.name, source, destination, guesses=guesses)
+        if self.canary is None:
+            self.pool.move(*self._own(source, destination))
+            return
+        with self.canary.move(self.pool.name, source, destination, guesses=guesses):
+            self.pool.move(*self._own(source, destination))
 
     def _own(self, *slots: Tensor) -> tuple[Tensor, ...]:
         """The pool's own slots of these full ones."""

@@ -78,7 +78,7 @@ class Results:
             told = _table(landing.staging.tensor, len(speaking), landing.num_columns).tolist()
             said = dict(zip(speaking, told, strict=True))
         if self._canary is not None and result.flight is not None:
-            doomed |= self._canary.hear(result.flight)  # a report says more than that a tree is none
+            doomed |= self._canary.collect(result.flight)  # a report says more than that a tree is none
         if said:
             heard = said.keys() - doomed  # who ends by a finding has no tree to check
             own = ((part.request.request_id, part) for part in parts)

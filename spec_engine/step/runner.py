@@ -161,7 +161,7 @@ class Runner:
         A canary that judges at once does, for its truth, a drafter for what it extends by, and log-probabilities come
         with the tokens.
         """
-        needs = self.drafter is not None or (self.canary is not None and not self.canary.may_depart)
+        needs = self.drafter is not None or (self.canary is not None and not self.canary.judges_behind)
         return self.lag > 0 and not needs and all(request.params.logprobs is None for request in requests)
 
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
@@ -364,6 +364,11 @@ class Runner:
         """New committed lengths, and the tokens that follow them."""
         self.relay.publish(batch.rows, lens, bonus)
 
+    @property
+    def _waits_for_results(self) -> bool:
+        """Whether the host will have waited for all that this step has launched when it collects it."""
+        return False
+
     def _judge(self) -> frozenset[str]:
         """Let the canary judge the step before a token of it counts.
 
@@ -372,10 +377,11 @@ class Runner:
         self._flight = None
         if self.canary is None:
             return self.doomed
-        if self.lag and self.canary.may_depart:
-            self._flight = self.canary.depart()
+        flight = self.canary.end_step(is_waited_for=self._waits_for_results)
+        if self.lag and not flight.has_landed:
+            self._flight = flight
         else:
-            self.doomed = self.canary.check()
+            self.doomed = self.canary.collect(flight)
         return self.doomed
 
     def _judged_again(self, result: StepResult) -> StepResult:

@@ -28,7 +28,7 @@ def exchange_two_entries(engine: Engine) -> None:
 
 def damage_a_record(engine: Engine) -> None:
     """A record of the second request in the draft pool."""
-    engine.canary._state.by_name["draft"].records[slot_of(engine, 9), 1] ^= 1 << 40
+    engine.canary.session.state.by_name["draft"].records[slot_of(engine, 9), 1] ^= 1 << 40
 
 
 def slot_of(engine: Engine, position: int) -> int:

@@ -65,7 +65,7 @@ def damage_record(engine: Engine) -> Place:
     """A stray write into the canary's own memory."""
     mine, _ = rows(engine)
     slot = int(mine[9])
-    engine.canary._state.by_name["target"].records[slot, 1] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[slot, 1] ^= 1 << 40
     return slot, 9
 
 
@@ -74,7 +74,7 @@ def damage_fingerprint(engine: Engine) -> Place:
     """The fingerprint was hit, not the bytes: lane b over all layers tells them apart."""
     mine, _ = rows(engine)
     slot = int(mine[9])
-    engine.canary._state.by_name["target"].content_a[7, slot] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].content_a[7, slot] ^= 1 << 40
     return slot, 9
 
 
@@ -249,7 +249,7 @@ def write_into_a_free_page(engine: Engine) -> Place:
     """A page that belongs to nobody is written before it is granted again."""
     page = freed_page(engine)
     for _ in range(64):
-        engine.canary._poisoner.tick()
+        engine.canary.session.poisoner.tick()
     engine.pools["target"].kv[3, page * 4 + 2, 0, 0, 1] = 7.0
     engine.submit(list(range(100, 130)), SamplingParams(max_new_tokens=8, ignore_eos=True))
     return page * 4 + 2, None
@@ -329,10 +329,10 @@ def believe_a_shorter_row(engine: Engine) -> Place:
 def read_what_a_later_step_has_written(engine: Engine) -> Place:
     """A record of a step that has not come yet, whole in every other respect."""
     mine, _ = rows(engine)
-    slot, mirror = int(mine[9]), engine.canary._checks.mirror
+    slot, mirror = int(mine[9]), engine.canary.session.checks.mirror
     record = mirror.table[[slot]]
     record[0, 3] += 5
-    record[0, 7] = engine.canary._state.by_name["target"].seal_term
+    record[0, 7] = engine.canary.session.state.by_name["target"].seal_term
     mirror.write(np.array([slot]), record)
     return slot, 9
 

@@ -38,7 +38,7 @@ class Standalone:
         self._begin(length + 1)
         for pool in self.kv:
             self._forward("prefill", 0, pool, 0, 0, self.tokens[:length])
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         self._accept(length, [500])
         self._extend(length)
 
@@ -49,7 +49,7 @@ class Standalone:
         for index in range(2):
             self._forward("draft", index, "draft", start + 1, start + 1 + index, [guesses[index]])
         self._forward("verify", 0, "target", start, start, [self.tokens[start], *guesses[:2]])
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         self._accept(start + accepted, [*guesses[: accepted - 1], 900 + self.step_number])
         self._extend(start + 1)
 
@@ -75,7 +75,7 @@ class Standalone:
         reads = ints([self.slot(position) for position in range(end)])
         read = ReadPlan(ints([0, end]), reads, ("only",), 1, ints([prefix]), len(tokens))
         write = WritePlan(reads[first:], ints(tokens), ints(range(first, end)))
-        substep = self.canary.substep(kind, index, pool)
+        substep = self.canary.forward(kind, index, pool)
         _, slots = substep.open(self.change_read(kind, read), self.change_write(kind, write))
         k, v = torch.randn(2, len(tokens), 1, 4)
         substep.store(0, k, v)
@@ -170,7 +170,7 @@ def test_the_entry_ahead_is_read_again(make, look):
     engine.kv["draft"].view(torch.int32)[0, slot, 0, 0, 1] ^= 2
     if look == "sweep":
         engine._begin(0)
-    finding = found(engine.canary.check if look == "sweep" else engine.finish)
+    finding = found((lambda: engine.canary.collect(engine.canary.end_step())) if look == "sweep" else engine.finish)
     assert (finding.code, finding.pool, finding.slot, finding.site[0]) == ("R9", "draft", slot, look)
 
 
@@ -198,7 +198,7 @@ def test_a_fork_takes_the_entry_ahead_along(make):
     """Where a copy begins with all of a row, its draft pool is ahead as well; where it begins with less, it is not."""
     engine = make()
     engine.step()
-    request = engine.canary._ledger.request
+    request = engine.canary.session.ledger.request
     for name, length, lens in (("whole", 9, [8, 9]), ("head", 4, [4, 4])):
         engine.canary.admit(name, engine.tokens[:length])
         engine.canary.on_fork("only", name, engine.pages[: -(-length // PAGE_SIZE)])

@@ -33,7 +33,7 @@ def make_tier() -> Iterator[Callable[..., Tier]]:
 def told(tier: Tier) -> Finding:
     """The one finding of the transfer; nothing in its report speaks of a move."""
     with pytest.raises(KVCorruptionError) as caught:
-        tier.engine.canary.check()
+        tier.engine.canary.collect(tier.engine.canary.end_step())
     (finding,) = caught.value.findings
     text = caught.value.report.text() + json.dumps(caught.value.report.to_dict())
     assert "move" not in text
@@ -239,7 +239,7 @@ def former_pages(tier: Tier) -> list[int]:
     engine.finish("former")
     for _ in range(3):
         engine.begin()
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     return list(pages)
 
 
@@ -292,7 +292,7 @@ def test_poison_tells_old_bytes_that_came_from_those_that_stayed(make_tier, pois
     later = Tier(tier.engine, "later", list(range(300, 310)))
     for _ in range(3):
         tier.engine.begin()
-        tier.engine.canary.check()
+        tier.engine.canary.collect(tier.engine.canary.end_step())
     later.bytes = tier.bytes
     later.bring_back(pages=tier.pages)
     assert told(later).found["verdict"] == verdict
@@ -468,9 +468,9 @@ def test_many_wrong_slots_leave_out_no_page(make_tier):
         kept[:, 4:] = kept[:, :-4].clone()
         kept[:, :4] = 0
     row = tier.bring_back()
-    groups = tier.engine.canary._checks.hits.groups
+    groups = tier.engine.canary.session.checks.hits.groups
     kept_pages = {hit.page for hit in groups["T1", ("load", 0)].kept[:40]}
     assert kept_pages == set(row.pages)
-    tier.engine.canary.check()
+    tier.engine.canary.collect(tier.engine.canary.end_step())
     finding = tier.engine.canary.findings[0]
     assert (finding.found["verdict"], finding.position, finding.found["bytes_of_page"]) == ("misrouted", 4, 0)

@@ -68,7 +68,7 @@ def test_right_captured_forwards_replay_clean(tree, tmp_path):
     outcome = replayer.run(None, None)
     assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
     ours, theirs = (
-        pool.records[:, [record.STEP_SITE]] for pool in (tree.verify.pool, replayer.manager._state.pools[0])
+        pool.records[:, [record.STEP_SITE]] for pool in (tree.verify.pool, replayer.manager.session.state.pools[0])
     )
     assert torch.equal(ours, theirs)
 
@@ -121,20 +121,20 @@ def test_a_step_that_did_not_run_says_nothing(tree, tmp_path):
         tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
         tree.canary.launch_move(tree.move)  # of nothing that has arrived
         tree.move.record(torch.tensor([8, 0]), torch.tensor([7, 0]), torch.tensor([number == 2, False]))
-        tree.canary.check()
+        tree.canary.collect(tree.canary.end_step())
     told = [finding.code for finding in tree.canary.findings]
     assert told == ["T1"]
     tree.canary.begin_step(2 + LINES)
     tree.canary.launch(tree.verify, ["ann"], [2], 5)
     tree.canary.launch_move(tree.move)
-    tree.canary.check()
+    tree.canary.collect(tree.canary.end_step())
     (finding,) = tree.canary.findings[len(told) :]
     planned = {"rows": 1, "entries": 2, "reads": 5}
     assert (finding.code, finding.expected, finding.found) == ("H1", planned, dict.fromkeys(planned, 0))
     certificate = tree.canary.certificate()
     assert (certificate["forwards"], certificate["slots_sealed"]) == (1 + LINES, 3 + 2 * LINES)
     tree.launch(3 + LINES, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-    tree.canary.check()
+    tree.canary.collect(tree.canary.end_step())
     assert len(tree.canary.findings) == len(told) + 1
     assert read_dump(tree.canary.dump(tmp_path / "idle.kvdump")).manifest["first_step"] <= 1
 
@@ -147,11 +147,11 @@ def test_a_segment_that_begins_in_the_air_hears_first(make_static, static_row, t
     tree.canary.commit("ann", 3)
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
     tree.launch(2, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-    flights = [tree.canary.depart()]
+    flights = [tree.canary.end_step()]
     for number in range(3, 7):
         tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-        flights.append(tree.canary.depart())
-        tree.canary.hear(flights.pop(0))
+        flights.append(tree.canary.end_step())
+        tree.canary.collect(flights.pop(0))
     assert tree.canary.findings == []
     dump = read_dump(tree.canary.dump(tmp_path / "late.kvdump"))
     assert dump.manifest["first_step"] > 1
@@ -166,7 +166,7 @@ def test_places_of_the_last_run_are_exact(tree, monkeypatch):
     tree.launch(2, tree.verify, [4, 9, 10, 7, 8], TOKENS[3:5], [-1, 0])
     told, noticed = [], tree.canary.recorder.captured.noticed
     monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
-    tree.canary.check()
+    tree.canary.collect(tree.canary.end_step())
     assert sorted((hit.slot, hit.is_exact) for hit in told if hit.code == "R12") == [(9, True), (10, True)]
 
 
@@ -179,8 +179,8 @@ def test_places_of_an_earlier_run_are_its_first(tree, monkeypatch):
     flights = []
     for step, row in ((2, [4, 9, 6, 7, 8]), (3, [4, 5, 10, 7, 8])):
         tree.launch(step, tree.verify, row, TOKENS[3:5], [-1, 0])
-        flights.append(tree.canary.depart())
+        flights.append(tree.canary.end_step())
     for flight in flights:
-        tree.canary.hear(flight)
+        tree.canary.collect(flight)
     read = [(hit.step, hit.slot, hit.is_exact) for hit in told if hit.code == "R12"]
     assert read == [(2, 9, True), (2, 10, False), (3, 10, True)]

@@ -122,7 +122,7 @@ class Engine:
         plans, self.wrong, wrong = self.plans(names), lambda plans: None, self.wrong
         wrong(plans)
         read, write = plans.tensors()
-        substep = self.canary.substep(kind, 0, "target")
+        substep = self.canary.forward(kind, 0, "target")
         indices, slots = substep.open(read, write)
         assert ((indices >= 0) & (indices < 64 * SIZE)).all()
         writers = [name for name, count in zip(plans.names, plans.written, strict=True) for _ in range(count)]
@@ -136,7 +136,7 @@ class Engine:
         for name in names:
             self.rows[name].length = len(self.rows[name].tokens)
             self.canary.commit(name, self.rows[name].length)
-        self.doomed |= self.canary.check()
+        self.doomed |= self.canary.collect(self.canary.end_step())
 
     def finish(self, name: str) -> None:
         row = self.rows.pop(name)
@@ -439,7 +439,7 @@ def _goes_on(engine: Engine) -> None:
     for name in [*engine.rows]:
         engine.finish(name)
     engine.begin()
-    engine.doomed |= engine.canary.check()
+    engine.doomed |= engine.canary.collect(engine.canary.end_step())
     engine.start("last", [4, 4, 4, 4, 4])
     engine.decode()
     engine.finish("last")
@@ -461,7 +461,7 @@ def test_log_goes_on_after_a_lifetime_mistake(mistake: Callable[[Engine], None],
     engine = _traffic("log", content=content, quarantine=2)
     engine.begin()
     mistake(engine)
-    engine.doomed |= engine.canary.check()
+    engine.doomed |= engine.canary.collect(engine.canary.end_step())
     assert _told(engine) == ["L1"]
     assert ": " in engine.canary.findings[0].sentence
     _goes_on(engine)
@@ -480,7 +480,7 @@ def test_raise_raises_the_typed_error(mistake: Callable[[Engine], None]) -> None
         mistake(engine)
     logged.begin()
     mistake(logged)
-    logged.canary.check()
+    logged.canary.collect(logged.canary.end_step())
     assert logged.canary.findings[0].sentence.endswith(str(caught.value))
 
 
@@ -490,7 +490,7 @@ def test_abort_ends_those_that_are_touched(mistake: Callable[[Engine], None]) ->
     engine = _traffic("abort", quarantine=2)
     engine.begin()
     mistake(engine)
-    engine.doomed |= engine.canary.check()
+    engine.doomed |= engine.canary.collect(engine.canary.end_step())
     assert engine.doomed <= {"wrong", "victim", "late", "child"}
     for name in engine.doomed & engine.rows.keys():
         engine.finish(name)
@@ -572,13 +572,13 @@ def test_misuse_raises_in_every_mode() -> None:
     with pytest.raises(UnknownRequestError):
         engine.canary.on_free("nobody", [3])
     with pytest.raises(PlanError):
-        engine.canary.substep("decode", 0, "elsewhere")
+        engine.canary.forward("decode", 0, "elsewhere")
     with pytest.raises(PlanError):
         WritePlan(_ints([1]), _ints([1, 2]), _ints([1]))
     read, write = engine.plans(["other"]).tensors()
     read.requests = ("nobody",)
     with pytest.raises(UnknownRequestError):
-        engine.canary.substep("decode", 0, "target").open(read, write)
+        engine.canary.forward("decode", 0, "target").open(read, write)
     assert not _told(engine)
 
 
@@ -615,7 +615,7 @@ def test_the_state_and_the_history_are_told() -> None:
     engine = _traffic("log")
     page = engine.rows["victim"].pages[0]
     engine.canary.on_alloc("wrong", [page])
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     finding = engine.canary.findings[0]
     assert finding.page == page
     assert finding.expected == {"state": "FREE"}
@@ -631,7 +631,7 @@ def test_a_page_that_nobody_may_have_is_told_of_its_own_event_alone() -> None:
     engine.canary.on_alloc("wrong", [0])
     engine.finish("victim")
     engine.canary.on_alloc("victim", [50])
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     first, second = engine.canary.findings[:2]
     assert (first.found, first.causes[0].family) == ({"page": 0, "error": "LifetimeError"}, "addressing")
     assert (second.found, second.causes[0].family) == ({"error": "UnknownRequestError"}, "lifetime")

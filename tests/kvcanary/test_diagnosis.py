@@ -64,11 +64,11 @@ def exchange(kv, slot, other):
 
 def facts(engine, code: str, **read) -> Evidence:
     """Facts as if this check had fired at position 5 of `first`."""
-    pool = engine.canary._state.pools[0]
+    pool = engine.canary.session.state.pools[0]
     slot = engine.slot("first", 5)
     hit = Hit(code, pool, slot, 5, "first", ("verify", 0), 9, layers=read.pop("layers", ()))
     hit.last_good = read.pop("last_good", None)
-    return Evidence([hit], engine.canary._ledger, **read)
+    return Evidence([hit], engine.canary.session.ledger, **read)
 
 
 def a_record(step: int, site: int = 4) -> Record:
@@ -88,8 +88,8 @@ def test_every_code_has_a_cause(engine, code):
 @pytest.mark.parametrize("code", CODES)
 def test_every_code_has_a_finding(engine, code):
     """A finding can be made of a hit of any code, also without a slot."""
-    state = engine.canary._state
-    describer = Describer(state, engine.canary._ledger)
+    state = engine.canary.session.state
+    describer = Describer(state, engine.canary.session.ledger)
     for slot in (-1, engine.slot("first", 5), 10**9):
         hit = Hit(code, state.pools[0], slot, 5, "first", ("verify", 0), 9, layers=(LAYER,), row_slots=(slot,) * 0)
         assert describer.finding([hit], 1).to_dict()["code"] == code
@@ -268,15 +268,15 @@ def test_slot_zero_is_an_entry_that_nothing_has_filled(engine):
 @pytest.mark.parametrize(("number", "family"), [(0, "order"), (1, "draft")], ids=["target", "draft"])
 def test_a_wrong_token_in_a_shifted_pool_may_be_the_unshifted_one(engine, number, family):
     """Only a pool whose entries hold the next token can have been fed the position's own."""
-    pool = engine.canary._state.pools[number]
+    pool = engine.canary.session.state.pools[number]
     hit = Hit("W6", pool, engine.slot("first", 5), 5, "first", ("extend", 0), 9)
-    assert rank_causes(Evidence([hit], engine.canary._ledger))[0].family == family
+    assert rank_causes(Evidence([hit], engine.canary.session.ledger))[0].family == family
 
 
 def test_a_row_of_other_tokens_says_where_they_begin_to_differ(engine):
     """R6 names the first position whose token is not the request's, and how long the row is."""
     engine.canary.drain()
-    state, ledger = engine.canary._state, engine.canary._ledger
+    state, ledger = engine.canary.session.state, engine.canary.session.ledger
     row = tuple(engine.slot("first", position) for position in range(12))
     hit = Hit("R6", state.pools[0], row[-1], 11, "first", ("verify", 0), 9, row_slots=row)
     ledger.requests["first"].tokens[7] += 1
@@ -290,7 +290,7 @@ def test_a_row_of_other_tokens_says_where_they_begin_to_differ(engine):
 
 def test_a_finding_has_no_token_unless_asked(engine):
     """Token ids are in a finding only for a describer that may show them."""
-    state, ledger = engine.canary._state, engine.canary._ledger
+    state, ledger = engine.canary.session.state, engine.canary.session.ledger
     engine.canary.drain()
     hit = Hit("R4", state.pools[0], engine.slot("first", 5), 6, "first", ("verify", 0), 9, found_position=5)
     silent = Describer(state, ledger).finding([hit], 1)
@@ -303,7 +303,7 @@ def test_a_finding_has_no_token_unless_asked(engine):
 
 def test_history_has_the_caller_where_the_ledger_noted_it(engine, monkeypatch):
     """Grants and frees name the call site if the event has one."""
-    state, ledger = engine.canary._state, engine.canary._ledger
+    state, ledger = engine.canary.session.state, engine.canary.session.ledger
 
     slot = engine.slot("first", 5)
     events = PageEvent("granted", 1, "old"), PageEvent("freed", 3, "old", ("/engine/allocator.py", 42))

@@ -24,6 +24,8 @@ from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, OF_SEVERAL, VERSION
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.manager.lifecycle import Lifecycle
+from kvcanary.manager.mapped_groups import MappedGroups
+from kvcanary.manager.transfers import Transfers
 from kvcanary.replay.replayer import replay
 from kvcanary_tools.bench.toy_engine import ToyEngine
 
@@ -70,7 +72,7 @@ def captured_step() -> CanaryManager:
         substep.close()
         canary.launch_move(move)
         move.record(torch.tensor([5, 0]), torch.tensor([5, 0]), torch.tensor([True, False]))
-        canary.check()
+        canary.collect(canary.end_step())
         assert canary.findings == []
         return canary
 
@@ -420,7 +422,8 @@ def test_each_kind_of_replay_is_said(good, struck, tmp_path):
 
 def test_events_have_the_arguments_of_the_methods_that_tell_them():
     """A dump names them in the manager's order; what is told of several requests at once is laid out by itself."""
-    methods = {name: getattr(Lifecycle, name) for name in CALLS if hasattr(Lifecycle, name) and name not in OF_SEVERAL}
+    parts = Lifecycle, MappedGroups, Transfers
+    methods = {name: getattr(part, name) for part in parts for name in CALLS.keys() - OF_SEVERAL if hasattr(part, name)}
     told = {name: [*inspect.signature(method).parameters][1:] for name, method in methods.items()}
     assert len(told) > 15
     named = {name: [*ARGUMENTS.get(name, CALLS[name])] for name in told}

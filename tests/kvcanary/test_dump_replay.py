@@ -84,7 +84,7 @@ def leave_nan_in_the_null_page(engine: ToyEngine) -> None:
 
 def leave_nan_in_new_pages(engine: ToyEngine) -> None:
     size = engine.shape.page_size
-    for page in (engine.canary._ledger.generations == 0).nonzero()[0].tolist()[1:]:
+    for page in (engine.canary.session.ledger.generations == 0).nonzero()[0].tolist()[1:]:
         engine.pools["draft"].kv[0, page * size + size - 1] = float("nan")
 
 
@@ -128,14 +128,14 @@ def regrant(engine: ToyEngine, is_damaged: bool) -> list[int]:
     engine.start("two", 13)
     pages = list(engine.rows["one"].pages)
     engine.finish("one")
-    engine.canary._poisoner.fill(list(engine.canary._poisoner.waiting))
+    engine.canary.session.poisoner.fill(list(engine.canary.session.poisoner.waiting))
     for name in ("three", "four"):
         engine.canary.admit(name, [1, 2, 3])
     if is_damaged:
         engine.pools["target"].kv.view(torch.int32)[1, pages[1] * engine.shape.page_size, 1, 0, 2] ^= 1 << 9
     engine.canary.on_alloc_all(["three", "four"], [pages[:1], pages[1:]])
     engine.begin()
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     return pages
 
 
@@ -153,8 +153,11 @@ def test_pages_of_many_are_granted_again(tmp_path, is_damaged):
     outcome = replayer.run(None, None)
     assert (outcome.errors, outcome.missing, len(outcome.findings)) == ([], [], int(is_damaged))
     for name in ("states", "generations", "owners"):
-        assert getattr(replayer.manager._ledger, name).tolist() == getattr(engine.canary._ledger, name).tolist()
-    rows = [ledger.request("four").pages for ledger in (replayer.manager._ledger, engine.canary._ledger)]
+        assert (
+            getattr(replayer.manager.session.ledger, name).tolist()
+            == getattr(engine.canary.session.ledger, name).tolist()
+        )
+    rows = [ledger.request("four").pages for ledger in (replayer.manager.session.ledger, engine.canary.session.ledger)]
     assert rows == [pages[1:]] * 2
 
 
@@ -260,7 +263,7 @@ def test_damage_older_than_the_recording_is_remembered(make_engine, tmp_path):
         engine.finish(name)
     replayer = Replayer(read_dump(engine.canary.dump(tmp_path / "later.kvdump")))
     replayer.run(None, None)
-    poisoner, again = engine.canary._poisoner, replayer.manager._poisoner
+    poisoner, again = engine.canary.session.poisoner, replayer.manager.session.poisoner
     assert (again.poisoned, again.waiting) == (poisoner.poisoned, poisoner.waiting)
 
 

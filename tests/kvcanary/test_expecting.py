@@ -27,8 +27,8 @@ def engine(make_engine) -> FakeEngine:
 
 def lose_hooks(engine: FakeEngine, *forwards: tuple[str, int]) -> None:
     """Those of this kind and index run without hooks."""
-    own = engine.canary.substep
-    engine.canary.substep = lambda kind, index, pool: (
+    own = engine.canary.forward
+    engine.canary.forward = lambda kind, index, pool: (
         WarmupSubstep() if (kind, index) in forwards else own(kind, index, pool)
     )
 
@@ -64,15 +64,15 @@ def test_requests_whose_loops_take_turns_are_not_missed(engine):
         rows["a"].branches = [[] for _ in range(engine.topk)]
         for index in range(2):
             engine._draft(index, rows)
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     assert engine.canary.certificate()["findings"] == []
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_draft_forwards_of_one_number_are_named(engine, number):
     """By the rows and positions of each the canary knows which one it is."""
-    own = engine.canary.substep
-    engine.canary.substep = lambda kind, index, pool: own(kind, number if kind == "draft" else index, pool)
+    own = engine.canary.forward
+    engine.canary.forward = lambda kind, index, pool: own(kind, number if kind == "draft" else index, pool)
     finding = found(engine.step)
     first = 1 if number == 0 else 0  # that is opened as another
     assert (finding.code, finding.site, finding.expected) == ("H1", ("draft", number), {"number": first})
@@ -111,8 +111,8 @@ def test_final_entries_of_a_draft_pool_that_nobody_wrote_are_due_when_they_are_r
     engine = make_engine(content=content, num_steps=2)
     engine.start("a", 9)
     engine.step()
-    own = engine.canary.substep
-    engine.canary.substep = lambda one, index, pool: (
+    own = engine.canary.forward
+    engine.canary.forward = lambda one, index, pool: (
         WarmupSubstep() if (one, pool) == (kind, "draft") else own(one, index, pool)
     )
     if kind == "prefill":
@@ -226,7 +226,7 @@ def test_an_announcement_of_what_there_is_not_is_refused(engine):
         engine.canary.expect([("vrify", 0, "target")])
     with pytest.raises(PlanError, match="pool must be one of target, draft, got 'drafts'"):
         engine.canary.expect([("draft", 0, "drafts")])
-    assert engine.canary._expected.due == []
+    assert engine.canary.session.expected.due == []
 
 
 def test_before_arm_nothing_is_expected(make_fake_pool):
@@ -236,7 +236,7 @@ def test_before_arm_nothing_is_expected(make_fake_pool):
     canary.expect([VERIFY])
     canary.arm()
     canary.begin_step(1)
-    assert canary.check() == frozenset()
+    assert canary.collect(canary.end_step()) == frozenset()
 
 
 def test_the_certificate_says_whether_forwards_were_announced(engine):
@@ -250,9 +250,9 @@ def test_the_certificate_says_whether_forwards_were_announced(engine):
 
 def test_what_is_known_of_a_request_goes_with_it(engine):
     """Numbers of its drafts are forgotten when it is."""
-    assert len(engine.canary._expected._drafted) == 2
+    assert len(engine.canary.session.expected._drafted) == 2
     engine.finish("a")
-    assert len(engine.canary._expected._drafted) == 1
+    assert len(engine.canary.session.expected._drafted) == 1
 
 
 def test_switched_off_nothing_is_said(make_engine):

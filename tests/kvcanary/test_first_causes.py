@@ -104,12 +104,12 @@ def test_numbers_of_substeps_that_repeat(run, is_broken):
     """H1: a draft forward that carries the number of the one whose entry it reads."""
 
     def act(engine):
-        own = engine.canary.substep
+        own = engine.canary.forward
 
         def substep(kind, index, pool, **more):
             return own(kind, 0 if is_broken else index, pool, **more)
 
-        engine.canary.substep = substep
+        engine.canary.forward = substep
         engine.start("one", 10)
         engine.step()
 
@@ -162,7 +162,7 @@ def follow(engine: FakeEngine, name: str, pages: list[int], length: int, tokens=
     engine._begin()
     engine._reserve(name, length + 3)
     engine._chain("prefill", "target", {name: row.tokens[length:]}, {name: length})
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
 
 
 @TWINS

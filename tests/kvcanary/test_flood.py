@@ -51,7 +51,7 @@ class Flooded:
             self.canary.on_alloc(name, range(1 + row * pages, 1 + (row + 1) * pages))
         positions = torch.arange(self.length).repeat(self.rows)
         self._forward("prefill", self.slots, 0, WritePlan(self.slots, self.tokens, positions))
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         for name in self.names:
             self.canary.commit(name, self.length)
 
@@ -66,7 +66,7 @@ class Flooded:
         bounds = torch.arange(self.rows + 1) * self.length
         prefixes = torch.full((self.rows,), prefix)
         read = ReadPlan(bounds, slots, self.names, 1, prefixes, self.length - prefixes)
-        substep = self.canary.substep(kind, 0, "target")
+        substep = self.canary.forward(kind, 0, "target")
         substep.open(read, write)
         for layer in range(LAYERS):
             substep.store(layer, self.k[layer][write.slots])
@@ -79,7 +79,7 @@ class Flooded:
 
 def damage_records(flooded: Flooded) -> Tensor:
     """R3: a stray write over all records."""
-    flooded.canary._state.records[PAGE_SIZE:, 1] ^= 1 << 40
+    flooded.canary.session.state.records[PAGE_SIZE:, 1] ^= 1 << 40
     return flooded.slots
 
 
@@ -150,7 +150,7 @@ def spent(flooded: Flooded, slots: Tensor, detection: Detection) -> tuple[float,
     """Seconds of this thread from open to the end of the check: in looking for damage, and in all else."""
     detection.seconds, start = 0.0, time.thread_time()
     flooded.read(slots)
-    flooded.canary.check()
+    flooded.canary.collect(flooded.canary.end_step())
     return detection.seconds, time.thread_time() - start - detection.seconds
 
 
@@ -178,11 +178,11 @@ def test_a_flood_leaves_nothing_behind(damage, code, content):
     """Of what a flood needs on the way, a few words an entry, only the flight recorder's ring keeps some."""
     flooded = Flooded(200_000, content=content)
     flooded.read(flooded.slots)
-    flooded.canary.check()  # the rows' truth chains are there
+    flooded.canary.collect(flooded.canary.end_step())  # the rows' truth chains are there
     flooded.read(damage(flooded))
     recorded = flooded.canary.recorder.num_bytes
     tracemalloc.start()
-    flooded.canary.check()
+    flooded.canary.collect(flooded.canary.end_step())
     gc.collect()
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -32,7 +32,7 @@ class Run:
         self.canary.arm()
         self.canary.admit("ann", TOKENS)
         self.canary.on_alloc("ann", [1, 2])
-        self.uid = self.canary.requests_of(["ann"])[0].uid
+        self.uid = self.canary.forwards.requests_of(["ann"])[0].uid
 
     def step(self, number: int, length: int, count: int) -> None:
         """A forward that writes the last `count` of `length` entries."""
@@ -42,7 +42,7 @@ class Run:
         substep = self.substeps[kind]
         self.canary.bank.load(substep, self.rig.batch([row]))
         self.rig.body(substep)
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_clean_replays_find_nothing_and_are_counted(run):
 def test_damage_between_replays_stops_the_engine(run, disable):
     """The report names the reader and the place, as for an eager forward; switched off, it does not."""
     damaged = run(disable=disable)
-    damaged.canary._state.by_name["target"].records[5, 1] ^= 1 << 40
+    damaged.canary.session.state.by_name["target"].records[5, 1] ^= 1 << 40
     with pytest.raises(KVCorruptionError) as caught:
         damaged.step(2, 4, 1)
     finding = caught.value.findings[0]
@@ -89,7 +89,7 @@ def test_a_forward_that_was_planned_and_did_not_run_is_h1(run, disable):
     idle.canary.begin_step(2)
     row = idle.static_row(idle.uid, [4, 5, 6, 7], TOKENS[3:4])
     idle.canary.bank.load(idle.substeps["decode"], idle.rig.batch([row]))
-    idle.canary.check()
+    idle.canary.collect(idle.canary.end_step())
     found = [(finding.code, finding.expected, finding.found) for finding in idle.canary.findings]
     expected = {"rows": 1, "entries": 1, "reads": 4}
     assert found == ([] if disable else [("H1", expected, dict.fromkeys(expected, 0))])
@@ -106,7 +106,7 @@ def test_a_forward_that_was_launched_and_did_not_run_as_told_is_h1(make_static, 
     canary.on_alloc("ann", [1, 2])
     canary.begin_step(1)
     canary.launch(draft, ["ann"], [0], reads)
-    canary.check()
+    canary.collect(canary.end_step())
     expected, found = {"rows": 1, "entries": 0, "reads": reads}, {"rows": 0, "entries": 0, "reads": 0}
     assert [(finding.code, finding.expected, finding.found) for finding in canary.findings] == [("H1", expected, found)]
 
@@ -122,7 +122,7 @@ def test_a_device_is_told_of_pages_before_what_runs_next(run, monkeypatch):
     """In one delta list, however often something has happened to pages; in none where nothing has."""
     told: list[int] = []
     one = run()
-    state = one.canary._state
+    state = one.canary.session.state
     publish = state.pools[0].loops.publish_pages
     monkeypatch.setattr(
         state.pools[0].loops, "publish_pages", lambda *args: (told.append(len(args[0])), publish(*args))
@@ -145,9 +145,11 @@ def test_a_freed_page_is_stale_to_the_next_replay(run):
     freed.canary.begin_step(2)
     freed.canary.bank.load(freed.substeps["decode"], freed.rig.batch([row]))
     freed.rig.body(freed.substeps["decode"])
-    freed.canary.check()
+    freed.canary.collect(freed.canary.end_step())
     assert {finding.code for finding in freed.canary.findings} >= {"W2"}
-    assert torch.equal(freed.canary._state.generations, torch.from_numpy(freed.canary._ledger.generations))
+    assert torch.equal(
+        freed.canary.session.state.generations, torch.from_numpy(freed.canary.session.ledger.generations)
+    )
 
 
 def verify(tree: StaticTree, sees: list[list[int]], tokens: list[int] = TOKENS[3:5]) -> None:
@@ -161,18 +163,18 @@ def test_the_host_learns_what_launched_forwards_have_written(tree):
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]])
     assert tree.fired() == []
-    request = tree.canary.requests_of(["ann"])[0]
+    request = tree.canary.forwards.requests_of(["ann"])[0]
     assert request.row_lens.tolist() == [5]
-    assert [STATE_NAMES[state] for state in tree.canary._ledger.states[[1, 2]]] == ["WRITTEN", "WRITTEN"]
+    assert [STATE_NAMES[state] for state in tree.canary.session.ledger.states[[1, 2]]] == ["WRITTEN", "WRITTEN"]
     certificate = tree.canary.certificate()
     assert [certificate[name] for name in ("forwards", "slots_checked", "slots_sealed")] == [2, 8, 5]
 
 
 def test_a_commit_waits_for_no_forward(tree):
     """Between launch and check too; pages are final when the host has learned that they were written."""
-    pages = tree.canary._ledger.states
+    pages = tree.canary.session.ledger.states
     tree.canary.commit("ann", 3)
-    assert (len(tree.canary._static.launched), STATE_NAMES[pages[1]]) == (1, "RESERVED")
+    assert (len(tree.canary.session.checks.static.launched), STATE_NAMES[pages[1]]) == (1, "RESERVED")
     assert tree.fired() == []
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
     tree.launch(2, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
@@ -237,14 +239,14 @@ def test_what_departed_is_judged_when_it_is_heard(tree):
     tree.fired()
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]], [99, 98])
-    first = tree.canary.depart()
+    first = tree.canary.end_step()
     tree.launch(3, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-    second = tree.canary.depart()
+    second = tree.canary.end_step()
     assert (tree.canary.findings, first.has_landed, second.has_landed) == ([], False, False)
-    tree.canary.hear(first)
+    tree.canary.collect(first)
     assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
     assert (first.has_landed, second.has_landed) == (True, False)
-    tree.canary.hear(second)
+    tree.canary.collect(second)
     assert len(tree.canary.findings) == 1
 
 
@@ -266,9 +268,9 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
             truth = truths[0]
         else:
             truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6]).numbers.tolist()
-        (request,) = canary.requests_of(["ann"])
-        launched = [(run.substep.site, run.committed) for run in runs_of(canary._static.launched)]
-        reads = canary._static.send(1).snapshot.cards[RUN_READS::RUN_CARD].tolist()
+        (request,) = canary.forwards.requests_of(["ann"])
+        launched = [(run.substep.site, run.committed) for run in runs_of(canary.session.checks.static.launched)]
+        reads = canary.session.checks.static.send(1).snapshot.cards[RUN_READS::RUN_CARD].tolist()
         assert reads == [4, 5, 6]
         made[is_one_by_one] = truth, launched, request.in_the_air, request.row_lens.tolist()
     assert made[True] == made[False]
@@ -278,18 +280,18 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
 def test_a_step_that_landed_early_still_stops_the_engine(run):
     """Somebody needed to know (a page was freed): the error came there, and comes again for the step's own tokens."""
     late = run()
-    pool = late.canary._state.by_name["target"]
+    pool = late.canary.session.state.by_name["target"]
     late.canary.begin_step(2)
     row = late.static_row(late.uid, [4, 5, 6, 7], TOKENS[3:4])
     pool.records[5, 1] ^= 1 << 40
     late.canary.bank.load(late.substeps["decode"], late.rig.batch([row]))
     late.rig.body(late.substeps["decode"])
-    flight = late.canary.depart()
+    flight = late.canary.end_step()
     with pytest.raises(KVCorruptionError):
         late.canary.release("ann")
     assert flight.has_landed
     with pytest.raises(KVCorruptionError):
-        late.canary.hear(flight)
+        late.canary.collect(flight)
 
 
 def test_a_host_that_never_hears_overtakes_nothing(tree):
@@ -301,7 +303,7 @@ def test_a_host_that_never_hears_overtakes_nothing(tree):
         tokens = [99, 98] if number == 2 else TOKENS[3:5]
         tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
         tree.launch(number, tree.verify, [4, 5, 6, 7, 8], tokens, [-1, 0])
-        flights.append(tree.canary.depart())
+        flights.append(tree.canary.end_step())
     assert [flight.has_landed for flight in flights] == [True, True] + [False] * IN_THE_AIR
     assert tree.fired() == [("W6", ("verify", 0), 7)]
     assert tree.canary.certificate()["forwards"] == 1 + len(flights)
@@ -312,22 +314,22 @@ def test_steps_without_forwards_overtake_nothing_either(tree):
     tree.fired()
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]], [99, 98])
-    flight, last = tree.canary.depart(), 2 + LINES
+    flight, last = tree.canary.end_step(), 2 + LINES
     for number in range(3, last):
         tree.canary.begin_step(number)
         assert not flight.has_landed
     tree.launch(last, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-    tree.canary.hear(flight)
+    tree.canary.collect(flight)
     assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
 
 
 def test_without_r9_nobody_is_noted_for_a_look_that_never_comes(run):
     """What waits for the next slice would grow with the requests near which something was found."""
     damaged = run(mode="log", disable=frozenset({"R9"}))
-    damaged.canary._state.by_name["target"].records[5, 1] ^= 1 << 40
+    damaged.canary.session.state.by_name["target"].records[5, 1] ^= 1 << 40
     damaged.step(2, 4, 1)
     assert [finding.code for finding in damaged.canary.findings] == ["R3"]
-    assert not damaged.canary._checks.sweeper.hurried
+    assert not damaged.canary.session.checks.sweeper.hurried
 
 
 def test_a_forward_that_is_only_expected_is_missed_beside_one_that_was_launched(tree):
@@ -345,7 +347,7 @@ def test_a_forward_of_which_nobody_was_told_is_h1(run):
     told.canary.begin_step(2)
     told.substeps["decode"].buffers.fill(told.rig.batch([told.static_row(told.uid, [4, 5, 6, 7], TOKENS[3:4])]))
     told.rig.body(told.substeps["decode"])
-    told.canary.check()
+    told.canary.collect(told.canary.end_step())
     expected, found = {"rows": 0, "entries": 0, "reads": 0}, {"rows": 1, "entries": 1, "reads": 4}
     assert [(one.code, one.expected, one.found) for one in told.canary.findings] == [("H1", expected, found)]
 
@@ -369,7 +371,7 @@ def test_a_bank_without_substeps_has_no_headers_to_send(make_static, sent):
     canary.arm()
     for step in (1, 2):
         canary.begin_step(step)
-        canary.depart()
+        canary.end_step()
     assert not copies
 
 
@@ -393,7 +395,7 @@ def test_what_departs_twice_in_a_step_lands_before_it_is_overtaken(tree):
     tree.fired()
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]], TOKENS[3:5])
-    flights = [tree.canary.depart() for _ in range(2)]
+    flights = [tree.canary.end_step() for _ in range(2)]
     for number in range(3, 2 + LINES):
         tree.canary.begin_step(number)
     assert [flight.has_landed for flight in flights] == [False, False]

@@ -276,7 +276,7 @@ class Steps:
             return end, False, [], 0
         for run, one in zip(runs, seen, strict=True):
             hearing.is_clean(run, one >> RUN_BITS)
-        return end, True, totals.tolist(), self.ledger.land_runs(cards, 0)
+        return end, True, totals.tolist(), self.ledger.steps.land_runs(cards, 0)
 
 
 def told_of(ledger: Ledger) -> list[int]:

@@ -31,12 +31,12 @@ def engine(make_engine):
 
 @pytest.fixture
 def pool(engine):
-    return engine.canary._state.pools[0]
+    return engine.canary.session.state.pools[0]
 
 
 @pytest.fixture
 def describer(engine) -> Describer:
-    return Describer(engine.canary._state, engine.canary._ledger)
+    return Describer(engine.canary.session.state, engine.canary.session.ledger)
 
 
 def batch_of(pool, code: str, rows: int, entries: int, *, site=("verify", 0), step: int = 9, **evidence) -> HitBatch:
@@ -190,7 +190,7 @@ def test_other_checks_in_a_long_run_are_its_evidence(pool):
 @pytest.mark.parametrize("pages", [(1, 2), (0, 3), (2, 5)])
 def test_exchanged_pages_are_seen_in_a_flood(make_engine, pages):
     """Two exchanged pages of 128 slots are one incident, and still known as exchanged."""
-    pool = make_engine(page_size=128, num_pages=8).canary._state.pools[0]
+    pool = make_engine(page_size=128, num_pages=8).canary.session.state.pools[0]
     i, j = pages
     positions = np.concatenate([np.arange(128) + 128 * page for page in pages])
     found = np.concatenate([np.arange(128) + 128 * page for page in (j, i)])

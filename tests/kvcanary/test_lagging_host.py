@@ -20,12 +20,9 @@ class LaggingEngine(ToyEngine):
         super().__init__(CanaryConfig(**{"content": "full", "seed": 7, **config}))
         self.lags = False
         self.on_results: Callable[[], None] = lambda: None
-        check = self.canary.check
-
-        def check_late() -> frozenset[str]:
-            return frozenset() if self.lags else check()
-
-        self.canary.check, self._check = check_late, check
+        end_step, collect = self.canary.end_step, self.canary.collect
+        self.canary.end_step = lambda: None if self.lags else end_step()
+        self.canary.collect = lambda flight: frozenset() if flight is None else collect(flight)
 
     def draft(self, *names: str) -> None:
         self._late(super().draft, *names)
@@ -38,7 +35,7 @@ class LaggingEngine(ToyEngine):
         step(*names)
         self.lags = False
         self.on_results()
-        self.doomed = self._check()
+        self.doomed = self.canary.collect(self.canary.end_step())
 
 
 def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
@@ -82,7 +79,8 @@ def test_a_commit_of_what_no_forward_has_written_is_still_found(make):
     row = engine.rows["first"]
     engine.begin()
     engine.canary.commit("first", row.committed + 1)
-    (finding,) = found(engine._check)
+    engine.lags = False
+    (finding,) = found(lambda: engine.canary.collect(engine.canary.end_step()))
     assert (finding.code, finding.reader) == ("H1", "first")
 
 
@@ -152,7 +150,7 @@ def test_what_is_not_the_request_s_own_is_not_published(make, was_final):
     owned = full * 4 - 1
     if was_final:
         engine.canary.on_share("first", row.pages[:1])
-        assert engine.canary._ledger.request("first").final_pages == full
+        assert engine.canary.session.ledger.request("first").final_pages == full
     engine.canary.release("first", owned)
     with pytest.raises(LifetimeError, match=f"one of the {full - 1} final pages" if was_final else "is WRITTEN"):
         engine.canary.on_share("first", row.pages[:full])

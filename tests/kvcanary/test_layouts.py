@@ -49,7 +49,7 @@ def sealed_by(make_engine, layout: str, **settings: object) -> list[torch.Tensor
     engine = make_engine(layout=layout, content="full", **settings)
     traffic(engine)
     engine.canary.drain()
-    return [tensor for pool in engine.canary._state.pools for tensor in (pool.records, pool.content_a)]
+    return [tensor for pool in engine.canary.session.state.pools for tensor in (pool.records, pool.content_a)]
 
 
 @pytest.mark.parametrize("layout", K_AND_V)
@@ -70,7 +70,7 @@ def test_stored_values_have_the_lanes_of_the_slots(make_engine, layout, dtype):
     engine.start("short", 9)
     engine.canary.drain()
     slots = torch.tensor([engine.slot("long", p) for p in range(300)] + [engine.slot("short", p) for p in range(9)])
-    for pool in engine.canary._state.pools:
+    for pool in engine.canary.session.state.pools:
         lane_a, lane_b = lanes_of_slots(pool, slots)
         assert torch.equal(lane_a, pool.content_a[:, slots])
         assert torch.equal(lane_b, pool.records[slots, 4])
@@ -285,7 +285,7 @@ def test_values_that_are_not_the_parts_of_the_row_are_refused(make_engine, layou
     engine.canary.begin_step(1)
     engine.canary.admit("only", [1, 2, 3])
     engine.canary.on_alloc("only", [1])
-    substep = engine.canary.substep("prefill", 0, "target")
+    substep = engine.canary.forward("prefill", 0, "target")
     read = ReadPlan(torch.tensor([0, 3]), three + 4, ("only",), 1, torch.tensor([0]), 3)
     substep.open(read, WritePlan(three + 4, three + 1, three))
     with pytest.raises(PlanError) as caught:

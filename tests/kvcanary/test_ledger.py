@@ -51,14 +51,14 @@ def test_requests_that_steps_name_together_are_one_batch():
         ledger.admit(name, [5, 6], 0)
     once = ledger.batches.once(("one", "two"))
     assert not ledger.batches
-    batch = ledger.batch(["one", "two"])
+    batch = ledger.book.batch(["one", "two"])
     assert (once.names, once.requests) == (batch.names, batch.requests)
-    assert ledger.batch(("one", "two")) is batch is ledger.batches.once(("one", "two"))
-    assert refused(ledger.batch, ["one", "nobody"]) == "request 'nobody' is not admitted: call admit() first"
+    assert ledger.book.batch(("one", "two")) is batch is ledger.batches.once(("one", "two"))
+    assert refused(ledger.book.batch, ["one", "nobody"]) == "request 'nobody' is not admitted: call admit() first"
     ledger.forget("two")
-    assert refused(ledger.batch, ["one", "two"]) == "request 'two' is not admitted: call admit() first"
+    assert refused(ledger.book.batch, ["one", "two"]) == "request 'two' is not admitted: call admit() first"
     for count in range(3 * MOST_BATCHES):
-        assert len(ledger.batch(["one"] * count)) == count
+        assert len(ledger.book.batch(["one"] * count)) == count
         assert len(ledger.batches) <= MOST_BATCHES
 
 
@@ -98,7 +98,7 @@ def test_truth_follows_appended_tokens():
     ledger = make_ledger()
     request = ledger.admit("only", [5, 6], 0)
     assert ledger.truth(request, 0, 2) == plain_chain([5, 6], ROOTS[0])
-    ledger.append(ledger.batch(["only"]), *in_a_row([[7, 8]]), 1)
+    ledger.steps.append(ledger.book.batch(["only"]), *in_a_row([[7, 8]]), 1)
     assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
 
 
@@ -107,7 +107,7 @@ def test_tokens_for_which_there_is_no_room_yet_are_appended_once():
     ledger = make_ledger()
     requests, new = [ledger.admit(name, [5, 6], 0) for name in ("few", "many")], [[7], [*range(5000)]]
     for step in (1, 2):
-        ledger.append(ledger.batch(["few", "many"]), *in_a_row(new), step)
+        ledger.steps.append(ledger.book.batch(["few", "many"]), *in_a_row(new), step)
     assert [request.tokens.tolist() for request in requests] == [[5, 6, *tokens, *tokens] for tokens in new]
     assert [request.growth for request in requests] == [[(0, 2), (1, 3), (2, 4)], [(0, 2), (1, 5002), (2, 10_002)]]
 
@@ -162,8 +162,8 @@ def test_tokens_since_counts_what_was_appended_after_a_step():
     """Exposure is the tokens of later steps."""
     ledger = make_ledger()
     request = ledger.admit("only", [1, 2, 3], 1)
-    ledger.append(ledger.batch(["only"]), *in_a_row([[4]]), 2)
-    ledger.append(ledger.batch(["only"]), *in_a_row([[5, 6]]), 4)
+    ledger.steps.append(ledger.book.batch(["only"]), *in_a_row([[4]]), 2)
+    ledger.steps.append(ledger.book.batch(["only"]), *in_a_row([[5, 6]]), 4)
     assert [request.tokens_since(step) for step in (0, 1, 2, 3, 4)] == [6, 3, 2, 2, 0]
 
 
@@ -386,7 +386,7 @@ def test_what_is_told_of_many_requests_is_refused_for_all(canary):
     canary.admit("other", [4, 5])
     canary.on_alloc("other", [3])
     canary.commit_all(["only", "other"], [2, 1])
-    requests = canary._ledger.known(["only", "other"])
+    requests = canary.session.ledger.known(["only", "other"])
     words = refused(canary.append_all, ["only", "nobody"], [[7], [8]])
     assert words == "request 'nobody' is not admitted: call admit() first"
     words = refused(canary.commit_all, ["only", "other"], [3, 0])
@@ -400,7 +400,7 @@ def test_what_is_told_of_many_requests_is_refused_for_all(canary):
 
 def true_of_pages(manager: CanaryManager) -> list[object]:
     """Arrays, histories without call sites, rows, and the copies' changes, of three requests."""
-    ledger = manager._ledger
+    ledger = manager.session.ledger
     pages = ledger.pages
     arrays = pages.states, pages.owners, pages.generations, pages.refcounts, pages.writers, pages.holder_sums
     told = [[event[:3] for event in ledger.history.of(page)] for page in range(len(pages))]
@@ -427,7 +427,7 @@ def test_pages_of_many_requests_are_granted_as_those_of_each(make_engine):
             else:
                 for name, pages in now.items():
                     manager.on_alloc(name, pages)
-        changed = np.unique(manager._ledger.pages.changes()).tolist()
+        changed = np.unique(manager.session.ledger.pages.changes()).tolist()
         both.append([*true_of_pages(manager), changed, manager.certificate()])
     assert both[0] == both[1]
     assert both[0][-3][0][0] == [4, 9, 2]
@@ -457,18 +457,18 @@ def test_pages_of_many_requests_are_refused_for_all(make_engine, names, pages, w
     manager.admit("only", [1, 2, 3])
     manager.admit("other", [4, 5])
     manager.on_alloc("only", [1, 2])
-    manager._ledger.pages.changes()
+    manager.session.ledger.pages.changes()
     before = true_of_pages(manager)
     assert refused(manager.on_alloc_all, names, pages).startswith(words)
     assert true_of_pages(manager) == before
-    assert not manager._ledger.pages.changed
+    assert not manager.session.ledger.pages.changed
 
 
 def test_what_is_told_of_many_requests_is_what_is_told_of_each(canary):
     """Tokens and lengths go to the request that they are told of; a length that nobody wrote is H1 of that one."""
     canary.admit("other", [4, 5])
     canary.on_alloc("other", [3])
-    requests = canary._ledger.known(["other", "only"])
+    requests = canary.session.ledger.known(["other", "only"])
     requests[0].row_lens = [2, 2]
     canary.append_all(["other", "only"], [[6, 7], []])
     canary.commit_all(["other", "only"], [2, 3])
@@ -477,7 +477,7 @@ def test_what_is_told_of_many_requests_is_what_is_told_of_each(canary):
         ([1, 2, 3], 3),
     ]
     with pytest.raises(KVCorruptionError) as caught:
-        canary.check()
+        canary.collect(canary.end_step())
     assert [(finding.code, finding.reader) for finding in caught.value.findings] == [("H1", "only")]
 
 

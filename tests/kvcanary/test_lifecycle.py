@@ -35,7 +35,7 @@ def test_bytes_are_read_before_they_are_shared(make_engine):
     slot = engine.slot("one", 3)
     flip(engine, slot)
     engine.canary.on_share("one", engine.rows["one"].pages[:2])
-    assert first_code(engine.canary.check) == ("R9", slot)
+    assert first_code(lambda: engine.canary.collect(engine.canary.end_step())) == ("R9", slot)
 
 
 def test_cached_pages_are_read_in_turn(make_engine):
@@ -44,7 +44,7 @@ def test_cached_pages_are_read_in_turn(make_engine):
     for _ in range(3 * ROTATION_STEPS):
         engine.decode("two")
     assert engine.canary.certificate()["max_unread_steps"] <= ROTATION_STEPS
-    assert engine.canary._ledger.pages.published[pages].all()
+    assert engine.canary.session.ledger.pages.published[pages].all()
 
 
 def cached(make_engine, **settings: object) -> tuple[FakeEngine, list[int]]:
@@ -66,7 +66,7 @@ def test_cached_pages_are_read_by_the_clock_where_no_step_comes(make_engine, pla
     """Whoever asks now and then reads every one of them within SWEEP_SECONDS, and a few at a time."""
     engine, pages = cached(make_engine, content="rolling", mode="log")
     now = [time.monotonic()]
-    engine.canary._checks.cached.clock = lambda: now[0]
+    engine.canary.session.checks.cached.clock = lambda: now[0]
     slot = pages[place] * engine.page_size + 1
     for is_damaged in (False, True):  # the second time round too
         if is_damaged:
@@ -75,7 +75,7 @@ def test_cached_pages_are_read_by_the_clock_where_no_step_comes(make_engine, pla
             engine.canary.rest()
             now[0] += seconds
     assert [(finding.code, finding.slot) for finding in engine.canary.findings] == [("R9", slot)]
-    assert len(pages) == engine.canary._ledger.pages.published.sum()
+    assert len(pages) == engine.canary.session.ledger.pages.published.sum()
 
 
 @pytest.mark.parametrize("mode", ["abort", "log"])
@@ -94,7 +94,7 @@ def test_steps_that_are_short_leave_nothing_to_the_clock(make_engine):
     """A rotation of slices within half the time: no page is overdue, nor is one where bytes are not compared."""
     engine, pages = cached(make_engine, content="rolling")
     now = [time.monotonic()]
-    sweep = engine.canary._checks.cached
+    sweep = engine.canary.session.checks.cached
     sweep.clock = lambda: now[0]
     for _ in range(3 * ROTATION_STEPS):
         engine.decode("two")
@@ -103,8 +103,8 @@ def test_steps_that_are_short_leave_nothing_to_the_clock(make_engine):
     now[0] += SWEEP_SECONDS
     assert set(sweep.overdue()) <= set(pages)
     silent, _ = cached(make_engine, content="write")
-    silent.canary._checks.cached.clock = lambda: now[0] + 10 * SWEEP_SECONDS
-    assert not silent.canary._checks.cached.overdue()
+    silent.canary.session.checks.cached.clock = lambda: now[0] + 10 * SWEEP_SECONDS
+    assert not silent.canary.session.checks.cached.overdue()
 
 
 @pytest.mark.parametrize("content", ["rolling", "full"])
@@ -185,7 +185,11 @@ def test_a_move_leaves_alone_what_does_not_move(make_engine):
     engine.start("one", 9)
     engine.step()
     engine.canary.drain()
-    kv, row, records = engine.pools["target"].kv, engine.rows["one"], engine.canary._state.by_name["target"].records
+    kv, row, records = (
+        engine.pools["target"].kv,
+        engine.rows["one"],
+        engine.canary.session.state.by_name["target"].records,
+    )
     source, stays, destination = engine.slot("one", row.committed - 1), engine.slot("one", 2), row.pages[-1]
     kv[:, destination], before = kv[:, source], records.clone()
     src, dst = torch.tensor([0, source, stays, -1]), torch.tensor([0, destination, stays, 5])
@@ -241,7 +245,7 @@ def test_a_page_that_moves_to_another_pool_takes_its_records_along(make_engine, 
         assert (finding.code, finding.pool, finding.slot, finding.position, finding.layer) == ("T1", "host", 14, 2, 1)
     else:
         canary.drain()
-        device, host = (canary._state.by_name[name].records[12:16] for name in ("device", "host"))
+        device, host = (canary.session.state.by_name[name].records[12:16] for name in ("device", "host"))
         assert torch.equal(device[:, :3], host[:, :3])  # token, position, chain, request and generation
 
 
@@ -252,9 +256,9 @@ def test_poison_is_looked_at_before_a_copy_on_write(make_engine):
     engine.start("one", 12)
     pages = list(engine.rows["old"].pages)
     engine.finish("old")
-    while engine.canary._poisoner.waiting:
+    while engine.canary.session.poisoner.waiting:
         engine._begin()
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     engine.canary.admit("child", engine.rows["one"].tokens)
     shared = engine.rows["one"].pages[:3]
     engine.canary.on_fork("one", "child", shared)
@@ -282,8 +286,8 @@ def test_a_copy_that_lands_in_a_page_granted_anew_is_told(make_engine):
     engine.start("two", 9)
     page = engine.rows["one"].pages[1]
     ticket = engine.canary.tickets.issue("upload", "copies", writes=[page])
-    engine.canary._ledger.free("one", [page], 1)  # behind the desk's back
-    engine.canary._ledger.grant("two", [page], 1)
+    engine.canary.session.ledger.free("one", [page], 1)  # behind the desk's back
+    engine.canary.session.ledger.grant("two", [page], 1)
     engine.canary.tickets.complete(ticket)
     engine.canary.drain()
     assert "which is in 3 now" in engine.canary.findings[0].found["access"]
@@ -299,7 +303,7 @@ def test_a_page_granted_in_this_step_is_known_to_its_checks(make_engine):
     engine._prefix = lambda name: [*(engine.slot(name, position) for position in range(7)), fresh]
     rows = {"one": engine.rows["one"]}
     engine._verify(rows)
-    assert first_code(engine.canary.check) == ("R12", fresh)
+    assert first_code(lambda: engine.canary.collect(engine.canary.end_step())) == ("R12", fresh)
 
 
 def test_a_private_copy_bears_the_name_of_its_owner(make_engine):
@@ -315,10 +319,10 @@ def test_a_private_copy_bears_the_name_of_its_owner(make_engine):
         engine.pools[pool].kv[:, dst] = engine.pools[pool].kv[:, src]
         engine.canary.on_move(pool, src, dst)
     engine.canary.drain()
-    uids = [request.uid for request in engine.canary.requests_of(["one", "child"])]
-    records = engine.canary._state.by_name["target"].records
+    uids = [request.uid for request in engine.canary.forwards.requests_of(["one", "child"])]
+    records = engine.canary.session.state.by_name["target"].records
     assert [int(records[page * 4, 2]) & 0xFFFFFFFF for page in (shared[2], copy)] == uids
-    assert int(records[copy * 4, 2]) >> 32 == engine.canary._ledger.generations[copy]
+    assert int(records[copy * 4, 2]) >> 32 == engine.canary.session.ledger.generations[copy]
 
 
 def test_the_certificate_claims_only_what_can_fire(make_engine):
@@ -348,18 +352,18 @@ def test_pages_whose_wait_is_over_are_ready_when_their_step_begins():
     canary.begin_step(1)
     canary.on_alloc("one", [2, 5])
     canary.on_free("one", [2])
-    states, seen = canary._ledger.states, []
+    states, seen = canary.session.ledger.states, []
     for step in (2, 3):
-        canary.check()
+        canary.collect(canary.end_step())
         seen.append(int(states[2]))
         canary.begin_step(step)
     canary.on_free("one", [5])
-    canary.check()
+    canary.collect(canary.end_step())
     seen.append(int(states[2]))
     canary.begin_step(9)
     assert (seen, int(states[5])) == ([QUARANTINED, QUARANTINED, FREE], FREE)
-    assert [(event.kind, event.step) for event in canary._ledger.history.of(2)[-1:]] == [("left quarantine", 4)]
-    assert [(event.kind, event.step) for event in canary._ledger.history.of(5)[-1:]] == [("left quarantine", 9)]
+    assert [(event.kind, event.step) for event in canary.session.ledger.history.of(2)[-1:]] == [("left quarantine", 4)]
+    assert [(event.kind, event.step) for event in canary.session.ledger.history.of(5)[-1:]] == [("left quarantine", 9)]
 
 
 @pytest.mark.parametrize("page", [10**6, -3, 0])
@@ -378,7 +382,7 @@ def test_warm_up_takes_latent_rows_and_extras():
     """Before arm() a substep takes whatever values the pool has."""
     views = [PoolView("only", [torch.zeros(64, 2, 4)], None, 4)]
     canary = CanaryManager(CanaryConfig(), views)
-    substep = canary.substep("decode", 0, "only")
+    substep = canary.forward("decode", 0, "only")
     substep.store(0, torch.zeros(1, 2, 4))
     substep.store(0, torch.zeros(1, 2, 4), None, torch.zeros(1, 2))
     assert canary.certificate()["forwards"] == 0

@@ -42,15 +42,15 @@ def stored(values, dtype=torch.float32):
     n = len(values[0])
     canary.admit("only", list(range(n)))
     canary.on_alloc("only", [1, 2])
-    substep, slots = canary.substep("prefill", 0, "target"), torch.arange(4, 4 + n)
+    substep, slots = canary.forward("prefill", 0, "target"), torch.arange(4, 4 + n)
     read = ReadPlan(torch.tensor([0, n]), slots, ("only",), 1, torch.tensor([0]), n)
     substep.open(read, WritePlan(slots, slots - 4, slots - 4))
     substep.store(0, *values)
     for part, value in zip(kv, values, strict=True):
         part[slots] = value.to(dtype)
     substep.close()
-    canary.check()
-    pool = canary._state.pools[0]
+    canary.collect(canary.end_step())
+    pool = canary.session.state.pools[0]
     canary.detach()
     return (pool.content_a[:, slots], pool.records[slots, 4]), lanes_of_slots(pool, slots)
 
@@ -194,11 +194,11 @@ def test_rows_are_told_as_the_host_knows_them():
     one, other = (ledger.admit(name, tokens, 0) for name in ("a", "b"))
     for request, committed_len in ((one, 9), (other, 4)):
         request.committed_len, request.row_lens = committed_len, [committed_len, committed_len + 1]
-    batch, roots = ledger.batch(["a", "b"]), [one.root(0), one.root(1)]
+    batch, roots = ledger.book.batch(["a", "b"]), [one.root(0), one.root(1)]
 
     def told(pool_id: int, unlanded: int, lens: list[int], unheard: list[int], unknown: int) -> None:
         chains = list(map(signed, chain_host(tokens[pool_id:], 0, roots[pool_id], keys)))
-        numbers, count = ledger.tell_rows(batch, pool_id, unlanded)
+        numbers, count = ledger.steps.tell_rows(batch, pool_id, unlanded)
         rows = RowTruth(numbers, 0)
         assert (rows.uids, rows.roots) == ([one.uid, other.uid], [signed(roots[pool_id])] * 2)
         assert (rows.prefix_lens, rows.unheard, count) == (lens, unheard, unknown)

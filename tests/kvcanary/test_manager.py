@@ -184,7 +184,7 @@ def test_a_preempted_request_starts_anew(make_engine):
     engine._reserve("only", end)
     engine._chain("prefill", "target", {"only": row.tokens[:end]}, {"only": 0})
     engine._chain("prefill", "draft", {"only": row.tokens[1:]}, {"only": 0})
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     row.committed = end
     engine.canary.commit("only", end)
     engine.step()
@@ -211,14 +211,14 @@ def test_without_a_seed_each_manager_draws_its_own(make_engine):
 def test_an_unknown_pool_names_the_known_ones(make_engine):
     """A substep of a pool that was not given is refused with the names that were."""
     with pytest.raises(PlanError) as caught:
-        make_engine().canary.substep("verify", 0, "traget")
+        make_engine().canary.forward("verify", 0, "traget")
     assert str(caught.value) == "pool must be one of target, draft, got 'traget'"
 
 
 def test_an_unknown_kind_names_the_known_ones(make_engine):
     """A substep of a kind that does not exist is refused with those that do."""
     with pytest.raises(PlanError) as caught:
-        make_engine().canary.substep("vrify", 0, "target")
+        make_engine().canary.forward("vrify", 0, "target")
     assert str(caught.value) == "kind must be one of prefill, decode, draft, verify, extend, got 'vrify'"
 
 
@@ -251,8 +251,8 @@ def test_a_moved_stale_record_stays_stale(make_engine):
     engine.pools["target"].kv[:, 60] = engine.pools["target"].kv[:, old]
     canary.on_move("target", torch.tensor([old]), torch.tensor([60]))
     canary.drain()
-    generation = int(canary._state.by_name["target"].records[60, 2]) >> 32
-    assert generation != canary._ledger.generations[60]
+    generation = int(canary.session.state.by_name["target"].records[60, 2]) >> 32
+    assert generation != canary.session.ledger.generations[60]
 
 
 def test_after_a_finding_the_neighbours_are_read_at_once(make_engine):
@@ -262,7 +262,7 @@ def test_after_a_finding_the_neighbours_are_read_at_once(make_engine):
     engine.start("two", 40)
     for position in (12, 30):
         engine.pools["target"].bits(1, engine.slot("one", position), "K")[2] ^= 1 << 3
-    engine.canary._checks.sweeper.look_around(["one"])
+    engine.canary.session.checks.sweeper.look_around(["one"])
     engine.step()
     assert {finding.position for finding in engine.canary.findings} == {12, 30}
 
@@ -272,7 +272,7 @@ def test_a_finding_makes_the_canary_look_around(make_engine):
     engine = make_engine(mode="log", content="rolling", budget=1)
     engine.start("one", 40)
     slot = engine.slot("one", 12)
-    engine.canary._state.by_name["target"].records[slot, 1] ^= 1
+    engine.canary.session.state.by_name["target"].records[slot, 1] ^= 1
     engine.pools["target"].bits(1, engine.slot("one", 30), "K")[2] ^= 1 << 3
     engine.step()
     assert [finding.code for finding in engine.canary.findings] == ["R3"]
@@ -289,7 +289,7 @@ def test_tokens_that_no_forward_has_written_are_no_commit(make_engine, disable):
     engine._reserve("one", 12)
     engine.canary.append("one", [1, 2, 3])
     engine.canary.commit("one", 12)
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     found = [(finding.code, finding.expected, finding.found) for finding in engine.canary.findings]
     assert found == ([] if disable else [("H1", {"entries": 12}, {"entries": 9})])
 
@@ -344,13 +344,13 @@ def test_nothing_is_checked_before_arm(make_engine):
     """Warm-up forwards pass through: whatever they name is given back as it is, and nothing is counted."""
     view = PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)
     canary = CanaryManager(CanaryConfig(), [view])
-    substep = canary.substep("decode", 0, "only")
+    substep = canary.forward("decode", 0, "only")
     row, slots = torch.tensor([10**6]), torch.tensor([-5])
     read = ReadPlan(torch.tensor([0, 1]), row, ("nobody",), 1, torch.tensor([0]), 1)
     assert substep.open(read, WritePlan(slots, torch.tensor([1]), torch.tensor([0]))) == (row, slots)
     substep.store(0, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
     substep.close()
-    canary.check()
+    canary.collect(canary.end_step())
     assert canary.certificate()["forwards"] == 0
 
 
@@ -390,6 +390,6 @@ def test_drain_counts_references_again(make_engine):
     engine = make_engine()
     engine.start("one", 9)
     engine.canary.drain()
-    engine.canary.requests_of(["one"])[0].pages.pop()
+    engine.canary.forwards.requests_of(["one"])[0].pages.pop()
     with pytest.raises(PageReferenceError, match="must have a reference for each row that names it"):
         engine.canary.drain()

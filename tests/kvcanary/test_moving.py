@@ -45,7 +45,7 @@ def test_a_page_whose_end_is_unwritten_moves_whole(way, content, is_first):
         rows.decode("c")
     for _ in range(5):
         rows.decode("c", *(["a"] if is_first else []))
-    rows.canary.check()
+    rows.canary.collect(rows.canary.end_step())
     for name in list(rows.tables):
         rows.end(name)
     assert rows.found() == []
@@ -55,9 +55,9 @@ def test_blanks_that_have_moved_are_unwritten(way):
     """Reading one is R12, as it was where it came from; what the move has put there before is gone."""
     rows = forked(way)
     copy_last(rows, 4)
-    assert [read_record(rows.canary._state.records, 4 * SIZE + at).site != 0 for at in range(SIZE)] == [True] * 2 + [
-        False
-    ] * 2
+    assert [read_record(rows.canary.session.state.records, 4 * SIZE + at).site != 0 for at in range(SIZE)] == [
+        True
+    ] * 2 + [False] * 2
     rows.fed["c"] += [7]
     rows.canary.append("c", [7])
     rows.canary.append("c", [8])
@@ -90,7 +90,7 @@ def test_captured_moves_carry_blanks_too(content):
     canary.launch_move(moved)
     rig.kv[:, 8:12] = rig.kv[:, 4:8] + 1.0
     moved.record(torch.arange(4, 8), torch.arange(8, 12), torch.ones(4, dtype=torch.bool))
-    canary.check()
+    canary.collect(canary.end_step())
     assert canary.findings == []
-    assert [read_record(canary._state.records, slot).site for slot in range(8, 12)] == [0] * 4
-    assert canary._ledger.request("a").row_lens.tolist() == [0]
+    assert [read_record(canary.session.state.records, slot).site for slot in range(8, 12)] == [0] * 4
+    assert canary.session.ledger.request("a").row_lens.tolist() == [0]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import kvcanary.captured.one_shot
-import kvcanary.manager.manager
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
 from kvcanary.captured.arena import ALIGNMENT, Arena
 from kvcanary.captured.one_shot import OneShotSubstep, Size
+from kvcanary.records.state import CanaryState
 from kvcanary_kernels.record.layout import CHAIN
 
 PAGE_SIZE, NUM_PAGES = 4, 96
@@ -56,7 +56,7 @@ class Prefills:
         names = tuple(name for name, _, _ in rows)
         read = ReadPlan(bounds.to(device), torch.cat(reads).to(device), names, 1, starts.to(device), counts)
         write = WritePlan(*(torch.cat(parts).to(device) for parts in (own, own, positions)))
-        substep = self.canary.substep("prefill", 0, "target", puts=True)
+        substep = self.canary.forward("prefill", 0, "target", puts=True)
         indices, slots = substep.open(change(read), write)
         for layer in range(2):
             k, v = torch.randn(2, len(slots), 1, 4, device=device)
@@ -68,17 +68,17 @@ class Prefills:
 
     def codes(self) -> list[tuple[str, int]]:
         """Of all that has fired up to now: code and slot."""
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         return [(finding.code, finding.slot) for finding in self.canary.findings]
 
     @property
     def idle(self) -> list[OneShotSubstep]:
-        return [substep for kind in self.canary._static._singles._idle.values() for substep in kind]
+        return [substep for kind in self.canary.session.checks.static._singles._idle.values() for substep in kind]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def prefills(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefills]:
-    monkeypatch.setattr(kvcanary.manager.manager, "judges_on_device", lambda state: True)
+    monkeypatch.setattr(CanaryState, "judges_on_device", True)
     with torch.inference_mode():
         yield Prefills(request.param)
 
@@ -145,7 +145,7 @@ def test_what_fired_is_not_told_again(prefills):
     prefills.run([("a", 0, 12)])
     assert prefills.codes() == []
     damaged = prefills.firsts["a"] + 5
-    prefills.canary._state.by_name["target"].records[damaged, CHAIN] ^= 1 << 40
+    prefills.canary.session.state.by_name["target"].records[damaged, CHAIN] ^= 1 << 40
     prefills.run([("a", 12, 12), ("b", 0, 9)])
     assert prefills.codes() == [("R3", damaged)]
     num_fired = sum(prefills.canary.certificate()["fired"].values())
@@ -190,7 +190,9 @@ def test_idle_buffers_are_bounded(prefills, monkeypatch):
         prefills.run([(f"r{number}", 0, length)])
         assert prefills.codes() == []
     assert [substep.size.entries for substep in prefills.idle] == [64]
-    assert prefills.canary._static._singles._idle_bytes == sum(substep.num_bytes for substep in prefills.idle)
+    assert prefills.canary.session.checks.static._singles._idle_bytes == sum(
+        substep.num_bytes for substep in prefills.idle
+    )
 
 
 def test_an_arena_is_as_it_was_when_it_is_rewound() -> None:

@@ -232,7 +232,7 @@ def test_history_knows_the_line_of_the_caller(make_engine):
     manager.admit("only", [1, 2, 3])
     line = sys._getframe().f_lineno + 1
     manager.on_alloc("only", [1])
-    [event] = manager._ledger.history.of(1)
+    [event] = manager.session.ledger.history.of(1)
     assert event.site == (__file__, line)
     assert event.place == f"test_pages.py:{line}"
 

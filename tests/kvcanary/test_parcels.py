@@ -47,7 +47,7 @@ def test_bytes_that_came_back_changed_are_found_at_once(make_toy, pool):
     tier = Tier(make_toy())
     tier.bytes[pool].view(torch.int32)[0, 5, 1, 0, 2] ^= 1 << 20
     row = tier.bring_back()
-    (finding,) = found(tier.engine.canary.check)
+    (finding,) = found(lambda: tier.engine.canary.collect(tier.engine.canary.end_step()))
     assert (finding.code, finding.pool, finding.slot, finding.position) == ("T1", pool, int(row.slots[5]), 5)
     assert (finding.layers, finding.owner) == ((0,), "back")
 
@@ -64,7 +64,7 @@ def test_bytes_that_changed_before_they_left_are_found_too(make_toy):
     word ^= 1
     finish("away")
     tier.bring_back()
-    (finding,) = found(engine.canary.check)
+    (finding,) = found(lambda: engine.canary.collect(engine.canary.end_step()))
     assert (finding.code, finding.position, finding.layers) == ("T1", 3, (1,))
 
 
@@ -74,7 +74,7 @@ def test_without_t1_nothing_is_compared(make_toy, settings):
     tier = Tier(make_toy(**settings))
     tier.bytes["target"].view(torch.int32)[0, 5, 1, 0, 2] ^= 1 << 20
     tier.bring_back()
-    tier.engine.canary.check()
+    tier.engine.canary.collect(tier.engine.canary.end_step())
     assert "T1" not in tier.engine.canary.certificate()["classes"]
 
 
@@ -92,7 +92,9 @@ def test_pages_that_came_back_exchanged_are_found(make_toy):
     tier = Tier(make_toy())
     tier.bytes = {name: kept.roll(4, 1) for name, kept in tier.bytes.items()}
     tier.bring_back()
-    assert {finding.code for finding in found(tier.engine.canary.check)} == {"T1"}
+    assert {finding.code for finding in found(lambda: tier.engine.canary.collect(tier.engine.canary.end_step()))} == {
+        "T1"
+    }
 
 
 def test_a_slot_that_was_never_written_is_not_restored(make_toy):
@@ -124,10 +126,10 @@ def test_a_parcel_of_another_seed_is_refused_with_both(make_toy, mode):
         with pytest.raises(ForeignParcelError, match=words) as caught:
             tier.bring_back()
         assert (caught.value.found, caught.value.expected) == tuple(ids)
-        assert all(here.canary._ledger.states[page] == NEVER_WRITTEN for page in here.rows["back"].pages)
+        assert all(here.canary.session.ledger.states[page] == NEVER_WRITTEN for page in here.rows["back"].pages)
         return
     tier.bring_back()
-    here.canary.check()
+    here.canary.collect(here.canary.end_step())
     [finding] = here.canary.findings
     assert finding.code == "L1"
     assert words in finding.sentence
@@ -187,7 +189,7 @@ def test_a_page_that_the_cache_has_already_is_replaced(make_toy, content):
     engine = make_toy(content=content)
     page, kept = twice(engine)
     deduplicate(engine, page, kept)
-    assert engine.canary._ledger.refcounts[kept] == 2
+    assert engine.canary.session.ledger.refcounts[kept] == 2
     for name in ("second", "first"):
         engine.draft()
         engine.finish(name)
@@ -202,7 +204,7 @@ def test_a_page_that_is_given_up_is_read_before(make_toy):
     page, kept = twice(engine)
     engine.pools["target"].kv[0, 4 * page + 1] += 1
     deduplicate(engine, page, kept)
-    (finding,) = found(engine.canary.check)
+    (finding,) = found(lambda: engine.canary.collect(engine.canary.end_step()))
     assert (finding.code, finding.slot) == ("R9", 4 * page + 1)
 
 
@@ -212,7 +214,9 @@ def test_the_page_that_is_kept_is_read(make_toy):
     page, kept = twice(engine)
     engine.pools["target"].kv[0, 4 * kept + 1] += 1
     deduplicate(engine, page, kept)
-    assert ("R9", 4 * kept + 1) in {(finding.code, finding.slot) for finding in found(engine.canary.check)}
+    assert ("R9", 4 * kept + 1) in {
+        (finding.code, finding.slot) for finding in found(lambda: engine.canary.collect(engine.canary.end_step()))
+    }
 
 
 def test_a_page_that_is_not_equal_is_another_row(make_toy):

@@ -17,10 +17,10 @@ def engine_with_poison(make_engine, **settings):
     engine.start("other", 4)
     pages = list(engine.rows["old"].pages)
     engine.finish("old")
-    while engine.canary._poisoner.waiting:
+    while engine.canary.session.poisoner.waiting:
         engine._begin()
-        engine.canary.check()
-    assert engine.canary._poisoner.poisoned.issuperset(pages)
+        engine.canary.collect(engine.canary.end_step())
+    assert engine.canary.session.poisoner.poisoned.issuperset(pages)
     return engine, pages
 
 
@@ -28,7 +28,7 @@ def grant(engine, pages: list[int]) -> None:
     """The next request is granted exactly these pages."""
     engine.canary.admit("new", [1, 2, 3])
     engine.canary.on_alloc("new", pages)
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
 
 
 @pytest.mark.parametrize("pattern", ["finite", "nan"])
@@ -90,7 +90,7 @@ def test_the_budget_is_kept(make_engine, monkeypatch):
     """No more bytes are filled than the steps so far allow."""
     engine = make_engine(page_size=1, num_pages=512)
     engine.start("old", 4 * BATCH_SLOTS)
-    poisoner = engine.canary._poisoner
+    poisoner = engine.canary.session.poisoner
     monkeypatch.setattr(poisoner, "budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
     engine.finish("old")
     filled = []
@@ -105,7 +105,7 @@ def test_nothing_is_saved_of_steps_in_which_no_page_waits(make_engine, monkeypat
     engine = make_engine(page_size=1, num_pages=512)
     engine.start("old", 4 * BATCH_SLOTS)
     engine.start("other", 4)
-    poisoner = engine.canary._poisoner
+    poisoner = engine.canary.session.poisoner
     monkeypatch.setattr(poisoner, "budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
     engine.finish("old")
     engine.decode("other")
@@ -125,7 +125,7 @@ def damaged_page(engine, name: str) -> int:
 def test_pages_of_a_damaged_request_are_filled_when_they_are_freed(make_engine, mode):
     """Whatever the budget is: all that it holds, and nothing of requests in which nothing was found."""
     engine = make_engine(page_size=4, num_pages=64, mode=mode, content="full")
-    poisoner = engine.canary._poisoner
+    poisoner = engine.canary.session.poisoner
     poisoner.budget = 0
     engine.start("one", 12)
     engine.start("other", 12)
@@ -154,7 +154,7 @@ def test_without_poison_they_are_zeroed(make_engine):
 def test_a_damaged_page_of_a_cache_is_filled_when_it_is_evicted(make_engine):
     """The last look at its bytes finds the damage; a clean one waits for the budget."""
     engine = make_engine(page_size=4, num_pages=64, mode="abort")
-    poisoner = engine.canary._poisoner
+    poisoner = engine.canary.session.poisoner
     poisoner.budget = 0
     engine.start("one", 12)
     clean, page = engine.rows["one"].pages[:2]
@@ -180,10 +180,10 @@ def test_damage_of_an_evicted_page_is_not_its_next_owner_s(make_engine, mode):
     engine.canary.on_evict([page])
     engine.canary.admit("new", [1, 2, 3])
     engine.canary.on_alloc("new", [page])
-    assert engine.canary.check() == frozenset()
+    assert engine.canary.collect(engine.canary.end_step()) == frozenset()
     [finding] = engine.canary.findings
     assert (finding.code, finding.page, finding.owner, finding.readers) == ("R9", page, None, ())
-    assert not engine.canary._ledger.request("new").is_damaged
+    assert not engine.canary.session.ledger.request("new").is_damaged
 
 
 @pytest.mark.parametrize("nan", [False, True])

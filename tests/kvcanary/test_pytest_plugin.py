@@ -31,13 +31,13 @@ class Engine:
     def step(self):
         row = ints(*range(4, 4 + self.length + 1))
         self.canary.begin_step(self.length + 1)
-        substep = self.canary.substep("decode", 0, "target")
+        substep = self.canary.forward("decode", 0, "target")
         read = ReadPlan(ints(0, len(row)), row, ("only",), 1, ints(self.length), 1)
         substep.open(read, WritePlan(row[-1:], ints(100 + self.length), ints(self.length)))
         self.k[row[-1:]], self.v[row[-1:]] = torch.ones(1, 1, 4), torch.ones(1, 1, 4)
         substep.store(0, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
         substep.close()
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         self.length += 1
         self.canary.commit("only", self.length)
 

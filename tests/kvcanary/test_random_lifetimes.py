@@ -302,7 +302,7 @@ class Player:
 
     def land(self, names: list[str], lengths: list[int], refused: list[str], step: int) -> None:
         """A captured forward lands that makes so much of these rows final; `refused`: those left to the rules."""
-        ledger, batch = self.ledger, self.ledger.batch(names)
+        ledger, batch = self.ledger, self.ledger.book.batch(names)
         before = [request.final_pages for request in batch.requests]
         for request, length in zip(batch.requests, lengths, strict=True):
             request.row_lens, request.committed_len, request.in_the_air = [length], length, 1
@@ -310,7 +310,7 @@ class Player:
         cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
         cards[RUN_ROWS] = rows.buffer_info()[0]
         left, place = [], 0
-        while (place := ledger.land_runs(cards, place)) != NOWHERE:
+        while (place := ledger.steps.land_runs(cards, place)) != NOWHERE:
             left.append(names[place])
             place += 1
         ledger.tell_landed(step)

@@ -128,7 +128,7 @@ def test_every_word_of_a_record_is_guarded(make_engine, column):
     engine.start("only", 9)
     engine.step()
     slot = engine.slot("only", 4)
-    engine.canary._state.by_name["target"].records[slot, column] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[slot, column] ^= 1 << 40
     finding = first_finding(engine.step)
     assert (finding.code, finding.slot) == ("R3", slot)
 
@@ -139,7 +139,7 @@ def test_damage_moves_with_a_record(make_engine):
     engine.start("only", 9)
     engine.step()
     source, destination = engine.slot("only", 4), engine.rows["only"].pages[-1]
-    pool = engine.canary._state.by_name["target"]
+    pool = engine.canary.session.state.by_name["target"]
     pool.records[source, 2] ^= 1 << 40
     engine.pools["target"].kv[:, destination] = engine.pools["target"].kv[:, source]
     engine.canary.on_move("target", torch.tensor([source]), torch.tensor([destination]))

@@ -84,7 +84,7 @@ def test_segments_take_turns_in_memory_that_was_found_at_the_start():
         assert len({*own}) == len(own)
         begun = segments[-1].checkpoint
         if begun.step == engine.canary.step:
-            assert np.array_equal(begun.records, engine.canary._checks.mirror.memory[:, :4].view(np.uint64))
+            assert np.array_equal(begun.records, engine.canary.session.checks.mirror.memory[:, :4].view(np.uint64))
         seen |= {*own}
     assert len(seen) == PARTS + 1
     assert first < seen
@@ -119,7 +119,7 @@ def test_nothing_is_due_behind_a_step(ring: int, most_bytes: int):
 
     for _ in range(60):
         engine.decode()
-        engine.canary.check()  # nothing more was told since
+        engine.canary.collect(engine.canary.end_step())  # nothing more was told since
         segments, step = list(recorder.segments), engine.canary.step
         assert all(is_over(old, new.checkpoint.step) for old, new in pairwise(segments))
         assert not is_over(segments[-1], step)
@@ -298,7 +298,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
         log.append(("begin_step", step))
         both = recorded.launched(series, ("only",), (1,), [5, 6])
         recorded.launched_move(0, "target")
-        log.append(("depart", step))
+        log.append(("end_step", step))
     for step in range(1, last + 1):
         is_kept, end = step > last - KEPT_STEPS, 5 * step
         asked = recorded.event_of("target", substep.site, step), recorded.event_of("target", MOVE_SITE, step)

@@ -87,12 +87,12 @@ def test_a_move_to_the_end_of_a_row_lengthens_it():
     ledger = make_ledger()
     request = ledger.request("a")
     request.row_lens[0] = 2
-    ledger.note_moved(0, np.array([21, 20]), np.array([1, 0]))
+    ledger.rows.note_moved(0, np.array([21, 20]), np.array([1, 0]))
     assert (request.row_lens.tolist(), ledger.states[5]) == ([2, 0], ledger.states[3])
-    ledger.note_moved(0, np.array([22, 23, 13, 12]), np.array([4, 9, 3, 2]))
+    ledger.rows.note_moved(0, np.array([22, 23, 13, 12]), np.array([4, 9, 3, 2]))
     assert request.row_lens.tolist() == [6, 0]
     assert ledger.states[[5, 3, 7]].tolist() == [6, 6, 5]
-    ledger.note_moved(0, np.array([28, 40]), np.array([9, 9]))
+    ledger.rows.note_moved(0, np.array([28, 40]), np.array([9, 9]))
     assert (request.row_lens.tolist(), ledger.states[10]) == ([6, 0], 0)
 
 
@@ -101,7 +101,7 @@ def test_rows_reach_a_position_when_all_do():
     ledger = make_ledger()
     ledger.admit("b", [1], 0)
     ledger.request("a").row_lens[0], ledger.request("b").row_lens[0] = 5, 3
-    assert (ledger.rows_reach(0, 2), ledger.rows_reach(0, 3), ledger.rows_reach(1, 0)) == (True, False, False)
+    assert (ledger.rows.reach(0, 2), ledger.rows.reach(0, 3), ledger.rows.reach(1, 0)) == (True, False, False)
 
 
 def test_a_page_has_its_owner_or_its_holders():
@@ -211,14 +211,14 @@ def test_what_is_final_in_every_pool_is_committed():
 
 def land(ledger: Ledger, *names: str) -> list[int]:
     """One forward of these requests lands; who is left to the rules."""
-    batch = ledger.batch(names)
+    batch = ledger.book.batch(names)
     rows, cards = array("q", [0] * (ROW_NUMBERS * len(names) + 1)), array("q", bytes(8 * RUN_CARD))
     cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
     cards[RUN_ROWS] = rows.buffer_info()[0]
     for request in batch.requests:
         request.in_the_air += 1
     left, place = [], 0
-    while (place := ledger.land_runs(cards, place)) != NOWHERE:
+    while (place := ledger.steps.land_runs(cards, place)) != NOWHERE:
         left.append(place)
         place += 1
     return left
@@ -333,9 +333,9 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     request.unheard = [Unheard([96, 97], 96, 98), Unheard([98, 99], 98, 100)]
     for pool_id in range(2):
         assert ledger.truth(request, pool_id, 99) is not None
-    ledger.confirm(request, [96, 97])
+    ledger.book.confirm(request, [96, 97])
     assert [truth.count for truth in request.truths] == [99, 99]
-    ledger.confirm(request, [96, 7])
+    ledger.book.confirm(request, [96, 7])
     assert request.tokens[94:].tolist() == [94, 95, 96, 7, 98, 99]
     assert request.unheard == [Unheard([96, 7], 96, 98), Unheard([98, 99], 98, 100)]
     assert at(request.known.card[TOKENS_KNOWN], 100) == request.tokens.tolist()
@@ -366,7 +366,7 @@ def test_tokens_since_a_step_are_those_that_came_after_it():
     ledger = make_ledger()
     request = ledger.request("a")
     for tokens, step in (([1, 2], 4), ([3], 4), ([4.0], 6)):
-        ledger.append(Batch([request]), *in_a_row([tokens]), step)
+        ledger.steps.append(Batch([request]), *in_a_row([tokens]), step)
     assert [request.tokens_since(step) for step in (-1, 0, 3, 4, 6)] == [104, 4, 4, 1, 0]
     assert request.tokens[-4:].tolist() == [1, 2, 3, 4]
 
@@ -396,8 +396,8 @@ def test_a_name_of_before_is_remembered():
     """A live request keeps its own uid."""
     ledger = make_ledger()
     uid = ledger.request("a").uid
-    ledger.remember(77, "old")
-    ledger.remember(uid, "other")
+    ledger.book.remember(77, "old")
+    ledger.book.remember(uid, "other")
     assert (ledger.name(77), ledger.name(uid), ledger.name(78)) == ("old", "a", None)
 
 

@@ -29,7 +29,7 @@ def engine() -> Iterator[ToyEngine]:
 
 def told(engine: ToyEngine) -> tuple[Finding, Report]:
     with pytest.raises(KVCorruptionError) as caught:
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     (finding,) = caught.value.findings
     assert finding.code == "O1"
     return finding, caught.value.report
@@ -129,7 +129,7 @@ def test_who_waits_is_not_told(engine):
     copy = tickets.issue("restore", "host tier", writes=[page])
     tickets.waits("main", copy)
     tickets.use("draft[1]", "main", [page])
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     assert engine.canary.findings == []
 
 

@@ -55,12 +55,12 @@ class Ahead:
         self.canary.arm()
         self.canary.admit("ann", [*PROMPT, 53])
         self.canary.on_alloc("ann", [1, 2, 3])
-        (self.request,) = self.canary.requests_of(["ann"])
+        (self.request,) = self.canary.forwards.requests_of(["ann"])
         self.length, self.tokens, self.step = 0, [*PROMPT, 53], 0
         self.begin()
         self.canary.launch(self.prefill, ["ann"], [3], 3)
         self.run(self.prefill, self.tokens[1:])
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         self.request.row_lens = [3] * len(views)
         self.canary.commit("ann", 3)
 
@@ -97,7 +97,7 @@ class Ahead:
 
     def hear(self, flight, tokens: list[int], length: int) -> list[tuple[str, int]]:
         """What fired, by code and step, when the engine has heard of a step and says so."""
-        self.canary.hear(flight)
+        self.canary.collect(flight)
         self.canary.append("ann", tokens)
         self.canary.commit("ann", length)
         self.canary.drain()
@@ -112,14 +112,14 @@ def ahead(make_static):
 def test_truth_is_a_checkpoint_behind_which_the_device_goes_on(ahead):
     """Exact where all was heard; then the last length whose tokens are known, and a word that more lies behind it."""
     one = ahead()
-    keys, root = one.canary._state.keys, one.request.root(0)
+    keys, root = one.canary.session.state.keys, one.request.root(0)
 
     def truth_of(length: int, unheard: int):
         return [one.request.uid], [length], [signed(chain_host(one.tokens[1 : 1 + length], 0, root, keys)[-1])], unheard
 
     first = one.launch(ACCEPTED)
     assert (*first.numbers[:3].tolist(), first.unheard[0]) == truth_of(3, 0)
-    flight = one.canary.depart()
+    flight = one.canary.end_step()
     second = one.launch([62])
     assert (*second.numbers[:3].tolist(), second.unheard[0]) == truth_of(3, 1)
     assert one.hear(flight, ACCEPTED, 5) == []
@@ -129,7 +129,7 @@ def test_books_go_on_when_the_step_is_judged(ahead):
     """By the device's word, in the step's own number; the engine says the same when it has heard."""
     one = ahead()
     one.launch(ACCEPTED)
-    flight = one.canary.depart()
+    flight = one.canary.end_step()
     assert (one.request.committed_len, one.request.unlanded, one.request.tokens.tolist()) == (3, 1, [*PROMPT, 53])
     one.canary.drain()
     told = one.request.committed_len, one.request.heard_len, one.request.unlanded, one.request.tokens.tolist()
@@ -143,11 +143,11 @@ def test_a_step_that_landed_early_leaves_the_next_one_exact_truth(ahead):
     """Somebody needed to know: reads are told by what the engine has heard, truth by what the canary has."""
     one = ahead()
     one.launch(ACCEPTED)
-    first = one.canary.depart()
+    first = one.canary.end_step()
     one.canary.drain()
     truth = one.launch([62, 63, 64])
     assert (truth.prefix_lens, truth.unheard) == ([5], [0])
-    second = one.canary.depart()
+    second = one.canary.end_step()
     assert one.hear(first, ACCEPTED, 5) == []
     assert one.hear(second, [62, 63, 64], 8) == []
     assert one.canary.certificate()["unchecked"] == {}
@@ -158,9 +158,9 @@ def test_an_engine_that_says_something_else(ahead, tokens, length, codes):
     """Another length is H1 at once; another token is what the device has to be fed with next."""
     one = ahead()
     one.launch(ACCEPTED)
-    one.hear(one.canary.depart(), tokens, length)
+    one.hear(one.canary.end_step(), tokens, length)
     one.launch([62])
-    one.canary.check()
+    one.canary.collect(one.canary.end_step())
     assert [finding.code for finding in one.canary.findings] == codes
 
 
@@ -169,7 +169,7 @@ def test_an_extend_that_writes_another_number(ahead, written):
     """H1, whose numbers are those of what was accepted."""
     one = ahead()
     one.launch(ACCEPTED, written=written)
-    one.canary.check()
+    one.canary.collect(one.canary.end_step())
     found = [(finding.expected, finding.found) for finding in one.canary.findings if finding.code == "H1"]
     assert found == [
         ({"rows": 1, "entries": 2, "reads": 5}, {"rows": 1, "entries": written, "reads": 3 + written}),
@@ -180,7 +180,7 @@ def test_what_a_step_accepts_and_nobody_wrote(make_static):
     """H1 when the host hears of it, in that step's number; the engine's word adds none."""
     one = Ahead(make_static(), replace(make_static().pool.view, name="other"))
     one.launch(ACCEPTED)
-    assert one.hear(one.canary.depart(), ACCEPTED, 5) == [("H1", 2)]
+    assert one.hear(one.canary.end_step(), ACCEPTED, 5) == [("H1", 2)]
     (last,) = one.canary.findings
     assert (last.pool, last.expected, last.found) == ("other", {"entries": 5}, {"entries": 3})
 
@@ -189,9 +189,9 @@ def test_a_forward_that_the_host_judges_hears_first(ahead):
     """What it must be fed with is known then."""
     one = ahead()
     one.launch(ACCEPTED)
-    one.canary.depart()
+    one.canary.end_step()
     assert one.request.unlanded == 1
-    one.canary.requests_of(["ann"])
+    one.canary.forwards.requests_of(["ann"])
     assert (one.request.unlanded, one.request.committed_len) == (0, 5)
 
 
@@ -199,11 +199,11 @@ def test_pages_go_back_with_a_step_in_the_air(ahead):
     """It lands first; what the engine never told of it is nobody's."""
     one = ahead()
     one.launch(ACCEPTED)
-    flight = one.canary.depart()
+    flight = one.canary.end_step()
     one.canary.release("ann", 3)
     one.canary.on_free("ann", [1, 2, 3])
-    one.canary.hear(flight)
-    assert "ann" not in one.canary._ledger.requests
+    one.canary.collect(flight)
+    assert "ann" not in one.canary.session.ledger.requests
     assert one.canary.findings == []
 
 
@@ -212,7 +212,7 @@ def test_a_recording_is_followed_through_steps_that_nobody_had_heard_of(ahead, t
     one, flights = ahead(ring=2), []
     for number in range(5):
         one.launch([70 + number])
-        flights.append(one.canary.depart())
+        flights.append(one.canary.end_step())
         if len(flights) > 1:
             assert one.hear(flights.pop(0), [69 + number], 3 + number) == []
     dump = read_dump(one.canary.dump(tmp_path / "ahead.kvdump"))
@@ -242,7 +242,7 @@ def test_what_a_step_accepts_is_written_by_one_forward(ahead):
         one.canary.launch_all([one.extend, one.prefill], ["ann"], [1], [3, 3])
     with pytest.raises(PlanError, match="one kind and pool, got none"):
         one.canary.launch_all([], ["ann"], [1], [])
-    one.canary.check()
+    one.canary.collect(one.canary.end_step())
     assert one.canary.findings == []
 
 
@@ -254,10 +254,12 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
     for is_together in (False, True):
         one, asked = ahead(content="full"), []
         one.launch(ACCEPTED)
-        one.canary.depart()
+        one.canary.end_step()
         one.begin()
         canary, bank = one.canary, one.canary.bank
-        monkeypatch.setattr(canary._checks, "read_all", lambda substeps, *told, own=asked: own.append([*substeps]))
+        monkeypatch.setattr(
+            canary.session.checks, "read_all", lambda substeps, *told, own=asked: own.append([*substeps])
+        )
         if is_together:
             series = bank.series(one.drafts, [one.prefill], [one.extend], acceptance=one.acceptance)
             spread = [array("q", bytes(8 * 6 * width)) for width in (1, 2, 1)]
@@ -278,7 +280,7 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
                 canary.launch(one.prefill, ["ann"], [2], 6),
                 canary.launch_accepted(one.extend, ["ann"], 3, one.acceptance),
             ]
-        static = canary._static
+        static = canary.session.checks.static
         runs = [
             (run.substep.site, run.written and run.written.tolist(), run.committed, run.accepted is None, run.turn)
             for run in runs_of(static.launched)
@@ -305,7 +307,7 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
 
 def what_was_found(canary: CanaryManager) -> list[tuple[str, str]]:
     """Code and sentence of every finding, those of this step too."""
-    canary.check()
+    canary.collect(canary.end_step())
     return [(finding.code, finding.sentence) for finding in canary.findings]
 
 
@@ -340,15 +342,15 @@ def test_a_host_that_is_two_steps_behind_hears_before_it_launches(ahead):
     """The device goes on by one step alone: what nobody has asked for lands, and the truth is exact."""
     one = ahead()
     one.launch(ACCEPTED)
-    one.canary.depart()
+    one.canary.end_step()
     one.launch([62])
-    one.canary.depart()
-    assert one.canary._static.num_unlanded == 2
+    one.canary.end_step()
+    assert one.canary.session.checks.static.num_unlanded == 2
     truth = one.launch([63])
     assert (truth.prefix_lens, truth.unheard) == ([6], [0])
     assert one.canary.certificate()["unchecked"] == {}
-    one.canary.check()
-    assert one.canary._static.num_unlanded == 0
+    one.canary.collect(one.canary.end_step())
+    assert one.canary.session.checks.static.num_unlanded == 0
 
 
 def test_truth_that_nobody_knows_is_counted_for_each_forward(ahead):

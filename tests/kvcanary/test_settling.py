@@ -75,13 +75,13 @@ class Tampering:
         return None if self.is_now and self.what == "store" and layer == 0 else (slots, *values)
 
     def before_check(self) -> None:
-        state = self.engine.canary._state
+        state = self.engine.canary.session.state
         if self.what == "record" and self.forwards in range(self.when, self.when + 6):
             row = self.engine.rows[min(self.engine.rows)]
             slot = self.engine.slot(min(self.engine.rows), int(self.place * max(row.committed, 1)))
             state.pools[0].records[slot, self.random.randrange(8)] ^= 1 << self.random.randrange(63)
         if self.what == "length" and self.forwards in range(self.when, self.when + 6):
-            requests = self.engine.canary._ledger.requests
+            requests = self.engine.canary.session.ledger.requests
             requests[min(requests)].row_lens[self.random.randrange(2)] += 1
 
     @property
@@ -121,7 +121,7 @@ def with_masks(engine, tampering: Tampering) -> None:
 def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: object) -> Judged:
     """One run with one change."""
     engine = make_engine(mode="log", seed=seed % 5, num_pages=128, num_steps=4, **settings)
-    checks = engine.canary._checks
+    checks = engine.canary.session.checks
     tampering, said, settle = Tampering(engine, seed), [], checks._settler.settle
     with_masks(engine, tampering)
 
@@ -147,13 +147,13 @@ def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: objec
         (f.code, f.pool, f.slot, f.position, f.site, f.step, f.reader, str(f.expected), str(f.found), f.evidence)
         for f in engine.canary.findings
     ]
-    state, coverage = engine.canary._state, engine.canary._coverage
-    requests = engine.canary._ledger.requests.values()
+    state, coverage = engine.canary.session.state, engine.canary.session.coverage
+    requests = engine.canary.session.ledger.requests.values()
     kept = [state.records.tolist(), state.expected.tolist(), [pool.content_a.tolist() for pool in state.pools]]
     kept += [
         [request.row_lens.tolist(), request.judged, [t.values.tolist() for t in request.truths]] for request in requests
     ]
-    kept += [coverage.totals(), engine.canary._ledger.states.tolist()]
+    kept += [coverage.totals(), engine.canary.session.ledger.states.tolist()]
     return Judged(findings, said, kept, refusal)
 
 

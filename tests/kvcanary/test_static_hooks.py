@@ -101,8 +101,8 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
     manager.begin_step(1)
     manager.admit("ann", [50, 51, 52])
     manager.on_alloc("ann", [1])
-    uid = manager.requests_of(["ann"])[0].uid
-    rig.grant(uid, 1, generation=int(manager._ledger.generations[1]))
+    uid = manager.forwards.requests_of(["ann"])[0].uid
+    rig.grant(uid, 1, generation=int(manager.session.ledger.generations[1]))
     steps = [("prefill", [4, 5, 6], [50, 51, 52], 0), ("decode", [4, 5, 6, 7], [53], 3)]
     for step, (kind, ids, tokens, prefix) in enumerate(steps, 1):
         if step > 1:
@@ -110,18 +110,18 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
             manager.append("ann", tokens)
         positions = ints(list(range(prefix, len(ids))))
         read = ReadPlan(ints([0, len(ids)]), ints(ids), ("ann",), 1, ints([prefix]), len(tokens))
-        substep = manager.substep(kind, 0, "target")
+        substep = manager.forward(kind, 0, "target")
         _, slots = substep.open(read, WritePlan(ints(ids[prefix:]), ints(tokens), positions))
         for layer in range(rig.LAYERS):
             k, v = eager.values(layer, ints(tokens), positions)
             substep.store(layer, k, v)
             eager.kv[layer, slots, 0], eager.kv[layer, slots, 1] = k, v
         substep.close()
-        manager.check()
+        manager.collect(manager.end_step())
         manager.commit("ann", len(ids))
         batch = rig.batch([static_row(uid, ids, tokens)])
         assert rig.run(rig.add(kind), batch, step).hits == []
-    theirs = manager._state.pools[0]
+    theirs = manager.session.state.pools[0]
     assert torch.equal(rig.kv, eager.kv)
     assert torch.equal(rig.pool.records[4:8], theirs.records[4:8])
     assert torch.equal(rig.pool.content_a[:, 4:8], theirs.content_a[:, 4:8])

@@ -102,7 +102,7 @@ class Books:
         before = [self.random.randrange(30) for _ in names] if self.random.random() < 0.5 else None
         written = [self.random.randrange(9) for _ in names]
         given = None if before is None else array("q", before)
-        self.ledger.write_rows(self.ledger.batch(names), kind, pool, given, array("q", written))
+        self.ledger.steps.write_rows(self.ledger.book.batch(names), kind, pool, given, array("q", written))
         for number, name in enumerate(names):
             row = self.rows[name]
             length = (row.final_len(pool) if before is None else before[number]) + written[number]
@@ -114,7 +114,7 @@ class Books:
         written = None if self.random.random() < 0.4 else [self.random.randrange(4) for _ in names]
         told, numbers = array("q", written or ()), array("q", bytes(8 * (ROW_NUMBERS * len(names) + 1)))
         at = 0 if written is None else told.buffer_info()[0]
-        launch_rows(*self.ledger.batch(names).told, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0])
+        launch_rows(*self.ledger.book.batch(names).told, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0])
         committed, heard = numbers[ROW_COMMITTED * len(names) : -1], numbers[-1]
         rows = [self.rows[name] for name in names]
         is_behind = written is None or any(row.unheard or row.unlanded for row in rows)
@@ -133,7 +133,7 @@ class Books:
         accepted = accepted.reshape(-1, 1 + PLACES)
         counts = [*range(-1, PLACES + 1), PLACES + 1, 1 << 40]  # a device may say anything
         accepted[:, 0] = [self.random.choice(counts) for _ in names]
-        found = accept(self.ledger.batch(names), accepted if has_run else None, self.step)
+        found = accept(self.ledger.book.batch(names), accepted if has_run else None, self.step)
         is_written = True
         for name, (count, *tokens) in zip(names, accepted.tolist(), strict=True):
             row = self.rows[name]
@@ -160,7 +160,7 @@ class Books:
                 row.tokens[first:end] = token_ids[number]
                 row.growth[first:end] = [row.growth[first]] * len(token_ids[number])
                 row.unheard[0] = row.unheard[0]._replace(tokens=token_ids[number])
-        self.ledger.append(self.ledger.batch(names), *in_a_row(token_ids), self.step)
+        self.ledger.steps.append(self.ledger.book.batch(names), *in_a_row(token_ids), self.step)
 
     def commit(self) -> None:
         names = self.some()
@@ -172,12 +172,12 @@ class Books:
             length != row.unheard[0].committed_len if row.unheard else length < row.committed_len
             for row, length in zip(rows, lens, strict=True)
         ]
-        told = self.ledger.batch(names), array("q", lens), self.step
-        found = self.ledger.commit_rows(*told, is_judged=False)
+        told = self.ledger.book.batch(names), array("q", lens), self.step
+        found = self.ledger.steps.commit_rows(*told, is_judged=False)
         if any(odd):
             assert found == LEFT_TO_BOOKS
             self.expect_same()
-            found = self.ledger.commit_rows(*told, is_judged=True)
+            found = self.ledger.steps.commit_rows(*told, is_judged=True)
         wanted = 0
         for row, length in zip(rows, lens, strict=True):
             if row.unheard:
@@ -189,14 +189,14 @@ class Books:
 
     def land(self) -> None:
         names = [name for name in self.some() if self.rows[name].in_the_air]
-        batch, n = self.ledger.batch(names), len(names)
+        batch, n = self.ledger.book.batch(names), len(names)
         committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
         rows = array("q", [0] * ROW_COMMITTED * n + [*committed, UNKNOWN])
         cards = array("q", bytes(8 * RUN_CARD))
         cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
         cards[RUN_ROWS] = rows.buffer_info()[0]
         which, place = [], 0
-        while (place := self.ledger.land_runs(cards, place)) != NOWHERE:
+        while (place := self.ledger.steps.land_runs(cards, place)) != NOWHERE:
             which.append(place)
             place += 1
         wanted = []
@@ -238,10 +238,10 @@ def test_the_books_of_a_request_that_is_over_do_not_go_on():
     """What a step has accepted for it is nobody's, and a batch of its name is that of the next one."""
     ledger = Ledger(6, PAGE_SIZE, 1, make_keys(1, 1, 2), [Role("target")])
     request = ledger.admit("a", [1, 2], 0)
-    batch = ledger.batch(["a"])
+    batch = ledger.book.batch(["a"])
     request.unlanded = 1
     ledger.forget("a")
     assert accept(batch, np.array([[1, 9, 0, 0]], np.int64), 3) == 0
     assert (request.unlanded, request.tokens.tolist(), request.committed_len) == (0, [1, 2], 0)
     again = ledger.admit("a", [1, 2], 4)
-    assert ledger.batch(["a"]).requests == [again]
+    assert ledger.book.batch(["a"]).requests == [again]

@@ -76,9 +76,9 @@ def refused(error: type[Exception], call, *arguments: object, **settings: object
 
 def run_forward(canary: CanaryManager) -> None:
     """One prefill, all its hooks, bytes included."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     _, slots = substep.open(read_plan(), write_plan())
-    view = canary._state.by_name["target"].view
+    view = canary.session.state.by_name["target"].view
     for layer in range(view.num_layers):
         substep.store(layer, values(), values())
         view.k[layer][slots], view.v[layer][slots] = values(), values()
@@ -91,7 +91,7 @@ def run_forward(canary: CanaryManager) -> None:
 def test_the_right_order_finds_nothing(canary):
     """Open, one store a layer, close, check: a clean forward."""
     run_forward(canary)
-    canary.check()
+    canary.collect(canary.end_step())
     assert canary.findings == []
     assert canary.certificate()["forwards"] == 1
 
@@ -99,7 +99,7 @@ def test_the_right_order_finds_nothing(canary):
 def test_open_gives_the_plans_arrays_untouched(canary):
     """Where nothing is refused the forward reads and writes the very tensors of the plans."""
     read, write = read_plan(), write_plan()
-    indices, slots = canary.substep("prefill", 0, "target").open(read, write)
+    indices, slots = canary.forward("prefill", 0, "target").open(read, write)
     assert indices is read.indices
     assert slots is write.slots
 
@@ -107,7 +107,7 @@ def test_open_gives_the_plans_arrays_untouched(canary):
 def test_open_replaces_ids_outside_the_pool(canary):
     """Ids past the pool and below zero are null slot 0 in what the forward gets; the plans stay as they were."""
     read, write = read_plan(indices=ints(4, -2, 6)), write_plan(slots=ints(4, 5, NUM_SLOTS))
-    indices, slots = canary.substep("prefill", 0, "target").open(read, write)
+    indices, slots = canary.forward("prefill", 0, "target").open(read, write)
     assert indices.tolist() == [4, 0, 6]
     assert slots.tolist() == [4, 5, 0]
     assert read.indices.tolist() == [4, -2, 6]
@@ -116,7 +116,7 @@ def test_open_replaces_ids_outside_the_pool(canary):
 
 def test_open_comes_once(canary):
     """A second open of an open forward is refused."""
-    substep = canary.substep("verify", 0, "target")
+    substep = canary.forward("verify", 0, "target")
     substep.open(read_plan(), write_plan())
     words = refused(HookOrderError, substep.open, read_plan(), write_plan())
     assert words == "open() comes once: verify of the target pool is open"
@@ -124,7 +124,7 @@ def test_open_comes_once(canary):
 
 def test_a_closed_forward_is_not_opened_again(canary):
     """A substep is one forward: after close another one is needed."""
-    substep = canary.substep("draft", 2, "target")
+    substep = canary.forward("draft", 2, "target")
     substep.open(read_plan(), write_plan())
     substep.close()
     words = refused(HookOrderError, substep.open, read_plan(), write_plan())
@@ -133,13 +133,13 @@ def test_a_closed_forward_is_not_opened_again(canary):
 
 def test_store_before_open_is_refused(canary):
     """Nothing is stored by a forward that has not begun."""
-    words = refused(HookOrderError, canary.substep("prefill", 0, "target").store, 1, values(), values())
+    words = refused(HookOrderError, canary.forward("prefill", 0, "target").store, 1, values(), values())
     assert words == "store(layer=1) belongs between open() and close(): prefill of the target pool is not opened"
 
 
 def test_store_after_close_is_refused(canary):
     """Nothing is stored by a forward that has ended."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     substep.close()
     assert "prefill of the target pool is closed" in refused(HookOrderError, substep.store, 0, values(), values())
@@ -147,13 +147,13 @@ def test_store_after_close_is_refused(canary):
 
 def test_close_before_open_is_refused(canary):
     """What was not opened cannot be closed."""
-    words = refused(HookOrderError, canary.substep("prefill", 0, "target").close)
+    words = refused(HookOrderError, canary.forward("prefill", 0, "target").close)
     assert words == "close() follows open(): prefill of the target pool is not opened"
 
 
 def test_close_comes_once(canary):
     """A second close is refused."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     substep.close()
     assert refused(HookOrderError, substep.close) == "close() follows open(): prefill of the target pool is closed"
@@ -162,18 +162,18 @@ def test_close_comes_once(canary):
 @pytest.mark.parametrize(
     ("hook", "arguments", "what"),
     [
-        ("check", (), "check()"),
+        ("end_step", (), "end_step()"),
         ("drain", (), "drain()"),
         ("begin_step", (2,), "begin_step()"),
         ("release", ("only",), "release()"),
         ("before_move", (), "before_move()"),
         ("on_move", ("target", ints(4), ints(5)), "on_move()"),
-        ("substep", ("verify", 0, "target"), "substep('verify')"),
+        ("forward", ("verify", 0, "target"), "forward('verify')"),
     ],
 )
 def test_hooks_wait_for_close(canary, hook, arguments, what):
     """While a forward is open, what would judge or follow it is refused."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     words = refused(HookOrderError, getattr(canary, hook), *arguments)
     assert words == f"{what} must wait for close() of prefill of the target pool"
@@ -183,7 +183,7 @@ def test_hooks_wait_for_close(canary, hook, arguments, what):
 def test_steps_count_upwards(canary, step):
     """A step number that stands still or goes back is refused once forwards have been judged."""
     run_forward(canary)
-    canary.check()
+    canary.collect(canary.end_step())
     words = refused(HookOrderError, canary.begin_step, step)
     assert words == f"begin_step() must count upwards: step {step} follows step 1"
 
@@ -199,7 +199,7 @@ def test_hook_order_errors_are_runtime_errors_of_the_package():
 
 def test_a_layer_outside_the_pool_is_refused(canary):
     """The message has the range and the layer."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     words = refused(PlanError, substep.store, 2, values(), values())
     assert words == "layer must be in [0, 2) for prefill of the target pool, got 2"
@@ -208,7 +208,7 @@ def test_a_layer_outside_the_pool_is_refused(canary):
 @pytest.mark.parametrize(("k", "v"), [((2, 2, 4), (2, 2, 4)), ((3, 2, 5), (3, 2, 5)), ((3, 2, 4), (3, 4, 2))])
 def test_values_of_another_shape_are_refused(canary, k, v):
     """A store that does not fit the write plan is refused with both shapes."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     words = refused(PlanError, substep.store, 0, torch.ones(k), torch.ones(v))
     assert words == f"prefill of the target pool stores [3, 2, 4] a layer, got k {list(k)} and v {list(v)}"
@@ -216,32 +216,32 @@ def test_values_of_another_shape_are_refused(canary, k, v):
 
 def test_a_layer_stored_twice_is_a_duplicate_write(canary):
     """The second store of a layer is W4 with that layer."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     for layer in (0, 1, 1):
         substep.store(layer, values(), values())
     substep.close()
     with pytest.raises(KVCorruptionError) as caught:
-        canary.check()
+        canary.collect(canary.end_step())
     finding = caught.value.findings[0]
     assert (finding.code, finding.layers, finding.writer, finding.reader) == ("W4", (1,), "only", None)
 
 
 def test_a_layer_that_stores_nothing_is_an_unwritten_slot(canary):
     """A forward that skips a layer is R12 at its own check, with the layer that is missing."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     substep.store(0, values(), values())
     substep.close()
     with pytest.raises(KVCorruptionError) as caught:
-        canary.check()
+        canary.collect(canary.end_step())
     finding = caught.value.findings[0]
     assert (finding.code, finding.slot, finding.layers, finding.found["missing"]) == ("R12", 4, (1,), [1])
 
 
 def test_a_layer_that_stores_nothing_is_found_by_release(canary):
     """A request that ends before anyone reads what a layer left out does not end in silence."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     substep.store(1, values(), values())
     substep.close()
@@ -302,10 +302,10 @@ def test_a_write_plan_of_wrong_shapes_is_refused(field, value, words):
 )
 def test_plans_that_contradict_each_other_are_refused(canary, read, write, words):
     """Open compares the plans' sizes, and the message has the numbers; the canary goes on with a right plan."""
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     assert words in refused(PlanError, substep.open, read_plan(**read), write_plan(**write))
     run_forward(canary)
-    canary.check()
+    canary.collect(canary.end_step())
     assert canary.findings == []
 
 
@@ -350,14 +350,14 @@ def test_values_may_be_expanded(dtype, n, is_latent):
     canary.admit("only", range(n))
     canary.on_alloc("only", range(1, 1 + -(-n // PAGE_SIZE)))
     slots = torch.arange(n) + PAGE_SIZE
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     read = read_plan(indptr=ints(0, n), indices=slots, num_written=n)
     substep.open(read, write_plan(slots=slots, tokens=torch.arange(n), positions=torch.arange(n)))
     stored = torch.ones(1, dtype=dtype).expand(n, heads, DIM)
     substep.store(0, stored, None if is_latent else stored)
     k[slots] = v[slots] = 1
     substep.close()
-    canary.check()
+    canary.collect(canary.end_step())
     canary.commit("only", n)
     k[4, 0, 0] = 2
     with pytest.raises(KVCorruptionError, match="R9"):
@@ -368,14 +368,14 @@ def test_values_may_be_expanded(dtype, n, is_latent):
 
 
 def opened(canary: CanaryManager, **plans: object) -> SubstepCanary:
-    substep = canary.substep("prefill", 0, "target")
+    substep = canary.forward("prefill", 0, "target")
     substep.open(read_plan(), write_plan(**plans))
     return substep
 
 
 def test_what_the_canary_stores_itself_is_proved(canary):
     """Bytes lie where they were planned, lanes are theirs, and the certificate says that no store went elsewhere."""
-    view = canary._state.by_name["target"].view
+    view = canary.session.state.by_name["target"].view
     substep = opened(canary)
     slots = write_plan().slots
     for layer in range(view.num_layers):
@@ -383,13 +383,13 @@ def test_what_the_canary_stores_itself_is_proved(canary):
         assert torch.equal(view.k[layer][slots], values() + layer)
         assert torch.equal(view.v[layer][slots], values() - layer)
     substep.close()
-    canary.check()
+    canary.collect(canary.end_step())
     assert canary.findings == []
     assert canary.certificate()["store"] == "proved"
-    pool = canary._state.by_name["target"]
+    pool = canary.session.state.by_name["target"]
     assert torch.equal(lanes_of_slots(pool, slots)[0], pool.content_a[:, slots])
     run_forward(canary)
-    canary.check()
+    canary.collect(canary.end_step())
     assert canary.certificate()["store"] == "not proved"
 
 
@@ -410,7 +410,7 @@ def test_what_the_canary_stores_itself_is_proved(canary):
 )
 def test_what_the_loop_does_not_know_is_left_to_the_engine(canary, asked):
     """Where slots or values are not as they were planned nothing is written, and nothing counts as stored."""
-    pool = canary._state.by_name["target"]
+    pool = canary.session.state.by_name["target"]
     view, seen = pool.view, values()[:2]
     geometry = seen.shape, seen.stride(), seen.dtype
     assert pool.host.steps[*geometry, *geometry, True] is not None  # two entries of another forward
@@ -425,12 +425,12 @@ def test_what_the_loop_does_not_know_is_left_to_the_engine(canary, asked):
 
 def test_what_was_written_into_a_page_is_sealed_before_its_next_grant(canary):
     """By the pages that forwards write, and not before another page is granted."""
-    substep, checks = opened(canary), canary._checks
+    substep, checks = opened(canary), canary.session.checks
     slots = write_plan().slots
-    for layer in range(canary._state.by_name["target"].view.num_layers):
+    for layer in range(canary.session.state.by_name["target"].view.num_layers):
         assert substep.put(layer, slots, values(), values())
     substep.close()
-    page = int(slots[0]) // canary._state.page_size
+    page = int(slots[0]) // canary.session.state.page_size
     checks.settle_writes_into([page + 1, page + 2])
     assert checks.waits
     checks.settle_writes_into([page + 2, page])
@@ -462,5 +462,5 @@ def test_a_layer_that_is_stored_twice_is_left_to_the_engine_and_found(canary):
     substep.close()
     assert not substep.put(0, slots, values(), values())
     with pytest.raises(KVCorruptionError):
-        canary.check()
+        canary.collect(canary.end_step())
     assert [finding.code for finding in canary.findings] == ["W4"]

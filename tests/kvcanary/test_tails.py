@@ -31,8 +31,8 @@ def put(engine, pool: str, slot: int, layer: int = 0, value: float = NAN) -> Non
 def tail_of(engine, name: str, pool: str = "target") -> list[int]:
     """Slots of the row's last page behind what any forward has written."""
     row, size = engine.rows[name], engine.page_size
-    request = engine.canary._ledger.request(name)
-    length = request.final_len(engine.canary._state.by_name[pool].pool_id)
+    request = engine.canary.session.ledger.request(name)
+    length = request.final_len(engine.canary.session.state.by_name[pool].pool_id)
     page = row.pages[length // size]
     return list(range(page * size + length % size, (page + 1) * size))
 
@@ -93,7 +93,7 @@ def test_each_new_last_page_is_looked_at_once(make_engine, monkeypatch):
     """What changed hands is read, not what was read before: one look a page and pool, beside the null page."""
     engine = make_engine(page_size=16, num_pages=64)
     engine.start("one", 3)
-    tails, looked = engine.canary._checks.tails, []
+    tails, looked = engine.canary.session.checks.tails, []
     look = tails._look
     monkeypatch.setattr(
         tails,
@@ -114,7 +114,7 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     engine = make_engine(page_size=16)
     engine.start("one", 20)
     decode(engine, 3)
-    tails, pool = engine.canary._checks.tails, engine.canary._state.by_name["target"]
+    tails, pool = engine.canary.session.checks.tails, engine.canary.session.state.by_name["target"]
     slots = np.arange(16) + 16 * engine.rows["one"].pages[1]
     unwritten = slots[tails._unwritten(pool, slots, slots)]
     tails._is_host = False
@@ -123,7 +123,7 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     for layer in range(pool.view.num_layers):
         rows = pool.rows.gather_layer(layer, torch.from_numpy(slots))
         pool.rows.scatter_layer(layer, torch.from_numpy(slots), torch.full_like(rows, -1))
-    looks, grants = Rereads(torch.device("cpu"), at_once=False), engine.canary._ledger.generations[slots // 16]
+    looks, grants = Rereads(torch.device("cpu"), at_once=False), engine.canary.session.ledger.generations[slots // 16]
     for own in (grants, None):
         part = (slots, own, lambda mismatch: asked.append(mismatch.any(1).numpy()) or [])
         looks.look_for_finite(pool, [part])
@@ -138,7 +138,7 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
 def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, monkeypatch, is_host, null_slots):
     """And within a rotation: one part after another by a host, all at once by a device, which pays for each look."""
     engine = make_engine(page_size=16)
-    tails, pool, looked = engine.canary._checks.tails, engine.canary._state.by_name["target"], []
+    tails, pool, looked = engine.canary.session.checks.tails, engine.canary.session.state.by_name["target"], []
     object.__setattr__(pool, "view", replace(pool.view, null_slots=null_slots))
     monkeypatch.setattr(tails, "_is_host", is_host)
     monkeypatch.setattr(tails, "_look", lambda own, slots, *rest: looked[-1].extend(slots.tolist()))
@@ -155,8 +155,8 @@ def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, m
 def test_granted_pages_keep_the_names_that_they_were_told_with(make_engine, monkeypatch):
     """Slots and what plans call them stay side by side, whoever told of pages in between."""
     engine = make_engine(page_size=16)
-    tails, pool, asked = engine.canary._checks.tails, engine.canary._state.by_name["target"], []
-    generations = engine.canary._ledger.generations
+    tails, pool, asked = engine.canary.session.checks.tails, engine.canary.session.state.by_name["target"], []
+    generations = engine.canary.session.ledger.generations
     generations[:] = np.arange(len(generations))
 
     def unwritten(pool, slots, names):
@@ -176,9 +176,9 @@ def test_granted_pages_keep_the_names_that_they_were_told_with(make_engine, monk
 def test_pages_of_a_group_are_told_with_what_plans_call_their_slots(make_engine):
     """Where a slot map sends full pages there; else plans call them as pools do."""
     engine = make_engine(page_size=16)
-    canary, tails = engine.canary, engine.canary._checks.tails
-    canary._poisoner.granted([5], 1, [9])
-    canary._poisoner.granted([6], 1)
+    canary, tails = engine.canary, engine.canary.session.checks.tails
+    canary.session.poisoner.granted([5], 1, [9])
+    canary.session.poisoner.granted([6], 1)
     for pages, renamed in tails._granted.values():
         [(first, names)] = renamed
         assert (pages.tolist(), first, names.tolist()) == ([5, 6], 0, [*range(144, 160)])
@@ -189,10 +189,10 @@ def test_a_device_looks_once_a_pool_and_step(make_engine, monkeypatch, struck):
     """At what was granted, at the null page and at ends of rows; each finding has its own site."""
     engine = make_engine(page_size=16)
     engine.start("one", 20)
-    checks, page, asked = engine.canary._checks, engine.free_pages[7], []
+    checks, page, asked = engine.canary.session.checks, engine.free_pages[7], []
     tails, looks = checks.tails, Rereads(torch.device("cpu"), at_once=False)
     tails._asked, tails._is_host = looks, False
-    for pool in engine.canary._state.pools:
+    for pool in engine.canary.session.state.pools:
         object.__setattr__(pool, "host", None)
     look = looks.look_for_finite
 
@@ -223,7 +223,7 @@ def test_a_page_must_be_finite_when_it_is_granted(make_engine, poison):
     engine._begin()
     engine.canary.admit("two", [1, 2, 3])
     engine.canary.on_alloc("two", [page])
-    finding = only_finding(engine, engine.canary.check)
+    finding = only_finding(engine, (lambda: engine.canary.collect(engine.canary.end_step())))
     assert (finding.pool, finding.slot, finding.site, finding.reader) == ("draft", page * 16 + 3, ("grant", 0), None)
     assert finding.causes[0].family == "uninitialised"
     assert "never used" in finding.causes[0].evidence[0]
@@ -242,21 +242,21 @@ def test_what_lay_in_a_page_before_its_grant_is_not_called_a_stray_write(make_en
     for finding in caught.value.findings:
         assert finding.causes[0].family == "uninitialised"
         assert not any("finite when" in line for cause in finding.causes for line in cause.evidence)
-    assert engine.canary._ledger.pages.finite_since(engine.rows["two"].pages[-1]) is None
+    assert engine.canary.session.ledger.pages.finite_since(engine.rows["two"].pages[-1]) is None
 
 
 def test_a_page_that_is_granted_again_was_not_seen_under_its_new_grant(make_engine):
     """What was looked at in an earlier life of the page proves nothing."""
     engine = make_engine(page_size=16, poison="off")
     engine.start("one", 5)
-    pages, page = engine.canary._ledger.pages, engine.rows["one"].pages[0]
+    pages, page = engine.canary.session.ledger.pages, engine.rows["one"].pages[0]
     assert pages.finite_since(page) == 1
     engine.finish("one")
     engine._begin()
     engine.canary.admit("two", [1, 2, 3])
     engine.canary.on_alloc("two", [page])
     assert pages.finite_since(page) is None
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     assert pages.finite_since(page) == 2
 
 
@@ -266,15 +266,15 @@ def test_poison_vouches_for_a_page_that_it_fills(make_engine):
     engine.start("one", 20)
     page = engine.rows["one"].pages[0]
     engine.finish("one")
-    engine.canary._poisoner.fill(list(engine.canary._poisoner.waiting))
-    tails = engine.canary._checks.tails
+    engine.canary.session.poisoner.fill(list(engine.canary.session.poisoner.waiting))
+    tails = engine.canary.session.checks.tails
     put(engine, "target", page * 16 + 3)
     engine._begin()
     engine.canary.admit("two", [1, 2, 3])
     engine.canary.on_alloc("two", [page])
     assert not tails._granted
     with pytest.raises(KVCorruptionError) as caught:
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     assert caught.value.findings[0].code == "P1"
 
 
@@ -285,7 +285,7 @@ def test_nan_poison_leaves_nothing_behind(make_engine):
         engine.start(f"r{turn}", 6)
         engine.step()
         engine.finish(f"r{turn}")
-        engine.canary._poisoner.fill(list(engine.canary._poisoner.waiting))
+        engine.canary.session.poisoner.fill(list(engine.canary.session.poisoner.waiting))
     assert engine.canary.findings == []
 
 
@@ -347,7 +347,7 @@ def test_the_certificate_counts_what_was_looked_at(make_engine):
     target, draft = (engine.pools[name].view.slot_bytes for name in ("target", "draft"))
     granted, null = 2 * 16 - 20, 2 * 16
     assert certificate["finite_bytes_checked"] == (granted + null) * (target + draft) + 11 * target + 12 * draft
-    assert engine.canary._coverage.totals()["finite_bytes_checked"] == certificate["finite_bytes_checked"]
+    assert engine.canary.session.coverage.totals()["finite_bytes_checked"] == certificate["finite_bytes_checked"]
 
 
 def test_abort_ends_the_request_whose_page_it_is(make_engine):
@@ -358,7 +358,7 @@ def test_abort_ends_the_request_whose_page_it_is(make_engine):
     put(engine, "target", 7)
     put(engine, "target", tail_of(engine, "two")[-1])
     engine._begin()
-    assert engine.canary.check() == {"two"}
+    assert engine.canary.collect(engine.canary.end_step()) == {"two"}
     assert {finding.page for finding in engine.canary.findings} == {0, engine.rows["two"].pages[1]}
 
 

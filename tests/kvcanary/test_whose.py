@@ -30,7 +30,7 @@ def answers_for(engine, damage: Damage, layer: int = LAYER, **settings) -> tuple
     """Damage position 5 of `first` with bytes of position 2 of `second`, and ask."""
     slot, other = engine.slot("first", 5), engine.slot("second", 2)
     damage(engine.pools["target"].kv, slot, other)
-    return whose_bytes(engine.canary._state.pools[0], slot, layer, **settings)
+    return whose_bytes(engine.canary.session.state.pools[0], slot, layer, **settings)
 
 
 def words_of(kv: torch.Tensor, slot: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_every_hypothesis_is_asked():
 
 def test_several_slots_of_one_name_are_counted(engine):
     """Where many slots were written with these bytes, a few are named and the others counted."""
-    state = engine.canary._state.pools[0]
+    state = engine.canary.session.state.pools[0]
     slot = engine.slot("first", 5)
     name = int(state.content_a[LAYER, slot])
     state.content_a[LAYER, 300:307] = name
@@ -182,7 +182,7 @@ def test_what_nobody_knows_has_no_answer(engine):
 def test_a_twin_is_not_blamed(engine, part):
     """K and V of the same token may be the same elsewhere by right: they explain nothing."""
     slot, twin = engine.slot("first", 5), engine.slot("second", 2)
-    state, kv = engine.canary._state.pools[0], engine.pools["target"].kv
+    state, kv = engine.canary.session.state.pools[0], engine.pools["target"].kv
     state.records[twin] = state.records[slot]
     kv[LAYER, twin] = kv[LAYER, slot]
     kv[LAYER, slot, part] += 1
@@ -199,7 +199,7 @@ def test_the_search_is_bounded(make_engine):
     engine = make_engine(num_pages=2100)
     engine.start("first", 9)
     engine.canary.drain()
-    state = engine.canary._state.pools[0]
+    state = engine.canary.session.state.pools[0]
     kv = engine.pools["target"].kv
     kv[LAYER] = torch.randn_like(kv[LAYER])
     slot, far = 100, 8000
@@ -254,7 +254,7 @@ def test_scales_are_looked_at(scales, texts):
     beside[:, 0, 6] = torch.tensor(scales).view(2, 2)
     extras = {"k_scale": list(beside[0]), "v_scale": list(beside[1])}
     manager = CanaryManager(CanaryConfig(), [PoolView("quantised", list(values[0]), list(values[1]), 4, extras=extras)])
-    answers = whose_bytes(manager._state.pools[0], slot=6, layer=0)
+    answers = whose_bytes(manager.session.state.pools[0], slot=6, layer=0)
     assert [answer.text for answer in answers if answer.kind == "scale"] == texts
 
 
@@ -275,7 +275,7 @@ def test_scales_in_another_order_name_their_part(damage, text):
     beside = torch.rand(2, 1, 16, 2, 4, generator=torch.Generator().manual_seed(1))
     extras = {"k_scale": list(beside[0]), "v_scale": list(beside[1])}
     manager = CanaryManager(CanaryConfig(), [PoolView("quantised", list(values[0]), list(values[1]), 4, extras=extras)])
-    (pool,) = manager._state.pools
+    (pool,) = manager.session.state.pools
     pool.content_a[0, 6] = lanes_of_rows(pool, 0, pool.rows.gather_layer(0, torch.tensor([6])))[0]
     beside[0, 0, 6], beside[1, 0, 6] = damage(*beside[:, 0, 6].clone())
     texts = [answer.text for answer in whose_bytes(pool, slot=6, layer=0) if answer.kind == "scale_order"]

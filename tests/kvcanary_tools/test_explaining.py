@@ -18,7 +18,7 @@ from toy_tier import Tier
 
 def stopped(engine: ToyEngine) -> str:
     with pytest.raises(KVCorruptionError) as caught:
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     return str(caught.value.report.dump)
 
 

@@ -63,7 +63,7 @@ def test_drafted_steps_and_their_substeps_are_timed(
 @pytest.mark.parametrize("drafts", ["none", "chain"])
 def test_the_hosts_work_for_the_canary_is_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch, drafts: str) -> None:
     """Of a lagging host: what its canary adds to its work in a step, and what of that lies within calls of it."""
-    monkeypatch.setattr("kvcanary.manager.manager.judges_on_device", lambda state: True)
+    monkeypatch.setattr("kvcanary.records.state.CanaryState.judges_on_device", True)
     row = host_work.measure(drafts, 2, model, drafted_step.random_head(model), 2, **HERE)
     assert (row["drafts"], row["batch"]) == (drafts, 2)
     assert row["calls"] > 8
@@ -94,7 +94,7 @@ def test_each_moment_of_the_host_counts_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_everything_that_an_engine_calls_of_its_canary_is_timed() -> None:
     """Methods of the manager, of its base and of the desk for tickets; the engine's own part; waits."""
     names = {f"{owner.__name__}.{name}": who for owner, name, who in host_work.entries()}
-    asked = ("CanaryManager.depart", "CanaryManager.append", "AsyncTracker.issue", "Together.launch")
+    asked = ("CanaryManager.end_step", "CanaryManager.append", "AsyncTracker.issue", "Together.launch")
     assert {names[name] for name in asked} == {"canary"}
     assert names["Event.synchronize"] == "wait"
     assert not any(name.partition(".")[2].startswith("_") for name in names)

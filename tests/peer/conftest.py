@@ -52,7 +52,7 @@ class SlidingEngine:
             self.begin()
             end = min(self.committed[name] + chunk, length)
             self._chain("prefill", {name: self.tokens[name][self.committed[name] : end]})
-            self.canary.check()
+            self.canary.collect(self.canary.end_step())
             if end == length:
                 self._emit(name, self._draw(1))
             self._commit(name, end)
@@ -62,7 +62,7 @@ class SlidingEngine:
         names = names or tuple(self.tokens)
         self.begin()
         self._chain("decode", {name: self.tokens[name][self.committed[name] :] for name in names})
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         for name in names:
             self._emit(name, self._draw(1))
             self._commit(name, self.committed[name] + 1)
@@ -78,7 +78,7 @@ class SlidingEngine:
         positions = [start + place for place in (0, 1, 2, 1, 2)]
         fed = [self.tokens[name][start], *self._draw(4)]
         self._forward("verify", 0, {name: (positions, fed, parents)})
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         for pool in self.kv:
             self._move(pool, name, [start + 3, start + 4], [start + 1, start + 2])
         self._emit(name, [fed[3], fed[4], *self._draw(1)])
@@ -117,7 +117,7 @@ class SlidingEngine:
         """By request positions, tokens and parents; the entry of node i lies i slots behind the first."""
         prefixes = prefixes or {name: self.committed[name] for name in entries}
         for pool, kv in self.kv.items():
-            view = self.canary._state.by_name[pool].view
+            view = self.canary.session.state.by_name[pool].view
             reads, starts, slots, tokens, positions, parents = [], [], [], [], [], []
             for name, (places, fed, own) in entries.items():
                 start = window_start(view, places[0]) if self.tight else 0
@@ -136,7 +136,7 @@ class SlidingEngine:
             write = WritePlan(ints(slots), ints(tokens), ints(positions), ints(parents) if parents else None)
             if pool == "sliding":
                 read, write = self.change_read(read), self.change_write(write)
-            substep = self.canary.substep(kind, index, pool)
+            substep = self.canary.forward(kind, index, pool)
             _, safe = substep.open(read, write)
             where = self.slot_map[safe] if pool == "sliding" else safe
             for layer in range(len(kv)):
@@ -154,7 +154,7 @@ class SlidingEngine:
     def _commit(self, name: str, length: int) -> None:
         self.committed[name] = length
         self.canary.commit(name, length)
-        view = self.canary._state.by_name["sliding"].view
+        view = self.canary.session.state.by_name["sliding"].view
         gone = window_start(view, length) // PAGE_SIZE
         self._evict(self.pages[name][:gone])
 

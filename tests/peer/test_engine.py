@@ -54,7 +54,7 @@ def feed_another(target: EngineTarget, entry: int, when: Callable[[Call], bool])
 def test_the_sweep_lists_exactly_what_the_prefix_tree_holds(make_engine) -> None:
     """With nobody running; while somebody runs, what the rows do not hold; and nothing when the tree is empty."""
     engine = make_engine()
-    sweep = engine.canary._checks.cached
+    sweep = engine.canary.session.checks.cached
     assert sweep._pages().tolist() == []
     submit(engine, 1)
     submit(engine, 200)

@@ -30,7 +30,7 @@ def test_the_automatic_sweep_reads_every_few_steps_and_writes_nothing(make_engin
     certificate = engine.canary.certificate()
     for _ in range(3 * STRIDE):
         engine.begin()
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
         after = engine.canary.certificate()
         assert (after["bytes_checked"] > certificate["bytes_checked"]) == (engine.num_steps % STRIDE == 0)
         assert after["slots_sealed"] == certificate["slots_sealed"]
@@ -75,7 +75,7 @@ def test_what_is_switched_off_does_not_count_as_standing_still(make_engine):
     for _ in range(60):
         engine.decode()
         engine.begin()
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     assert engine.canary.findings == []
     assert engine.canary.certificate()["inactive_classes"]["R9"] == "content is not compared"
 
@@ -87,6 +87,6 @@ def test_counters_are_told_every_hundred_steps(make_engine):
     with capture_logs() as logs:
         for _ in range(99):
             engine.begin()
-            engine.canary.check()
+            engine.canary.collect(engine.canary.end_step())
     (event,) = (log for log in logs if log["event"] == "kvcanary.stats")
     assert event["totals"]["slots_checked"] == engine.canary.certificate()["slots_checked"] > 0

@@ -25,7 +25,9 @@ def test_a_flip_in_an_idle_cached_page_is_found_in_turn(make_engine, pool):
     engine = make_engine(content="rolling")
     _, slot = cached(engine)
     bits(engine, 0, slot, pool=pool)[0] ^= 1
-    (finding,) = found(lambda: [(engine.begin(), engine.canary.check()) for _ in range(ROTATION_STEPS)])
+    (finding,) = found(
+        lambda: [(engine.begin(), engine.canary.collect(engine.canary.end_step())) for _ in range(ROTATION_STEPS)]
+    )
     assert (finding.code, finding.pool, finding.slot, finding.site[0]) == ("R9", pool, slot, "sweep")
 
 
@@ -54,7 +56,7 @@ def test_a_look_between_two_steps_does_not_count_as_the_next_one(make_engine, ev
     slot = slot_of(engine, "only" if event == "share" else "hit", 5)
     bits(engine, 0, slot)[0] ^= 1
     engine.begin()
-    (finding,) = found(engine.canary.check)
+    (finding,) = found(lambda: engine.canary.collect(engine.canary.end_step()))
     assert (finding.code, finding.slot, finding.last_good_step) == ("R9", slot, 1)
 
 

@@ -92,7 +92,7 @@ def test_the_same_traffic_gives_the_same_records(make_engine):
         for _ in range(4):
             engine.draft()
         engine.canary.drain()
-        states.append((engine.canary.certificate(), engine.canary._state.records.clone()))
+        states.append((engine.canary.certificate(), engine.canary.session.state.records.clone()))
     (first, records), (second, again) = states
     assert first == second
     assert torch.equal(records, again)

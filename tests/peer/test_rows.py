@@ -129,10 +129,10 @@ def test_a_forward_without_rows_is_nothing(engine):
     before = engine.canary.certificate()
     engine.begin()
     read = ReadPlan(torch.zeros(1, dtype=torch.int64), nothing, (), 1, nothing, 0)
-    substep = engine.canary.substep("decode", 0, "target")
+    substep = engine.canary.forward("decode", 0, "target")
     substep.open(read, WritePlan(nothing, nothing, nothing))
     substep.close()
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     after = engine.canary.certificate()
     assert [after[key] for key in counted] == [before[key] for key in counted]
 
@@ -145,10 +145,10 @@ def test_a_row_that_writes_nothing_is_read_all_the_same(engine):
     nothing = slots[:0]
     read = ReadPlan(torch.tensor([0, row.committed]), slots, ("first",), 1, length, torch.tensor([0]))
     checked = engine.canary.certificate()
-    substep = engine.canary.substep("extend", 0, "target")
+    substep = engine.canary.forward("extend", 0, "target")
     substep.open(read, WritePlan(nothing, nothing, nothing))
     substep.close()
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     certificate = engine.canary.certificate()
     assert certificate["slots_checked"] == checked["slots_checked"] + row.committed
     assert certificate["slots_sealed"] == checked["slots_sealed"]

@@ -157,8 +157,8 @@ def test_the_grant_of_the_full_page_governs_the_record(engine):
     """A full page that was freed and granted to another request makes what its map leads to stale, whoever wrote it."""
     position = engine.committed["first"] - 1
     page = engine.slot("first", position) // 4
-    engine.canary._ledger.generations[page] += 1
-    engine.canary._state.generations[page] += 1
+    engine.canary.session.ledger.generations[page] += 1
+    engine.canary.session.state.generations[page] += 1
     findings = found(engine.decode, "first")
     assert {(finding.code, finding.page) for finding in findings} == {("R12", page)}
     assert any(
@@ -217,7 +217,11 @@ def test_the_canary_s_own_looks_read_through_the_map(make_sliding, look):
     own = int(engine.slot_map[full])
     engine.kv["sliding"].view(torch.int32)[0, own, 0, 0, 1] ^= 4
     engine.begin()
-    finding = in_sliding(found(engine.canary.check) if look == "sweep" else found(engine.finish, "only"))
+    finding = in_sliding(
+        found(lambda: engine.canary.collect(engine.canary.end_step()))
+        if look == "sweep"
+        else found(engine.finish, "only")
+    )
     assert (finding.code, finding.slot, finding.site[0]) == ("R9", own, look)
 
 
@@ -227,7 +231,7 @@ def test_a_hybrid_pool_is_two_groups_each_with_its_own_translation(engine):
     full = engine.slot("first", position)
     own = int(engine.slot_map[full])
     assert own != full
-    state = engine.canary._state
+    state = engine.canary.session.state
     for name, slot in (("target", full), ("sliding", own)):
         token = int(state.by_name[name].records[slot, 0]) & 0xFFFFFFFF
         assert token == engine.tokens["first"][position]
@@ -239,7 +243,7 @@ def test_a_hybrid_pool_is_two_groups_each_with_its_own_translation(engine):
 def test_a_damaged_record_behind_the_map_is_found(engine):
     """The canary's own memory is guarded in every group."""
     own = int(engine.slot_map[engine.slot("first", engine.committed["first"] - 2)])
-    engine.canary._state.by_name["sliding"].records[own, 1] ^= 1 << 40
+    engine.canary.session.state.by_name["sliding"].records[own, 1] ^= 1 << 40
     finding = in_sliding(found(engine.decode, "first"))
     assert (finding.code, finding.slot) == ("R3", own)
 
@@ -263,7 +267,7 @@ def test_a_move_that_lost_a_row_behind_the_map_is_found(engine):
     engine._move = broken
     engine.draft("first")
     engine.begin()
-    findings = found(engine.canary.check)
+    findings = found(lambda: engine.canary.collect(engine.canary.end_step()))
     finding = in_sliding(findings)
     assert (finding.code, finding.position) == ("T1", start + 2)
 
@@ -273,7 +277,7 @@ def test_pools_behind_a_map_are_not_poisoned_and_the_certificate_says_so(engine)
     engine.finish("second")
     for _ in range(40):
         engine.begin()
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     engine.decode("first")
     assert engine.canary.certificate()["unchecked"][NOT_POISONED] > 0
 
@@ -283,7 +287,7 @@ def free_own_page(engine) -> int:
     engine.finish("second")
     for _ in range(40):
         engine.begin()
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     return engine.free["sliding"][-1]
 
 
@@ -311,7 +315,7 @@ def test_a_write_into_a_free_page_of_the_pool_is_found_when_it_is_granted(make_s
     engine.begin()
     engine.canary.admit("third", [5])
     engine._reserve("third", 1)
-    finding = in_sliding(found(engine.canary.check))
+    finding = in_sliding(found(lambda: engine.canary.collect(engine.canary.end_step())))
     assert (finding.code, finding.slot, finding.page) == ("P1", page * 4 + 2, engine.pages["third"][0])
 
 
@@ -335,7 +339,7 @@ def test_records_of_an_own_page_begin_anew_with_its_grant(make_sliding):
     engine.start("second", 14)
     engine.finish("second")
     page = engine.free["sliding"][-1]
-    records = engine.canary._state.by_name["sliding"].expected[page * 4 : (page + 1) * 4]
+    records = engine.canary.session.state.by_name["sliding"].expected[page * 4 : (page + 1) * 4]
     assert (records[:2, REQUEST_GENERATION] >> 32 > 0).all()
     engine.free["sliding"] = [page]
     engine._reserve("first", 21)
@@ -353,7 +357,7 @@ def test_what_leaves_a_window_gets_its_last_look(make_sliding, tight, content):
         engine.decode()
     engine.kv["sliding"].view(torch.int32)[0, own, 1, 0, 2] ^= 1 << 9
     engine.begin()
-    engine.canary.check()
+    engine.canary.collect(engine.canary.end_step())
     finding = in_sliding(found(lambda: [engine.decode() for _ in range(4)]))
     assert (finding.code, finding.position, finding.slot, finding.site[0]) == ("R9", 12, own, "release")
     assert (finding.part, finding.dim, finding.bit) == ("V", 2, 9)
@@ -380,7 +384,7 @@ def test_a_static_substep_of_a_partial_pool_is_refused(make_sliding):
     manager = make_sliding().canary
     buffers = StaticBuffers.allocate(1, 1, 8)
     with pytest.raises(PlanError, match="must have neither slot_map nor window in a static substep"):
-        SubstepRegistry(manager._state).add("sliding", "decode", 0, buffers)
+        SubstepRegistry(manager.session.state).add("sliding", "decode", 0, buffers)
 
 
 def test_the_groups_of_one_forward_may_be_open_at_once(engine):
@@ -393,13 +397,13 @@ def test_the_groups_of_one_forward_may_be_open_at_once(engine):
     for pool in ("target", "sliding"):
         slots = torch.tensor([engine.slot("first", position) for position in range(length + 1)])
         ends, one = torch.tensor([0, length + 1]), torch.tensor([length])
-        opened.append(canary.substep("decode", 0, pool))
+        opened.append(canary.forward("decode", 0, pool))
         opened[-1].open(
             ReadPlan(ends, slots, ("first",), 1, one, 1), WritePlan(torch.tensor([slot]), torch.tensor(tokens), one)
         )
     for other in (("decode", 0, "sliding"), ("decode", 1, "sliding"), ("draft", 0, "target")):
         with pytest.raises(HookOrderError, match=r"must wait for close\(\) of decode of the sliding pool"):
-            canary.substep(*other)
+            canary.forward(*other)
     for layer in range(2):
         for substep, pool in zip(opened, ("target", "sliding"), strict=True):
             where = int(engine.slot_map[slot]) if pool == "sliding" else slot
@@ -408,9 +412,9 @@ def test_the_groups_of_one_forward_may_be_open_at_once(engine):
             engine.kv[pool][layer, where] = torch.cat((k, v))
     opened[0].close()
     with pytest.raises(HookOrderError, match=r"must wait for close\(\) of decode of the sliding pool"):
-        canary.check()
+        canary.collect(canary.end_step())
     opened[1].close()
-    canary.check()
+    canary.collect(canary.end_step())
     assert canary.findings == []
 
 

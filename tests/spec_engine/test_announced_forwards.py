@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import kvcanary.manager.manager
-from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary import CanaryConfig, HookOrderError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.invariants import MissingHooksError
 from kvcanary.manager.substep import WarmupSubstep
+from kvcanary.records.state import CanaryState
 from kvcanary.replay.replayer import replay
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.graphs import hooks
@@ -35,7 +35,7 @@ def make(mode="raise", content="full", **settings) -> Engine:
 
 def lose_hooks(engine: Engine, forward: tuple[str, int, str], times: int = 1) -> list[int]:
     """The next ones of this kind, index and pool run without hooks; in which steps they did."""
-    own, steps = engine.canary.substep, []
+    own, steps = engine.canary.forward, []
 
     def substep(kind, index, pool, puts=False):
         if (kind, index, pool) == forward and len(steps) < times:
@@ -43,7 +43,7 @@ def lose_hooks(engine: Engine, forward: tuple[str, int, str], times: int = 1) ->
             return WarmupSubstep()
         return own(kind, index, pool, puts=puts)
 
-    engine.canary.substep = substep
+    engine.canary.forward = substep
     return steps
 
 
@@ -145,8 +145,8 @@ def test_another_forward_without_hooks_is_another_incident():
 def test_numbers_that_repeat_are_named(settings):
     """All draft forwards are opened as draft[0]: the second one is draft[1] by its rows, and R10 is no finding."""
     engine = make(**settings)
-    own = engine.canary.substep
-    engine.canary.substep = lambda kind, index, pool, puts=False: own(kind, 0, pool, puts=puts)
+    own = engine.canary.forward
+    engine.canary.forward = lambda kind, index, pool, puts=False: own(kind, 0, pool, puts=puts)
     with pytest.raises(KVCorruptionError) as caught:
         run(engine)
     [finding] = caught.value.findings
@@ -163,7 +163,7 @@ def test_numbers_that_repeat_are_named(settings):
 def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
     """Also the last one of a step, which runs when that has been judged."""
     engine = make(**CHAIN)
-    own = engine.canary.substep
+    own = engine.canary.forward
 
     def substep(kind, index, pool, puts=False):
         opened = own(kind, index, pool, puts=puts)
@@ -171,16 +171,14 @@ def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
             engine.canary.closed = lambda *told: None
         return opened
 
-    engine.canary.substep = substep
-    with pytest.raises(
-        kvcanary.HookOrderError, match=r"check_forwards\(\) must wait for close\(\) of extend of the dra"
-    ):
+    engine.canary.forward = substep
+    with pytest.raises(HookOrderError, match=r"check_forwards\(\) must wait for close\(\) of extend of the dra"):
         run(engine)
 
 
 def test_a_forward_that_judges_itself_must_open_too(monkeypatch, tmp_path):
     """A lagging host hears of it with the step, and no token of that step leaves; here the CPU plays the device."""
-    monkeypatch.setattr(kvcanary.manager.manager, "judges_on_device", lambda state: True)
+    monkeypatch.setattr(CanaryState, "judges_on_device", True)
     engine = make(schedule="overlap", content="rolling", **PLAIN)
     steps = lose_hooks(engine, ("decode", 0, "target"))
     with pytest.raises(KVCorruptionError) as caught:
@@ -201,12 +199,12 @@ def test_clean_runs_say_nothing_and_count(settings, schedule):
     graphs = {"schedule": "overlap", "graphs": "on"} if schedule == "graphs" else {"schedule": schedule}
     engine = make(**settings | graphs)
     eager: list[str] = []
-    own = engine.canary.substep
-    engine.canary.substep = lambda kind, *where, **how: eager.append(kind) or own(kind, *where, **how)
+    own = engine.canary.forward
+    engine.canary.forward = lambda kind, *where, **how: eager.append(kind) or own(kind, *where, **how)
     assert list(run(engine).values()) == [ORACLE.continuation(prompt, 9) for prompt in PROMPTS]
     certificate = engine.canary.certificate()
     assert (certificate["findings"], certificate["announced"]) == ([], len(eager))
-    assert engine.canary._expected.due == []
+    assert engine.canary.session.expected.due == []
 
 
 def test_a_branch_of_a_captured_tree_without_hooks_is_refused_by_name(monkeypatch):

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kvcanary.manager.manager
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
+from kvcanary.records.state import CanaryState
 from kvcanary.replay.replayer import replay
 from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
@@ -36,7 +36,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Engine over the embedded model; ``on_device``: whether its eager forwards judge themselves."""
 
     def engine(on_device: bool = True, mode: str = "raise", content: str = "rolling", **settings: object) -> Engine:
-        monkeypatch.setattr(kvcanary.manager.manager, "judges_on_device", lambda state: on_device)
+        monkeypatch.setattr(CanaryState, "judges_on_device", on_device)
         canary = CanaryConfig(mode=mode, content=content, seed=5)
         common = {"draft": "none", "schedule": "overlap", "prefix_cache": False, "prefill_chunk_tokens": CHUNK}
         common |= {"page_size": 4, "max_total_tokens": 1024, "context_length": 160, "max_running_requests": 4}
@@ -47,7 +47,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
 
 def damage(engine: Engine, number: int) -> None:
     """A record in the first page of a request."""
-    engine.canary._state.by_name["target"].records[engine.running[number].pages[0] * 4 + 1, CHAIN] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[engine.running[number].pages[0] * 4 + 1, CHAIN] ^= 1 << 40
 
 
 def run(engine: Engine, events: list[TokenEvent]) -> None:
@@ -219,8 +219,11 @@ def defer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
             forwards.defers = True
         engine.memory.defers = True
         monkeypatch.setattr(engine.request_table, "flush", noted("flush", engine.request_table.flush))
-        for name in ("begin_step", "admit", "on_alloc", "launch_eager", "check", "depart") if engine.canary else ():
+        for name in ("begin_step", "admit", "on_alloc", "end_step") if engine.canary else ():
             monkeypatch.setattr(engine.canary, name, noted(name, getattr(engine.canary, name)))
+        if engine.canary:
+            forwards = engine.canary.forwards
+            monkeypatch.setattr(forwards, "launch_eager", noted("launch_eager", forwards.launch_eager))
         return events
 
     def noted(name: str, method: Callable) -> Callable:
@@ -239,10 +242,10 @@ def test_it_is_told_of_a_prompt_behind_its_first_layer(make, defer):
     events = defer(engine)
     engine.submit(PROMPTS[0], GREEDY)
     engine.step()
-    assert events == ["begin_step", "attends alone", "admit", "on_alloc", "flush", "launch_eager", "depart"]
+    assert events == ["begin_step", "attends alone", "admit", "on_alloc", "flush", "launch_eager", "end_step"]
     events.clear()
     engine.step()  # a chunk behind others reads the pool at once
-    assert events == ["begin_step", "on_alloc", "flush", "launch_eager", "depart"]
+    assert events == ["begin_step", "on_alloc", "flush", "launch_eager", "end_step"]
 
 
 def test_it_is_told_of_several_prompts_behind_their_first_layer(make, defer):
@@ -253,7 +256,7 @@ def test_it_is_told_of_several_prompts_behind_their_first_layer(make, defer):
         engine.submit([*engine.tokenizer.encode(prompt)][:CHUNK], GREEDY)
     engine.step()
     told = ["admit", "admit", "on_alloc", "on_alloc", "flush"]
-    assert events == ["begin_step", "flush", "attends alone", *told, "launch_eager", "depart"]
+    assert events == ["begin_step", "flush", "attends alone", *told, "launch_eager", "end_step"]
 
 
 @pytest.mark.parametrize(

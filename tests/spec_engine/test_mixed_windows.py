@@ -201,7 +201,7 @@ def test_a_byte_that_no_window_shows_is_found_when_its_page_leaves():
 def test_a_free_window_page_is_poisoned_and_looked_at_when_it_is_granted():
     """What a request's slid window gave back is filled; a word written there since is P1."""
     engine = running_engine(draft="none", max_window_tokens=48, max_running_requests=1)
-    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary._mapped["window"].poisoned
+    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary.session.mapped["window"].poisoned
     rows[2, page * 4 + 1, 0, 0, 0] ^= 8
     with pytest.raises(KVCorruptionError) as caught:
         finish(engine)
@@ -232,7 +232,7 @@ def test_a_dump_of_a_damaged_window_page_is_replayed(tmp_path):
     """Pages that a group frees, fills and grants again are in the recording, from its first step on."""
     canary = CanaryConfig(mode="raise", content="full", ring=64)
     engine = running_engine(draft="none", canary=canary, max_window_tokens=48, max_running_requests=1)
-    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary._mapped["window"].poisoned
+    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary.session.mapped["window"].poisoned
     rows[2, page * 4 + 1, 0, 0, 0] ^= 8
     with pytest.raises(KVCorruptionError):
         finish(engine)
@@ -269,7 +269,7 @@ def test_a_wrong_slot_in_a_row_is_found(monkeypatch):
 def test_a_token_has_one_chain_in_both_groups():
     """The root of a window pool is that of the full one: its records name the same prefixes."""
     engine = running_engine()
-    state = engine.canary._state
+    state = engine.canary.session.state
     for behind in range(1, WINDOW):
         full = slot_at(engine, behind)
         own = int(engine.windows.slot_map[full])

@@ -63,11 +63,11 @@ MISTAKES = [
 
 
 def _row(engine: Engine, name: str) -> list[int]:
-    return engine.canary._ledger.request(name).pages
+    return engine.canary.session.ledger.request(name).pages
 
 
 def _free_page(engine: Engine) -> int:
-    return int((engine.canary._ledger.states == 0).nonzero()[0][-1])
+    return int((engine.canary.session.ledger.states == 0).nonzero()[0][-1])
 
 
 def _outputs(settings: dict[str, object], mode: str, mistake: Callable[[Engine], None] | None) -> tuple[Engine, dict]:

@@ -64,7 +64,7 @@ def test_a_step_of_prefills_waits_for_nothing_but_copies(settings, mode):
 def expect_found_before_a_token(engine: Engine, position: int) -> None:
     """Damage to the record of this position of the first request stops the engine, and no token leaves."""
     slot = int(engine.request_table.table[engine.running[0].row, position])
-    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
     events: list[TokenEvent] = []
     with pytest.raises(KVCorruptionError) as caught:
         run(engine, events)

@@ -154,7 +154,7 @@ def test_a_ring_that_is_too_short_is_refused_without_a_canary():
 
 def damage(engine: Engine) -> None:
     """A record of the first request's first page."""
-    engine.canary._state.by_name["target"].records[engine.running[0].pages[0] * 4, 1] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[engine.running[0].pages[0] * 4, 1] ^= 1 << 40
 
 
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
@@ -181,15 +181,15 @@ def test_a_request_that_ends_in_the_clean_step_does_not_swallow_the_error():
     """Its last tokens leave, then the error comes although nothing is left to run."""
     engine = make()
     engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=1 + 3 * 4))
-    check, checked = engine.canary.check, []
+    collect, collected = engine.canary.collect, []
 
-    def sixth_raises():
-        checked.append(check())
-        if len(checked) == 6:  # after the prefill and four verifies
+    def sixth_raises(flight):
+        collected.append(collect(flight))
+        if len(collected) == 6:  # after the prefill and four verifies
             raise KVCorruptionError([], Report((), "stopped", {}))
-        return checked[-1]
+        return collected[-1]
 
-    engine.canary.check = sixth_raises
+    engine.canary.collect = sixth_raises
     events = []
     with pytest.raises(KVCorruptionError):
         run(engine, events)

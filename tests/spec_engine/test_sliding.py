@@ -210,7 +210,7 @@ def test_window_pages_of_a_damaged_request_are_filled_as_it_ends(monkeypatch):
     """NaN that it has computed meets no next owner, whatever the budget; what others give back waits for that."""
     canary = CanaryConfig(mode="abort", content="full")
     engine = window_engine(monkeypatch, canary=canary, prefix_cache=False)
-    [poisoner] = engine.canary._mapped.values()
+    [poisoner] = engine.canary.session.mapped.values()
     poisoner.budget = 0
     for prompt in PROMPTS[:2]:
         engine.submit(prompt, GREEDY)

@@ -92,7 +92,7 @@ class FakeEngine:
             self._chain("prefill", "target", {name: row.tokens[start:end]}, {name: start})
             self._chain("prefill", "draft", {name: following}, {name: start})
             self.before_check()
-            self.canary.check()
+            self.canary.collect(self.canary.end_step())
             if end == prompt_len:
                 self._emit(name, [first])
             row.committed = end
@@ -109,7 +109,7 @@ class FakeEngine:
             self._draft(index, rows)
         accepted = self._verify(rows)
         self.before_check()
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         fed = {name: self._accept(name, path) for name, path in accepted.items()}
         starts = {name: row.committed - len(fed[name]) for name, row in rows.items()}
         self._chain("extend", "draft", self._padded(fed, rows), starts)
@@ -123,7 +123,7 @@ class FakeEngine:
         starts = {name: row.committed for name, row in rows.items()}
         self._chain("decode", "target", {name: [row.tokens[row.committed]] for name, row in rows.items()}, starts)
         self.before_check()
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         fed = {name: [self._token()] for name in rows}
         for name, row in rows.items():
             self._emit(name, fed[name])
@@ -219,7 +219,7 @@ class FakeEngine:
 
     def _forward(self, kind: str, index: int, pool: str, read: ReadPlan, write: WritePlan) -> None:
         read, write = self.change_read(kind, index, pool, read), self.change_write(kind, index, pool, write)
-        substep = self.canary.substep(kind, index, pool)
+        substep = self.canary.forward(kind, index, pool)
         _, slots = substep.open(read, write)
         view = self.pools[pool].view
         for layer in range(view.num_layers):

@@ -28,7 +28,7 @@ class StaticTree:
         self.canary.arm()
         self.canary.admit("ann", TOKENS[:4])
         self.canary.on_alloc("ann", [1, 2])
-        self.uid = self.canary.requests_of(["ann"])[0].uid
+        self.uid = self.canary.forwards.requests_of(["ann"])[0].uid
 
     def launch(self, number: int, substep, ids: list[int], tokens: list[int], parents: list[int] | None = None):
         """A forward of these entries; what the host gave for its row."""
@@ -39,5 +39,5 @@ class StaticTree:
         return truth
 
     def fired(self) -> list[tuple[str, tuple[str, int], int]]:
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         return [(finding.code, finding.site, finding.slot) for finding in self.canary.findings]

@@ -71,11 +71,11 @@ class TwoWays:
             if commits:
                 self.canary.commit(name, len(self.fed[name]))
         if not (self.is_late and self.is_captured):
-            self.canary.check()
+            self.canary.collect(self.canary.end_step())
             return
-        self.waiting.append(self.canary.depart())
+        self.waiting.append(self.canary.end_step())
         if len(self.waiting) > 1:
-            self.canary.hear(self.waiting.pop(0))
+            self.canary.collect(self.waiting.pop(0))
 
     def copy(self, page: int, copy: int, count: int = SIZE) -> None:
         """The first so many slots of a page are copied to another, and declared as moved."""
@@ -86,7 +86,7 @@ class TwoWays:
 
     def found(self) -> list[tuple[str, int, int | None, str | None, str]]:
         """Code, slot, position, reader and family of the first cause of every finding."""
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         told = self.canary.findings
         return [(f.code, f.slot, f.position, f.reader, f.causes[0].family) for f in told]
 
@@ -109,7 +109,7 @@ class TwoWays:
         positions = torch.cat([torch.arange(b, b + c) for b, c in zip(before, counts, strict=True)])
         indices = torch.tensor([slot for name in fed for slot in ids[name]])
         read = ReadPlan(indptr, indices, tuple(fed), 1, torch.tensor(before), torch.tensor(counts))
-        substep, view = self.canary.substep("decode", 0, "target"), self.rig.pool.view
+        substep, view = self.canary.forward("decode", 0, "target"), self.rig.pool.view
         substep.open(read, WritePlan(slots, tokens, positions))
         for layer in range(view.num_layers):
             k, v = self.rig.values(layer, tokens, positions)

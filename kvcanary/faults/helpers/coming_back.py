@@ -52,7 +52,7 @@ def bring_back(target: Target, arrive: Arrive, of_earlier: bool = False) -> bool
         target.record(code="")
     else:
         target.record(**first)
-    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens[: length + 2].tolist())
+    canary.admit(CHILD, canary.session.ledger.request(reader.request_id).tokens[: length + 2].tolist())
     canary.on_alloc(CHILD, pages, for_load=True)
     canary.on_restore(CHILD, pages, length, parcel)
     return True
@@ -89,7 +89,7 @@ def has_two_pages(setup: Setup) -> bool:
 def _never_granted(target: Target, count: int) -> list[int]:
     """The last free pages, if nobody has ever had them."""
     pages = list(target.free_pages())[-count:]
-    return pages if len(pages) == count and not target.canary._ledger.generations[pages].any() else []
+    return pages if len(pages) == count and not target.canary.session.ledger.generations[pages].any() else []
 
 
 def _slots(pages: list[int], size: int) -> Tensor:

@@ -41,7 +41,7 @@ def free_the_halves_of_a_page(target: Target) -> bool:
     reader = any_reader(target)
     if reader is None:
         return False
-    pages = [page for page in reader.pages if target.canary._ledger.owner_of(page) == reader.request_id]
+    pages = [page for page in reader.pages if target.canary.session.ledger.owner_of(page) == reader.request_id]
     if len(pages) < 2:
         return False
     target.record(request=f"page {pages[-2]}")
@@ -68,7 +68,7 @@ def free_by_an_old_key(target: Target) -> bool:
     reader, page, _ = private_page(target)
     if reader is None:
         return False
-    generation = int(target.canary._ledger.generations[page])
+    generation = int(target.canary.session.ledger.generations[page])
     target.record(pool="target", slot=page * target.setup.page_size)
     target.canary.tickets.issue("deferred free", "main", writes={page: generation - 1})
     return True
@@ -76,11 +76,11 @@ def free_by_an_old_key(target: Target) -> bool:
 
 def save_an_old_list(target: Target) -> bool:
     """A connector saves the blocks of a list that only grows, after a rewind has given the last of them back."""
-    free = [page for page in target.free_pages() if target.canary._ledger.generations[page]]
+    free = [page for page in target.free_pages() if target.canary.session.ledger.generations[page]]
     if not free:
         return False
     page = target.rng.choice(free)
-    generation = int(target.canary._ledger.generations[page])
+    generation = int(target.canary.session.ledger.generations[page])
     target.record(pool="target", slot=page * target.setup.page_size)
     target.canary.tickets.issue("save", "connector", reads={page: generation - 1})
     return True

@@ -65,7 +65,7 @@ def recycle_as_it_is(target: Target) -> bool:
 def come_and_go(target: Target, pages: int = 1) -> bool:
     """A request that the engine does not know is granted pages, writes nothing and gives them back: nothing is due."""
     free = target.free_pages()[-pages:]
-    if len(free) < pages or any(target.canary._ledger.generations[page] for page in free):
+    if len(free) < pages or any(target.canary.session.ledger.generations[page] for page in free):
         return False
     target.record(code="")
     target.canary.admit(VISITOR, [1, 2, 3])
@@ -125,12 +125,12 @@ def move_in_another_order(target: Target, pool: str) -> bool:
 def hit_and_give_back(target: Target) -> bool:
     """A request that the engine does not know hits a published page, and gives it back: nothing is due."""
     canary = target.canary
-    hit = [reader for reader in target.running() if canary._ledger.pages.published[reader.pages[0]]]
+    hit = [reader for reader in target.running() if canary.session.ledger.pages.published[reader.pages[0]]]
     if not hit:
         return False
     reader = target.rng.choice(hit)
     target.record(code="")
-    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens.tolist())
+    canary.admit(VISITOR, canary.session.ledger.request(reader.request_id).tokens.tolist())
     canary.on_acquire(VISITOR, list(reader.pages[:1]))
     canary.on_free(VISITOR, list(reader.pages[:1]))
     return True
@@ -155,7 +155,7 @@ def remove_the_child_first(target: Target) -> bool:
         return False
     canary, pages = target.canary, list(reader.pages[:whole])
     target.record(code="")
-    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens.tolist())
+    canary.admit(VISITOR, canary.session.ledger.request(reader.request_id).tokens.tolist())
     canary.on_fork(reader.request_id, VISITOR, pages)
     canary.on_free(VISITOR, pages)
     return True
@@ -168,5 +168,6 @@ def work_on_a_current_page(target: Target) -> bool:
         return False
     page, tickets = target.rng.choice(reader.pages), target.canary.tickets
     target.record(code="")
-    tickets.complete(tickets.issue("save", "connector", reads={page: int(target.canary._ledger.generations[page])}))
+    grant = int(target.canary.session.ledger.generations[page])
+    tickets.complete(tickets.issue("save", "connector", reads={page: grant}))
     return True

@@ -12,7 +12,7 @@ CHILD = "child"
 
 def evict_a_locked_page(target: Target) -> bool:
     """A cache replaces a page that a running request holds too."""
-    published = target.canary._ledger.pages.published
+    published = target.canary.session.ledger.pages.published
     for reader in target.running():
         held = [page for page in reader.pages if published[page]]
         if held:
@@ -29,7 +29,7 @@ def remove_the_parent_first(target: Target) -> bool:
     if reader is None or not whole:
         return False
     canary, pages = target.canary, list(reader.pages[:whole])
-    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens.tolist())
+    canary.admit(CHILD, canary.session.ledger.request(reader.request_id).tokens.tolist())
     canary.on_fork(reader.request_id, CHILD, pages)
     target.record()
     canary.on_evict(pages[-1:])
@@ -41,7 +41,7 @@ def cache_a_freed_page(target: Target) -> bool:
     reader, page, _ = private_page(target)
     if reader is None:
         return False
-    tokens = target.canary._ledger.request(reader.request_id).tokens.tolist()
+    tokens = target.canary.session.ledger.request(reader.request_id).tokens.tolist()
     target.canary.on_free(reader.request_id, [page])
     target.record()
     target.canary.admit(CHILD, tokens)
@@ -73,7 +73,7 @@ def write_what_is_published(target: Target) -> bool:
         return True
 
     for reader in target.running():
-        if target.canary._ledger.request(reader.request_id).final_pages:
+        if target.canary.session.ledger.request(reader.request_id).final_pages:
             target.canary.on_share(reader.request_id, list(reader.pages[:1]))
             target.before(root_forward(target), partial(write, reader=reader))
             return True

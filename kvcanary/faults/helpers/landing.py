@@ -20,7 +20,7 @@ def rewrite_a_row(target: Target) -> bool:
     if len(running) < 2:
         return False
     reader, other = running[0], running[-1]
-    size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
+    size, owner_of = target.setup.page_size, target.canary.session.ledger.owner_of
     length = reader.committed_len // size * size
     differs = [p for p in range(length) if int(reader.slots[p]) != int(other.slots[p])]
     if not differs or owner_of(int(other.slots[differs[0]]) // size) is None:
@@ -38,7 +38,7 @@ def write_after_the_end(target: Target) -> bool:
         return False
     gone, size = target.rng.choice(running), target.setup.page_size
     unfinished = gone.pages[gone.committed_len // size :]  # a cache takes the whole ones
-    own = [page for page in unfinished if target.canary._ledger.owner_of(page) == gone.request_id]
+    own = [page for page in unfinished if target.canary.session.ledger.owner_of(page) == gone.request_id]
     if not own:
         return False
     target.cancel(gone.request_id)
@@ -59,7 +59,7 @@ def end_during_a_transfer(target: Target) -> bool:
     """A request is aborted while bytes are still on their way into its pages."""
     running = list(target.running())
     gone = target.rng.choice(running) if len(running) > 1 else None
-    if gone is None or target.canary._ledger.owner_of(gone.pages[-1]) != gone.request_id:
+    if gone is None or target.canary.session.ledger.owner_of(gone.pages[-1]) != gone.request_id:
         return False
     target.canary.tickets.issue("remote write", "network", writes=[gone.pages[-1]])
     target.record(pool="target", slot=gone.pages[-1] * target.setup.page_size)

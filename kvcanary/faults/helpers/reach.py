@@ -38,7 +38,7 @@ def any_reader(target: Target) -> Running | None:
 
 def private_page(target: Target) -> tuple[Running | None, int, int]:
     """A private page of final entries: its reader, its number, its first position."""
-    size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
+    size, owner_of = target.setup.page_size, target.canary.session.ledger.owner_of
     for reader in target.running():
         whole = range(reader.committed_len // size)
         own = [place for place in whole if owner_of(int(reader.slots[place * size]) // size) == reader.request_id]
@@ -211,7 +211,7 @@ def row_of(slot: int) -> Tensor:
 
 def own_state(target: Target, view: PoolView) -> PoolState:
     """The canary's own records and fingerprints of a pool."""
-    return target.canary._state.by_name[view.name]
+    return target.canary.session.state.by_name[view.name]
 
 
 def generation_of(pool: PoolState, slot: int) -> int:
@@ -225,7 +225,7 @@ def is_private(target: Target, page: int) -> bool:
     """Whether the page is one request's alone, and no cache's."""
     from kvcanary_kernels.record.layout import SHARED
 
-    return int(target.canary._state.page_states[page]) != SHARED
+    return int(target.canary.session.state.page_states[page]) != SHARED
 
 
 def mask_of(bit: int) -> int:

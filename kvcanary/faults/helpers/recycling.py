@@ -11,7 +11,7 @@ TOKENS = (1, 2, 3)
 def never_granted(target: Target) -> int | None:
     """The last of the free pages, if nobody has ever had it."""
     free = target.free_pages()
-    return free[-1] if free and not target.canary._ledger.generations[free[-1]] else None
+    return free[-1] if free and not target.canary.session.ledger.generations[free[-1]] else None
 
 
 def recycle(target: Target, page: int) -> None:
@@ -19,7 +19,7 @@ def recycle(target: Target, page: int) -> None:
     target.canary.admit(FORMER, TOKENS)
     target.canary.on_alloc(FORMER, [page])
     target.canary.on_free(FORMER, [page])
-    poisoner = target.canary._poisoner
+    poisoner = target.canary.session.poisoner
     while page in poisoner.waiting:
         poisoner.tick()
 
@@ -27,7 +27,7 @@ def recycle(target: Target, page: int) -> None:
 def wait_out(target: Target) -> None:
     """What was freed has waited long enough."""
     steps = target.canary.config.quarantine
-    target.canary._ledger.leave_quarantine(target.step + steps, steps)
+    target.canary.session.ledger.leave_quarantine(target.step + steps, steps)
 
 
 def grant_again(target: Target, page: int) -> None:

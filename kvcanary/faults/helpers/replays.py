@@ -60,7 +60,7 @@ def _step(canary: CanaryManager, substep: CapturedSubstep, start: int, end: int,
     if substep.buffers is not None:
         change(substep.buffers)
     _forward(substep)
-    canary.check()
+    canary.collect(canary.end_step())
 
 
 def _batch(canary: CanaryManager, start: int, end: int) -> Batch:
@@ -71,7 +71,7 @@ def _batch(canary: CanaryManager, start: int, end: int) -> Batch:
     def numbers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    uid = canary.requests_of([LIVE])[0].uid
+    uid = canary.forwards.requests_of([LIVE])[0].uid
     return Batch(
         indptr=numbers(0, end),
         indices=FIRST + torch.arange(end),

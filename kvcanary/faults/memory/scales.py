@@ -100,7 +100,7 @@ def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, en
     canary.begin_step(canary.step + 1)
     slots, positions = PAGE_SIZE + torch.arange(end), torch.arange(start, end)
     tokens = torch.tensor([*range(PROMPT_LEN), 1])[start:end]
-    substep = canary.substep("prefill" if not start else "decode", 0, NAME)
+    substep = canary.forward("prefill" if not start else "decode", 0, NAME)
     read = ReadPlan(torch.tensor([0, end]), slots, (READER,), 1, torch.tensor([start]), end - start)
     substep.open(read, WritePlan(slots[start:], tokens, positions))
     for number in range(LAYERS):
@@ -109,7 +109,7 @@ def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, en
             part[slots[start:]] = values
         substep.store(number, *stored)
     substep.close()
-    canary.check()
+    canary.collect(canary.end_step())
     canary.commit(READER, end)
 
 

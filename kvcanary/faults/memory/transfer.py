@@ -61,7 +61,7 @@ def _go_on(target: Target, name: str, page: int) -> None:
 
 def _arrive_in_part(target: Target, name: str, page: int) -> None:
     """The end is told with the length of what did arrive, and the page lies behind it."""
-    target.canary.on_load_end(name, [page], target.canary._ledger.request(name).committed_len)
+    target.canary.on_load_end(name, [page], target.canary.session.ledger.request(name).committed_len)
 
 
 def _store_while_loading(target: Target) -> bool:
@@ -94,7 +94,7 @@ def _store_what_has_come(target: Target) -> bool:
 def _load_over_final_entries(target: Target) -> bool:
     """The length of a hit is rounded down to a chunk, and what lies behind is loaded over what is there."""
     for reader in target.running():
-        final = target.canary._ledger.request(reader.request_id).final_pages
+        final = target.canary.session.ledger.request(reader.request_id).final_pages
         if final:
             page = target.rng.choice(reader.pages[:final])
             target.record(request=f"page {page}")
@@ -130,7 +130,7 @@ def _copy_a_page(target: Target, arrives: Copy, one_layer: bool = False, whole: 
     if reader is None or reader.committed_len < size:
         return False
     canary, slots = target.canary, reader.slots[:size].clone()
-    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens[: size + 1].tolist())
+    canary.admit(CHILD, canary.session.ledger.request(reader.request_id).tokens[: size + 1].tolist())
     canary.on_alloc(CHILD, [page])
     wrong = [any_layer(target, view)] if one_layer else list(range(view.num_layers))
     first = 0 if whole else size - max(1, size // ROWS_OF_A_BLOCK)

@@ -110,7 +110,7 @@ def _write_behind_a_row(target: Target, value: float) -> bool:
     if target.setup.content == "rolling" and (place + 1) * size < _end(target, reader.request_id):
         return False  # the row stores there before anybody looks again
     slot = reader.pages[place] * size + size - 1
-    if generation_of(own_state(target, view), slot) == target.canary._ledger.generations[slot // size]:
+    if generation_of(own_state(target, view), slot) == target.canary.session.ledger.generations[slot // size]:
         return False
     layer = _put_somewhere(target, view, slot, value)
     target.record(UNDECLARED, pool="target", slot=slot, layer=layer, reader=reader.request_id)
@@ -119,7 +119,7 @@ def _write_behind_a_row(target: Target, value: float) -> bool:
 
 def _end(target: Target, request_id: str) -> int:
     """Entries of a request of this traffic when it ends, at most."""
-    _, prompt_len = target.canary._ledger.request(request_id).growth[0]
+    _, prompt_len = target.canary.session.ledger.request(request_id).growth[0]
     return prompt_len + target.setup.new_tokens
 
 

@@ -67,7 +67,7 @@ def _write_in_a_circle(target: Target) -> bool:
         size, requests = target.setup.page_size, list(enumerate(call.read.requests))
         target.rng.shuffle(requests)
         for number, name in requests:
-            final = target.canary._ledger.request(name).final_pages * size
+            final = target.canary.session.ledger.request(name).final_pages * size
             if final:
                 slot = int(call.read.indices[row_start(call, number) + target.rng.randrange(final)])
                 redirect(call, written_of(call, number).start, slot)

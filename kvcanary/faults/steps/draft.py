@@ -83,7 +83,7 @@ def _feed_at_chunk_end_of_output(target: Target) -> bool:
         for number, name in enumerate(call.read.requests if call.pool == "draft" else ()):
             place = written_of(call, number).stop - 1
             position = int(call.write.positions[place])
-            known = len(target.canary._ledger.request(name).tokens)
+            known = len(target.canary.session.ledger.request(name).tokens)
             if lens.get(name, position) <= position < known - 1:
                 tokens = call.write.tokens.clone()
                 tokens[place] = (tokens[place] + 1) % _vocab_size(target)

@@ -41,7 +41,7 @@ def _pad_with_minus_one(target: Target) -> bool:
 
 def _pad_with_a_live_slot(target: Target) -> bool:
     """A row of padding writes where a request that is not in the batch has its entries."""
-    size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
+    size, owner_of = target.setup.page_size, target.canary.session.ledger.owner_of
 
     def pad(call: Call) -> Place | None:
         slots = call.write.slots[written_of(call, 1)].tolist()

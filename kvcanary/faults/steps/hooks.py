@@ -11,7 +11,7 @@ from kvcanary.faults.target import Call, Target
 def _close_before_open(target: Target) -> bool:
     """The hooks of a forward that never began are closed."""
     target.record()
-    target.canary.substep("decode", 0, "target").close()
+    target.canary.forward("decode", 0, "target").close()
     return True
 
 
@@ -29,19 +29,19 @@ def _without_hooks(target: Target, kind: str, pool: str, index: int = 0) -> bool
     """A forward runs, and the canary hears of what it makes final, not of the forward."""
     from kvcanary.manager.substep import WarmupSubstep
 
-    canary, substep = target.canary, target.canary.substep
+    canary, hooks = target.canary, target.canary.forward
 
     def silent(call: Call) -> bool:
         if (call.pool, call.index) != (pool, index):
             return False
         target.record(pool=pool, site=(kind, index))
-        canary.substep = lambda *where, **settings: WarmupSubstep()  # type: ignore[method-assign]
+        canary.forward = lambda *where, **settings: WarmupSubstep()
         return True
 
     def back(call: Call) -> bool:
         if (call.pool, call.index) != (pool, index):
             return False
-        canary.substep = substep  # type: ignore[method-assign]
+        canary.forward = hooks
         return True
 
     target.before(kind, silent)

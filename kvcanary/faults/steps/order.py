@@ -86,7 +86,7 @@ def _build_on_the_step_before(target: Target) -> bool:
 
     def stale(call: Call, roots: list[int]) -> Sequence[int]:
         root = target.rng.choice(roots)
-        known = target.canary._ledger.request(call.read.requests[roots.index(root)]).tokens
+        known = target.canary.session.ledger.request(call.read.requests[roots.index(root)]).tokens
         token = known[max(0, len(known) - 2)]
         if token == int(call.write.tokens[root]):
             return ()
@@ -158,7 +158,7 @@ def _write_later(target: Target, slot: int) -> None:
     import numpy as np
 
     canary = target.canary
-    state, mirror = canary._state.by_name["target"], canary._checks.mirror
+    state, mirror = canary.session.state.by_name["target"], canary.session.checks.mirror
     record = mirror.table[[state.base + slot]]
     record[0, 3] += LATER_STEPS  # which no run reaches
     record[0, 7] = state.seal_term

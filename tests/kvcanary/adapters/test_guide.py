@@ -48,7 +48,7 @@ def test_the_adapter_is_short_and_whole() -> None:
     """Under 100 lines, and every hook that the guide names is in it."""
     lines = [line for line in block("adapter").splitlines() if line.strip()]
     assert len(lines) < 100
-    for hook in ("admit", "on_alloc", "substep", "store", "commit", "check", "release", "on_free", "detach"):
+    for hook in ("admit", "on_alloc", "forward", "store", "commit", "check", "release", "on_free", "detach"):
         assert f".{hook}(" in block("adapter"), hook
 
 

@@ -72,7 +72,7 @@ def test_the_number_of_a_step_comes_with_its_rows(make, settings: dict[str, obje
     engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40, ignore_eos=True))
     while engine.canary.step < 9:
         engine.step()
-    bank, target = engine.canary.bank, engine.canary._state.pools[0]
+    bank, target = engine.canary.bank, engine.canary.session.state.pools[0]
     engine.canary.drain()
     pages = torch.tensor(engine.running[0].pages)
     slots = (pages[:, None] * 4 + torch.arange(4)).flatten()[: engine.running[0].committed_len]

@@ -139,7 +139,7 @@ def test_a_step_is_launched_with_the_lengths_of_before_the_last(make) -> None:
     result = engine._pending[-1].result
     assert (result.is_heard, [part.tokens for part in result.parts]) == (False, [[NO_TOKEN]] * 2)
     assert all(part.committed_len < before[part.request.request_id] for part in result.parts)
-    books = engine.canary._ledger.requests
+    books = engine.canary.session.ledger.requests
     assert [books[name].committed_len for name in before] == list(before.values())
     assert [books[name].unlanded for name in before] == [1, 1]
     assert all(engine.relay.lens[request.row] > request.committed_len for request in engine.running)
@@ -216,7 +216,7 @@ def test_no_token_leaves_of_a_step_that_read_damage(make) -> None:
     request = engine.running[1]
     sampled = int(engine.relay.lens[request.row]) + 1 - request.prompt_len
     left = list(request.output_ids)
-    engine.canary._state.by_name["target"].records[request.pages[0] * 4 + 1, CHAIN] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[request.pages[0] * 4 + 1, CHAIN] ^= 1 << 40
     events, error = step_until_it_stops(engine)
     left += [token for event in events if event.request_id == request.request_id for token in event.token_ids]
     assert len(left) == sampled
@@ -303,7 +303,7 @@ def test_the_canary_is_heard_before_a_tree_is_checked(make, monkeypatch, mode) -
     step = engine.canary.step + 1
     for one in engine.running:
         slot = int(engine.request_table.table[one.row, 2])
-        engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+        engine.canary.session.state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
     events: list = []
     error = KVCorruptionError if mode == "raise" else None
     with pytest.raises(error) if error else nullcontext():

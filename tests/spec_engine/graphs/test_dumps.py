@@ -45,7 +45,7 @@ def slot_of(engine: Engine, number: int, position: int) -> int:
 
 
 def flip_a_bit_of_a_record(engine: Engine) -> None:
-    engine.canary._state.by_name["target"].records[slot_of(engine, 1, 3), CHAIN] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[slot_of(engine, 1, 3), CHAIN] ^= 1 << 40
 
 
 def change_a_value(engine: Engine, number: int = 2) -> None:
@@ -100,7 +100,7 @@ def test_a_story_names_captured_writers(make, tmp_path):
     """Who wrote and read a slot is told of captured forwards as of any."""
     engine = make()
     slot = slot_of(engine, 0, engine.running[0].committed_len - 1)
-    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
     engine.step()
     story = explain(read_dump(engine.canary.dump(tmp_path / "found.kvdump")), 0)["story"]
     assert {"wrote", "found"} <= {line["kind"] for line in story}
@@ -168,7 +168,7 @@ def test_a_lagging_host_tells_places_as_the_run_had_them(make):
 def test_hearing_of_a_step_loses_nothing_of_the_next_one(make):
     """A row that is too long reads behind its pages in step two, which has run when the host hears of step one."""
     engine = make(schedule="overlap", ring=7, draft="none")
-    listener, told = engine.canary._checks.static.listener, []
+    listener, told = engine.canary.session.checks.static.listener, []
     noticed = listener.noticed
     listener.noticed = lambda hit: (told.append((hit.step, hit.code, hit.slot, hit.is_exact)), noticed(hit))
     lengthen_a_row(engine)

@@ -65,7 +65,7 @@ def test_nothing_without_a_fault(running):
 def flip_record(engine: Engine) -> int:
     """One bit of the record of req-1's slot."""
     slot = slot_of(engine, 1, 3)
-    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
     return slot
 
 
@@ -88,7 +88,7 @@ def reuse_page(engine: Engine) -> int:
     one, other = engine.running[0], engine.running[1]
     page = one.pages[0]
     engine.canary.on_free(one.request_id, [page])
-    engine.canary._ledger.leave_quarantine(engine.canary.step, 0, 1)
+    engine.canary.session.ledger.leave_quarantine(engine.canary.step, 0, 1)
     engine.canary.on_alloc(other.request_id, [page])
     return 4 * page
 

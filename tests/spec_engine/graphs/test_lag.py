@@ -44,7 +44,7 @@ def truths(make) -> list[tuple[int, ...]]:
 
 def damage(engine: Engine, number: int) -> None:
     """A record in the first page of a request."""
-    engine.canary._state.by_name["target"].records[engine.running[number].pages[0] * 4 + 1, CHAIN] ^= 1 << 40
+    engine.canary.session.state.by_name["target"].records[engine.running[number].pages[0] * 4 + 1, CHAIN] ^= 1 << 40
 
 
 def collect(engine: Engine, events: list) -> None:

@@ -43,7 +43,7 @@ def test_graphs_give_the_tokens_of_eager_steps(make, outcome, settings):
 def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, settings):
     """The device is through with all that a step has launched while it still reads bytes behind it."""
     engine = make(graphs="on", schedule="overlap", device="cuda", **settings)
-    depart, were_over = engine.canary.depart, []
+    depart, were_over = engine.canary.end_step, []
 
     def slow(*args, **kwargs) -> None:
         torch.cuda._sleep(CYCLES)
@@ -57,8 +57,8 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
             were_over.append(flight.over.query())
         return flight
 
-    monkeypatch.setattr(engine.canary._checks.looks, "_ops", replace(KERNELS, check_content=slow))
-    monkeypatch.setattr(engine.canary, "depart", timed)
+    monkeypatch.setattr(engine.canary.session.checks.looks, "_ops", replace(KERNELS, check_content=slow))
+    monkeypatch.setattr(engine.canary, "end_step", timed)
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert were_over.count(False) >= 2
 
@@ -141,7 +141,7 @@ def test_what_a_canary_launches_later_is_compiled_when_it_is_armed(make, outcome
     for _ in range(6):
         outcome(engine, max_new_tokens=40)
     assert compiled == []
-    assert engine.canary._poisoner.poisoned
+    assert engine.canary.session.poisoner.poisoned
 
 
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])

@@ -126,7 +126,7 @@ def test_rows_that_attention_compares_are_not_read_again(start, monkeypatch, set
     checked = engine.canary.certificate()["bytes_checked"]
     for _ in range(9):
         engine.step()
-    assert len(read) >= 9 // engine.canary._checks.sweeper.stride >= 1
+    assert len(read) >= 9 // engine.canary.session.checks.sweeper.stride >= 1
     assert not any(read)
     certificate = engine.canary.certificate()
     assert (
@@ -157,6 +157,6 @@ def test_a_damaged_fingerprint_is_not_taken_for_damaged_bytes(start):
     """R3, as a look would say."""
     engine = start(schedule="sync", **PLAIN)
     slot = slot_of(engine, 1, 3)
-    engine.canary._state.by_name["target"].content_a[1, slot] ^= 1 << 20
+    engine.canary.session.state.by_name["target"].content_a[1, slot] ^= 1 << 20
     (found,) = new_findings(engine)
     assert (found["code"], found["slot"], found["site"]) == ("R3", slot, ["decode", 0])

@@ -90,7 +90,7 @@ class Rig:
         self.streams.main.use(kind, row.pages)
         for pool in [pool for pool in self.pools if not pools or pool.name in pools]:
             tokens = torch.tensor(row.tokens)[start + pool.token_offset :][:count]
-            substep = self.canary.substep(kind, 0, pool.name)
+            substep = self.canary.forward(kind, 0, pool.name)
             first, own = 0, slots[start:]
             if pool.name == "window":
                 first, own = first_visible(start, self.allocator.window), self.allocator.translate(own)
@@ -102,7 +102,7 @@ class Rig:
                 substep.store(layer, k, v)
                 pool.store(layer, own, k, v)
             substep.close()
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         self.streams.host.wait(self.streams.main.mark())  # its tokens reach the host
 
     def commit(self, name: str, length: int) -> None:

@@ -180,7 +180,7 @@ def test_a_record_that_was_damaged_before_it_left_stays_damaged(make_rig):
     tier = HostTier(rig.pools, 16, rig.streams, rig.canary)
     row = rig.start("one", 10)
     rig.canary.drain()
-    rig.canary._state.by_name["target"].records[row.pages[1] * 4, 1] ^= 1 << 7
+    rig.canary.session.state.by_name["target"].records[row.pages[1] * 4, 1] ^= 1 << 7
     block = tier.offload(row.pages, row.committed)
     rig.streams.host.wait(block.event)
     rig.free("one")
@@ -345,7 +345,7 @@ def test_a_block_comes_back_whole(make_rig):
     pages = reserve(rig, block)
     rig.canary.on_load_begin("one", pages)
     rig.canary.on_load_end("one", pages[:2], 8, block.parcel)
-    rig.canary.check()
+    rig.canary.collect(rig.canary.end_step())
     [finding] = rig.canary.findings
     assert (finding.code, finding.reader) == ("L1", "one")
     assert "as many pages as it left, got 2 for 3" in finding.sentence

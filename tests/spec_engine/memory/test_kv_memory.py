@@ -66,7 +66,7 @@ def finish(engine: Engine) -> None:
 def expect_known(engine: Engine) -> None:
     """The canary's rows are the engine's."""
     for request in engine.running:
-        assert engine.canary._ledger.request(request.request_id).pages == request.pages
+        assert engine.canary.session.ledger.request(request.request_id).pages == request.pages
 
 
 def test_pages_of_a_step_are_told_in_one_call(engine, told):
@@ -127,13 +127,13 @@ def test_what_was_granted_is_told_though_one_fails(engine, told):
 def test_a_page_that_the_canary_knows_to_be_taken_is_refused(engine):
     """The engine's step ends in the canary's error, and no row of that step is longer for the canary."""
     _, taken, victim = engine.running
-    rows = [list(engine.canary._ledger.request(request.request_id).pages) for request in engine.running]
+    rows = [list(engine.canary.session.ledger.request(request.request_id).pages) for request in engine.running]
     engine.allocator._free[0] = taken.pages[0]  # a heap still: lower than the others
     del engine.allocator._references[taken.pages[0]]
     with pytest.raises(PageStateError) as caught:
         finish(engine)
     assert (caught.value.page, caught.value.event) == (taken.pages[0], "granted")
-    known = [engine.canary._ledger.request(request.request_id).pages for request in engine.running]
+    known = [engine.canary.session.ledger.request(request.request_id).pages for request in engine.running]
     assert [pages[: len(before)] for pages, before in zip(known, rows, strict=True)] == rows
     assert {len(pages) for pages in known} == {len(known[0])}
     assert victim in engine.running

@@ -148,9 +148,9 @@ def test_shutdown_finishes_or_aborts_with_a_reason(start, grace: float, reason: 
 
 def damage_cached_page(engine: Engine) -> int:
     """Flip one bit of a page that only the prefix cache holds, and let an hour pass; its first slot."""
-    pages = engine.canary._ledger.pages
+    pages = engine.canary.session.ledger.pages
     page = int((pages.published & (pages.refcounts == 0)).nonzero()[0][0])
-    sweep, clock = engine.canary._checks.cached, time.monotonic
+    sweep, clock = engine.canary.session.checks.cached, time.monotonic
     sweep.clock = lambda: clock() + 3600
     engine.pools["target"].kv[3, page * engine.config.page_size, 1].view(torch.uint8)[0, 5] ^= 4
     return page * engine.config.page_size

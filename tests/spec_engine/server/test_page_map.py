@@ -20,7 +20,7 @@ def test_page_map_of_a_running_engine(content: str) -> None:
         engine.submit(PROMPT + tail, SamplingParams(max_new_tokens=40, ignore_eos=True))
     for _ in range(6):
         engine.step()
-    shown, ledger = engine.canary.page_map(), engine.canary._ledger
+    shown, ledger = engine.canary.page_map(), engine.canary.session.ledger
     assert shown["step"] == engine.metrics.num_steps
     assert shown["owners"] == ["(shared)", *(request.request_id for request in engine.running)]
     oldest: dict[int, int] = {}

@@ -240,7 +240,7 @@ def _findings(engine: ToyEngine) -> set[tuple[str, int, int | None]]:
     """(pool, slot, layer) of every finding R9 of a check of all live bytes."""
     engine.begin()
     try:
-        engine.canary.check()
+        engine.canary.collect(engine.canary.end_step())
     except KVCorruptionError as error:
         return {(finding.pool, finding.slot, finding.layer) for finding in error.findings if finding.code == "R9"}
     return set()

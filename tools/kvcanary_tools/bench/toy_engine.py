@@ -121,7 +121,7 @@ class ToyEngine(ToyForwards):
             draft[name] = [*row.tokens[row.committed + 1 : end + 1], *sampled[name]]
         self._chain("prefill", "target", target, starts)
         self._chain("prefill", "draft", draft, starts)
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         for name, end in ends.items():
             self._emit(name, sampled[name])
             self._commit(name, end)
@@ -133,7 +133,7 @@ class ToyEngine(ToyForwards):
         self._reserve({name: row.committed + 1 for name, row in rows.items()})
         starts = {name: row.committed for name, row in rows.items()}
         self._chain("decode", "target", {name: row.tokens[row.committed :] for name, row in rows.items()}, starts)
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         fed = {name: self._tokens(1) for name in rows}
         for name, row in rows.items():
             self._emit(name, fed[name])
@@ -149,7 +149,7 @@ class ToyEngine(ToyForwards):
         for index in range(self.shape.num_steps - 1):
             self._draft_forward(index, branches)
         paths = self._verify(rows)
-        self.canary.check()
+        self.canary.collect(self.canary.end_step())
         starts = {name: row.committed for name, row in rows.items()}
         fed = {name: self._accept(name, path) for name, path in paths.items()}
         self._chain("extend", "draft", fed, starts)

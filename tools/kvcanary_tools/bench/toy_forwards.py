@@ -162,7 +162,7 @@ class ToyForwards:
         read, write = self.change_read(kind, index, pool, read), self.change_write(kind, index, pool, write)
         if pool == "target":
             self._count_distinct(read.indices)
-        substep = self.canary.substep(kind, index, pool)
+        substep = self.canary.forward(kind, index, pool)
         _, slots = substep.open(read, write)
         kv = self.pools[pool].kv
         values = torch.randn(2, *kv.shape[:1], len(slots), *kv.shape[3:], generator=self._generator)

@@ -55,7 +55,7 @@ def _committed(event: Call) -> Sequence[str]:
 
 def _judged(dump: Dump) -> dict[int, int]:
     """By step, the event in which the engine heard what was found in it; whoever ends then ends behind it."""
-    heard = {event["step"]: event["n"] for event in dump.events if event["call"] == "hear"}
+    heard = {event["step"]: event["n"] for event in dump.events if event["call"] in ("collect", "hear")}
     return {step: event["n"] for step, event in dump.stepped() if event["call"] == "check"} | heard
 
 

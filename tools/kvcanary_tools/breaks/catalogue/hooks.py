@@ -16,8 +16,8 @@ BREAKS = (
         (
             Edit(
                 "spec_engine.step.hooks",
-                "substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)",
-                "substep = None if (batch.kind, batch.index) == ('draft', 1) else self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)",
+                "substep = self.canary.forward(batch.kind, batch.index, self.pool.name, puts=True)",
+                "substep = None if (batch.kind, batch.index) == ('draft', 1) else self.canary.forward(batch.kind, batch.index, self.pool.name, puts=True)",
             ),
         ),
         (

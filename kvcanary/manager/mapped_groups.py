@@ -1,0 +1,97 @@
+"""MappedGroups: what an engine tells of pages that a group behind a slot map has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcanary.errors import PlanError
+from kvcanary.manager.reporting import Reporting
+from kvcanary.manager.session import Session
+from kvcanary.recorder.recorder import recorded
+from kvcanary.scrub.poison import Poisoner
+from kvcanary.transfers.imports import adopt
+from kvcanary.transfers.snapshots import Parcel
+
+
+class MappedGroups:
+    """The part of a manager that speaks of full pages, as rows name them, and where a map leads from there."""
+
+    def __init__(self, session: Session, reporting: Reporting) -> None:
+        self._session, self._reporting = session, reporting
+        self._state, self._ledger, self._checks = session.state, session.ledger, session.checks
+        self.recorder = session.recorder
+
+    @recorded
+    def on_map(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
+        """Full pages are granted with free pages of the group, where the map leads now; before their `on_alloc`.
+
+        An engine that tells of none has what the group frees left alone, and counted as not poisoned.
+        """
+        hits = self._of_group(group).granted(own_pages, self._session.step, pages)
+        self._session.untold[group] = False
+        self._checks.enter(group, own_pages)
+        self._checks.report(hits)
+
+    @recorded
+    def on_unmap(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
+        """The group gives up its own pages, the full ones may stay. Told while the map still leads there.
+
+        What is final in them is read once more, and what that finds acts at once, before their next owner writes.
+        Then they are nobody's, and poisoned.
+        """
+        poisoner = self._of_group(group)
+        self._checks.settle()
+        if fired := self._checks.look_at_leaving(group, pages, self._session.step):
+            self._reporting.act()
+        poisoner.freed(own_pages, fired or self._reporting.are_damaged(pages))
+
+    @recorded
+    def on_swap_out(self, group: str, pages: Sequence[int]) -> list[Parcel]:
+        """Bytes that these full pages have in the group are about to be copied elsewhere: a parcel for each page.
+
+        The pages stay granted: `on_unmap` tells when the group gives up its own ones, and reading one is R2 then, until
+        `on_map` and `on_swap_in` tell that it is back. The parcel of a page that is written again is of no use.
+        """
+        self._of_group(group)
+        parcels = self._checks.pack(pages, self._session.step, group).each()
+        for parcel in parcels:
+            self.recorder.number_parcel(parcel)
+        return parcels
+
+    @recorded
+    def on_swap_in(self, group: str, pages: Sequence[int], parcels: Sequence[Parcel] | None) -> None:
+        """Bytes of full pages that were granted all the while lie where the map leads since `on_map`.
+
+        `parcels`: of `on_swap_out`, one for each page: the records of then come back, and bytes that are not those of
+        then are T1. None: bytes are fingerprinted as they lie.
+        """
+        self._of_group(group)
+        if parcels is not None:
+            self._checks.expect_own(parcels, pages, group)
+        self._checks.settle()
+        if parcels is None:
+            self._adopt_again(group, pages)
+        else:
+            self._checks.unpack_group(group, parcels, pages, self._session.step)
+
+    # helpers
+
+    def _of_group(self, name: str) -> Poisoner:
+        poisoner = self._session.mapped.get(name)
+        if poisoner is None:
+            groups = ", ".join(sorted(self._session.mapped)) or "there is none"
+            raise PlanError(f"group must be one behind a slot map, {groups}, got {name!r}: name that of its view")
+        return poisoner
+
+    def _adopt_again(self, group: str, pages: Sequence[int]) -> None:
+        size = self._state.page_size
+        for page in pages:
+            request = self._ledger.holder(page)
+            if request is None:
+                continue
+            first = request.pages.index(page) * size
+            for pool in self._state.pools_of(group):
+                positions = np.arange(first, min(first + size, request.final_len(pool.pool_id)))
+                adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self._session.step)
