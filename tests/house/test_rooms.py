@@ -146,7 +146,7 @@ def test_cycles_are_found() -> None:
     assert cycles([*line, Arrow("c", "a", True), Arrow("d", "a", False)]) == [["a", "b", "c"]]
 
 
-@pytest.mark.parametrize("package", ["kvcanary_kernels", "kvcanary", "spec_engine"])
+@pytest.mark.parametrize("package", FOLDERS)
 def test_a_folder_has_few_files(modules: dict[str, Path], package: str) -> None:
     """A folder with more holds two ideas."""
     sizes = Counter(path.parent for name, path in modules.items() if name.partition(".")[0] == package)

@@ -25,7 +25,7 @@ from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.replay.replayer import replay
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 EXAMPLES = [40, pytest.param(4000, marks=pytest.mark.slow)]  # of each fuzzer

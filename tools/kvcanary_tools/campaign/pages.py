@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcanary_tools.campaign.matrix import BEST
+from kvcanary_tools.campaign.outcome.matrix import BEST
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).parent / "results"
