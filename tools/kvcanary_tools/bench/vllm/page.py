@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcanary_tools.bench.bars import put_between
 from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.pages.marks import put_between
 
 PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
 BEGIN, END = "<!-- inside vllm: begin -->", "<!-- inside vllm: end -->"

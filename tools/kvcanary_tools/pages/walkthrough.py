@@ -1,4 +1,4 @@
-"""A first hour, as a new user would spend it: ``python -m kvcanary_tools.walkthrough > docs/walkthrough.md``.
+"""A first hour, as a new user would spend it: ``python -m kvcanary_tools.pages.walkthrough > docs/walkthrough.md``.
 
 Everything that the page shows is run here, in a folder of its own: a server in a child process, OpenAI's client against
 it, a fault that is injected from outside, and the commands that read what it left behind. The page is what was said.
@@ -87,7 +87,7 @@ def page() -> Iterator[str]:
         yield _said("Next: [what a finding does in each mode](serving.md), [all commands](commands.md), and")
         yield "[the same in your own tests](pytest.md)."
         yield _said(
-            "This page is what `python -m kvcanary_tools.walkthrough` printed. Its server took any free port, and"
+            "This page is what `python -m kvcanary_tools.pages.walkthrough` printed. Its server took any free port, and"
         )
         yield f"`{' '.join(SEED)}`, from which the place of the fault follows too."
 
