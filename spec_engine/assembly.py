@@ -69,46 +69,84 @@ class Assembly:
         self._build()
 
     def _build(self) -> None:
+        """Each part needs those above it."""
         config, head = self.config, self.head
-        self.sizes = sizes = plan_sizes(
+        self.sizes = plan_sizes(
             config,
             max_positions=self.model.config.max_position_embeddings,
             ahead=None if head is None else head.ahead,
             lag=self.lag,
         )
+        self._lay_out_pages()
+        self._make_pools()
+        states = recurrent_pool(self.model, config, dtype_of(config), self.device)
+        self._watch()
+        self.results = Results(
+            self.streams,
+            self.canary,
+            lag=self.lag,
+            max_bs=self.sizes.num_rows,
+            max_accept=self.sizes.max_accept,
+            max_nodes=0 if head is None else config.most_nodes,
+        )
+        self._schedule()
+        self.relay = Relay(self.sizes.num_rows + 1, self.device)
+        self.drafter = None if head is None else self._make_drafter(head)
+        self.runner = runner_class(config)(
+            self.model,
+            self._target_forwards(),
+            self.drafter,
+            self.request_table,
+            self.relay,
+            self._make_acceptor(),
+            self.canary,
+            states,
+            self.lag,
+        )
+        self._check_sizes()
+        self.sizes = self._weighed(self.sizes)
+        with torch.inference_mode():
+            self.runner.record(config.buckets)
+        if self.canary is not None:
+            self.canary.arm()
+
+    def _lay_out_pages(self) -> None:
+        """Who gives out pages, and the rows that name them: of full layers, behind them those of windows."""
+        config, sizes = self.config, self.sizes
         quarantine = config.canary.quarantine if config.canary.enabled else 0
         self.split = split_pool(config, self.model, sizes, quarantine, self.device)
         pages = PageAllocator(sizes.num_pages, quarantine) if self.split is None else self.split
         self.windows = window_pool(pages, config, self.model.config.sliding_window, sizes.reserve, self.device)
-        self.layers = pool_layers(self.model)
         self.window_reports = None if self.windows is None else WindowReports(self.windows)
         self.allocator = pages if self.windows is None else self.windows
         self.request_table = RequestTable(sizes.num_rows, sizes.row_width, config.page_size, self.device)
+
+    def _make_pools(self) -> None:
+        """By name: of the target's layers, and of the draft head."""
+        self.layers = pool_layers(self.model)
         self.pools = {name: self._pool(name, self.model.config) for name in self.layers}
-        if head is not None:
+        if (head := self.head) is not None:
             check_draft_window(head.config.sliding_window)
             self.pools["draft"] = self._pool("draft", head.config, head.token_offset, head.ahead)
-        states = recurrent_pool(self.model, config, dtype_of(config), self.device)
+
+    def _watch(self) -> None:
+        """The canary over all pools, and whoever tells it of pages and copies."""
         views = [self._view(pool) for pool in self.pools.values()]
-        self.canary = _attach(config.canary, views) if config.canary.enabled else None
+        self.canary = _attach(self.config.canary, views) if self.config.canary.enabled else None
         if self.windows is not None:
             self.windows.watch(self.canary)
         self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
         if self.split is not None:
             self.split.serve(self.pools["target"], self.streams, self.canary)
-        self.results = Results(
-            self.streams,
-            self.canary,
-            lag=self.lag,
-            max_bs=sizes.num_rows,
-            max_accept=sizes.max_accept,
-            max_nodes=0 if head is None else config.most_nodes,
-        )
+
+    def _schedule(self) -> None:
+        """The memory of requests, and who decides which of them run."""
+        config, sizes = self.config, self.sizes
         self.memory = KVMemory(
             self.allocator,
             self.request_table,
             self.canary,
-            is_drafting=head is not None,
+            is_drafting=self.head is not None,
             caches_prefixes=config.prefix_cache,
             tier=self._host_tier() if config.host_pages else None,
         )
@@ -122,32 +160,15 @@ class Assembly:
             least_ratio=config.new_token_ratio,
             turns=None if self.split is None else Turns(self.split.num_own_pages, config.device_turn),
         )
-        self.relay = Relay(sizes.num_rows + 1, self.device)
-        self.drafter = None if head is None else self._make_drafter(head)
-        acceptor = Acceptor(
-            config.acceptance,
-            config.thresholds,
+
+    def _make_acceptor(self) -> Acceptor:
+        return Acceptor(
+            self.config.acceptance,
+            self.config.thresholds,
             vocab_size=self.model.config.vocab_size,
-            num_rows=sizes.num_rows + 1,
+            num_rows=self.sizes.num_rows + 1,
             device=self.device,
         )
-        self.runner = runner_class(config)(
-            self.model,
-            self._target_forwards(),
-            self.drafter,
-            self.request_table,
-            self.relay,
-            acceptor,
-            self.canary,
-            states,
-            self.lag,
-        )
-        self._check_sizes()
-        self.sizes = self._weighed(sizes)
-        with torch.inference_mode():
-            self.runner.record(config.buckets)
-        if self.canary is not None:
-            self.canary.arm()
 
     def _target_forwards(self) -> Forwards | LayeredForwards:
         heads = self.model.config.num_heads

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from kvcanary.faults.target import Setup
-from kvcanary_tools.campaign import dumps, report
-from kvcanary_tools.campaign.bars import missed
+from kvcanary_tools.campaign import dumps
 from kvcanary_tools.campaign.configurations import EMBEDDED, QUICK, Plan, setup_for
-from kvcanary_tools.campaign.matrix import Row, rows_of, totals_of
+from kvcanary_tools.campaign.outcome import report
+from kvcanary_tools.campaign.outcome.bars import missed
+from kvcanary_tools.campaign.outcome.matrix import Row, rows_of, totals_of
 from kvcanary_tools.campaign.runner import runs_instead
 from kvcanary_tools.campaign.runs import Result, find, perform
 from kvcanary_tools.campaign.traffic import CLEAN, FAULTY, QUIET, Run

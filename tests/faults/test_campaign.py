@@ -19,8 +19,8 @@ from kvcanary.faults.target import Setup
 from kvcanary.replay.replayer import replay
 from kvcanary_tools.campaign import runner, runs, traffic
 from kvcanary_tools.campaign.configurations import FULL, PLANS, QUICK, Plan, setup_for
-from kvcanary_tools.campaign.matrix import rows_of, totals_of
-from kvcanary_tools.campaign.report import as_junit, failures, is_right, matrix_lines
+from kvcanary_tools.campaign.outcome.matrix import rows_of, totals_of
+from kvcanary_tools.campaign.outcome.report import as_junit, failures, is_right, matrix_lines
 from kvcanary_tools.campaign.runs import perform
 from kvcanary_tools.campaign.switches import checks_of, switched_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, KINDS, QUIET, Run

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvcanary.faults.catalogue import find
-from kvcanary_tools import demonstration
 from kvcanary_tools.campaign.configurations import QUICK, setup_for
 from kvcanary_tools.campaign.runs import perform
 from kvcanary_tools.campaign.traffic import Run
-from kvcanary_tools.demonstration import flip_bit, swap_pages
+from kvcanary_tools.runs import demonstration
+from kvcanary_tools.runs.demonstration import flip_bit, swap_pages
 from spec_engine.models.embedded import load_excerpts
 
 FAULTS = {

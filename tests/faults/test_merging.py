@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kvcanary.faults.target import Setup
-from kvcanary_tools.campaign.matrix import rows_of, totals_of
-from kvcanary_tools.campaign.merging import expect_whole, merged, rows_and_totals
-from kvcanary_tools.campaign.report import as_json
+from kvcanary_tools.campaign.outcome.matrix import rows_of, totals_of
+from kvcanary_tools.campaign.outcome.merging import expect_whole, merged, rows_and_totals
+from kvcanary_tools.campaign.outcome.report import as_json
 from kvcanary_tools.campaign.runs import Result
 from kvcanary_tools.campaign.traffic import CLEAN, FAULTY, Run
 

@@ -10,8 +10,8 @@ from kvcanary.faults import catalogue
 from kvcanary_tools.campaign import pages, runner
 from kvcanary_tools.campaign.configurations import PLANS
 from kvcanary_tools.campaign.dumps import missed
-from kvcanary_tools.campaign.matrix import rows_of, totals_of
-from kvcanary_tools.campaign.report import as_json
+from kvcanary_tools.campaign.outcome.matrix import rows_of, totals_of
+from kvcanary_tools.campaign.outcome.report import as_json
 
 ROOT = Path(__file__).parents[2]
 DUMPS = {"meta": {"dumps": 2000, "cause_first": 1990, "replayed": 1999}, "rows": [{"dumps": 19}, {"dumps": 20}]}

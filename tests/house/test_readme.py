@@ -83,7 +83,7 @@ def test_codes_are_the_canary_s(root: Path) -> None:
 def test_report_is_what_the_demo_prints() -> None:
     """The report of the flipped bit is the one that `kvcanary demo` prints today; numbers may differ by machine."""
     from kvcanary_tools.commands.demo import NUM_TOKENS
-    from kvcanary_tools.demonstration import flip_bit, strike
+    from kvcanary_tools.runs.demonstration import flip_bit, strike
     from spec_engine.models.embedded import load_excerpts
 
     [shown] = blocks("text")

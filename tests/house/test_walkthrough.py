@@ -6,7 +6,7 @@ import re
 from itertools import zip_longest
 from pathlib import Path
 
-from kvcanary_tools import walkthrough
+from kvcanary_tools.pages import walkthrough
 
 
 def told(text: str) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError
 from kvcanary.transfers.recent_snapshots import MOST_PARCELS, Departed, Departures, Lanes
-from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_forwards import ToyShape
+from kvcanary_tools.bench.toy.engine import ToyEngine
+from kvcanary_tools.bench.toy.forwards import ToyShape
 from toy_tier import TOKENS, Tier
 
 LONG = list(range(200, 218))  # four full pages

@@ -16,7 +16,7 @@ from kvcanary.dumps.reading import Dump, read_dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.replay.replayer import replay
 from kvcanary_kernels.record.layout import chain_host, chain_root, make_keys, mix_host, unsigned
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 
 SEED = 0x1B0C_5EED_0000_1234
 SALT = "tenant-4711-secret"

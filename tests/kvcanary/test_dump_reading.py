@@ -27,7 +27,7 @@ from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.manager.mapped_groups import MappedGroups
 from kvcanary.manager.transfers import Transfers
 from kvcanary.replay.replayer import replay
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 EXAMPLES = [40, pytest.param(4000, marks=pytest.mark.slow)]  # of each fuzzer

@@ -13,8 +13,8 @@ from kvcanary.dumps.reading import Dump, read_dump
 from kvcanary.errors import DumpError
 from kvcanary.replay import stage
 from kvcanary.replay.replayer import Replayer, replay
-from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_traffic import Traffic
+from kvcanary_tools.bench.toy.engine import ToyEngine
+from kvcanary_tools.bench.toy.traffic import Traffic
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 
 pytestmark = pytest.mark.usefixtures("early_slices")
 

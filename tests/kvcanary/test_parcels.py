@@ -11,7 +11,7 @@ import torch
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError, PlanError
 from kvcanary.errors import ForeignParcelError
 from kvcanary_kernels.record.layout import NEVER_WRITTEN
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 from toy_tier import TOKENS, Tier
 
 

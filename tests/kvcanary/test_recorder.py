@@ -30,8 +30,8 @@ from kvcanary.recorder.segment import (
     SPARE,
     Segment,
 )
-from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_traffic import Traffic
+from kvcanary_tools.bench.toy.engine import ToyEngine
+from kvcanary_tools.bench.toy.traffic import Traffic
 
 
 def toy(**settings: object) -> ToyEngine:

@@ -14,7 +14,7 @@ from kvcanary.report.causes import transfers
 from kvcanary.report.render import Report
 from kvcanary.transfers.async_ops import HOST
 from kvcanary.transfers.async_tracker import AsyncTracker
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 from rule_facts import a_hit, shown
 
 

@@ -10,7 +10,7 @@ from kvcanary import CanaryConfig
 from kvcanary.calls.coverage import Coverage
 from kvcanary.errors import CanaryConfigError
 from kvcanary.report.stats import Stats
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 
 
 def events_of(stats: Stats, steps: range, coverage: Coverage, added: int = 10) -> list[dict]:

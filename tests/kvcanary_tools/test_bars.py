@@ -46,15 +46,3 @@ def test_a_draft_substep_may_take_four_microseconds_or_one_percent() -> None:
     row = {"substep_added_us": {"rolling": {"median": 6.0}}, "substep_us": {"off": 300.0}}
     assert bars.substep_share(row) == 1.5
     assert bars.substep_share(row | {"substep_us": {"off": 600.0}}) == 1.0
-
-
-def test_they_go_between_their_marks(tmp_path) -> None:
-    """What stood there before is gone; a page without marks is refused."""
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{bars.BEGIN}\nwhat stood there\n{bars.END}\nbehind\n")
-    bars.put_between(page, bars.BEGIN, bars.END, bars.lines())
-    text = page.read_text()
-    assert (text.startswith("before\n"), text.endswith("\nbehind\n"), "what stood there" in text) == (True, True, False)
-    page.write_text("no mark")
-    with pytest.raises(ValueError, match="must have a line <!-- bars: begin -->"):
-        bars.put_between(page, bars.BEGIN, bars.END, bars.lines())

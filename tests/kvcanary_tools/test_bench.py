@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 import pytest
 import structlog
 
 from kvcanary_tools import bench
-from kvcanary_tools.bench import common, prefill, retractions
+from kvcanary_tools.bench import common
+from kvcanary_tools.bench.embedded import retractions
+from kvcanary_tools.bench.gpu import prefill
 from kvcanary_tools.commands.bench import TABLES
 
 
 def test_every_benchmark_is_listed(kvcanary) -> None:
     """What has a main() is a table, and every table has one; without a name all of them are shown."""
-    modules = {module.name for module in iter_modules(bench.__path__)}
-    scripts = {name for name in modules if hasattr(import_module(f"{bench.__name__}.{name}"), "main")}
-    assert {name.replace("-", "_") for name in TABLES} == scripts
+    modules = {module.name for module in walk_packages(bench.__path__, f"{bench.__name__}.") if not module.ispkg}
+    scripts = {name.removeprefix(f"{bench.__name__}.") for name in modules if hasattr(import_module(name), "main")}
+    assert {module for module, _ in TABLES.values()} == scripts
     lines = kvcanary("bench").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(TABLES)
 
@@ -31,7 +33,7 @@ def test_json_goes_into_the_folder(kvcanary, tmp_path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "new" / "retractions.json").read_text()) == {"rows": 1}
 
 
-@pytest.mark.parametrize("name", [name for name, what in TABLES.items() if "needs a GPU" in what])
+@pytest.mark.parametrize("name", [name for name, (_, what) in TABLES.items() if "needs a GPU" in what])
 def test_a_table_without_its_device_is_a_sentence(kvcanary, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, nothing on stdout."""
     monkeypatch.setattr(common, "RESULTS", common.RESULTS)

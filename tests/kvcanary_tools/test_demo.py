@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvcanary_tools import demonstration
 from kvcanary_tools.commands import demo
-from kvcanary_tools.demonstration import Damage, flip_bit, strike, swap_pages
+from kvcanary_tools.runs import demonstration
+from kvcanary_tools.runs.demonstration import Damage, flip_bit, strike, swap_pages
 from spec_engine.models.embedded import load_excerpts
 
 

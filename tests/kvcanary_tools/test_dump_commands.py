@@ -13,7 +13,7 @@ import torch
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 from kvcanary_tools.dumps.bisecting import first_bad
 from kvcanary_tools.dumps.diffing import diff
 from kvcanary_tools.dumps.explaining import explain
@@ -260,7 +260,7 @@ def test_diff_runs_two_commands(kvcanary, tmp_path):
     script.write_text(
         "import sys, torch\n"
         "from kvcanary import CanaryConfig\n"
-        "from kvcanary_tools.bench.toy_engine import ToyEngine\n"
+        "from kvcanary_tools.bench.toy.engine import ToyEngine\n"
         "with torch.inference_mode():\n"
         "    engine = ToyEngine(CanaryConfig())\n"
         "    engine.start('mine', int(sys.argv[1]))\n"

@@ -9,8 +9,9 @@ import pytest
 
 from kvcanary import invariants
 from kvcanary.recorder.recorder import Recorder
-from kvcanary_tools.bench import ancestors, common, engine, host_checks, recorder, retractions
+from kvcanary_tools.bench import common
 from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.bench.embedded import ancestors, engine, host_checks, recorder, retractions
 from spec_engine.step import runner
 
 PROMPTS = ["def add(a, b):\n    return a", "for i in range(10):\n    print("]

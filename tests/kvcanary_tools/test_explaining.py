@@ -11,7 +11,7 @@ import torch
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.replay.replayer import replay
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 from kvcanary_tools.dumps.explaining import NEXT, NEXT_OF_TRANSFERS
 from toy_tier import Tier
 

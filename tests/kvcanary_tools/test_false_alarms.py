@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
-from kvcanary_tools.bench import false_alarms
-from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_forwards import ToyShape
-from kvcanary_tools.bench.toy_traffic import WEIGHTS, Load, Traffic
+from kvcanary_tools.bench.toy import false_alarms
+from kvcanary_tools.bench.toy.engine import ToyEngine
+from kvcanary_tools.bench.toy.forwards import ToyShape
+from kvcanary_tools.bench.toy.traffic import WEIGHTS, Load, Traffic
 
 CHECKS, DISTINCT = 400_000, 8_000
 NOT_POISONED = {"freed pages reused before they were poisoned"}  # under pressure, and counted

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvcanary.faults.target import Setup
-from kvcanary_tools.campaign import account as accounts
-from kvcanary_tools.campaign.account import Account
+from kvcanary_tools.campaign.outcome import account as accounts
+from kvcanary_tools.campaign.outcome.account import Account
 from kvcanary_tools.campaign.runs import Result
 from kvcanary_tools.campaign.traffic import Run
 from kvcanary_tools.console import UsageFailure

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from kvcanary.config import ROTATION_STEPS
-from kvcanary_tools.bench import beside_vllm, drafted_step, host_work, scaling, step
 from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.bench.gpu import drafted_step, host_work, scaling, step
+from kvcanary_tools.bench.vllm import beside as beside_vllm
 from spec_engine.models.config import load_config
 from spec_engine.models.decoder import Decoder
 

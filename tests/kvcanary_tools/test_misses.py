@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench import misses
-from kvcanary_tools.bench.corruptions import FROM_OTHER_ROWS, INTEGERS, KINDS, as_elements
+from kvcanary_tools.bench.toy import misses
+from kvcanary_tools.bench.toy.corruptions import FROM_OTHER_ROWS, INTEGERS, KINDS, as_elements
 
 SAMPLE, POOL_SAMPLE = 10**4, 200
 

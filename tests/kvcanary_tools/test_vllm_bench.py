@@ -10,15 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcanary_tools.bench import (
-    vllm_clock,
-    vllm_engine,
-    vllm_faults,
-    vllm_model,
-    vllm_parallel,
-    vllm_plugin,
-    vllm_turns,
-)
+from kvcanary_tools.bench.vllm import clock as vllm_clock
+from kvcanary_tools.bench.vllm import engine as vllm_engine
+from kvcanary_tools.bench.vllm import faults as vllm_faults
+from kvcanary_tools.bench.vllm import model as vllm_model
+from kvcanary_tools.bench.vllm import parallel as vllm_parallel
+from kvcanary_tools.bench.vllm import plugin as vllm_plugin
+from kvcanary_tools.bench.vllm import turns as vllm_turns
 
 
 def test_prompts_share_prefixes_and_are_the_same_each_time() -> None:

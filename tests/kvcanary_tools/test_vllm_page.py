@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvcanary_tools.bench import vllm_page
 from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.bench.vllm import page as vllm_page
 
 
 def test_the_page_quotes_the_records() -> None:

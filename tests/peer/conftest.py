@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
 from kvcanary.pools.slot_maps import window_start
-from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_forwards import ToyShape
+from kvcanary_tools.bench.toy.engine import ToyEngine
+from kvcanary_tools.bench.toy.forwards import ToyShape
 
 PAGE_SIZE, WINDOW, FULL_PAGES, OWN_PAGES, VOCABULARY = 4, 6, 48, 24, 1000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcanary.config import ROTATION_STEPS
-from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_forwards import ToyRow
+from kvcanary_tools.bench.toy.engine import ToyEngine
+from kvcanary_tools.bench.toy.forwards import ToyRow
 from toy_findings import bits, found, places, slot_of
 
 

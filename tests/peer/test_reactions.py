@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from kvcanary_kernels.judge.count import count_torch, unset_first
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 from toy_findings import bits, found, on, slot_of, with_entry
 
 

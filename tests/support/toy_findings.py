@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcanary import Finding, KVCorruptionError
-from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy.engine import ToyEngine
 
 
 def found(run: Callable[..., object], *arguments: object) -> list[Finding]:

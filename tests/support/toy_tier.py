@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_forwards import ToyRow
+from kvcanary_tools.bench.toy.engine import ToyEngine
+from kvcanary_tools.bench.toy.forwards import ToyRow
 
 TOKENS = list(range(100, 110))
 

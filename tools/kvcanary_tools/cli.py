@@ -20,26 +20,11 @@ import kvcanary
 from kvcanary import faults
 from kvcanary_tools import console
 
+#: They read dumps, and lie together.
+OF_DUMPS = ("inspect", "explain", "replay", "why-slot", "timeline", "report", "diff", "bisect", "certify")
 COMMANDS = (
-    "generate",
-    "serve",
-    "top",
-    "demo",
-    "doctor",
-    "codes",
-    "faults",
-    "inject",
-    "soak",
-    "windows",
-    "inspect",
-    "explain",
-    "replay",
-    "why-slot",
-    "timeline",
-    "report",
-    "diff",
-    "bisect",
-    "certify",
+    *("generate", "serve", "top", "demo", "doctor", "codes", "faults", "inject", "soak", "windows"),
+    *OF_DUMPS,
     "bench",
 )
 
@@ -55,9 +40,9 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(
-            f"kvcanary_tools.commands.{cmd_name.replace('-', '_')}"
-        ).command
+        folder = "commands.dumps" if cmd_name in OF_DUMPS else "commands"
+        module = importlib.import_module(f"kvcanary_tools.{folder}.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
         return command
 
     def resolve_command(

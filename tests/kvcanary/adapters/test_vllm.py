@@ -329,7 +329,7 @@ def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypat
     from structlog.testing import capture_logs
 
     from kvcanary.adapters.vllm.aggregate import merged
-    from kvcanary_tools.bench.vllm_parallel import strike
+    from kvcanary_tools.bench.vllm.parallel import strike
 
     monkeypatch.setenv("KVCANARY_MODE", "log")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

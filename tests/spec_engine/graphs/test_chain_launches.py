@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvcanary_tools.bench.chain import grown_as_trees, launches
+from kvcanary_tools.bench.gpu.chain import grown_as_trees, launches
 from spec_engine import Engine
 from spec_engine.drafting.drafter import Drafter
 

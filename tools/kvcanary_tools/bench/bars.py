@@ -6,12 +6,13 @@ The table of docs/performance.md, and below it why a goal is missed, as far as p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.pages.marks import put_between
 
 PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
 BEGIN, END = "<!-- bars: begin -->", "<!-- bars: end -->"
@@ -341,15 +342,6 @@ def lines() -> Iterator[str]:
     yield ""
     for reason, numbers in told.items():
         yield f"- {', '.join(numbers)}: {reason}"
-
-
-def put_between(page: Path, begin: str, end: str, text: Iterable[str]) -> None:
-    """Write these lines between two marks of a page; ValueError for a page without these."""
-    before, first, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, last, after = rest.partition(end)
-    if not first or not last:
-        raise ValueError(f"{page} must have a line {begin} and, behind it, a line {end}")
-    page.write_text("\n".join((before + begin, *text, end + after)), encoding="utf-8")
 
 
 if __name__ == "__main__":

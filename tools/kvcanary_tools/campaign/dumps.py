@@ -23,8 +23,8 @@ from kvcanary.faults.catalogue import find
 from kvcanary.manager.dump_trigger import SUFFIX
 from kvcanary.replay.replayer import replay
 from kvcanary_tools import console
-from kvcanary_tools.campaign.bars import FIRST
-from kvcanary_tools.campaign.report import versions
+from kvcanary_tools.campaign.outcome.bars import FIRST
+from kvcanary_tools.campaign.outcome.report import versions
 from kvcanary_tools.campaign.runner import begin_worker, default_workers
 from kvcanary_tools.dumps.explaining import explain
 from kvcanary_tools.files import JsonFile, OutFile

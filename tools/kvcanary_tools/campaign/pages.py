@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcanary_tools.campaign.matrix import BEST
+from kvcanary_tools.campaign.outcome.matrix import BEST
+from kvcanary_tools.pages.marks import put_between
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).parent / "results"
@@ -81,12 +82,7 @@ def summary_lines(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> Iter
 def write_pages(campaign: Mapping[str, Any], dumps: Mapping[str, Any], root: Path = ROOT) -> None:
     """Put both tables between their marks; ValueError for a page without them."""
     for page, lines in pages(campaign, dumps).items():
-        path = root / page
-        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise ValueError(f"{path} must have a line {BEGIN} and, behind it, a line {END}")
-        path.write_text("\n".join((before + BEGIN, *lines, END + after)), encoding="utf-8")
+        put_between(root / page, BEGIN, END, lines)
 
 
 def pages(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from kvcanary.faults.target import Setup
 from kvcanary_tools.campaign.configurations import FULL, setup_for
 from kvcanary_tools.campaign.engines import Bench
 from kvcanary_tools.campaign.harness import EngineTarget
-from kvcanary_tools.campaign.report import is_right
+from kvcanary_tools.campaign.outcome.report import is_right
 from kvcanary_tools.campaign.runs import Result, judged
 from kvcanary_tools.campaign.traffic import CLEAN, FAULTY, Run, play, submit
 

@@ -10,29 +10,41 @@ import click
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT
 
-#: What each measures.
+#: Where each is, and what it measures.
 TABLES = {
-    "overhead": "the canary on over off on a CPU, prefill and steps",
-    "drafting": "drafting over no drafting on a CPU",
-    "host-checks": "what always-on host checks cost",
-    "recorder": "what the flight recorder costs, on a CPU, and on a GPU where there is one",
-    "ancestors": "accepted length, drafts that read ancestors over columns",
-    "retractions": "retractions with the tight and the worst-case estimate",
-    "misses": "corruptions that are not found",
-    "false-alarms": "findings in right traffic",
-    "kernels": "fingerprint and check kernels over a device copy; needs a GPU",
-    "attention": "paged attention over a plain read; needs a GPU",
-    "chain": "a captured step of chain drafting with constants and without; needs a GPU",
-    "engine": "tokens a second of the embedded model, drafting and none, on a GPU where there is one",
-    "prefill": "a prefill of an 8B model, and the canary on over off; needs a GPU",
-    "fused": "attention that fingerprints what it reads over attention alone, and steps with it; needs a GPU",
-    "transformers-cost": "the canary on over off inside transformers' generate",
-    "transformers-clean": "findings in sound generation of transformers",
-    "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
-    "drafted-step": "the canary on over off in a captured step with drafts, and in one draft substep; needs a GPU",
-    "scaling": "what the canary adds to a captured decode step by rows, tokens and pool size; needs a GPU",
-    "host-work": "what the host does for the canary in a captured step of an 8B model; needs a GPU",
-    "beside-vllm": "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm",
+    "overhead": ("embedded.overhead", "the canary on over off on a CPU, prefill and steps"),
+    "drafting": ("embedded.drafting", "drafting over no drafting on a CPU"),
+    "host-checks": ("embedded.host_checks", "what always-on host checks cost"),
+    "recorder": ("embedded.recorder", "what the flight recorder costs, on a CPU, and on a GPU where there is one"),
+    "ancestors": ("embedded.ancestors", "accepted length, drafts that read ancestors over columns"),
+    "retractions": ("embedded.retractions", "retractions with the tight and the worst-case estimate"),
+    "misses": ("toy.misses", "corruptions that are not found"),
+    "false-alarms": ("toy.false_alarms", "findings in right traffic"),
+    "kernels": ("gpu.kernels", "fingerprint and check kernels over a device copy; needs a GPU"),
+    "attention": ("gpu.attention", "paged attention over a plain read; needs a GPU"),
+    "chain": ("gpu.chain", "a captured step of chain drafting with constants and without; needs a GPU"),
+    "engine": (
+        "embedded.engine",
+        "tokens a second of the embedded model, drafting and none, on a GPU where there is one",
+    ),
+    "prefill": ("gpu.prefill", "a prefill of an 8B model, and the canary on over off; needs a GPU"),
+    "fused": (
+        "gpu.fused",
+        "attention that fingerprints what it reads over attention alone, and steps with it; needs a GPU",
+    ),
+    "transformers-cost": ("transformers_cost", "the canary on over off inside transformers' generate"),
+    "transformers-clean": ("transformers_clean", "findings in sound generation of transformers"),
+    "step": ("gpu.step", "the canary on over off in a captured decode step of an 8B model; needs a GPU"),
+    "drafted-step": (
+        "gpu.drafted_step",
+        "the canary on over off in a captured step with drafts, and in one draft substep; needs a GPU",
+    ),
+    "scaling": (
+        "gpu.scaling",
+        "what the canary adds to a captured decode step by rows, tokens and pool size; needs a GPU",
+    ),
+    "host-work": ("gpu.host_work", "what the host does for the canary in a captured step of an 8B model; needs a GPU"),
+    "beside-vllm": ("vllm.beside", "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm"),
 }
 
 
@@ -56,14 +68,14 @@ def command(name: str | None, out: Path | None) -> None:
     """
     if name is None:
         width = max(map(len, TABLES))
-        for table, what in TABLES.items():
+        for table, (_, what) in TABLES.items():
             console.data(f"{table:<{width}}  {what}")
         return
     from kvcanary_tools.bench import common
 
     console.log_to_stderr()
     common.RESULTS = out or Path.cwd()
-    module = import_module(f"kvcanary_tools.bench.{name.replace('-', '_')}")
+    module = import_module(f"kvcanary_tools.bench.{TABLES[name][0]}")
     try:
         module.main([]) if name in ("misses", "false-alarms", "transformers-clean") else module.main()
     except SystemExit as absent:  # a device that is not there, in a sentence

@@ -12,8 +12,8 @@ from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 if TYPE_CHECKING:
-    from kvcanary_tools.demonstration import Comparison, Outcome
-    from kvcanary_tools.generation import Completion
+    from kvcanary_tools.runs.demonstration import Comparison, Outcome
+    from kvcanary_tools.runs.generation import Completion
     from spec_engine import TokenEvent
 
 NUM_PROMPTS = 6
@@ -36,7 +36,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
     Exit codes: 0 the clean part was clean and both faults were found and named, 1 otherwise, 2 wrong usage.
     """
-    from kvcanary_tools.demonstration import as_dict, one_thread
+    from kvcanary_tools.runs.demonstration import as_dict, one_thread
 
     console.log_to_stderr(logging.CRITICAL)  # what the events would tell, the reports tell
     show = console.say if as_json else console.data
@@ -51,7 +51,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 def _perform(show: Callable[..., None]) -> tuple[Comparison, dict[str, Outcome]]:
-    from kvcanary_tools import demonstration
+    from kvcanary_tools.runs import demonstration
     from spec_engine.models.embedded import load_excerpts
 
     show(f"1. {NUM_PROMPTS} pieces of held-out code, {NUM_TOKENS} tokens each, tree drafting, canary on\n")

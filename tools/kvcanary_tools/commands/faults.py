@@ -59,7 +59,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     """
     from kvcanary.faults.catalogue import find
     from kvcanary_tools.campaign.museum import visit
-    from kvcanary_tools.reenactment import expect_nothing_armed
+    from kvcanary_tools.runs.reenactment import expect_nothing_armed
 
     expect_nothing_armed()
     console.log_to_stderr()

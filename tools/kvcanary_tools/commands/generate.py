@@ -25,7 +25,7 @@ from kvcanary_tools.engine_options import (
 from kvcanary_tools.files import OutFile
 
 if TYPE_CHECKING:
-    from kvcanary_tools.generation import Completion, Generation
+    from kvcanary_tools.runs.generation import Completion, Generation
     from spec_engine import Engine, TokenEvent
     from spec_engine.memory.sizes import Sizes
 
@@ -75,8 +75,8 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     if options["dump"] is not None and not (config.canary.enabled and config.canary.ring):
         raise UsageFailure("--dump needs a canary that records, got none", "add --kv-canary, and leave its ring")
 
-    from kvcanary_tools.generation import generate
-    from kvcanary_tools.reenactment import reenacting
+    from kvcanary_tools.runs.generation import generate
+    from kvcanary_tools.runs.reenactment import reenacting
     from spec_engine import Engine
 
     console.log_to_stderr()

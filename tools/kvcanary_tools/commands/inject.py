@@ -18,8 +18,8 @@ from kvcanary_tools.engine_options import CONTEXT, usage_failures
 from kvcanary_tools.files import JsonFile, OutFile, OutFolder, make_folder, write_text
 
 if TYPE_CHECKING:
-    from kvcanary_tools.campaign.account import Account
     from kvcanary_tools.campaign.configurations import Plan
+    from kvcanary_tools.campaign.outcome.account import Account
     from kvcanary_tools.campaign.traffic import Run
 
 FILE = OutFile()
@@ -100,11 +100,11 @@ def command(
         _expect_no_campaign(ctx)
         _inject_there(url, names, api_key)
         return
-    from kvcanary_tools.campaign.account import Account
     from kvcanary_tools.campaign.configurations import PLANS
-    from kvcanary_tools.campaign.report import as_junit, failures, matrix_lines
+    from kvcanary_tools.campaign.outcome.account import Account
+    from kvcanary_tools.campaign.outcome.report import as_junit, failures, matrix_lines
     from kvcanary_tools.campaign.runner import default_workers
-    from kvcanary_tools.reenactment import expect_nothing_armed
+    from kvcanary_tools.runs.reenactment import expect_nothing_armed
 
     expect_nothing_armed()
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
@@ -148,8 +148,8 @@ def _missed(
     account: Account, plan: Plan, runs: int | None, record: dict[str, Any] | None, record_file: Path | None
 ) -> list[str]:
     """The bars that are not held: of what was run, or of the record that takes it in."""
-    from kvcanary_tools.campaign.bars import missed
-    from kvcanary_tools.campaign.merging import merged, rows_and_totals
+    from kvcanary_tools.campaign.outcome.bars import missed
+    from kvcanary_tools.campaign.outcome.merging import merged, rows_and_totals
 
     judged = account.matrix()
     if record_file is not None and record is not None and account.is_complete:
@@ -161,7 +161,7 @@ def _missed(
 
 def _record(path: Path, config: str) -> dict[str, Any]:
     """A campaign's JSON into which others go."""
-    from kvcanary_tools.campaign.merging import expect_whole
+    from kvcanary_tools.campaign.outcome.merging import expect_whole
 
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

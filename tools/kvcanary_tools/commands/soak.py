@@ -56,7 +56,7 @@ def command(
     """
     from kvcanary_tools.campaign.runner import chosen
     from kvcanary_tools.campaign.soak import Soaked, soak, to_soak
-    from kvcanary_tools.reenactment import expect_nothing_armed
+    from kvcanary_tools.runs.reenactment import expect_nothing_armed
 
     expect_nothing_armed()
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the ledger has them

@@ -23,7 +23,7 @@ from kvcanary_tools.engine_options import (
 )
 
 if TYPE_CHECKING:
-    from kvcanary_tools.window_run import WindowRun
+    from kvcanary_tools.runs.windows import WindowRun
     from spec_engine.memory.pools.window_report import RowDivergence
 
 HEADINGS = ("request", "step", "committed", "sees from", "slots", "diverges", "agrees before", "last agreed")
@@ -65,8 +65,8 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     is_random = options["model"] == "embedded"  # which has no window
     _check_prompts(options["prompt"], is_random)
 
-    from kvcanary_tools.reenactment import reenacting
-    from kvcanary_tools.window_run import random_engine, random_prompts, watch
+    from kvcanary_tools.runs.reenactment import reenacting
+    from kvcanary_tools.runs.windows import random_engine, random_prompts, watch
     from spec_engine import Engine
 
     console.log_to_stderr()

@@ -1,0 +1,169 @@
+"""One vLLM in this process, with or without the plug-in in turn: what both take, and where the time goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from kvcanary_tools.bench.vllm.clock import clocked
+from kvcanary_tools.bench.vllm.model import (
+    BLOCKS,
+    OUTPUT_TOKENS,
+    POOL_BYTES,
+    REQUESTS,
+    SHAPES,
+    make_prompts,
+    write_model,
+)
+from kvcanary_tools.bench.vllm.turns import agreement, by_step, stepped, throughput
+
+WARM_UPS = 2
+
+
+class Bench:
+    """One vLLM in this process, with or without the plug-in."""
+
+    def __init__(self, folder: Path, size: str, eagle: bool, deadline: float, **engine: Any) -> None:
+        self.started, self.deadline = time.perf_counter(), deadline
+        model = write_model(folder / "model", SHAPES[size])
+        speculative = {}
+        if eagle:
+            draft = write_model(folder / "draft", SHAPES[size] | {"num_hidden_layers": 1}, is_draft=True)
+            speculative["speculative_config"] = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
+        self.say("checkpoint")
+        from vllm import LLM, SamplingParams
+
+        self.sampling = SamplingParams
+        self.llm = LLM(
+            model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, max_model_len=2048,
+            max_num_seqs=256, max_num_batched_tokens=2048, num_gpu_blocks_override=BLOCKS, gpu_memory_utilization=0.5,
+            kv_cache_memory_bytes=POOL_BYTES, disable_log_stats=False, seed=0, **speculative, **engine,
+        )  # fmt: skip
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.worker = core.model_executor.driver_worker.worker
+        self.runner, self.scheduler = self.worker.model_runner, core.scheduler
+        self.is_plugged = hasattr(self.worker, "kvcanary")  # by the entry point, where KVCANARY_MODE asked for it
+        self.say(f"engine with {type(self.runner).__module__}")
+
+    def say(self, what: str) -> None:
+        print(f"[{time.perf_counter() - self.started:6.1f} s] {what}", flush=True)
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() - self.started > self.deadline
+
+    @contextmanager
+    def watched(self, mode: str = "raise", content: str = "rolling") -> Iterator[Any]:
+        from kvcanary import CanaryConfig
+        from kvcanary.adapters.vllm.worker import attach
+
+        self.llm.reset_prefix_cache()
+        handle = attach(self.worker, CanaryConfig(mode=mode, content=content, ring=0))
+        try:
+            yield handle
+        finally:
+            handle.detach()
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **sampling: Any) -> list[Any]:
+        params = self.sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [output.outputs[0] for output in self.llm.generate(asked, params, use_tqdm=False)]
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], tokens: int = OUTPUT_TOKENS, **sampling: Any
+    ) -> tuple[list[Any], float]:
+        """From an empty prefix cache; outputs and seconds."""
+        self.llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = self.generate(prompts, tokens, **sampling)
+        return outputs, time.perf_counter() - start
+
+    def preemptions(self) -> int | None:
+        values = [metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+        return int(sum(values)) if values else None
+
+    def compare(self, pairs: int, seconds: float) -> Iterator[dict[str, Any]]:
+        """Interleaved pairs with and without, each side at least so many seconds; what was measured after each."""
+        from kvcanary.adapters.vllm.handle import Handle
+
+        prompts, seconds_of_run = make_prompts(), 1.0
+        result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": []}
+        if self.is_plugged:  # as users have it: from the start, and it saw warm-up
+            self.run(prompts)
+            result["plugged_at_start"] = self.worker.kvcanary.report()
+            self.worker.kvcanary.detach()
+        result["hooks_us"] = []  # of a step; not while turns are compared, since clocks cost too
+        for _ in range(WARM_UPS):
+            _, seconds_of_run = self.run(prompts)
+            with clocked(Handle) as hooks, self.watched(mode="log"), stepped(self.llm.llm_engine) as spent:
+                self.run(prompts)
+            result["hooks_us"].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
+        result["runs_a_side"] = runs = 2 * max(1, math.ceil(seconds / seconds_of_run / 2))
+        before, tokens = self.preemptions(), {}
+        steps: dict[bool, list[list[tuple[float, float]]]] = {False: [], True: []}
+        for pair in range(pairs):
+            for name in ("off_s", "on_s", "waits"):
+                result.setdefault(name, []).append([])
+            tokens[pair, False], tokens[pair, True] = [], []
+            for number in range(2 * runs):  # without, with, with, without, and so on: drifts hit both
+                is_on = number % 4 in (1, 2)
+                with self.watched(mode="log") if is_on else nullcontext() as handle:
+                    with stepped(self.llm.llm_engine) as spent:
+                        outputs, seconds_of_run = self.run(prompts)
+                    if handle is not None:
+                        result["certificate"] = handle.report()
+                        result["waits"][-1].append(result["certificate"]["waits"])
+                result["on_s" if is_on else "off_s"][-1].append(seconds_of_run)
+                steps[is_on].append(spent)
+                tokens[pair, is_on] += [list(output.token_ids) for output in outputs]
+            result["on_off"].append(agreement(tokens[pair, True], tokens[pair, False]))
+            if pair:
+                result["off_off"].append(agreement(tokens[pair, False], tokens.pop((pair - 1, False))))
+            result |= throughput(result["off_s"], result["on_s"])
+            result["by_step"] = by_step(steps[False], steps[True])
+            result["findings"] = len(result["certificate"]["findings"])
+            preempted = self.preemptions()
+            result["preemptions"] = None if preempted is None or before is None else preempted - before
+            self.say(f"pair {pair}: off {sum(result['off_s'][-1]):.2f} s, on {sum(result['on_s'][-1]):.2f} s")
+            yield result
+            if self.is_late:
+                break
+        result["gaps"] = self.gaps(prompts, tokens[0, True], result["on_off"][0]["first_different"])
+        result["largest_gap_where_different"] = max(result["gaps"], default=0.0)
+        yield result
+
+    def gaps(
+        self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], differs: dict[int, int]
+    ) -> list[float]:
+        """Distance of the two best logits where requests first differ (log-probabilities have the same)."""
+        chosen = list(differs.items())[:64]
+        if not chosen:
+            return []
+        heads = [[*prompts[number % len(prompts)], *tokens[number][:place]] for number, place in chosen]
+        outputs, _ = self.run(heads, tokens=1, logprobs=2)
+        gaps = []
+        for output in outputs:
+            best = sorted((entry.logprob for entry in output.logprobs[0].values()), reverse=True)
+            gaps.append(best[0] - best[1])
+        return gaps
+
+    def profile(self, out: Path) -> Iterator[dict[str, Any]]:
+        """Where the time goes: hooks, then kernels, then functions, which are written beside the result."""
+        from kvcanary.adapters.vllm.handle import Handle
+        from kvcanary_tools.bench.vllm import clock
+
+        prompts = make_prompts()
+        with clocked(Handle) as spent, self.watched(mode="log") as handle:
+            _, seconds = self.run(prompts)
+            result = clock.told(spent, seconds) | {"forwards": handle.report()["forwards"]}
+        yield result
+        with self.watched(mode="log"):
+            result["kernels"] = clock.kernels(lambda: self.run(prompts, tokens=40))
+        yield result
+        with self.watched(mode="log"):
+            (out / "profile.txt").write_text(clock.functions(lambda: self.run(prompts)))
+        yield result

@@ -1,0 +1,125 @@
+"""What was shown inside vLLM: ``python -m kvcanary_tools.bench.vllm.page`` writes the table of docs/adapters.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.pages.marks import put_between
+
+PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
+BEGIN, END = "<!-- inside vllm: begin -->", "<!-- inside vllm: end -->"
+SETTINGS = {
+    "vllm": "runner V2, full graphs, 1.1 B parameters",
+    "vllm_7b": "the same, 7.2 B parameters",
+    "vllm_piecewise": "runner V2, piecewise graphs",
+    "vllm_eager": "runner V2, eager",
+    "vllm_v1": "runner V1, full graphs",
+    "vllm_eagle": "runner V2, full graphs, EAGLE draft of 3 tokens",
+}
+PARALLEL = "vllm_parallel"
+HARMLESS = ("load", "none")  # attempts in which nothing must be found
+Record = Mapping[str, Any]
+
+
+def lines() -> Iterator[str]:
+    """The table, as Markdown, of the records that there are."""
+    yield (
+        "| setting | forwards; entries judged | findings | tokens equal to those without; without, to one another "
+        "| throughput over that without; of equal steps, and nine of ten resamplings of it; without, over one another "
+        "| faults found, with a request | record |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for name, setting in SETTINGS.items():
+        if (RESULTS / f"{name}.json").exists():
+            yield f"| {setting} | {' | '.join(row(read(name)))} | `{name}.json` |"
+    yield ""
+    yield from profiled(read("vllm"))
+    if (RESULTS / f"{PARALLEL}.json").exists():
+        yield ""
+        yield from shared(read(PARALLEL))
+
+
+def read(name: str) -> Record:
+    """The record of this name."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def profiled(record: Record) -> Iterator[str]:
+    """Where the time of the first setting went."""
+    profile, step = record["profile"], record["compared"]["by_step"]["ms"][0]
+    hooks = {name: own["us"] * own["calls"] / profile["forwards"] for name, own in profile["hooks"].items()}
+    most = [f"{us:.0f} of them `{name}`" for us, name in sorted(zip(hooks.values(), hooks, strict=True))[:-3:-1]]
+    kernels = profile["kernels"]
+    yield f"Of the first setting, a step takes {step:.1f} ms without; hooks take {sum(hooks.values()):.0f} us of one,"
+    yield f"{' and '.join(most)}; the canary's kernels take"
+    yield f"{kernels['ours_us'] / kernels['all_us']:.1%} of the device's work in a run of short answers.".replace(
+        "%", " %"
+    )
+
+
+def shared(record: Record) -> Iterator[str]:
+    """What workers that share a model told."""
+    clean = record["clean"]
+    seen = " and ".join(f"{worker['slots_checked']:,}" for worker in clean["workers"])
+    yield f"{record['ranks']} workers that share a model judged {seen} entries with {len(clean['findings'])} findings;"
+    for name in ("one", "all"):
+        struck = record[name]
+        told = " and ".join(
+            f"{own['code']} of request {own['reader']} by {_ranks(own['ranks'])}" for own in struck["found"]
+        )
+        yield f"a bit flipped in {_ranks(struck['struck'])}: {told or 'not found'};"
+    yield f"in `{PARALLEL}.json`."
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
+
+
+def row(record: Record) -> Iterator[str]:
+    """What one record says."""
+    compared = record["compared"]
+    certificate = compared["certificate"]
+    yield f"{certificate['forwards']:,}; {certificate['slots_checked']:,}"
+    yield str(compared["findings"])
+    yield "; ".join(_shares(compared[name]) for name in ("on_off", "off_off"))
+    yield "; ".join((f"{compared['throughput_ratio']:.2f}", *_steps(compared), _between(compared["off_over_off"])))
+    yield _faults(record.get("faults", {}))
+
+
+def _shares(pairs: list[Record]) -> str:
+    return f"{min(pair['share'] for pair in pairs):.1%}".replace("%", " %") if pairs else "one pair"
+
+
+def _steps(compared: Record) -> Iterator[str]:
+    found = compared.get("by_step", {})
+    if "ratio" in found:
+        yield f"{found['ratio']:.3f}, {_between(found['range'], 3)}"
+
+
+def _between(values: list[float], digits: int = 2) -> str:
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _faults(faults: Record) -> str:
+    harms = {name: found for name, found in faults.items() if name not in HARMLESS}
+    found = [name for name, own in harms.items() if is_found(own)]
+    false = [name for name in HARMLESS if faults.get(name, {}).get("found")]
+    told = f"{len(found)} of {len(harms)}" if harms else "not tried"
+    return f"{told}; {len(false)} where there was none" if false else told
+
+
+def is_found(fault: Record) -> bool:
+    """Whether there is a finding that names a request: as reader or writer, or in the error that ended the engine."""
+    if "raised" in fault:
+        return fault["raised"] == "KVCorruptionError" and "reader    '" in fault["message"]
+    named = [entry[1] if isinstance(entry, list) else entry["reader"] or entry["writer"] for entry in fault["found"]]
+    return any(named)
+
+
+if __name__ == "__main__":
+    put_between(PAGE, BEGIN, END, lines())

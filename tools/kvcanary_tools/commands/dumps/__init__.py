@@ -1,0 +1,1 @@
+"""The commands that read dumps, a file each."""

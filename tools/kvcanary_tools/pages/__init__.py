@@ -1,0 +1,1 @@
+"""Pages of docs/ that programs write, whole or between two marks."""
