@@ -168,7 +168,7 @@ def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
     def substep(kind, index, pool, puts=False):
         opened = own(kind, index, pool, puts=puts)
         if kind == "extend":
-            engine.canary.closed = lambda *told: None
+            engine.canary.forwards.closed = lambda *told: None
         return opened
 
     engine.canary.forward = substep
