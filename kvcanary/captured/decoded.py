@@ -118,7 +118,7 @@ class Heard(NamedTuple):
 
     def learned(self) -> DecodedForward:
         numbers = np.frombuffer(self.numbers, np.int64)[self.first : self.end]
-        parts = [numbers[part] for part in self.substep.written.line().where[: MASKS + 1]]
+        parts = [numbers[part] for part in self.substep.written.line_of(0).where[: MASKS + 1]]
         accepted = numbers[self.substep.num_kept :]
         tokens = tokens_of(accepted.reshape(self.num_requests, -1)) if len(accepted) else None
         own = self.substep, self.step, self.num_requests

@@ -14,14 +14,13 @@ import torch
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
-from kvcanary.calls.forward import Ints
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.captured.decoded import DecodedForward, Launch, Launched, lineage_of, runs_of, tokens_of
 from kvcanary.captured.launch_group import LaunchGroup
-from kvcanary.captured.moves import CapturedMove
+from kvcanary.captured.moves import CapturedMove, LaunchedMove
 from kvcanary.captured.one_shot import OneShotSubstep, Singles
-from kvcanary.captured.pending import Hearing
+from kvcanary.captured.pending import Hearing, make_room
 from kvcanary.captured.readback import CapturedHit, CoverageGap, judge_read_rows, read_rows
 from kvcanary.captured.registry import Snapshot, SubstepRegistry
 from kvcanary.captured.substep import HEADER_PART, CapturedSubstep
@@ -35,6 +34,9 @@ from kvcanary.native.layout import (
     HAS_RUN,
     IS_SHORT,
     LACKING_BITS,
+    LACKS_ROOM,
+    MOVE_KEEP,
+    MOVE_TURN,
     NOT_QUIET,
     NOWHERE,
     PLACE_BITS,
@@ -66,16 +68,16 @@ class Listener(Protocol):
     def learned(self, run: Launched, forward: DecodedForward) -> None:
         """What a run says of itself."""
 
-    def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
+    def heard(self, launches: Sequence[Launch], moves: Sequence[LaunchedMove], numbers: array[int]) -> None:
         """The same of all runs of these, which were proved clean: numbers of each, one behind the other, as `Heard` has
-        them.
+        them, and behind them the places of moves.
         """
 
     def heard_one(self, run: Launched) -> None:
         """The same of one run, among others that were not."""
 
-    def moved(self, src: Ints, dst: Ints) -> None:
-        """The first launched move of which nothing was told."""
+    def moved(self, run: LaunchedMove) -> None:
+        """What a launched move says of itself."""
 
     def noticed(self, hit: CapturedHit) -> None:
         """A check on the device fired."""
@@ -84,13 +86,14 @@ class Listener(Protocol):
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    moves:    as `CapturedMove.moved` tells them, and in which turn they were launched
-    num_kept: numbers that the listener keeps of the launches, if all are clean
+    move_cards: of the moves, [MOVE_CARD] each (native/layout.py)
+    num_kept: numbers that the listener keeps of all of them, if they are clean
     """
 
     step: int
     launches: Sequence[Launch]
-    moves: list[tuple[CapturedMove, int, list[Ints]]]
+    moves: Sequence[LaunchedMove]
+    move_cards: array[int]
     snapshot: Snapshot
     num_kept: int
 
@@ -115,14 +118,15 @@ class CapturedStep:
         self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(replace(self.bank.shared, opened=set()))
         self._hearing: Hearing | None = None
-        self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
+        self._num_heard = 0  # of the runs that land: those before the rules begin
         self.launched: list[Launch] = []
         self._cards = array("q")  # of their runs, [RUN_CARD] each (native/layout.py)
-        self._num_kept = 0  # of them
+        self._num_kept = 0  # of them and of moves
         self._has_singles = False  # among these
         self.num_unlanded = 0
         self._lacking: list[tuple[CapturedSubstep, Batch]] = []  # launched over rows whose requests lack pages of them
-        self.moves: list[CapturedMove] = []
+        self.moves: list[LaunchedMove] = []
+        self._move_cards = array("q")  # of them, [MOVE_CARD] each (native/layout.py)
 
     def launch(
         self,
@@ -186,10 +190,15 @@ class CapturedStep:
         self._has_singles = True
         return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now))
 
-    def launch_move(self, move: CapturedMove) -> None:
-        """This move runs next."""
-        move.moved.turn = self.bank.turn
-        self.moves.append(move)
+    def launch_move(self, move: CapturedMove, record: Any) -> None:
+        """This move runs next. record: the listener's."""
+        turn, num_kept = self.bank.turn, 0 if record is None else move.num_places
+        own = move, turn, record
+        self.moves.append(tuple.__new__(LaunchedMove, own))  # as `LaunchedMove(*own)`, without a call
+        card = move.cards[turn % LINES]
+        card[MOVE_TURN], card[MOVE_KEEP] = turn, num_kept
+        self._move_cards += card
+        self._num_kept += num_kept
 
     def judge_lacking(self, step: int) -> list[Hit | HitBatch]:
         """R7 and R8 of forwards whose requests lack pages, where rows name others in spite of that; waits for them."""
@@ -204,19 +213,18 @@ class CapturedStep:
         """What has run since the last time is on its way to the host."""
         launches, cards, num_kept = self.launched, self._cards, self._num_kept
         self.launched, self._cards, self._num_kept = [], array("q"), 0
-        moved: list[tuple[CapturedMove, int, list[Ints]]] = []  # an annotation is not evaluated in every step
+        moved = self.moves, self._move_cards
         if self.moves:
-            moved = [(move, move.moved.turn, move.moved.read()) for move in self.moves]
-            self.moves = []
+            self.moves, self._move_cards = [], array("q")
         if not self._has_singles:
-            own = step, launches, moved, self.bank.snapshot(launches, (), cards), num_kept
+            own = step, launches, *moved, self.bank.snapshot(launches, (), cards), num_kept
             return tuple.__new__(Told, own)  # as `Told(*own)`, without a call
         launches, cards = self._keep_open(launches, cards)
         once = [
             (run.substep, run.line[HEADER_PART]) for run in runs_of(launches) if isinstance(run.substep, OneShotSubstep)
         ]
         known = [launch for launch in launches if not launch.series.comes_once]
-        return Told(step, launches, moved, self.bank.snapshot(known, once, cards), num_kept)
+        return Told(step, launches, *moved, self.bank.snapshot(known, once, cards), num_kept)
 
     def _keep_open(self, launches: list[Launch], cards: array[int]) -> tuple[list[Launch], array[int]]:
         """Those of these that are closed; a forward that comes once and is open is sent later."""
@@ -234,16 +242,18 @@ class CapturedStep:
 
         Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
         """
-        launches, (headers, once, planned, _, _, cards), hearing = told.launches, told.snapshot, self._hearing
+        _, launches, moves, move_cards, (headers, once, planned, _, _, cards), num_kept = told
         self._num_heard = 0
-        if not launches or told.moves or once or headers is not None:
+        if not launches or once or headers is not None:
             return False
-        if hearing is None:
-            hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
-        kept, num_runs = array("q", bytes(8 * told.num_kept)), len(cards) // RUN_CARD
-        own = cards.buffer_info()[0], hearing.books_at, planned.buffer_info()[0], proves
-        out = kept.buffer_info()[0], hearing.said_at
-        found = hearing.land_quiet(num_runs, *own, *self._seen, *hearing.final, *out)
+        hearing = self._hearing or self._hear_of(mirror)
+        kept = array("q", bytes(8 * num_kept))
+        runs = len(cards) // RUN_CARD, cards.buffer_info()[0], len(moves), move_cards.buffer_info()[0]
+        own = planned.buffer_info()[0], proves, kept.buffer_info()[0], hearing.quiet_at
+        hearing.said[SAID_END] = 0
+        while (found := hearing.land_quiet(*runs, *own)) == LACKS_ROOM:
+            for launch in launches:
+                make_room(launch.batch, launch.series.places)
         if found == NOT_QUIET:
             self._num_heard = hearing.said[SAID_END]
             return False
@@ -251,7 +261,7 @@ class CapturedStep:
         if self.num_unlanded:
             self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
-            self.listener.heard(launches, kept)
+            self.listener.heard(launches, moves, kept)
         if found == HAS_MORE:
             self._finalise_from(told, hearing.said[SAID_PLACE])
         return True
@@ -263,9 +273,7 @@ class CapturedStep:
         unwritten: is told of requests of which entries became final in a step that nobody has written
         proves: a forward that a loop finds clean is not left to the rules
         """
-        hearing, forwards, ledger = self._hearing, told.forwards, self._ledger
-        if hearing is None:
-            hearing = self._hearing = Hearing(self._state, ledger.pages, mirror)
+        hearing, forwards, ledger = self._hearing or self._hear_of(mirror), told.forwards, self._ledger
         cards, end, num_learned, num_heard = told.snapshot.cards, 0, 0, self._num_heard
         self._num_heard = 0
         while (first := end) < len(forwards):
@@ -295,16 +303,20 @@ class CapturedStep:
                 self.listener.learned(run, forward)
         self._coverage.forwards += num_learned
 
+    def _hear_of(self, mirror: RecordStore) -> Hearing:
+        """What hears of runs, from the first step on."""
+        self._hearing = Hearing(self._state, self._ledger.pages, mirror, self.bank.seen)
+        return self._hearing
+
     def learn_moves(self, told: Told, mirror: RecordStore) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
-        for move, turn, (destination, tokens, source, _) in told.moves:
-            moved = (destination >= 0) & move.moved.has_run(turn)
-            slots: Ints = destination[moved]
-            self.listener.moved(source[moved], slots)
+        for run in told.moves:
+            self.listener.moved(run)
+            (slots, _, tokens), pool = run.entries, run.move.pool
             if len(slots):
-                mirror.learn(slots + move.pool.base)
-                positions = tokens[moved].view(np.uint64) >> 32
-                self._ledger.note_moved(move.pool.pool_id, slots, positions.view(np.int64))
+                mirror.learn(slots + pool.base)
+                positions = tokens.view(np.uint64) >> 32
+                self._ledger.note_moved(pool.pool_id, slots, positions.view(np.int64))
 
     def finalise(self, told: Told) -> None:
         """Pages of what was final when forwards were launched are written no more; after `learn` and its moves.

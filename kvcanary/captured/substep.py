@@ -70,7 +70,7 @@ class CapturedSubstep:
         self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
-        self.num_kept = int(self.written.line().where[MASKS].stop)
+        self.num_kept = int(self.written.line_of(0).where[MASKS].stop)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0
@@ -296,7 +296,7 @@ class CapturedSubstep:
 
 def line_card(substep: CapturedSubstep) -> array[int]:
     """[LINE_CARD] (native/layout.py)."""
-    line = substep.written.line()
+    line = substep.written.line_of(0)
     where = [part.start if part.stop > part.start else NOWHERE for part in line.where]
     bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where
     parents = parents if substep.forward.lineage is None else NOWHERE  # the part holds that

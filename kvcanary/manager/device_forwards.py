@@ -132,9 +132,9 @@ class DeviceForwards(Lifecycle):
         """A captured move runs next, behind the forwards that were launched before it."""
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
-        self.recorder.captured.launched_move(self._static.bank.moves.index(move), move.pool.name)
+        record = self.recorder.captured.launched_move(self._static.bank.moves.index(move), move.pool.name)
         self._checks.publish_pages()
-        self._static.launch_move(move)
+        self._static.launch_move(move, record)
 
     def launch_eager(
         self,

@@ -17,6 +17,7 @@ from kvcanary.native.layout import (
     BOOKS_JUDGED,
     BOOKS_LEARNED,
     BOOKS_STATES,
+    CHAIN_WRITTEN,
     FINAL_BOOK,
     FINAL_CARD,
     FRESH_OF,
@@ -25,6 +26,7 @@ from kvcanary.native.layout import (
     HAS_MORE,
     HAS_RUN,
     IS_SHORT,
+    LACKS_ROOM,
     LEFT_TO_RULES,
     LINE_BITS,
     LINE_BOUNDS,
@@ -43,6 +45,12 @@ from kvcanary.native.layout import (
     LINE_STEP,
     LINE_TOKENS,
     LINE_WIDTH,
+    MOVE_CARD,
+    MOVE_KEEP,
+    MOVE_LINE,
+    MOVE_POOL,
+    MOVE_SIZE,
+    MOVE_TURN,
     NO_ROOM,
     NOT_QUIET,
     NOT_WRITTEN,
@@ -50,11 +58,22 @@ from kvcanary.native.layout import (
     NULL_SLOTS,
     NUM_FINAL,
     NUM_FRESH,
+    NUM_PAGES,
     NUM_TOKENS_KNOWN,
+    PAGE_BOOK,
+    PAGE_OWNERS,
     PAGE_SIZE,
     PAGES_FRESH,
     POOL_CARD,
     POOL_ID,
+    QUIET_BOOKS,
+    QUIET_CARD,
+    QUIET_COUNTS,
+    QUIET_FINAL,
+    QUIET_HEADER,
+    QUIET_PAGE_SIZE,
+    QUIET_SAID,
+    QUIET_SEEN,
     REQUEST_CARD,
     REWRITES,
     ROW_NUMBERS,
@@ -86,15 +105,25 @@ from kvcanary.native.layout import (
     SUM_WRITERS,
     TOKEN_OFFSET,
     TOKENS_KNOWN,
+    UID_KNOWN,
     UNKNOWN,
     VOCABULARY,
 )
 from kvcanary.native.page_states import write_pages
 from kvcanary.native.request_lengths import accept_rows, land_runs, num_accepted, sum_committed, write_rows
+from kvcanary.native.request_tokens import chain_of
 from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ
 from kvcanary_kernels.judge.settle import RUN_ROWS as RUN_ROWS_LIVE
 from kvcanary_kernels.judge.settle import RUN_WRITTEN as RUN_ENTRIES
 from kvcanary_kernels.record.layout import WRITTEN
+
+
+@loop()
+def _learn(books, row):
+    """The device has sealed this record; REWRITES where the one that lay there was judged."""
+    if books[BOOKS_LEARNED]:
+        flags_at(books[BOOKS_LEARNED] + row, 1)[0] = 1
+    return REWRITES if flags_at(books[BOOKS_JUDGED] + row, 1)[0] else 0
 
 
 @loop()
@@ -147,10 +176,7 @@ def _look_through(card, books, line, num_requests, requests):
         if slot >= pool[NULL_SLOTS]:
             if flags_at(world[BOOKS_STATES] + slot // pool[PAGE_SIZE], 1)[0] != WRITTEN:
                 seen |= PAGES_FRESH
-            if flags_at(world[BOOKS_JUDGED] + base + slot, 1)[0]:
-                seen |= REWRITES
-            if world[BOOKS_LEARNED]:
-                flags_at(world[BOOKS_LEARNED] + base + slot, 1)[0] = 1
+            seen |= _learn(world, base + slot)
     return n << LINE_BITS | seen
 
 
@@ -231,14 +257,23 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
 
 
 @loop()
-def _keep(run, kept, first):
-    """What is kept of a run, from this place on; where the next one begins."""
-    end = first + run[RUN_KEEP]
-    accepted = run[RUN_REQUESTS] * run[RUN_PLACES] if run[RUN_KEEP] else 0
-    own = longs_at(kept, end)
-    own[first : end - accepted] = longs_at(run[RUN_LINE], end - accepted - first)
-    own[end - accepted :] = longs_at(run[RUN_ACCEPTED], accepted)
-    return end
+def _keep(kept, numbers, count):
+    """So many numbers are kept here; where the next ones are."""
+    longs_at(kept, count)[:] = longs_at(numbers, count)
+    return kept + 8 * count
+
+
+@loop()
+def _keep_all(n, runs, count, moves, kept):
+    """What is kept of n runs, then of moves."""
+    for one in range(n):
+        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
+        accepted = run[RUN_REQUESTS] * run[RUN_PLACES] if run[RUN_KEEP] else 0
+        kept = _keep(kept, run[RUN_LINE], run[RUN_KEEP] - accepted)
+        kept = _keep(kept, run[RUN_ACCEPTED], accepted)
+    for one in range(count):
+        move = longs_at(moves + 8 * MOVE_CARD * one, MOVE_CARD)
+        kept = _keep(kept, move[MOVE_LINE], move[MOVE_KEEP])
 
 
 @loop()
@@ -254,32 +289,94 @@ def _write_pages(n, runs, page_size, final):
             pages[NUM_FRESH] += write_pages(pages[FINAL_BOOK], slots, page_size, room)
 
 
-@loop("int64(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64)")
-def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, kept, said):
-    """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
-
-    NOT_QUIET, ALL_DONE or HAS_MORE (layout.py); pages that were written first are marked, what has run is added up.
-
-    kept: what is kept of them, one behind the other;  said: [SAID] (native/layout.py), how far it came
-    """
-    told, plain = longs_at(said, SAID), HAS_RUN
-    told[:SAID_SUMS] = 0
-    told[SAID_END] = hear_runs(0, n, runs, books, planned, proves)
-    if told[SAID_END] != n:
-        return NOT_QUIET
+@loop()
+def _card_of(uid, n, runs):
+    """Address of the card of a request that has rows in one of n runs; 0: none has."""
+    last = 0
     for one in range(n):
+        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
+        cards = longs_at(run[RUN_CARDS], run[RUN_REQUESTS] if run[RUN_CARDS] != last else 0)
+        for number in range(cards.shape[0]):
+            if longs_at(cards[number], REQUEST_CARD)[UID_KNOWN] == uid:
+                return cards[number]
+        last = run[RUN_CARDS]
+    return 0
+
+
+@loop()
+def _arrived(count, moves, n, runs, page_size, final):
+    """Whether moves have run, all bytes came along, and nothing was put behind what n runs have written of its row.
+
+    moves: address of their cards; else `CapturedStep.learn_moves` and `Mover.arrived` have something to do
+    """
+    book = longs_at(longs_at(final, FINAL_CARD)[FINAL_BOOK], PAGE_BOOK)
+    owners, card, uid = longs_at(book[PAGE_OWNERS], book[NUM_PAGES]), 0, 0
+    for one in range(count):
+        move = longs_at(moves + 8 * MOVE_CARD * one, MOVE_CARD)
+        size, pool = move[MOVE_SIZE], longs_at(move[MOVE_POOL], POOL_CARD)
+        line = longs_at(move[MOVE_LINE], 5 * size + 1)
+        if line[5 * size] >> 32 != move[MOVE_TURN] or line[3 * size : 5 * size].any():
+            return False
+        for entry in range(size):
+            slot, position = line[entry], line[2 * size + entry] >> 32
+            if slot < 0:
+                continue
+            if slot >= min(pool[SLOTS], owners.size * page_size) or position < 0:
+                return False
+            if card == 0 or owners[slot // page_size] != uid:
+                uid = owners[slot // page_size]
+                card = _card_of(uid, n, runs)
+            if card == 0 or position >= chain_of(card, pool[POOL_ID])[CHAIN_WRITTEN]:
+                return False
+    return True
+
+
+@loop()
+def _learn_moved(count, moves, books):
+    """Records that moves have brought are learned; REWRITES where one that lay there was judged."""
+    found = 0
+    for one in range(count):
+        move = longs_at(moves + 8 * MOVE_CARD * one, MOVE_CARD)
+        base = longs_at(move[MOVE_POOL], POOL_CARD)[BASE]
+        for slot in longs_at(move[MOVE_LINE], move[MOVE_SIZE]):
+            if slot >= 0:
+                found |= _learn(longs_at(books, BOOKS_CARD), base + slot)
+    return found
+
+
+@loop("int64(int64, int64, int64, int64, int64, boolean, int64, int64)")
+def land_quiet(n, runs, count, moves, planned, proves, kept, quiet):
+    """`hear_runs`; where all n have run and were proved clean, and what `count` moves have brought is as it was,
+    `take_quiet`; where nothing fired `land_runs`.
+
+    NOT_QUIET, ALL_DONE, HAS_MORE or LACKS_ROOM (layout.py); pages that were written first are marked, what has run is
+    added up.
+
+    kept: what is kept of runs and moves, one behind the other;  quiet: address of [QUIET_CARD]
+    """
+    own = longs_at(quiet, QUIET_CARD)
+    books, page_size, final, said = own[QUIET_BOOKS], own[QUIET_PAGE_SIZE], own[QUIET_FINAL], own[QUIET_SAID]
+    told, plain = longs_at(said, SAID), HAS_RUN
+    told[SAID_SEEN:SAID_SUMS] = 0
+    told[SAID_END] = hear_runs(told[SAID_END], n, runs, books, planned, proves)
+    for one in range(told[SAID_END]):
         bits = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)[RUN_SEEN]
         plain &= bits
         told[SAID_SEEN] |= bits & (1 << RUN_BITS + LINE_BITS) - 1
     if not plain or told[SAID_SEEN] & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
         return NOT_QUIET
-    if not take_quiet(n, runs, seen, planned, said + 8 * SAID_RUNS, counts, size):
+    if told[SAID_END] != n:
+        return LACKS_ROOM
+    if not _arrived(count, moves, n, runs, page_size, final):
         return NOT_QUIET
+    headers, counts, size = own[QUIET_SEEN], own[QUIET_COUNTS], own[QUIET_HEADER]
+    if not take_quiet(n, runs, headers, planned, said + 8 * SAID_RUNS, counts, size):
+        return NOT_QUIET
+    told[SAID_SEEN] |= _learn_moved(count, moves, books) << RUN_BITS
     if told[SAID_SEEN] >> RUN_BITS & PAGES_FRESH:
         _write_pages(n, runs, page_size, final)
-    told[SAID_PLACE], end = land_runs(runs, n, 0, page_size, final), 0
-    for one in range(n):
-        end = _keep(longs_at(runs + 8 * RUN_CARD * one, RUN_CARD), kept, end)
+    told[SAID_PLACE] = land_runs(runs, n, 0, page_size, final)
+    _keep_all(n, runs, count, moves, kept)
     entries, sums = told[SAID_RUNS + RUN_ENTRIES], told[SAID_SUMS:]
     sums[SUM_FORWARDS] += n
     sums[SUM_ENTRIES] += entries

@@ -195,11 +195,30 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
 HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
 PLACE_BITS = 32  # of a request's number in a run
 
-#: What `loops.land_quiet` answers of a step: it is left to the rules, all of it is done, or pages have still to follow.
-NOT_QUIET, ALL_DONE, HAS_MORE = range(3)
+#: Of a run of a captured move that was launched, [MOVE_CARD]: the address of its pool's card; that of its line, where
+#: [size] destinations, sources and first columns of records lie, [size, 2] bitmaps of layers that differ, and the
+#: step; the size; the turn; and numbers that are kept of it where it is clean, of its line from the first on.
+MOVE_POOL, MOVE_LINE, MOVE_SIZE, MOVE_TURN, MOVE_KEEP, MOVE_CARD = range(6)
+
+#: Of what `loops.land_quiet` goes by, [QUIET_CARD] addresses and numbers that stay: the books; headers as they were
+#: taken last, counts in front of a header's runs, and its size; slots of a page; what is said of pages as runs land;
+#: and what is said besides, [SAID].
+(
+    QUIET_BOOKS,
+    QUIET_SEEN,
+    QUIET_COUNTS,
+    QUIET_HEADER,
+    QUIET_PAGE_SIZE,
+    QUIET_FINAL,
+    QUIET_SAID,
+    QUIET_CARD,
+) = range(8)
+#: What `loops.land_quiet` answers of a step: it is left to the rules, all of it is done, pages have still to follow, or
+#: requests lack room for what was accepted, and it goes on from there when it is called again.
+NOT_QUIET, ALL_DONE, HAS_MORE, LACKS_ROOM = range(4)
 #: What it says besides, [SAID].
 (
-    SAID_END,  # of the runs that were heard of
+    SAID_END,  # of the runs that were heard of; it goes on from there
     SAID_SEEN,  # of any of them, as RUN_SEEN has it, without numbers of entries
     SAID_PLACE,  # where `loops.land_runs` stands
     SAID_RUNS,  # [NUM_RUNS], what has run

@@ -248,14 +248,24 @@ class RecordedLaunch:
 
 
 class RecordedMove:
-    """A captured move in a pool; `src` and `dst` once the host has heard of it, [n] each."""
+    """A captured move in a pool.
 
-    __slots__ = ("dst", "number", "pool", "src")
+    places: once the host has heard of it, as `LaunchedMove` has them
+    """
+
+    __slots__ = ("number", "places", "pool")
 
     def __init__(self, number: int, pool: str) -> None:
         self.number, self.pool = number, pool
-        self.src: Ints | None = None
-        self.dst: Ints | None = None
+        self.places: array[int] | None = None
+
+    @property
+    def moved(self) -> tuple[Ints, Ints] | None:
+        """Slots where entries lay, and where they have arrived, [n] each; None: nobody has heard of it."""
+        if self.places is None:
+            return None
+        destinations, sources = np.array(self.places).reshape(2, -1)
+        return sources[destinations >= 0], destinations[destinations >= 0]
 
 
 @lru_cache(maxsize=256)
