@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Request
-from kvcanary.native.layout import ADDRESS, BEFORE, CONTRADICTS, HEAD, KINDS, NUM_BEFORE, OTHER, REFUSES
+from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.plans import (
     ReadPlan,
@@ -71,7 +71,7 @@ class Forward:
     width:          rows a request: 1, or the tree width of a draft substep
     num_entries:    that it writes;  num_rows: that it reads;  num_reads: entries of all of these
     request_ids:    names of `requests`
-    memory:         int64, filled by `loops.take_plan`: HEAD numbers (native/layout.py), the plan, of each request its
+    memory:         int64, filled by `loops.take_plan`: FORWARD (native/layout.py), the plan, of each request its
                     uid and what acceptance had made final, and room for `chains`; `head`: its address
     plan:           both plans, one after another: slots, tokens, positions and parents [num_entries]; bounds
                     [num_rows + 1]; written, starts, owns, begins and skipped [num_rows]; prefixes [requests]. The
@@ -126,7 +126,7 @@ class Forward:
         who = array("q")
         for request in requests:
             who.extend((request.uid, request.committed_len))
-        memory = np.empty(HEAD + 5 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
+        memory = np.empty(FORWARD.size + 5 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
         self.kind, self.index, self.pool, self.step, self.requests, self.width = (
             kind,
             index,
@@ -195,11 +195,11 @@ class Forward:
     @cached_property
     def committed(self) -> list[int]:
         """By request, what acceptance had made final."""
-        return self.memory[HEAD + len(self.plan) + 1 : -self.num_entries or None : 2].tolist()
+        return self.memory[FORWARD.size + len(self.plan) + 1 : -self.num_entries or None : 2].tolist()
 
     @cached_property
     def plan(self) -> Ints:
-        return self.memory[HEAD : len(self.memory) - 2 * len(self.requests) - self.num_entries]
+        return self.memory[FORWARD.size : len(self.memory) - 2 * len(self.requests) - self.num_entries]
 
     @property
     def chains(self) -> Ints:
@@ -209,7 +209,7 @@ class Forward:
     @property
     def before(self) -> tuple[int, int]:
         """Address and number of the chains of the draft forward before, where the lineage can be compared with them."""
-        return int(self.memory[BEFORE]), int(self.memory[NUM_BEFORE])
+        return int(self.memory[FORWARD.before]), int(self.memory[FORWARD.num_before])
 
     @property
     def drafted(self) -> Drafted:
@@ -223,7 +223,7 @@ class Forward:
         *own, chains, chains_at = last
         if self.has_lineage and own == [self.step, self.index - 1, self.request_ids, self.width]:
             self.chains_before = chains
-            self.memory[BEFORE], self.memory[NUM_BEFORE] = chains_at, len(chains)
+            self.memory[FORWARD.before], self.memory[FORWARD.num_before] = chains_at, len(chains)
 
     @cached_property
     def pool_indices(self) -> Tensor:

@@ -25,7 +25,7 @@ class Hearing:
         self._hear_runs, self.land_quiet = loops.hear_runs, loops.land_quiet
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
         self.books_at, self._page_size = self._books.buffer_info()[0], state.page_size
-        self.said, self.final = array("q", bytes(8 * SAID)), (state.page_size, pages.final_at)
+        self.said, self.final = array("q", bytes(8 * SAID.size)), (state.page_size, pages.final_at)
         self.said_at = self.said.buffer_info()[0]
 
     def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:

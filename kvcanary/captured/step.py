@@ -39,15 +39,9 @@ from kvcanary.native.layout import (
     NOWHERE,
     PLACE_BITS,
     REWRITES,
+    RUN,
     RUN_BITS,
-    RUN_CARD,
-    RUN_READS,
-    RUN_SEEN,
     SAID,
-    SAID_END,
-    SAID_PLACE,
-    SAID_SEEN,
-    SAID_SUMS,
 )
 from kvcanary.pools.plans import (
     ReadPlan,
@@ -117,7 +111,7 @@ class CapturedStep:
         self._hearing: Hearing | None = None
         self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
         self.launched: list[Launch] = []
-        self._cards = array("q")  # of their runs, [RUN_CARD] each (native/layout.py)
+        self._cards = array("q")  # of their runs, [RUN.size] each (native/layout.py)
         self._num_kept = 0  # of them
         self._has_singles = False  # among these
         self.num_unlanded = 0
@@ -144,7 +138,7 @@ class CapturedStep:
         bank, (n, cards_at), (num_parts, sizes), cards = self.bank, batch.told, series.sizes, self._cards
         turn, rows, first = bank.turn, batch.no_rows * num_parts, len(cards)
         cards += series.cards[turn % LINES]
-        cards[first + RUN_READS :: RUN_CARD] = array("q", reads)
+        cards[first + RUN.reads :: RUN.size] = array("q", reads)
         if said := self._loops.launch_runs(
             n,
             cards_at,
@@ -222,7 +216,7 @@ class CapturedStep:
         """Those of these that are closed; a forward that comes once and is open is sent later."""
         closed, closed_cards, end = list[Launch](), array("q"), 0
         for launch in launches:
-            first, end = end, end + RUN_CARD * len(launch.series)
+            first, end = end, end + RUN.size * len(launch.series)
             is_open = any(substep.is_open for substep in launch.series)
             (self.launched if is_open else closed).append(launch)
             (self._cards if is_open else closed_cards).extend(cards[first:end])
@@ -240,20 +234,20 @@ class CapturedStep:
             return False
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
-        kept, num_runs = array("q", bytes(8 * told.num_kept)), len(cards) // RUN_CARD
+        kept, num_runs = array("q", bytes(8 * told.num_kept)), len(cards) // RUN.size
         own = cards.buffer_info()[0], hearing.books_at, planned.buffer_info()[0], proves
         out = kept.buffer_info()[0], hearing.said_at
         found = hearing.land_quiet(num_runs, *own, *self._seen, *hearing.final, *out)
         if found == NOT_QUIET:
-            self._num_heard = hearing.said[SAID_END]
+            self._num_heard = hearing.said[SAID.end]
             return False
-        mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
+        mirror.heard(hearing.said[SAID.seen] >> RUN_BITS & REWRITES)
         if self.num_unlanded:
             self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
             self.listener.heard(launches, kept)
         if found == HAS_MORE:
-            self._finalise_from(told, hearing.said[SAID_PLACE])
+            self._finalise_from(told, hearing.said[SAID.place])
         return True
 
     def learn(self, told: Told, mirror: RecordStore, unwritten: Unwritten, proves: bool) -> Iterator[DecodedForward]:
@@ -272,7 +266,7 @@ class CapturedStep:
             end = num_heard or hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
             num_heard = 0
             for number in range(first, end):
-                run, seen = forwards[number], cards[RUN_CARD * number + RUN_SEEN]
+                run, seen = forwards[number], cards[RUN.size * number + RUN.seen]
                 substep, requests, accepted = run.substep, run.batch.requests, run.accepted
                 self.num_unlanded -= accepted is not None
                 if seen & IS_SHORT:
@@ -348,8 +342,8 @@ class CapturedStep:
         """What has run in steps that `land_quiet` has landed goes into the coverage."""
         if self._hearing is not None:
             said = self._hearing.said
-            self._cover(*said[SAID_SUMS:SAID])
-            for number in range(SAID_SUMS, SAID):
+            self._cover(*said[SAID.forwards : SAID.size])
+            for number in range(SAID.forwards, SAID.size):
                 said[number] = 0
 
     def _cover(self, forwards: int, entries: int, reads: int, writers: int) -> None:

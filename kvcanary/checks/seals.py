@@ -11,12 +11,7 @@ from kvcanary.calls.forward import Forward, Ints
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.checks.lineage import judge_lineage
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.native.layout import (
-    ASTRAY,
-    MISPLACED,
-    NULL_WRITTEN,
-    PAGE_FRESH,
-)
+from kvcanary.native.layout import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.record_store import RecordStore, Words, two_words
 from kvcanary.records.state import stored_columns

@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.jit import longs_at, loop, words_at
+from kvcanary.native.layout import PIECE
 from kvcanary_kernels.record.layout import CONTENT_B
 
 WORD_BYTES = 4
-WORDS, FIRST, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, RUN, RUN_STRIDE = range(7)  # of a Piece
 
 
 @loop()
@@ -110,11 +110,11 @@ def _row(address, layout, layer, slot, keys, words):
     lane_a = lane_b = np.int64(0)
     for i in range(layout.shape[0]):
         piece = layout[i]
-        size, run = piece[PAGE_SIZE], piece[RUN]
-        offset = slot // size * piece[PAGE_STRIDE] + slot % size * piece[SLOT_STRIDE]
-        for number in range(piece[WORDS] // max(run, 1)):
-            at = address[i, layer] + WORD_BYTES * (offset + number * piece[RUN_STRIDE])
-            key = keys + WORD_BYTES * (piece[FIRST] + number * run)
+        size, run = piece[PIECE.page_size], piece[PIECE.run]
+        offset = slot // size * piece[PIECE.page_stride] + slot % size * piece[PIECE.slot_stride]
+        for number in range(piece[PIECE.words] // max(run, 1)):
+            at = address[i, layer] + WORD_BYTES * (offset + number * piece[PIECE.run_stride])
+            key = keys + WORD_BYTES * (piece[PIECE.first] + number * run)
             a, b = keyed(at, run, key, key + WORD_BYTES * words)
             lane_a += a
             lane_b += b

@@ -8,39 +8,8 @@ A loop says only whether all is well; what is wrong is named by the rules that i
 from __future__ import annotations
 
 from kvcanary.native.jit import flags_at, longs_at, loop
-from kvcanary.native.layout import (
-    BEFORE,
-    CONTRADICTS,
-    ENTRIES,
-    GUESSES,
-    HAS_LINEAGE,
-    HAS_PARENTS,
-    HAS_STARTS,
-    HEAD,
-    IDS,
-    INDEX,
-    KIND,
-    LANES,
-    MASK,
-    NODES,
-    NULL_SLOTS,
-    NUM_BEFORE,
-    NUM_IDS,
-    PAGE_SIZE,
-    POOL,
-    POOL_CARD,
-    REFUSES,
-    REQUESTS,
-    ROWS,
-    SEEN,
-    SEEN_SLOTS,
-    SITE,
-    SLOTS,
-    STEP,
-    WIDTH,
-    WINDOW,
-    WRITERS,
-)
+from kvcanary.native.layout import CONTRADICTS, FORWARD, GUESSES, REFUSES
+from kvcanary.native.structs import forward_at, pool_at
 
 
 @loop()
@@ -55,11 +24,11 @@ def _copy(source, n, plan, at):
 @loop()
 def _may_use(pool, indices, num_indices, slots, written, width, who):
     """Whether all ids lie in the pool, and every slot on a page that its request may write, and is written once."""
-    if not pool[WRITERS]:
+    if not pool.writers:
         return False
-    num_slots = pool[SLOTS]
-    reads, seen = longs_at(indices, num_indices), flags_at(pool[SEEN_SLOTS], num_slots)
-    writers = longs_at(pool[WRITERS], -(-num_slots // pool[PAGE_SIZE]))
+    num_slots = pool.num_slots
+    reads, seen = longs_at(indices, num_indices), flags_at(pool.seen_slots, num_slots)
+    writers = longs_at(pool.writers, -(-num_slots // pool.page_size))
     well = True
     for i in range(num_indices):
         well &= 0 <= reads[i] < num_slots
@@ -70,8 +39,8 @@ def _may_use(pool, indices, num_indices, slots, written, width, who):
             slot = slots[entry]
             if not 0 <= slot < num_slots:
                 well = False
-            elif slot >= pool[NULL_SLOTS]:
-                well &= writers[slot // pool[PAGE_SIZE]] == uid and not seen[slot]
+            elif slot >= pool.null_slots:
+                well &= writers[slot // pool.page_size] == uid and not seen[slot]
                 seen[slot] = 1
         first += written[row]
     for entry in range(slots.shape[0]):
@@ -120,15 +89,16 @@ def take_plan(
     `writes.judge_slots` would name a slot that is written twice, where a row is too short for what it must read and
     write, and where the loops do not know the pages. What a short row writes stands where its prefix says (R10).
     """
-    pool, who = longs_at(card, POOL_CARD), longs_at(who_at, 2 * requests)
-    memory[POOL], memory[KIND], memory[INDEX], memory[STEP], memory[SITE] = card, kind, index, step, site
-    memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, requests
-    memory[HAS_PARENTS], memory[HAS_LINEAGE], memory[HAS_STARTS] = parents != 0, lineage != 0, starts != 0
-    memory[IDS], memory[NUM_IDS], memory[MASK], memory[NODES] = indices, num_indices, mask, nodes
-    memory[LANES] = memory[BEFORE] = memory[NUM_BEFORE] = memory[SEEN] = 0
-    plan = memory[HEAD : memory.shape[0] - who.shape[0] - n]
+    pool, who = pool_at(card), longs_at(who_at, 2 * requests)
+    head = forward_at(memory.ctypes.data)
+    head.pool, head.kind, head.index, head.step, head.site = card, kind, index, step, site
+    head.entries, head.rows, head.width, head.requests = n, rows, width, requests
+    head.has_parents, head.has_lineage = parents != 0, lineage != 0
+    head.ids, head.num_ids, head.mask, head.nodes = indices, num_indices, mask, nodes
+    head.lanes = head.before = head.num_before = head.seen = 0
+    plan = memory[FORWARD.size : memory.shape[0] - who.shape[0] - n]
     for i in range(who.shape[0]):
-        memory[HEAD + plan.shape[0] + i] = who[i]
+        memory[FORWARD.size + plan.shape[0] + i] = who[i]
     at = _copy(slots, n, plan, 0)
     at = _copy(tokens, n, plan, at)
     at = _copy(positions, n, plan, at)
@@ -142,7 +112,7 @@ def take_plan(
     at = _copy(written, rows, plan, at)
     at = _copy(starts, rows, plan, at)
     owns, begins, skipped = plan[at : at + rows], plan[at + rows : at + 2 * rows], plan[at + 2 * rows : at + 3 * rows]
-    lengths, window = plan[at + 3 * rows :], pool[WINDOW]
+    lengths, window = plan[at + 3 * rows :], pool.window
     _copy(prefixes, lengths.shape[0], plan, at + 3 * rows)
     wrong, short, first = bounds[0] != 0 or bounds[rows] != num_indices, False, 0
     ancestors = index if kind == GUESSES else 0

@@ -5,19 +5,20 @@
 from __future__ import annotations
 
 from kvcanary.native.jit import longs_at, loop
-from kvcanary.native.layout import ENTRIES, HAS_LINEAGE, HAS_PARENTS, HEAD, IDS, NUM_IDS, REQUESTS, ROWS, WIDTH
+from kvcanary.native.layout import FORWARD
+from kvcanary.native.structs import forward_at
 from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
 
 
 @loop()
 def _measured(head):
     """Sizes of `Forward.plan`, and of what its rows hold behind the prefixes that it believes."""
-    forward = longs_at(head, HEAD)
-    n, rows, requests = forward[ENTRIES], forward[ROWS], forward[REQUESTS]
+    forward = forward_at(head)
+    n, rows, requests = forward.entries, forward.rows, forward.requests
     size = 4 * n + 6 * rows + 1 + requests
-    plan, tails = longs_at(head + 8 * HEAD, size), 0
+    plan, tails = longs_at(head + 8 * FORWARD.size, size), 0
     for row in range(rows):
-        known = plan[size - requests + row // forward[WIDTH]] - plan[4 * n + 2 * rows + 1 + row]
+        known = plan[size - requests + row // forward.width] - plan[4 * n + 2 * rows + 1 + row]
         tails += plan[4 * n + row + 1] - plan[4 * n + row] - max(known, 0)
     return size, tails
 
@@ -37,11 +38,11 @@ def keep_plans(heads, values, ends):
         return total
     at = 0
     for number in range(heads.shape[0]):
-        forward = longs_at(heads[number], HEAD)
-        n, rows, requests = forward[ENTRIES], forward[ROWS], forward[REQUESTS]
+        forward = forward_at(heads[number])
+        n, rows, requests = forward.entries, forward.rows, forward.requests
         size, _ = _measured(heads[number])
-        plan, ids = longs_at(heads[number] + 8 * HEAD, size), longs_at(forward[IDS], forward[NUM_IDS])
-        has_parents, fits = (forward[HAS_PARENTS] | forward[HAS_LINEAGE]) != 0, True
+        plan, ids = longs_at(heads[number] + 8 * FORWARD.size, size), longs_at(forward.ids, forward.num_ids)
+        has_parents, fits = (forward.has_parents | forward.has_lineage) != 0, True
         for i in range(size):
             value = plan[i] if has_parents or not 3 * n <= i < 4 * n else -1
             fits &= -(1 << 31) <= value < 1 << 31
@@ -49,7 +50,7 @@ def keep_plans(heads, values, ends):
         at += size
         ends[number, 0] = at
         for row in range(rows):
-            known = plan[size - requests + row // forward[WIDTH]] - plan[4 * n + 2 * rows + 1 + row]
+            known = plan[size - requests + row // forward.width] - plan[4 * n + 2 * rows + 1 + row]
             for i in range(plan[4 * n + row] + max(known, 0), plan[4 * n + row + 1]):
                 fits &= -(1 << 31) <= ids[i] < 1 << 31
                 values[at] = ids[i]

@@ -13,22 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.jit import longs_at, loop
-from kvcanary.native.layout import (
-    ASTRAY,
-    BASE,
-    BLANK,
-    CONTENT_A,
-    LAYERS,
-    MISPLACED,
-    MOVED_BITS,
-    NULL_SLOTS,
-    NULL_WRITTEN,
-    PAGE_FRESH,
-    POOL_CARD,
-    REWRITTEN,
-    SEAL_TERM,
-    SLOTS,
-)
+from kvcanary.native.layout import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary.native.structs import pool_at
 from kvcanary_kernels.record.layout import (
     CHAIN,
     COLUMNS,
@@ -270,15 +256,15 @@ def move_records(
     has written since its page was granted arrives as a slot that was never written; a damaged one stays damaged.
     """
     n, num_pages = src.shape[0], generations.shape[0]
-    source, pool = longs_at(origin, POOL_CARD), longs_at(target, POOL_CARD)
-    layers = pool[LAYERS] if source[CONTENT_A] and pool[CONTENT_A] else 0
-    src_slots, dst_slots, src_base, dst_base = source[SLOTS], pool[SLOTS], source[BASE], pool[BASE]
-    src_content = longs_at(source[CONTENT_A], layers * src_slots)
-    dst_content = longs_at(pool[CONTENT_A], layers * dst_slots)
+    source, pool = pool_at(origin), pool_at(target)
+    layers = pool.layers if source.content_a and pool.content_a else 0
+    src_slots, dst_slots, src_base, dst_base = source.num_slots, pool.num_slots, source.base, pool.base
+    src_content = longs_at(source.content_a, layers * src_slots)
+    dst_content = longs_at(pool.content_a, layers * dst_slots)
     records, damage = np.empty((n, COLUMNS), np.int64), np.empty((n, COLUMNS), np.int64)
     lanes = np.empty((n, layers), np.int64)
     for i in range(n):
-        if not (source[NULL_SLOTS] <= src[i] < src_slots and pool[NULL_SLOTS] <= dst[i] < dst_slots):
+        if not (source.null_slots <= src[i] < src_slots and pool.null_slots <= dst[i] < dst_slots):
             return -1
         if not (0 <= src_names[i] // page_size < num_pages and 0 <= dst_names[i] // page_size < num_pages):
             return -1
@@ -302,7 +288,7 @@ def move_records(
             record[REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
             record[STEP_SITE] = step_site
             record[CONTENT_B] = record[CONTENT_B] if has_lanes and layers else 0
-        if _write(row, record, pool[SEAL_TERM], constants, table, live, judged):
+        if _write(row, record, pool.seal_term, constants, table, live, judged):
             seen |= REWRITTEN
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
