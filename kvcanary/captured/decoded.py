@@ -18,6 +18,7 @@ from kvcanary.captured.substep import MASKS, CapturedSubstep
 from kvcanary.ledger.ledger import Request
 from kvcanary.ledger.requests import Batch
 from kvcanary.native.layout import ROWS
+from kvcanary.native.plan_layout import plan_layout
 from kvcanary.records.mailbox import Line
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS
@@ -202,9 +203,10 @@ class DecodedForward:
 
     @property
     def num_bytes(self) -> int:
-        """Of the plans, where somebody keeps them: four numbers an entry, six a row."""
+        """Of the plans, where somebody keeps them."""
         mask = 0 if self.tree_mask is None else self.tree_mask.numel()
-        return 8 * (4 * self.num_entries + 6 * self.num_rows + self.ancestors.size) + mask
+        plan = plan_layout(self.num_entries, self.num_rows, 0)
+        return 8 * (plan.prefixes + self.ancestors.size) + mask
 
     def keep(self) -> None:
         """The plans stay as they are, whatever is told next; without what the rules of the step alone need."""

@@ -39,14 +39,22 @@ POOL = struct(
 #: How one part of a row lies: `Piece` of the kernels.
 PIECE = struct("PartOfRow", " ".join(Piece._fields))
 
-#: Of a forward, in front of its plan (native/plan_layout.py).
-#: kind: GUESSES, LAGS or OTHER;  has_lineage: it lies in the place of parents;  mask: 0: none
+#: Of a forward, in front of its plan (plan_layout.py).
+#: kind: GUESSES, LAGS or OTHER;  ids, num_ids: of the slots that it reads
+#: nodes: entries that every row must write, as many as its tree mask says; -1: any
+#: has_lineage: it lies in the place of parents;  mask: 0: none
 #: lanes: 0: nobody compares the bytes;  before, num_before: chain values of the draft forward before, which the lineage
 #: names, 0: none;  seen: what sealing it has seen
 FORWARD = struct(
     "Head",
     "pool entries rows width requests kind index step site has_parents has_lineage ids num_ids mask nodes lanes before "
     "num_before seen",
+)
+#: What `loops.take_plan` makes such a plan of: the fields of FORWARD, then addresses of tensors, 0 where there is none;
+#: count: entries that every row writes, where `written` is 0;  who: of each request its uid and committed length
+ASKED = struct(
+    "Asked",
+    f"{' '.join(FORWARD._fields[:-1])} slots tokens positions parents lineage indptr written count starts prefixes who",
 )
 OTHER, GUESSES, LAGS = range(3)
 KINDS = {"draft": GUESSES, "extend": LAGS}

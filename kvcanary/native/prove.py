@@ -14,21 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcanary.native.forward_plan import plan_of
 from kvcanary.native.jit import flags_at, longs_at, loop
-from kvcanary.native.layout import FACT, FORWARD, GUESSES, LAGS, PLANS_WRONG, READS_WRONG, REWRITTEN, SEALED_BITS
+from kvcanary.native.layout import FACT, GUESSES, LAGS, PLANS_WRONG, READS_WRONG, REWRITTEN, SEALED_BITS
 from kvcanary.native.records import are_written_at, mix, seal_entries
 from kvcanary.native.structs import fact_at, forward_at, pool_at
-from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, MIX_KEY, MULTIPLIER
-
-
-@loop()
-def _plan(head):
-    """`Forward.plan` behind a head, where its rows begin in there, and [requests, 2] uids and committed lengths."""
-    forward = forward_at(head)
-    n, rows, requests = forward.entries, forward.rows, forward.requests
-    size = 4 * n + 6 * rows + 1 + requests
-    plan, who = longs_at(head + 8 * FORWARD.size, size), longs_at(head + 8 * (FORWARD.size + size), 2 * requests)
-    return plan, 4 * n + rows + 1, who.reshape(requests, 2)
+from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MIX_KEY, MULTIPLIER
 
 
 @loop()
@@ -47,46 +38,45 @@ def _find(facts, uid, guess):
 
 
 @loop()
-def _tokens_are_right(forward, pool, plan, at, who, facts):
+def _tokens_are_right(forward, pool, plan, facts):
     """`tokens.judge_tokens` without an oracle, and no entry in a null slot."""
-    n, rows, width, size = forward.entries, forward.rows, forward.width, pool.vocabulary
-    tokens, first = plan[n : 2 * n], 0
-    for entry in range(n):
-        if plan[entry] < pool.null_slots or (size and not 0 <= tokens[entry] < size):
+    width, size, first = forward.width, pool.vocabulary, 0
+    for entry in range(forward.entries):
+        if plan.slots[entry] < pool.null_slots or (size and not 0 <= plan.tokens[entry] < size):
             return False
     if forward.kind == GUESSES:
         return True
-    for row in range(rows):
-        count, place = plan[at + row], plan[at + 3 * rows + row] + pool.token_offset
-        request = _find(facts, who[row // width, 0], row // width)
+    for row in range(forward.rows):
+        count, place = plan.written[row], plan.begins[row] + pool.token_offset
+        request = _find(facts, plan.who[row // width * 2], row // width)
         if request < 0:
             return False
         fact = _fact(facts, request, pool.pool_id)
         known = longs_at(fact.tokens, fact.num_tokens)
         for entry in range(min(count, 1) if forward.has_parents else count):
-            if place + entry < known.shape[0] and known[place + entry] != tokens[first + entry]:
+            if place + entry < known.shape[0] and known[place + entry] != plan.tokens[first + entry]:
                 return False
         first += count
     return True
 
 
 @loop()
-def _mask_is_right(forward, plan, at):
+def _mask_is_right(forward, plan):
     """`lengths.judge_mask`: every node sees itself and what its parent sees."""
-    n, nodes, first = forward.entries, forward.nodes, 0
+    nodes, first = forward.nodes, 0
     if nodes < 0 or not forward.has_parents:
         return True
     if not forward.mask:
         return False
-    sees = flags_at(forward.mask, n * nodes)
+    sees = flags_at(forward.mask, forward.entries * nodes)
     for row in range(forward.rows):
-        for entry in range(first, first + plan[at + row]):
-            parent = plan[3 * n + entry]
+        for entry in range(first, first + plan.written[row]):
+            parent = plan.parents[entry]
             for node in range(nodes):
                 wanted = node == entry - first or (parent >= 0 and sees[parent * nodes + node] != 0)
                 if (sees[entry * nodes + node] != 0) != wanted:
                     return False
-        first += plan[at + row]
+        first += plan.written[row]
     return True
 
 
@@ -97,15 +87,14 @@ def _is_path(heads, before, forward, ids, first, own, uid, prefix):
         other = forward_at(heads[number])
         if other.kind != GUESSES or other.pool != forward.pool:
             continue
-        plan, at, who = _plan(heads[number])
-        rows, reads, entry = other.rows, longs_at(other.ids, other.num_ids), other.entries
-        for row in range(rows - 1, -1, -1):
-            entry -= plan[at + row]
-            if plan[at + row] != 1 or plan[entry] != ids[own - 1]:
+        plan, reads, entry = plan_of(heads[number]), longs_at(other.ids, other.num_ids), other.entries
+        for row in range(other.rows - 1, -1, -1):
+            entry -= plan.written[row]
+            if plan.written[row] != 1 or plan.slots[entry] != ids[own - 1]:
                 continue
-            end, length = plan[at - rows + row], plan[at + 5 * rows + row // other.width]
-            begin = plan[at - rows - 1 + row] + length
-            if who[row // other.width, 0] != uid or length != prefix or end - begin != own - first:
+            end, place = plan.bounds[row + 1], row // other.width
+            begin = plan.bounds[row] + plan.prefixes[place]
+            if plan.who[2 * place] != uid or plan.prefixes[place] != prefix or end - begin != own - first:
                 return False
             differs = np.int64(0)
             for place in range(own - first):
@@ -115,85 +104,54 @@ def _is_path(heads, before, forward, ids, first, own, uid, prefix):
 
 
 @loop()
-def _rows_are_right(heads, number, forward, pool, plan, at, who, facts):
+def _rows_are_right(heads, number, forward, pool, plan, facts):
     """What `row_spans.sort_rows`, `lengths.judge_lengths` and `judge_starts` look at; then how far rows are written."""
-    rows, width, pool_id = forward.rows, forward.width, pool.pool_id
+    width, pool_id = forward.width, pool.pool_id
     ids, first = longs_at(forward.ids, forward.num_ids), 0
     ancestors = forward.index if forward.kind == GUESSES else 0
-    bounds, prefixes = plan[at - rows - 1 : at], plan[at + 5 * rows :]
     for place in range(forward.requests):
-        request, prefix = _find(facts, who[place, 0], place), prefixes[place]
+        uid, committed_len, prefix = plan.who[2 * place], plan.who[2 * place + 1], plan.prefixes[place]
+        request = _find(facts, uid, place)
         if request < 0:
             return False
         fact = _fact(facts, request, pool_id)
-        if prefix != min(who[place, 1] + pool.ahead, fact.row_len) or prefix > fact.num_granted:
+        if prefix != min(committed_len + pool.ahead, fact.row_len) or prefix > fact.num_granted:
             return False
         granted = longs_at(fact.granted, prefix)
         for row in range(place * width, (place + 1) * width):
-            start, count, own = bounds[row], plan[at + row], plan[at + 2 * rows + row]
-            if plan[at + rows + row] != 0 or own - start != prefix + ancestors:
+            start, count, own = plan.bounds[row], plan.written[row], plan.owns[row]
+            if plan.starts[row] != 0 or own - start != prefix + ancestors:
                 return False
             differs = np.int64(0)
             for position in range(prefix):
                 differs |= ids[start + position] ^ granted[position]
             if differs:
                 return False
-            if ancestors and not _is_path(heads, number, forward, ids, start + prefix, own, who[place, 0], prefix):
+            if ancestors and not _is_path(heads, number, forward, ids, start + prefix, own, uid, prefix):
                 return False
             for entry in range(count):
-                if ids[own + entry] != plan[first + entry]:
+                if ids[own + entry] != plan.slots[first + entry]:
                     return False
             first += count
         if prefix > fact.judged:
-            fact.judged, fact.judged_step, fact.first_id = (
-                prefix,
-                forward.step,
-                forward.ids + 8 * bounds[place * width],
-            )
+            fact.judged, fact.judged_step = prefix, forward.step
+            fact.first_id = forward.ids + 8 * plan.bounds[place * width]
         if forward.kind != GUESSES:
-            fact.row_len = prefix + plan[at + place * width]
+            fact.row_len = prefix + plan.written[place * width]
         if forward.kind == LAGS:  # what lies beyond is junk
             fact.row_len = min(fact.row_len, fact.committed_len + pool.ahead)
     return True
 
 
 @loop()
-def _seal(head, pool, plan, who, facts, generations, states, constants, table, live, judged):
+def _seal(head, forward, pool, plan, facts, generations, states, constants, table, live, judged):
     """Records of all entries of one forward, as `seal_plan`."""
-    forward = forward_at(head)
-    n, roots, uids = forward.entries, np.empty(forward.rows, np.int64), np.empty(forward.requests, np.int64)
-    for place in range(forward.requests):
-        uids[place] = who[place, 0]
-        request = _find(facts, who[place, 0], place)
-        for row in range(place * forward.width, (place + 1) * forward.width):
-            roots[row] = _fact(facts, request, pool.pool_id).root
-    return seal_entries(
-        plan,
-        n,
-        forward.rows,
-        forward.width,
-        forward.has_parents != 0,
-        longs_at(forward.before, forward.num_before),
-        longs_at(head + 8 * (FORWARD.size + plan.shape[0] + 2 * forward.requests), n),
-        plan[:n],
-        longs_at(forward.ids, forward.num_ids),
-        uids,
-        roots,
-        generations,
-        states,
-        pool.page_size,
-        forward.step & MASK_32 | forward.site << 32,
-        pool.low_layers,
-        pool.high_layers,
-        pool.base,
-        pool.num_slots,
-        pool.null_slots,
-        pool.seal_term,
-        constants,
-        table,
-        live,
-        judged,
-    )
+    roots, reads = np.empty(forward.rows, np.int64), longs_at(forward.ids, forward.num_ids)
+    for row in range(forward.rows):
+        place = row // forward.width
+        roots[row] = _fact(facts, _find(facts, plan.who[2 * place], place), pool.pool_id).root
+    low, high = pool.low_layers, pool.high_layers
+    return seal_entries(head, plan.slots, reads, roots, generations, states, low, high, constants, table, live, judged)
 
 
 @loop()
@@ -202,7 +160,7 @@ def _keep(forward, pool, plan, table, live):
     n, layers, slots = forward.entries, pool.layers, pool.num_slots
     lanes, content = longs_at(forward.lanes, 2 * layers * n), longs_at(pool.content_a, layers * slots)
     for entry in range(n):
-        slot, lane_b = plan[entry], pool.start_b
+        slot, lane_b = plan.slots[entry], pool.start_b
         for layer in range(layers):
             content[layer * slots + slot] = lanes[2 * layer * n + entry]
             lane_b += lanes[(2 * layer + 1) * n + entry]
@@ -230,21 +188,8 @@ def _row_is_true(fact, pool, generations, constants, table, live, judged):
         token = tokens[position + pool.token_offset]
         chains[position] = constants[MULTIPLIER] * value + mix(token, position, constants[MIX_KEY])
     fact.num_truths = max(fact.num_truths, end)
-    return are_written_at(
-        ids[known:end],
-        ids[known:end],
-        chains[known:end],
-        generations,
-        pool.page_size,
-        base,
-        pool.num_slots,
-        fact.judged_step,
-        pool.low_layers,
-        pool.high_layers,
-        table,
-        judged,
-        True,
-    )
+    own = ids[known:end]
+    return are_written_at(own, own, chains[known:end], generations, pool, fact.judged_step, table, judged, True)
 
 
 @loop(
@@ -262,27 +207,24 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
     cards: addresses of the pools' cards
     """
     for number in range(heads.shape[0]):
-        forward = forward_at(heads[number])
+        forward, plan = forward_at(heads[number]), plan_of(heads[number])
         pool = pool_at(forward.pool)
-        plan, at, who = _plan(heads[number])
         if not (
-            _tokens_are_right(forward, pool, plan, at, who, facts)
-            and _mask_is_right(forward, plan, at)
-            and _rows_are_right(heads, number, forward, pool, plan, at, who, facts)
+            _tokens_are_right(forward, pool, plan, facts)
+            and _mask_is_right(forward, plan)
+            and _rows_are_right(heads, number, forward, pool, plan, facts)
         ):
             return PLANS_WRONG
     seen = 0
-    for number in range(heads.shape[0]):
-        forward = forward_at(heads[number])
+    for head in heads:
+        forward, plan = forward_at(head), plan_of(head)
         pool = pool_at(forward.pool)
-        plan, _, who = _plan(heads[number])
-        forward.seen = _seal(heads[number], pool, plan, who, facts, generations, states, constants, table, live, judged)
+        forward.seen = _seal(head, forward, pool, plan, facts, generations, states, constants, table, live, judged)
         seen |= forward.seen
-    for number in range(heads.shape[0]):
-        forward = forward_at(heads[number])
+    for head in heads:
+        forward = forward_at(head)
         if forward.lanes:
-            plan, _, _ = _plan(heads[number])
-            _keep(forward, pool_at(forward.pool), plan, table, live)
+            _keep(forward, pool_at(forward.pool), plan_of(head), table, live)
     if seen & REWRITTEN:
         for row in range(judged.shape[0]):
             judged[row] = False

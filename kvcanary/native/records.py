@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcanary.native.forward_plan import plan_of
 from kvcanary.native.jit import longs_at, loop
 from kvcanary.native.layout import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
-from kvcanary.native.structs import pool_at
+from kvcanary.native.structs import forward_at, pool_at
 from kvcanary_kernels.record.layout import (
     CHAIN,
     COLUMNS,
@@ -80,52 +81,25 @@ def write_records(rows, records, constants, table, live, judged):
 
 
 @loop()
-def seal_entries(
-    plan,
-    n,
-    rows,
-    width,
-    has_parents,
-    drafted,
-    chains,
-    names,
-    reads,
-    uids,
-    roots,
-    generations,
-    states,
-    page_size,
-    step_site,
-    low,
-    high,
-    base,
-    num_slots,
-    null_slots,
-    pool_term,
-    constants,
-    table,
-    live,
-    judged,
-):
-    """`seal_plan`; drafted: chains of the draft forward before, [0] where there is no lineage; reads: the slots that it
-    reads.
-    """
-    at = 4 * n + rows + 1
-    tokens, positions, parents = plan[n : 2 * n], plan[2 * n : 3 * n], plan[3 * n : 4 * n]
-    bounds, written, owns = plan[4 * n : at], plan[at : at + rows], plan[at + 2 * rows : at + 3 * rows]
-    begins = plan[at + 3 * rows : at + 4 * rows]
+def seal_entries(head, names, reads, roots, generations, states, low, high, constants, table, live, judged):
+    """`seal_plan`; reads: the slots that it reads."""
+    forward, plan = forward_at(head), plan_of(head)
+    pool, drafted, chains = pool_at(forward.pool), longs_at(forward.before, forward.num_before), plan.chains
+    tokens, positions, parents, owns = plan.tokens, plan.positions, plan.parents, plan.owns
+    has_parents, width, base = forward.has_parents != 0, forward.width, pool.base
     record = np.zeros(COLUMNS, np.int64)
     seen = first = 0
-    for row in range(rows):
-        above, begin = roots[row], begins[row]
-        if owns[row] > bounds[row] and 0 <= reads[owns[row] - 1] < num_slots:
-            above = table[base + reads[owns[row] - 1], CHAIN]
+    for row in range(forward.rows):
+        above, begin, last = roots[row], plan.begins[row], owns[row] - 1
+        is_read = owns[row] > plan.bounds[row]
+        if is_read and 0 <= reads[last] < pool.num_slots:
+            above = table[base + reads[last], CHAIN]
         if drafted.shape[0]:
-            branch, read, is_read = parents[row], above, owns[row] > bounds[row]
+            branch, read = parents[row], above
             above = drafted[row // width * width + branch] if 0 <= branch < width else np.int64(0)
-            if above != read and is_read and null_slots <= reads[owns[row] - 1] < num_slots:
+            if above != read and is_read and pool.null_slots <= reads[last] < pool.num_slots:
                 seen |= ASTRAY
-        for entry in range(first, first + written[row]):
+        for entry in range(first, first + plan.written[row]):
             parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
             before = above if parent < 0 else chains[parent]
             chains[entry] = constants[MULTIPLIER] * before + mix(tokens[entry], positions[entry], constants[MIX_KEY])
@@ -133,97 +107,43 @@ def seal_entries(
             wanted += 0 if has_parents else entry - first
             if positions[entry] != wanted:
                 seen |= MISPLACED
-        first += written[row]
+        first += plan.written[row]
     record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
-    for row in range(rows):
-        for entry in range(first, first + written[row]):
-            slot, page = plan[entry], names[entry] // page_size
+    step_site = forward.step & MASK_32 | forward.site << 32
+    for row in range(forward.rows):
+        for entry in range(first, first + plan.written[row]):
+            slot, page = plan.slots[entry], names[entry] // pool.page_size
             table[base + slot, CHAIN] = chains[entry]
             if states[page] == RESERVED or states[page] == LOAD_FAILED:
                 seen |= PAGE_FRESH
-            if slot < null_slots:
+            if slot < pool.null_slots:
                 seen |= NULL_WRITTEN
                 continue
             node = entry - first if has_parents else 0
             record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
             record[CHAIN] = chains[entry]
-            record[REQUEST_GENERATION] = uids[row // width] & MASK_32 | generations[page] << 32
+            record[REQUEST_GENERATION] = plan.who[row // width * 2] & MASK_32 | generations[page] << 32
             record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
-            if _write(base + slot, record, pool_term, constants, table, live, judged):
+            if _write(base + slot, record, pool.seal_term, constants, table, live, judged):
                 seen |= REWRITTEN
-        first += written[row]
+        first += plan.written[row]
     return seen
 
 
 @loop(
-    "int64(int64[::1], int64, int64, int64, boolean, int64, int64, int64[::1], int64[::1], int64, int64, int64[::1], "
-    "int64[::1], int64[::1], uint8[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64[::1], "
+    "int64(int64, int64[::1], int64[::1], int64[::1], int64[::1], uint8[::1], int64, int64, int64[::1], "
     "int64[:, ::1], int64[:, ::1], boolean[::1])"
 )
-def seal_plan(
-    plan,
-    n,
-    rows,
-    width,
-    has_parents,
-    before,
-    num_before,
-    chains,
-    names,
-    ids,
-    num_ids,
-    uids,
-    roots,
-    generations,
-    states,
-    page_size,
-    step_site,
-    low,
-    high,
-    base,
-    num_slots,
-    null_slots,
-    pool_term,
-    constants,
-    table,
-    live,
-    judged,
-):
+def seal_plan(head, names, ids, roots, generations, states, low, high, constants, table, live, judged):
     """Seal all entries of one forward, each chained to its parent; what was seen (layout.py).
 
-    plan:  Forward.plan;  chains: [n] out;  before: address of chains [num_before] of the draft forward before, or 0
-    names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
-    roots: [rows] chain that a row continues where it reads nothing
-    base:  of the pool in the rows of `table`
+    head:      address of `Forward.memory`, of which `chains` are filled
+    names:     [n] its slots as the plan calls them;  ids: the slots that it reads
+    roots:     [rows] chain that a row continues where it reads nothing
+    low, high: bitmap of the layers that it has stored
     Null slots get a chain and no record.
     """
-    return seal_entries(
-        plan,
-        n,
-        rows,
-        width,
-        has_parents,
-        longs_at(before, num_before),
-        chains,
-        names,
-        longs_at(ids, num_ids),
-        uids,
-        roots,
-        generations,
-        states,
-        page_size,
-        step_site,
-        low,
-        high,
-        base,
-        num_slots,
-        null_slots,
-        pool_term,
-        constants,
-        table,
-        live,
-        judged,
-    )
+    return seal_entries(head, names, ids, roots, generations, states, low, high, constants, table, live, judged)
 
 
 @loop(
@@ -314,20 +234,20 @@ def match_records(slots, n, records, expected):
 
 
 @loop()
-def are_written_at(slots, full, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+def are_written_at(slots, names, chains, generations, pool, step, table, judged, marks):
     """`are_written` of slots, and what plans call them."""
-    n = chains.shape[0]
+    n, base = chains.shape[0], pool.base
     for i in range(n):
-        page = full[i] // page_size
-        if not (0 <= slots[i] < num_slots and 0 <= page < generations.shape[0]):
+        page = names[i] // pool.page_size
+        if not (0 <= slots[i] < pool.num_slots and 0 <= page < generations.shape[0]):
             return False
         record = table[base + slots[i]]
         if (
             record[CHAIN] != chains[i]
             or (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[page]
             or np.int32(step - record[STEP_SITE]) < 0
-            or record[LAYERS_LOW] != low
-            or record[LAYERS_HIGH] != high
+            or record[LAYERS_LOW] != pool.low_layers
+            or record[LAYERS_HIGH] != pool.high_layers
         ):
             return False
     if marks:
@@ -336,29 +256,12 @@ def are_written_at(slots, full, chains, generations, page_size, base, num_slots,
     return True
 
 
-@loop(
-    "boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64[:, ::1], "
-    "boolean[::1], boolean)"
-)
-def are_written(ids, names, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+@loop("boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64[:, ::1], boolean[::1], boolean)")
+def are_written(ids, names, chains, generations, card, step, table, judged, marks):
     """Whether slots hold these chains, of every layer, under the current grants and of no later step.
 
     ids, names: addresses of the slots and of what plans call them, as many as chains
-    marks:      they are judged from now on
+    card:       address of the pool's;  marks: they are judged from now on
     """
-    n = chains.shape[0]
-    return are_written_at(
-        longs_at(ids, n),
-        longs_at(names, n),
-        chains,
-        generations,
-        page_size,
-        base,
-        num_slots,
-        step,
-        low,
-        high,
-        table,
-        judged,
-        marks,
-    )
+    own, full = longs_at(ids, chains.shape[0]), longs_at(names, chains.shape[0])
+    return are_written_at(own, full, chains, generations, pool_at(card), step, table, judged, marks)

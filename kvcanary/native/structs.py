@@ -26,6 +26,7 @@ def struct_at(struct: Any) -> Any:
 
 
 pages_at = struct_at(layout.PAGES)
+asked_at = struct_at(layout.ASKED)
 books_at = struct_at(layout.BOOKS)
 chain_at = struct_at(layout.ROW_CHAIN)
 fact_at = struct_at(layout.FACT)
