@@ -14,6 +14,7 @@ from kvcanary.errors import LifetimeError, UnknownRequestError
 from kvcanary.ledger.request_ids import RequestIds
 from kvcanary.ledger.request_state import Known, TruthChain, Unheard
 from kvcanary.ledger.reread_queue import ReadQueue
+from kvcanary.native.formulas import final_len
 from kvcanary.native.layout import ALL, REQUEST, ROWS
 from kvcanary_kernels.record.layout import Keys, chain_root
 
@@ -151,7 +152,8 @@ class Request:
 
         committed_len: as it was at some time; None: as it is now
         """
-        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
+        length = self.committed_len if committed_len is None else committed_len
+        return final_len(length, self.ahead[pool_id], self.row_lens[pool_id])
 
     def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""

@@ -15,14 +15,15 @@ from kvcanary.native.jit import longs_at, loop, words_at
 from kvcanary.native.layout import FORWARD, PIECE
 from kvcanary.native.structs import forward_at, piece_at, pool_at
 from kvcanary_kernels.content.poison import FINITE_BITS, NAN_WORD
+from kvcanary_kernels.record.formulas import poison_of
 from kvcanary_kernels.record.layout import (
     COLUMNS,
     CONTENT_B,
     MASK_32,
     REQUEST_GENERATION,
-    SPLITMIX_FIRST,
-    SPLITMIX_SECOND,
 )
+
+_poison_of = loop()(poison_of)
 
 
 @loop()
@@ -149,9 +150,7 @@ def match_slots(card, slots, both):
 @loop()
 def _word(slot, number, nan):
     """`poison_words` of one word of all a slot's layers."""
-    z = ((np.uint64(slot) << np.uint64(32)) | np.uint64(number)) * np.uint64(SPLITMIX_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SPLITMIX_SECOND)
-    return np.uint32(NAN_WORD) if nan else np.uint32((z >> np.uint64(32)) & np.uint64(FINITE_BITS))
+    return np.uint32(NAN_WORD) if nan else np.uint32(_poison_of(slot, number) & FINITE_BITS)
 
 
 @loop()

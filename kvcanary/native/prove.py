@@ -17,7 +17,7 @@ import numpy as np
 from kvcanary.native.forward_plan import plan_of
 from kvcanary.native.jit import flags_at, longs_at, loop
 from kvcanary.native.layout import FACT, GUESSES, LAGS, PLANS_WRONG, READS_WRONG, REWRITTEN, SEALED_BITS
-from kvcanary.native.records import are_written_at, mix, seal_entries
+from kvcanary.native.records import are_written_at, mix, seal_entries, step_of
 from kvcanary.native.structs import fact_at, forward_at, pool_at
 from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MIX_KEY, MULTIPLIER
 
@@ -186,7 +186,7 @@ def _row_is_true(fact, pool, generations, constants, table, live, judged):
     for position in range(fact.num_truths, end):
         value = chains[position - 1] if position else fact.root
         token = tokens[position + pool.token_offset]
-        chains[position] = constants[MULTIPLIER] * value + mix(token, position, constants[MIX_KEY])
+        chains[position] = step_of(value, mix(token, position, constants[MIX_KEY]), constants[MULTIPLIER])
     fact.num_truths = max(fact.num_truths, end)
     own = ids[known:end]
     return are_written_at(own, own, chains[known:end], generations, pool, fact.judged_step, table, judged, True)

@@ -16,6 +16,7 @@ from kvcanary.native.forward_plan import plan_of
 from kvcanary.native.jit import longs_at, loop
 from kvcanary.native.layout import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
 from kvcanary.native.structs import forward_at, pool_at
+from kvcanary_kernels.record.formulas import chain_step, mix_of, seal_column
 from kvcanary_kernels.record.layout import (
     CHAIN,
     COLUMNS,
@@ -32,8 +33,6 @@ from kvcanary_kernels.record.layout import (
     SEAL_KEYS,
     SEAL_SLOT_KEY,
     SEAL_START,
-    SPLITMIX_FIRST,
-    SPLITMIX_SECOND,
     STEP_SITE,
     TOKEN_POSITION,
 )
@@ -41,20 +40,14 @@ from kvcanary_kernels.record.layout import (
 NODE_SHIFT = 48  # of a branch or node in STEP_SITE
 
 
-@loop()
-def mix(token, position, key):
-    """As `mix` of the kernels (record/layout.py)."""
-    z = ((np.uint64(token) << np.uint64(32)) | (np.uint64(position) & np.uint64(MASK_32))) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(SPLITMIX_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SPLITMIX_SECOND)
-    return np.int64(z ^ (z >> np.uint64(31)))
+mix, step_of, _seal_column = loop()(mix_of), loop()(chain_step), loop()(seal_column)
 
 
 @loop("void(int64[::1], int64, int64, int64, int64, int64[::1])")
 def chain_tokens(tokens, first_position, value, multiplier, key, chains):
     """The chain values of consecutive tokens, [n] out; `value` is the predecessor's. As `chain_host` of the kernels."""
     for i in range(tokens.shape[0]):
-        value = multiplier * value + mix(tokens[i], first_position + i, key)
+        value = step_of(value, mix(tokens[i], first_position + i, key), multiplier)
         chains[i] = value
 
 
@@ -63,8 +56,7 @@ def _write(row, record, pool_term, constants, table, live, judged):
     """One record, under `seal.seal_values` and what its pool adds; whether an entry is rewritten that was judged."""
     seal = pool_term + constants[SEAL_START] + constants[SEAL_SLOT_KEY] * row
     for i in range(TOKEN_POSITION, STEP_SITE + 1):
-        low, high = record[i] & MASK_32, (record[i] >> 32) & MASK_32
-        seal += constants[SEAL_KEYS + 2 * i] * low + constants[SEAL_KEYS + 2 * i + 1] * high
+        seal += _seal_column(record[i], constants[SEAL_KEYS + 2 * i], constants[SEAL_KEYS + 2 * i + 1])
     for i in range(SEAL):
         table[row, i] = live[row, i] = record[i]
     table[row, SEAL] = live[row, SEAL] = seal
@@ -102,7 +94,8 @@ def seal_entries(head, names, reads, roots, generations, states, low, high, cons
         for entry in range(first, first + plan.written[row]):
             parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
             before = above if parent < 0 else chains[parent]
-            chains[entry] = constants[MULTIPLIER] * before + mix(tokens[entry], positions[entry], constants[MIX_KEY])
+            mixed = mix(tokens[entry], positions[entry], constants[MIX_KEY])
+            chains[entry] = step_of(before, mixed, constants[MULTIPLIER])
             wanted = positions[parent] + 1 if has_parents and parent >= 0 else begin
             wanted += 0 if has_parents else entry - first
             if positions[entry] != wanted:

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from kvcanary.native import formulas
 from kvcanary.native.jit import longs_at, loop
 from kvcanary.native.layout import LEFT_TO_BOOKS, NO_ROOM, REQUEST, ROW_CHAIN, ROWS, UNHEARD, UNKNOWN
-from kvcanary.native.records import mix
+from kvcanary.native.records import mix, step_of
 from kvcanary.native.structs import chain_at, request_at, unheard_at
+
+_final_of = loop()(formulas.final_len)
 
 
 @loop()
@@ -19,7 +22,7 @@ def chain_of(request, pool):
 @loop()
 def final_len(chain, committed_len):
     """`Request.final_len`."""
-    return min(committed_len + chain.ahead, chain.written)
+    return _final_of(committed_len, chain.ahead, chain.written)
 
 
 @loop()
@@ -75,7 +78,7 @@ def _grown(request, chain, length):
     if first:
         value = values[first - 1]
     for position in range(first, length):
-        value = request.multiplier * value + mix(tokens[position + offset], position, request.mix_key)
+        value = step_of(value, mix(tokens[position + offset], position, request.mix_key), request.multiplier)
         values[position] = value
     chain.count = max(count, length)
     return True, value
