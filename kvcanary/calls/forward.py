@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Request
-from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES
-from kvcanary.native.plan_layout import plan_layout
+from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES, plan_layout
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.plans import (
     ReadPlan,

@@ -17,8 +17,7 @@ from kvcanary.captured.readback import CapturedHit, Ran
 from kvcanary.captured.substep import MASKS, CapturedSubstep
 from kvcanary.ledger.ledger import Request
 from kvcanary.ledger.requests import Batch
-from kvcanary.native.layout import ROWS
-from kvcanary.native.plan_layout import plan_layout
+from kvcanary.native.layout import ROWS, plan_layout
 from kvcanary.records.mailbox import Line
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.native.plan_layout import plan_layout
+from kvcanary.native.layout import plan_layout
 
 _FORWARD = {
     "kind": "name",

@@ -15,7 +15,7 @@ from kvcanary.codes import CODES, UNWRITTEN
 from kvcanary.dumps.container import parse_json, read_arrays, read_members
 from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL, plan_part
 from kvcanary.errors import DumpError
-from kvcanary.native.plan_layout import plan_layout
+from kvcanary.native.layout import plan_layout
 from kvcanary.pools.launch_site import SUBSTEP_KINDS
 from kvcanary.recorder.checkpoint import PAGE_ARRAYS
 from kvcanary.recorder.recorder import PUBLIC_WORDS

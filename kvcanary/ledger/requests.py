@@ -14,8 +14,8 @@ from kvcanary.errors import LifetimeError, UnknownRequestError
 from kvcanary.ledger.request_ids import RequestIds
 from kvcanary.ledger.request_state import Known, TruthChain, Unheard
 from kvcanary.ledger.reread_queue import ReadQueue
-from kvcanary.native.formulas import final_len
 from kvcanary.native.layout import ALL, REQUEST, ROWS
+from kvcanary.pools.slot_maps import final_len
 from kvcanary_kernels.record.layout import Keys, chain_root
 
 NO_PAGE = -1

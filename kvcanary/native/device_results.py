@@ -9,7 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.native.jit import flags_at, longs_at, loop
+from kvcanary.native.jit import (
+    books_at,
+    final_at,
+    flags_at,
+    line_at,
+    longs_at,
+    loop,
+    pool_at,
+    request_at,
+    run_at,
+    said_at,
+)
 from kvcanary.native.layout import (
     ALL_DONE,
     GUESSES,
@@ -32,7 +43,6 @@ from kvcanary.native.layout import (
 )
 from kvcanary.native.page_states import write_pages
 from kvcanary.native.request_lengths import accept_rows, land_runs, num_accepted, sum_committed, write_rows
-from kvcanary.native.structs import books_at, final_at, line_at, pool_at, request_at, run_at, said_at
 from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 from kvcanary_kernels.record.layout import WRITTEN
 

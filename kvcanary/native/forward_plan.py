@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any, cast
 
-from kvcanary.native.jit import flags_at, longs_at, loop
-from kvcanary.native.layout import CONTRADICTS, FORWARD, GUESSES, REFUSES
-from kvcanary.native.plan_layout import PlanLayout, plan_layout
-from kvcanary.native.structs import asked_at, forward_at, pool_at
+from kvcanary.native.jit import asked_at, flags_at, forward_at, longs_at, loop, pool_at
+from kvcanary.native.layout import CONTRADICTS, FORWARD, GUESSES, REFUSES, PlanLayout, plan_layout
+from kvcanary.pools.slot_maps import first_visible
 
 Plan = cast(Any, namedtuple)("Plan", PlanLayout._fields[:-1])
-_layout_of = loop()(plan_layout)
+_layout_of, _first_visible = loop()(plan_layout), loop()(first_visible)
 
 
 @loop()
@@ -119,7 +118,7 @@ def take_plan(given, memory):
         if before < 0 or begin < prefix:
             short, begin = True, max(begin, prefix + ancestors)
         plan.begins[row] = begin
-        hidden = max(0, begin + 1 - window - starts[row]) if window and begin + 1 > window else 0
+        hidden = max(0, _first_visible(begin, window) - starts[row]) if window else 0
         plan.skipped[row] = min(hidden, max(before, 0))
         wrong |= asked.nodes >= 0 and written[row] != asked.nodes
         wrong |= asked.lineage != 0 and written[row] != 1

@@ -1,18 +1,22 @@
-"""Layout: structs of int64 that compiled loops and Python share, each by one address, and what loops answer."""
+"""Layout: structs and plans of int64 that compiled loops and Python share, each by one address, and loops' answers."""
 
 from __future__ import annotations
 
 from array import array
 from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary_kernels.content.finite import Format
 from kvcanary_kernels.record.rows import Piece
 
 
 def struct(name: str, fields: str) -> Any:
     """Places of a struct's fields by name, from 0 on, and its `size`: numbers, which loops take as constants.
 
-    Python reads `card[REQUEST.num_tokens]`, loops read `request_at(card).num_tokens` (native/structs.py).
+    Python reads `card[REQUEST.num_tokens]`, loops read `request_at(card).num_tokens` (native/jit.py).
     """
     names = fields.split()
     return namedtuple(name, [*names, "size"])(*range(len(names) + 1))  # type: ignore[misc]
@@ -38,8 +42,13 @@ POOL = struct(
 )
 #: How one part of a row lies: `Piece` of the kernels.
 PIECE = struct("PartOfRow", " ".join(Piece._fields))
+#: How to see that an element of such a part is not finite: `Format` of the kernels.
+FORMAT = struct("FormatOfPart", " ".join(Format._fields))
+#: Of K or V, [batch, heads, n, dim], whose heads lie apart: bytes from row to row of the batch, from head to head, from
+#: entry to entry; words a head.
+HEADS = struct("Heads", "address batch_step head_step entry_step words heads")
 
-#: Of a forward, in front of its plan (plan_layout.py).
+#: Of a forward, in front of its plan (PlanLayout).
 #: kind: GUESSES, LAGS or OTHER;  ids, num_ids: of the slots that it reads
 #: nodes: entries that every row must write, as many as its tree mask says; -1: any
 #: has_lineage: it lies in the place of parents;  mask: 0: none
@@ -104,6 +113,8 @@ TAKEN = struct("Taken", "row start end step")
 ITS_SHARE, ALL = -1, 1 << 62  # positions of a row that are looked at: as many as bring it round in time, or all
 #: Of rows whose last page is looked at.
 ROW_END = struct("RowEnd", "row length page")
+#: What `loops.list_ends` lists of slots: the grant that each is in, position and row.
+LISTED = struct("Listed", "slots grants positions rows")
 #: What `loops.take_slice` says: slots, ranges, and how many steps the oldest of them has waited.
 SLICE = struct("Slice", "slots ranges wait")
 #: Of rows that a captured forward is launched with, [ROWS.size, requests]: those of `RowTruth`, then
@@ -178,3 +189,44 @@ REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH, ASTRAY = flags(5)
 #: And the one that moves records: REWRITTEN, or an entry that nobody has written; their bits.
 BLANK = MISPLACED
 MOVED_BITS = 2
+
+
+class PlanLayout(NamedTuple):
+    """Where arrays of int64 begin, one behind the other, counted from the plan's first number.
+
+    slots, tokens, positions, parents:           [entries]
+    bounds:                                      [rows + 1], where rows begin in the indices that they read
+    written, starts, owns, begins, skipped:      [rows]
+    prefixes:                                    [requests]; the plan ends behind them
+    who:    [requests * 2] uids and committed lengths;  chains: [entries] values, once sealed; both behind the plan
+    """
+
+    slots: int
+    tokens: int
+    positions: int
+    parents: int
+    bounds: int
+    written: int
+    starts: int
+    owns: int
+    begins: int
+    skipped: int
+    prefixes: int
+    who: int
+    chains: int
+    end: int
+
+    def part(self, plan: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+        """The array of that name, in place."""
+        at = self._fields.index(name)
+        return plan[self[at] : self[at + 1]]
+
+
+def plan_layout(entries: int, rows: int, requests: int) -> PlanLayout:
+    """Of a forward that writes `entries` and whose requests have so many `rows`."""
+    bounds = 4 * entries
+    row = bounds + rows + 1
+    prefixes = row + 5 * rows
+    who, chains = prefixes + requests, prefixes + 3 * requests
+    of_entries, of_rows = (0, entries, 2 * entries, 3 * entries), (row, row + rows, row + 2 * rows, row + 3 * rows)
+    return PlanLayout(*of_entries, bounds, *of_rows, row + 4 * rows, prefixes, who, chains, chains + entries)

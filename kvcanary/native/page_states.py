@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from kvcanary.native.jit import flags_at, longs_at, loop
+from kvcanary.native.jit import flags_at, longs_at, loop, pages_at, request_at
 from kvcanary.native.layout import ASKS, BEGINS, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, ROWS_FULL, STAYS
-from kvcanary.native.structs import pages_at, request_at
 from kvcanary_kernels.record.layout import WRITTEN
 
 LOW_32 = (1 << 32) - 1

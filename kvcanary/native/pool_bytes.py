@@ -11,9 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.fingerprints import WORD_BYTES, keyed, keyed_once
-from kvcanary.native.jit import longs_at, loop, words_at
-from kvcanary.native.layout import FORWARD, PIECE
-from kvcanary.native.structs import forward_at, piece_at, pool_at
+from kvcanary.native.jit import forward_at, longs_at, loop, piece_at, pool_at, words_at
+from kvcanary.native.layout import FORMAT, FORWARD, PIECE
 from kvcanary_kernels.content.poison import FINITE_BITS, NAN_WORD
 from kvcanary_kernels.record.formulas import poison_of
 from kvcanary_kernels.record.layout import (
@@ -187,9 +186,9 @@ def poison(card, slots, nan, fills):
 def _find_in_run(at, first, count, form):
     """Bits that are set where an element of `count` words is not finite; `first`: of them, in their piece."""
     words, found = words_at(at, count), np.uint32(0)
-    same, other = (form[1], form[0]) if first % 2 else (form[0], form[1])
-    even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[2])
-    lows, highs = np.uint32(form[3]), np.uint32(form[4])
+    same, other = (form[FORMAT.odd], form[FORMAT.even]) if first % 2 else (form[FORMAT.even], form[FORMAT.odd])
+    even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[FORMAT.value])
+    lows, highs = np.uint32(form[FORMAT.lows]), np.uint32(form[FORMAT.highs])
     for i in range(count):
         lanes = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
         found |= np.uint32(lanes - lows) & ~lanes & highs
@@ -229,7 +228,7 @@ def are_finite(card, slots, formats):
             for part in range(parts):
                 form, piece = formats[part], piece_of(pool, part)
                 run, target = piece.run, firsts[part * layers + layer] + offsets[i, part]
-                for number in range(piece.words // max(run, 1) if form[0] | form[1] else 0):
+                for number in range(piece.words // max(run, 1) if form[FORMAT.even] | form[FORMAT.odd] else 0):
                     at = target + WORD_BYTES * number * piece.run_stride
                     found |= _find_in_run(at, number * run, run, form)
     return found == 0

@@ -15,10 +15,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.forward_plan import plan_of
-from kvcanary.native.jit import flags_at, longs_at, loop
+from kvcanary.native.jit import fact_at, flags_at, forward_at, longs_at, loop, pool_at
 from kvcanary.native.layout import FACT, GUESSES, LAGS, PLANS_WRONG, READS_WRONG, REWRITTEN, SEALED_BITS
 from kvcanary.native.records import are_written_at, mix, seal_entries, step_of
-from kvcanary.native.structs import fact_at, forward_at, pool_at
 from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MIX_KEY, MULTIPLIER
 
 

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 from kvcanary.native.forward_plan import layout_of, plan_of
-from kvcanary.native.jit import longs_at, loop
+from kvcanary.native.jit import forward_at, longs_at, loop
 from kvcanary.native.layout import FORWARD
-from kvcanary.native.structs import forward_at
 from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
 
 

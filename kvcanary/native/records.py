@@ -13,9 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.forward_plan import plan_of
-from kvcanary.native.jit import longs_at, loop
+from kvcanary.native.jit import forward_at, longs_at, loop, pool_at
 from kvcanary.native.layout import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
-from kvcanary.native.structs import forward_at, pool_at
 from kvcanary_kernels.record.formulas import chain_step, mix_of, seal_column
 from kvcanary_kernels.record.layout import (
     CHAIN,

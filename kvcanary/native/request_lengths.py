@@ -7,7 +7,20 @@ n: requests;  cards: address of theirs, [n]
 
 from __future__ import annotations
 
-from kvcanary.native.jit import flags_at, longs_at, loop
+from kvcanary.native.jit import (
+    final_at,
+    flags_at,
+    line_at,
+    longs_at,
+    loop,
+    pages_at,
+    pool_at,
+    queue_at,
+    request_at,
+    run_at,
+    spread_at,
+    unheard_at,
+)
 from kvcanary.native.layout import (
     GUESSES,
     LACKING_BITS,
@@ -28,17 +41,6 @@ from kvcanary.native.layout import (
 from kvcanary.native.page_states import follow_event
 from kvcanary.native.request_tokens import chain_of, final_len, put_tokens, tell_rows
 from kvcanary.native.reread_queue import extend
-from kvcanary.native.structs import (
-    final_at,
-    line_at,
-    pages_at,
-    pool_at,
-    queue_at,
-    request_at,
-    run_at,
-    spread_at,
-    unheard_at,
-)
 from kvcanary_kernels.record.layout import SHARED
 
 

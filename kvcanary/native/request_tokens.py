@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-from kvcanary.native import formulas
-from kvcanary.native.jit import longs_at, loop
+from kvcanary.native.jit import chain_at, longs_at, loop, request_at, unheard_at
 from kvcanary.native.layout import LEFT_TO_BOOKS, NO_ROOM, REQUEST, ROW_CHAIN, ROWS, UNHEARD, UNKNOWN
 from kvcanary.native.records import mix, step_of
-from kvcanary.native.structs import chain_at, request_at, unheard_at
+from kvcanary.pools import slot_maps
 
-_final_of = loop()(formulas.final_len)
+_final_of = loop()(slot_maps.final_len)
 
 
 @loop()

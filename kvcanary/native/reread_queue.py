@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 from kvcanary.config import share_of
-from kvcanary.native.jit import longs_at, loop
-from kvcanary.native.layout import ITS_SHARE, LEFT_TO_BOOKS, NO_ROOM, RANGE, RANGES_TO_SPARE, ROW_END, TAKEN
+from kvcanary.native.jit import longs_at, loop, pool_at, queue_at, range_at, request_at, row_end_at, slice_at, taken_at
+from kvcanary.native.layout import ITS_SHARE, LEFT_TO_BOOKS, LISTED, NO_ROOM, RANGE, RANGES_TO_SPARE, ROW_END, TAKEN
 from kvcanary.native.request_tokens import chain_of, final_len
-from kvcanary.native.structs import pool_at, queue_at, range_at, request_at, row_end_at, slice_at, taken_at
 from kvcanary.pools.slot_maps import first_visible
 
 _share, first_seen = loop()(share_of), loop()(first_visible)
@@ -203,9 +202,10 @@ def list_ends(n, ends, page_size, generations, listed):
     """The same behind the final entries of rows, on their last pages, with position and row; how many these are.
 
     ends:   address of [n, ROW_END], as `loops.end_rows` has them;  rows: 0 for the first of these, and so on
-    listed: [4, n * page_size] out: slots, grants, positions, rows
+    listed: [LISTED, n * page_size] out
     """
-    slots, grants, positions, rows = listed[0], listed[1], listed[2], listed[3]
+    slots, grants = listed[LISTED.slots], listed[LISTED.grants]
+    positions, rows = listed[LISTED.positions], listed[LISTED.rows]
     found = 0
     for i in range(n):
         end = row_end_at(ends + 8 * ROW_END.size * i)

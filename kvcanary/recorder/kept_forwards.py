@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.captured.decoded import Heard
-from kvcanary.native.plan_layout import PlanLayout, plan_layout
+from kvcanary.native.layout import PlanLayout, plan_layout
 
 if TYPE_CHECKING:
     from kvcanary.calls.forward import Forward
