@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcanary.calls.forward import Ints
 from kvcanary.captured.kernel_launches import Shared
+from kvcanary.native.layout import MOVE, filled
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
 from kvcanary.records.mailbox import LINES, Line, Packed
@@ -25,7 +26,7 @@ class CapturedMove:
     """At most ``size`` entries of one pool, made by `SubstepRegistry.add_move`. No hook allocates or waits for it.
 
     src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
-    cards:    by line, [MOVE_CARD] (native/layout.py): what is known before a launch
+    cards:    by line, MOVE (native/layout.py): what is known before a launch
     num_places: where entries may lie, before and behind
     moved:    what the host learns of a run: dst, src, the first column of the records there, and [size, 2] bitmaps of
               the layers whose bytes at dst are not those that were written at src (T1)
@@ -53,7 +54,7 @@ class CapturedMove:
             self.moved = Packed((self.dst, self.src, self._tokens, self._mismatch), shared.step, self._ops.post)
         lines = map(self.moved.line_of, range(LINES))
         self.num_places = 2 * size
-        self.cards = [array("q", (pool.card_at, line.at, size, 0, 0)) for line in lines]
+        self.cards = [filled(MOVE, pool=pool.card_at, line=line.at, count=size) for line in lines]
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.

@@ -10,7 +10,7 @@ from kvcanary.captured.decoded import Launched
 from kvcanary.captured.substep import SAFE
 from kvcanary.ledger.page_states import Pages
 from kvcanary.ledger.requests import Batch
-from kvcanary.native.layout import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, REWRITES, SAID
+from kvcanary.native.layout import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, QUIET, REWRITES, SAID, filled
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
@@ -29,9 +29,18 @@ class Hearing:
         self._hear_runs, self.land_quiet = loops.hear_runs, loops.land_quiet
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
         self._books_at, self._page_size = self._books.buffer_info()[0], state.page_size
-        self.said = array("q", bytes(8 * SAID))
-        own = self._books_at, *headers, state.page_size, pages.final_at, self.said.buffer_info()[0]
-        self._quiet = array("q", own)  # [QUIET_CARD] (native/layout.py)
+        self.said = array("q", bytes(8 * SAID.size))
+        seen, counts, header = headers
+        self._quiet = filled(
+            QUIET,
+            books=self._books_at,
+            seen=seen,
+            counts=counts,
+            header=header,
+            page_size=state.page_size,
+            final=pages.final_at,
+            said=self.said.buffer_info()[0],
+        )
         self.quiet_at = self._quiet.buffer_info()[0]
 
     def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:

@@ -35,21 +35,14 @@ from kvcanary.native.layout import (
     IS_SHORT,
     LACKING_BITS,
     LACKS_ROOM,
-    MOVE_KEEP,
-    MOVE_TURN,
+    MOVE,
     NOT_QUIET,
     NOWHERE,
     PLACE_BITS,
     REWRITES,
+    RUN,
     RUN_BITS,
-    RUN_CARD,
-    RUN_READS,
-    RUN_SEEN,
     SAID,
-    SAID_END,
-    SAID_PLACE,
-    SAID_SEEN,
-    SAID_SUMS,
 )
 from kvcanary.pools.plans import (
     ReadPlan,
@@ -86,7 +79,7 @@ class Listener(Protocol):
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    move_cards: of the moves, [MOVE_CARD] each (native/layout.py)
+    move_cards: of the moves, [MOVE.size] each (native/layout.py)
     num_kept: numbers that the listener keeps of all of them, if they are clean
     """
 
@@ -120,13 +113,13 @@ class CapturedStep:
         self._hearing: Hearing | None = None
         self._num_heard = 0  # of the runs that land: those before the rules begin
         self.launched: list[Launch] = []
-        self._cards = array("q")  # of their runs, [RUN_CARD] each (native/layout.py)
+        self._cards = array("q")  # of their runs, [RUN.size] each (native/layout.py)
         self._num_kept = 0  # of them and of moves
         self._has_singles = False  # among these
         self.num_unlanded = 0
         self._lacking: list[tuple[CapturedSubstep, Batch]] = []  # launched over rows whose requests lack pages of them
         self.moves: list[LaunchedMove] = []
-        self._move_cards = array("q")  # of them, [MOVE_CARD] each (native/layout.py)
+        self._move_cards = array("q")  # of them, [MOVE.size] each (native/layout.py)
 
     def launch(
         self,
@@ -148,7 +141,7 @@ class CapturedStep:
         bank, (n, cards_at), (num_parts, sizes), cards = self.bank, batch.told, series.sizes, self._cards
         turn, rows, first = bank.turn, batch.no_rows * num_parts, len(cards)
         cards += series.cards[turn % LINES]
-        cards[first + RUN_READS :: RUN_CARD] = array("q", reads)
+        cards[first + RUN.reads :: RUN.size] = array("q", reads)
         if said := self._loops.launch_runs(
             n,
             cards_at,
@@ -196,7 +189,7 @@ class CapturedStep:
         own = move, turn, record
         self.moves.append(tuple.__new__(LaunchedMove, own))  # as `LaunchedMove(*own)`, without a call
         card = move.cards[turn % LINES]
-        card[MOVE_TURN], card[MOVE_KEEP] = turn, num_kept
+        card[MOVE.turn], card[MOVE.keep] = turn, num_kept
         self._move_cards += card
         self._num_kept += num_kept
 
@@ -230,7 +223,7 @@ class CapturedStep:
         """Those of these that are closed; a forward that comes once and is open is sent later."""
         closed, closed_cards, end = list[Launch](), array("q"), 0
         for launch in launches:
-            first, end = end, end + RUN_CARD * len(launch.series)
+            first, end = end, end + RUN.size * len(launch.series)
             is_open = any(substep.is_open for substep in launch.series)
             (self.launched if is_open else closed).append(launch)
             (self._cards if is_open else closed_cards).extend(cards[first:end])
@@ -248,22 +241,22 @@ class CapturedStep:
             return False
         hearing = self._hearing or self._hear_of(mirror)
         kept = array("q", bytes(8 * num_kept))
-        runs = len(cards) // RUN_CARD, cards.buffer_info()[0], len(moves), move_cards.buffer_info()[0]
+        runs = len(cards) // RUN.size, cards.buffer_info()[0], len(moves), move_cards.buffer_info()[0]
         own = planned.buffer_info()[0], proves, kept.buffer_info()[0], hearing.quiet_at
-        hearing.said[SAID_END] = 0
+        hearing.said[SAID.end] = 0
         while (found := hearing.land_quiet(*runs, *own)) == LACKS_ROOM:
             for launch in launches:
                 make_room(launch.batch, launch.series.places)
         if found == NOT_QUIET:
-            self._num_heard = hearing.said[SAID_END]
+            self._num_heard = hearing.said[SAID.end]
             return False
-        mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
+        mirror.heard(hearing.said[SAID.seen] >> RUN_BITS & REWRITES)
         if self.num_unlanded:
             self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
             self.listener.heard(launches, moves, kept)
         if found == HAS_MORE:
-            self._finalise_from(told, hearing.said[SAID_PLACE])
+            self._finalise_from(told, hearing.said[SAID.place])
         return True
 
     def learn(self, told: Told, mirror: RecordStore, unwritten: Unwritten, proves: bool) -> Iterator[DecodedForward]:
@@ -280,7 +273,7 @@ class CapturedStep:
             end = num_heard or hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
             num_heard = 0
             for number in range(first, end):
-                run, seen = forwards[number], cards[RUN_CARD * number + RUN_SEEN]
+                run, seen = forwards[number], cards[RUN.size * number + RUN.seen]
                 substep, requests, accepted = run.substep, run.batch.requests, run.accepted
                 self.num_unlanded -= accepted is not None
                 if seen & IS_SHORT:
@@ -360,8 +353,8 @@ class CapturedStep:
         """What has run in steps that `land_quiet` has landed goes into the coverage."""
         if self._hearing is not None:
             said = self._hearing.said
-            self._cover(*said[SAID_SUMS:SAID])
-            for number in range(SAID_SUMS, SAID):
+            self._cover(*said[SAID.forwards : SAID.size])
+            for number in range(SAID.forwards, SAID.size):
                 said[number] = 0
 
     def _cover(self, forwards: int, entries: int, reads: int, writers: int) -> None:

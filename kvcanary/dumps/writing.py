@@ -294,7 +294,8 @@ class Writer:
 
     def _forward(self, forward: RecordedForward) -> dict[str, Any]:
         plan, n = forward.plan.astype(np.int64), forward.num_entries
-        plan[n : 2 * n] = self._book.of(plan[n : 2 * n].tolist())
+        tokens = forward.layout.part(plan, "tokens")
+        tokens[:] = self._book.of(tokens.tolist())
         rows = sorted(forward.wholes)
         wholes = [forward.wholes[row] for row in rows]
         return {
@@ -384,7 +385,7 @@ def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:
 
 
 def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
-    return forward.plan[forward.num_entries : 2 * forward.num_entries]
+    return forward.layout.part(forward.plan, "tokens")
 
 
 def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class DeviceForwards(Lifecycle):
         """`launch_all` of forwards that are launched in every step (`SubstepRegistry.series`), in parts.
 
         written: by part, and by request; none of a part that writes what is accepted. reads: by forward
-        where: address of an address by part, of a place [SPREAD_CARD] int64 (native/layout.py), to which its truth
+        where: address of an address by part, of a place SPREAD (native/layout.py), to which its truth
                goes; 0: nowhere. It is what is returned, too, by part in the form that `RowTruth` takes
         """
         static = self._static

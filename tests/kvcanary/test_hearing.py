@@ -25,33 +25,21 @@ from kvcanary.ledger.page_states import WRITTEN
 from kvcanary.ledger.requests import Batch
 from kvcanary.native.layout import (
     ALL_DONE,
+    FINAL,
     HAS_MORE,
     HAS_RUN,
     IS_SHORT,
     LEFT_TO_RULES,
     LINE_BITS,
-    MOVE_CARD,
-    MOVE_KEEP,
+    MOVE,
     NOT_QUIET,
     NOWHERE,
-    NUM_FINAL,
-    NUM_FRESH,
     PAGES_FRESH,
     REWRITES,
-    ROW_NUMBERS,
-    RUN_ACCEPTED,
+    ROWS,
+    RUN,
     RUN_BITS,
-    RUN_CARD,
-    RUN_KEEP,
-    RUN_PLACES,
-    RUN_ROWS,
-    RUN_SEEN,
-    RUN_WRITTEN,
-    SAID_END,
-    SAID_PLACE,
-    SAID_RUNS,
-    SAID_SEEN,
-    SAID_SUMS,
+    SAID,
     UNKNOWN,
 )
 from kvcanary.recorder.kept_forwards import RecordedMove
@@ -96,7 +84,7 @@ class World:
         )
         self.line_card = line_card(substep)
         batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
-        rows = array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
+        rows = array("q", [UNKNOWN] * (2 * ROWS.size + 1))
         told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, substep.num_kept, 0
         self.card = self.line_card.buffer_info()[0], line.at, 0, *batch.told, *told
         return Launched(substep, batch, rows, 1, 0, line, written)
@@ -105,8 +93,8 @@ class World:
         """What is seen of the line; what is clean is true of pages and mirror then."""
         cards = array("q", self.card)
         assert self.hearing.hear([run], cards, 0, array("q", [0] * NUM_RUNS), True) == 1
-        assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN
-        seen = cards[RUN_SEEN] >> RUN_BITS
+        assert cards[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN
+        seen = cards[RUN.seen] >> RUN_BITS
         assert self.hearing.is_clean(run, seen) == (not seen & LEFT_TO_RULES)
         return seen
 
@@ -209,10 +197,10 @@ def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
         if max(line[2] - line[1]) < 10 and not world.hear(run) & LEFT_TO_RULES:
             break
     accepted, first = np.array([[1, 7], [0, 0]]), list(world.card)
-    first[RUN_WRITTEN], first[RUN_ACCEPTED], first[RUN_PLACES] = 0, accepted.ctypes.data, 2
+    first[RUN.written], first[RUN.accepted], first[RUN.places] = 0, accepted.ctypes.data, 2
     cards, planned = array("q", [*first, *world.card]), array("q", [0] * NUM_RUNS)
     assert world.hearing.hear([run, run], cards, 0, planned, True) == 1
-    assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
+    assert cards[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
     assert world.hearing.hear([run, run], cards, 1, planned, True) == 2
     assert [request.committed_len for request in world.ledger.requests.values()] == [1, 0]
 
@@ -239,12 +227,12 @@ class Steps:
         numbers[len(line.numbers) - HEADER : -1] = counts
         made = self.world.run("decode", Line(numbers, line.where), is_tree=False)
         made.substep.number, card = number, list(self.world.card)
-        own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
-        card[0], card[RUN_ROWS] = own.buffer_info()[0], rows.buffer_info()[0]
+        own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROWS.size + 1))
+        card[0], card[RUN.rows] = own.buffer_info()[0], rows.buffer_info()[0]
         accepted = None if accepts is None else np.array([[accepts, 7], [0, 0]])
         if accepted is not None:
-            card[RUN_WRITTEN], card[RUN_ACCEPTED], card[RUN_PLACES] = 0, accepted.ctypes.data, 2
-            card[RUN_KEEP] += accepted.size
+            card[RUN.written], card[RUN.accepted], card[RUN.places] = 0, accepted.ctypes.data, 2
+            card[RUN.keep] += accepted.size
         self.kept += [made, own, rows]
         return made._replace(line=Line(numbers, line.where), accepted=accepted), card
 
@@ -282,20 +270,20 @@ class Steps:
     def land_at_once(self, runs: list[Launched], cards: array) -> tuple[int, list[int]]:
         """What the loop answers, and what is kept of the step."""
         moves = self.move_cards
-        kept = array("q", bytes(8 * (sum(cards[RUN_KEEP::RUN_CARD]) + sum(moves[MOVE_KEEP::MOVE_CARD]))))
+        kept = array("q", bytes(8 * (sum(cards[RUN.keep :: RUN.size]) + sum(moves[MOVE.keep :: MOVE.size]))))
         hearing, at = self.world.hearing, (cards.buffer_info()[0], len(self.moves), moves.buffer_info()[0])
         own = self.planned.buffer_info()[0], True, kept.buffer_info()[0], hearing.quiet_at
-        hearing.said[SAID_END] = 0
+        hearing.said[SAID.end] = 0
         found = hearing.land_quiet(len(runs), *at, *own)
         if found != NOT_QUIET:
-            self.world.mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
+            self.world.mirror.heard(hearing.said[SAID.seen] >> RUN_BITS & REWRITES)
         return found, kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""
         hearing, totals = self.world.hearing, array("q", [0] * NUM_RUNS)
         end = hearing.hear(runs, cards, 0, self.planned, True)
-        seen = [cards[RUN_CARD * number + RUN_SEEN] for number in range(end)]
+        seen = [cards[RUN.size * number + RUN.seen] for number in range(end)]
         if end < len(runs) or any(one & (HAS_RUN | IS_SHORT) != HAS_RUN for one in seen):
             return end, False, [], 0
         if any(one >> RUN_BITS & LEFT_TO_RULES for one in seen):
@@ -384,23 +372,23 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
         said, (found, kept) = first.world.hearing.said, first.land_at_once(runs, cards)
         is_quiet = found != NOT_QUIET
         end, was_quiet, totals, place = second.land_one_by_one(others, other_cards)
-        assert (said[SAID_END], is_quiet) == (end, was_quiet)
+        assert (said[SAID.end], is_quiet) == (end, was_quiet)
         assert first.state == second.state
         if is_quiet:
-            assert (said[SAID_RUNS : SAID_RUNS + NUM_RUNS].tolist(), said[SAID_PLACE]) == (totals, place)
+            assert (said[SAID.ran_rows : SAID.ran_rows + NUM_RUNS].tolist(), said[SAID.place]) == (totals, place)
             assert place == NOWHERE or place >= 0
             card = first.ledger.pages.final_card
-            follows = said[SAID_SEEN] >> RUN_BITS, place != NOWHERE, card[NUM_FINAL], card[NUM_FRESH]
+            follows = said[SAID.seen] >> RUN_BITS, place != NOWHERE, card[FINAL.num_final], card[FINAL.num_fresh]
             assert found == (HAS_MORE if any(follows) else ALL_DONE)
             answers.add(found)
             assert told_of(first.ledger) == told_of(second.ledger)
             entries, reads = totals[RUN_ENTRIES], totals[RUN_READ]
-            assert said[SAID_SUMS:].tolist() == [2, entries, reads, entries > 0]
+            assert said[SAID.forwards :].tolist() == [2, entries, reads, entries > 0]
             numbers = [number for run in others for number in Heard.of(run).numbers]
             assert kept == [*numbers, *chain.from_iterable(move.record.places for move in second.moves)]
             assert not first.moves or first.world.mirror.epoch > 0
         else:
-            assert not any(said[SAID_SUMS:])
+            assert not any(said[SAID.forwards :])
         quiet[way] += is_quiet
     assert min(quiet.pop("quiet"), quiet.pop("moves")) > 5
     assert set(quiet.values()) == {0}
