@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Request
-from kvcanary.native.layout import ADDRESS, BEFORE, CONTRADICTS, HEAD, KINDS, NUM_BEFORE, OTHER, REFUSES
+from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES, plan_layout
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.plans import (
     ReadPlan,
@@ -71,11 +71,10 @@ class Forward:
     width:          rows a request: 1, or the tree width of a draft substep
     num_entries:    that it writes;  num_rows: that it reads;  num_reads: entries of all of these
     request_ids:    names of `requests`
-    memory:         int64, filled by `loops.take_plan`: HEAD numbers (native/layout.py), the plan, of each request its
+    memory:         int64, filled by `loops.take_plan`: FORWARD (native/layout.py), the plan, of each request its
                     uid and what acceptance had made final, and room for `chains`; `head`: its address
-    plan:           both plans, one after another: slots, tokens, positions and parents [num_entries]; bounds
-                    [num_rows + 1]; written, starts, owns, begins and skipped [num_rows]; prefixes [requests]. The
-                    lists of these names are made when somebody asks
+    plan:           both plans, one array after another as `layout` has them; the lists of their names are made when
+                    somebody asks
     is_usable:      whether the loops saw nothing that must be refused
     dense_indices:  where loops read the plan's indices: those themselves, or a copy of them as they were
     has_parents:    whether the entries are nodes of trees;  has_lineage: whether rows say of which branch of the draft
@@ -126,7 +125,8 @@ class Forward:
         who = array("q")
         for request in requests:
             who.extend((request.uid, request.committed_len))
-        memory = np.empty(HEAD + 5 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
+        self.layout = plan_layout(n, num_rows, len(requests))
+        memory = np.empty(FORWARD.size + self.layout.end, np.int64)
         self.kind, self.index, self.pool, self.step, self.requests, self.width = (
             kind,
             index,
@@ -140,40 +140,49 @@ class Forward:
         self.has_parents, self.has_starts, self.tree_mask = parents is not None, starts is not None, mask
         self.has_lineage = lineage is not None
         self.indices, self.slots = read.indices, write.slots
-        asked = read.indices, write.slots, write.tokens, write.positions, read.indptr, read.prefix_lens
-        indices, slots, tokens, positions, indptr, prefixes = map(dense, asked)
+        given = read.indices, write.slots, write.tokens, write.positions, read.indptr, read.prefix_lens
+        indices, slots, tokens, positions, indptr, prefixes = map(dense, given)
         self.dense_indices = indices
         parents = None if parents is None else dense(parents)
         starts = None if starts is None else dense(starts)
         lineage = None if lineage is None else dense(lineage)
         counts = dense(written) if isinstance(written, Tensor) else None
-        seen = pool.loops.take_plan(
-            pool.card_at,
-            KINDS.get(kind, OTHER),
-            index,
-            step,
-            pack_site(kind, index),
-            slots.data_ptr(),
-            tokens.data_ptr(),
-            positions.data_ptr(),
-            0 if parents is None else parents.data_ptr(),
-            0 if lineage is None else lineage.data_ptr(),
-            n,
-            indptr.data_ptr(),
-            0 if counts is None else counts.data_ptr(),
-            0 if isinstance(written, Tensor) else written,
-            0 if starts is None else starts.data_ptr(),
-            num_rows,
-            prefixes.data_ptr(),
-            width,
-            indices.data_ptr(),
-            self.num_reads,
-            mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
-            -1 if mask is None else mask.shape[1],
-            who.buffer_info()[0],
-            len(requests),
-            memory,
+        asked = array(  # ASKED (native/layout.py)
+            "q",
+            (
+                pool.card_at,
+                n,
+                num_rows,
+                width,
+                len(requests),
+                KINDS.get(kind, OTHER),
+                index,
+                step,
+                pack_site(kind, index),
+                parents is not None,
+                lineage is not None,
+                indices.data_ptr(),
+                self.num_reads,
+                mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
+                -1 if mask is None else mask.shape[1],
+                0,
+                0,
+                0,
+                0,
+                slots.data_ptr(),
+                tokens.data_ptr(),
+                positions.data_ptr(),
+                0 if parents is None else parents.data_ptr(),
+                0 if lineage is None else lineage.data_ptr(),
+                indptr.data_ptr(),
+                0 if counts is None else counts.data_ptr(),
+                0 if isinstance(written, Tensor) else written,
+                0 if starts is None else starts.data_ptr(),
+                prefixes.data_ptr(),
+                who.buffer_info()[0],
+            ),
         )
+        seen = pool.loops.take_plan(asked.buffer_info()[0], memory)
         if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
             refuse_contradiction(self)
         self.head, self.is_usable = seen & ADDRESS, not seen & REFUSES
@@ -195,21 +204,21 @@ class Forward:
     @cached_property
     def committed(self) -> list[int]:
         """By request, what acceptance had made final."""
-        return self.memory[HEAD + len(self.plan) + 1 : -self.num_entries or None : 2].tolist()
+        return self.part("who")[1::2].tolist()
 
     @cached_property
     def plan(self) -> Ints:
-        return self.memory[HEAD : len(self.memory) - 2 * len(self.requests) - self.num_entries]
+        return self.memory[FORWARD.size :][: self.layout.who]
 
     @property
     def chains(self) -> Ints:
         """[n] chain value of each entry that it writes, from when it is sealed."""
-        return self.memory[len(self.memory) - self.num_entries :]
+        return self.part("chains")
 
     @property
     def before(self) -> tuple[int, int]:
         """Address and number of the chains of the draft forward before, where the lineage can be compared with them."""
-        return int(self.memory[BEFORE]), int(self.memory[NUM_BEFORE])
+        return int(self.memory[FORWARD.before]), int(self.memory[FORWARD.num_before])
 
     @property
     def drafted(self) -> Drafted:
@@ -223,7 +232,7 @@ class Forward:
         *own, chains, chains_at = last
         if self.has_lineage and own == [self.step, self.index - 1, self.request_ids, self.width]:
             self.chains_before = chains
-            self.memory[BEFORE], self.memory[NUM_BEFORE] = chains_at, len(chains)
+            self.memory[FORWARD.before], self.memory[FORWARD.num_before] = chains_at, len(chains)
 
     @cached_property
     def pool_indices(self) -> Tensor:
@@ -238,8 +247,7 @@ class Forward:
     @cached_property
     def planned(self) -> Planned:
         """The entries that it writes."""
-        n = self.num_entries
-        return Planned(self.plan[:n], self.plan[n : 2 * n], self.plan[2 * n : 3 * n])
+        return Planned(self.part("slots"), self.part("tokens"), self.part("positions"))
 
     @cached_property
     def write_slots(self) -> list[int]:
@@ -259,50 +267,49 @@ class Forward:
     @cached_property
     def lineage(self) -> Ints | None:
         """[n] by row, the branch of the draft forward before from whose entry it goes on; None: nobody says."""
-        return self.plan[3 * self.num_entries : 4 * self.num_entries] if self.has_lineage else None
+        return self.part("parents") if self.has_lineage else None
 
     @cached_property
     def parents(self) -> list[int] | None:
         """By entry of the write plan, its tree parent in the plan or -1; None: every row is a chain."""
-        return self.plan[3 * self.num_entries : 4 * self.num_entries].tolist() if self.has_parents else None
+        return self.part("parents").tolist() if self.has_parents else None
 
     # by row
 
     @cached_property
     def bounds(self) -> list[int]:
         """By row and one more, where rows begin in `indices`."""
-        first = 4 * self.num_entries
-        return self.plan[first : first + self.num_rows + 1].tolist()
+        return self.part("bounds").tolist()
 
     @cached_property
     def written(self) -> list[int]:
         """Entries at the row's end that this forward writes."""
-        return self._by_row(0)
+        return self.part("written").tolist()
 
     @cached_property
     def starts(self) -> list[int]:
         """The position of the row's first entry."""
-        return self._by_row(1)
+        return self.part("starts").tolist()
 
     @cached_property
     def owns(self) -> list[int]:
         """Where the entries that this forward writes begin in `indices`."""
-        return self._by_row(2)
+        return self.part("owns").tolist()
 
     @cached_property
     def begins(self) -> list[int]:
         """The position of the first of them."""
-        return self._by_row(3)
+        return self.part("begins").tolist()
 
     @cached_property
     def skipped(self) -> list[int]:
         """Entries at the row's head that lie before its window: they are not judged."""
-        return self._by_row(4)
+        return self.part("skipped").tolist()
 
     @cached_property
     def prefixes(self) -> list[int]:
         """By request, entries of its rows that earlier forwards wrote and acceptance made final, says the plan."""
-        return self.plan[len(self.plan) - len(self.requests) :].tolist()
+        return self.part("prefixes").tolist()
 
     @cached_property
     def short_rows(self) -> frozenset[int]:
@@ -327,9 +334,9 @@ class Forward:
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
 
-    def _by_row(self, number: int) -> list[int]:
-        first = 4 * self.num_entries + self.num_rows + 1 + number * self.num_rows
-        return self.plan[first : first + self.num_rows].tolist()
+    def part(self, name: str) -> Ints:
+        """An array of `PlanLayout`, in place."""
+        return self.layout.part(self.memory[FORWARD.size :], name)
 
 
 def dense(values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from kvcanary.captured.readback import CapturedHit, Ran
 from kvcanary.captured.substep import MASKS, CapturedSubstep
 from kvcanary.ledger.ledger import Request
 from kvcanary.ledger.requests import Batch
-from kvcanary.native.layout import ROW_COMMITTED, ROW_NUMBERS
+from kvcanary.native.layout import ROWS, plan_layout
 from kvcanary.records.mailbox import Line
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS
@@ -26,7 +26,7 @@ from kvcanary_kernels.judge.count import NUM_BITS
 class Launch(NamedTuple):
     """Captured forwards that the host has launched in this turn and knows nothing more of.
 
-    rows:      by part, [ROW_NUMBERS * requests + 1] (native/layout.py), at that time
+    rows:      by part, [ROWS.size * requests + 1] (native/layout.py), at that time
     written:   by part of which the host says it, and by request, entries that each of their rows writes
     record:    where the listener keeps them, by forward; None: nowhere
     """
@@ -87,7 +87,7 @@ class Launched(NamedTuple):
     @property
     def committed(self) -> list[int]:
         """By request; of the first part, which has those of all others."""
-        return self.rows[ROW_COMMITTED * len(self.batch) : ROW_NUMBERS * len(self.batch)].tolist()
+        return self.rows[ROWS.committed * len(self.batch) : ROWS.size * len(self.batch)].tolist()
 
 
 class Heard(NamedTuple):
@@ -118,7 +118,7 @@ class Heard(NamedTuple):
 
     def learned(self) -> DecodedForward:
         numbers = np.frombuffer(self.numbers, np.int64)[self.first : self.end]
-        parts = [numbers[part] for part in self.substep.written.line().where[: MASKS + 1]]
+        parts = [numbers[part] for part in self.substep.written.line_of(0).where[: MASKS + 1]]
         accepted = numbers[self.substep.num_kept :]
         tokens = tokens_of(accepted.reshape(self.num_requests, -1)) if len(accepted) else None
         own = self.substep, self.step, self.num_requests
@@ -202,9 +202,10 @@ class DecodedForward:
 
     @property
     def num_bytes(self) -> int:
-        """Of the plans, where somebody keeps them: four numbers an entry, six a row."""
+        """Of the plans, where somebody keeps them."""
         mask = 0 if self.tree_mask is None else self.tree_mask.numel()
-        return 8 * (4 * self.num_entries + 6 * self.num_rows + self.ancestors.size) + mask
+        plan = plan_layout(self.num_entries, self.num_rows, 0)
+        return 8 * (plan.prefixes + self.ancestors.size) + mask
 
     def keep(self) -> None:
         """The plans stay as they are, whatever is told next; without what the rules of the step alone need."""

@@ -9,7 +9,7 @@ from kvcanary.calls.forward import Ints
 from kvcanary.captured.accepted_tokens import CapturedAcceptance
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import PlanError
-from kvcanary.native.layout import RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
+from kvcanary.native.layout import RUN
 from kvcanary.pools.launch_site import site_name
 from kvcanary.records.mailbox import LINES
 
@@ -27,7 +27,7 @@ class LaunchGroup:
     num_told:   parts of which the host says it
     places:     numbers that such a step tells of a request: how many tokens, then these; else 0
     sizes:      how many parts, and the address of how many forwards each has, as `loops.launch_runs` takes them
-    cards:      by line, [forwards * RUN_CARD] int64 (native/layout.py): what is known before a launch
+    cards:      by line, [forwards * RUN.size] int64 (native/layout.py): what is known before a launch
     num_kept:   numbers that are kept of clean runs, beside what was accepted
     comes_once: its forward is no captured one
     """
@@ -92,15 +92,15 @@ class LaunchGroup:
         return self.acceptance.told.line_of(turn)[0].reshape(-1, self.places)
 
     def _cards_of(self, turn: int) -> array[int]:
-        cards = array("q", bytes(8 * RUN_CARD * self.count))
+        cards = array("q", bytes(8 * RUN.size * self.count))
         for number, substep in enumerate(self.substeps):
-            first = RUN_CARD * number
-            cards[first + RUN_LINE_CARD] = substep.line_card_at
-            cards[first + RUN_LINE] = substep.written.line_of(turn).at
-            cards[first + RUN_KEEP] = substep.num_kept
+            first = RUN.size * number
+            cards[first + RUN.line_card] = substep.line_card_at
+            cards[first + RUN.line] = substep.written.line_of(turn).at
+            cards[first + RUN.keep] = substep.num_kept
         if self.acceptance is not None:
-            cards[first + RUN_PLACES] = self.places
-            cards[first + RUN_ACCEPTED] = self.acceptance.told.line_of(turn).at
+            cards[first + RUN.places] = self.places
+            cards[first + RUN.accepted] = self.acceptance.told.line_of(turn).at
         return cards
 
 

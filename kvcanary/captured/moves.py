@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from array import array
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary.calls.forward import Ints
 from kvcanary.captured.kernel_launches import Shared
+from kvcanary.native.layout import MOVE, filled
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
-from kvcanary.records.mailbox import Packed
+from kvcanary.records.mailbox import LINES, Line, Packed
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import TOKEN_POSITION
 
 NOWHERE = -1
+DESTINATIONS, SOURCES, TOKENS, MISMATCH = range(4)  # of what `CapturedMove.moved` tells
 
 
 class CapturedMove:
     """At most ``size`` entries of one pool, made by `SubstepRegistry.add_move`. No hook allocates or waits for it.
 
     src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
-    moved:    what the host learns of a run: dst, the first column of the records there, src, and [size, 2] bitmaps of
+    cards:    by line, MOVE (native/layout.py): what is known before a launch
+    num_places: where entries may lie, before and behind
+    moved:    what the host learns of a run: dst, src, the first column of the records there, and [size, 2] bitmaps of
               the layers whose bytes at dst are not those that were written at src (T1)
     """
 
     def __init__(self, shared: Shared, pool: PoolState, size: int, compares_content: bool) -> None:
         """`compares_content`: what arrived is read again; else no layer differs."""
-        self.pool, self._shared, self._ops = pool, shared, ops_for(pool.records.device)
+        self.pool, self.size, self._shared, self._ops = pool, size, shared, ops_for(pool.records.device)
         self._compares_content = compares_content
         layers, device = pool.view.num_layers, pool.records.device
         with torch.inference_mode(False):
@@ -42,7 +51,10 @@ class CapturedMove:
             self._site = torch.tensor([pack_site("move", 0)], device=device)
             self._tokens = torch.zeros_like(self.dst)
             self._mismatch = self.dst.new_zeros(size, 2)
-            self.moved = Packed((self.dst, self._tokens, self.src, self._mismatch), shared.step, self._ops.post)
+            self.moved = Packed((self.dst, self.src, self._tokens, self._mismatch), shared.step, self._ops.post)
+        lines = map(self.moved.line_of, range(LINES))
+        self.num_places = 2 * size
+        self.cards = [filled(MOVE, pool=pool.card_at, line=line.at, count=size) for line in lines]
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.
@@ -86,3 +98,40 @@ class CapturedMove:
             )
         torch.clamp(self.dst, min=0, out=places)
         torch.index_select(pool.expected[:, TOKEN_POSITION], 0, places, out=self._tokens)
+
+
+class LaunchedMove(NamedTuple):
+    """A move that the host has launched in this turn.
+
+    record: where the listener keeps its `places`; None: nowhere
+    """
+
+    move: CapturedMove
+    turn: int
+    record: Any = None
+
+    @property
+    def line(self) -> Line:
+        """What `CapturedMove.moved` says of it."""
+        return self.move.moved.line_of(self.turn)
+
+    @property
+    def has_run(self) -> bool:
+        """Else its line is that of a run before."""
+        return self.move.moved.has_run(self.turn)
+
+    @property
+    def entries(self) -> Ints:
+        """[3, n]: slots where entries have arrived, where they lay, and the first column of their records."""
+        entries = np.stack([self.line[part] for part in (DESTINATIONS, SOURCES, TOKENS)])
+        return entries[:, (entries[DESTINATIONS] >= 0) & self.has_run]
+
+    @property
+    def places(self) -> array[int]:
+        """[2 * n]: where entries have arrived, then where they lay, and NOWHERE where nothing has moved; a copy."""
+        return array("q", self.line.numbers[: self.move.num_places if self.has_run else 0].tobytes())
+
+    @property
+    def differs(self) -> bool:
+        """Whether bytes are not where they arrived."""
+        return self.has_run and bool(self.line[MISMATCH].any())

@@ -9,7 +9,8 @@ from itertools import repeat
 from kvcanary.captured.decoded import Launched
 from kvcanary.captured.substep import SAFE
 from kvcanary.ledger.page_states import Pages
-from kvcanary.native.layout import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, REWRITES, SAID
+from kvcanary.ledger.requests import Batch
+from kvcanary.native.layout import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, QUIET, REWRITES, SAID, filled
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
@@ -17,24 +18,38 @@ from kvcanary.records.state import CanaryState
 class Hearing:
     """Runs of captured forwards, heard of in their order with what is true of pages and records.
 
-    land_quiet: `loops.land_quiet`;  said: how far it came;  books_at, final, said_at: of its arguments
+    land_quiet: `loops.land_quiet`;  quiet_at: the last of its arguments;  said: how far it came
     """
 
-    def __init__(self, state: CanaryState, pages: Pages, mirror: RecordStore) -> None:
+    def __init__(
+        self, state: CanaryState, pages: Pages, mirror: RecordStore, headers: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        """`headers`: as of `SubstepRegistry.seen`; `land_quiet` needs them."""
         self._pages, self._mirror, loops = pages, mirror, state.pools[0].loops
         self._hear_runs, self.land_quiet = loops.hear_runs, loops.land_quiet
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
-        self.books_at, self._page_size = self._books.buffer_info()[0], state.page_size
-        self.said, self.final = array("q", bytes(8 * SAID)), (state.page_size, pages.final_at)
-        self.said_at = self.said.buffer_info()[0]
+        self._books_at, self._page_size = self._books.buffer_info()[0], state.page_size
+        self.said = array("q", bytes(8 * SAID.size))
+        seen, counts, header = headers
+        self._quiet = filled(
+            QUIET,
+            books=self._books_at,
+            seen=seen,
+            counts=counts,
+            header=header,
+            page_size=state.page_size,
+            final=pages.final_at,
+            said=self.said.buffer_info()[0],
+        )
+        self.quiet_at = self._quiet.buffer_info()[0]
 
     def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
         """`loops.hear_runs`, with room for it; `cards`: of all of them."""
-        told = first, len(runs), cards.buffer_info()[0], self.books_at, planned.buffer_info()[0], proves
+        told = first, len(runs), cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves
         end: int = self._hear_runs(*told)
         if end == first:
-            batch, accepted = runs[first].batch, runs[first].accepted
-            batch.make_room(repeat(0 if accepted is None else accepted.shape[1] - 1, len(batch)))
+            accepted = runs[first].accepted
+            make_room(runs[first].batch, 0 if accepted is None else accepted.shape[1])
             end = self._hear_runs(*told)
         return end
 
@@ -46,3 +61,8 @@ class Hearing:
             self._pages.wrote(run.line[SAFE][: seen >> LINE_BITS], self._page_size)
         self._mirror.heard(seen & REWRITES)
         return True
+
+
+def make_room(batch: Batch, places: int) -> None:
+    """For what a step accepts of these requests; `places`: numbers that it tells of each, as `LaunchGroup` has it."""
+    batch.make_room(repeat(max(places - 1, 0), len(batch)))

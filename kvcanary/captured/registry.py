@@ -22,7 +22,7 @@ from kvcanary.captured.one_shot import OneShotSubstep
 from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Ran, Readback, read_hits, rows_of
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import HookOrderError, PlanError
-from kvcanary.native.layout import RUN_CARD
+from kvcanary.native.layout import RUN
 from kvcanary.pools.launch_site import site_name
 from kvcanary.records.mailbox import Mailbox
 from kvcanary.records.side_stream import Beside
@@ -46,7 +46,7 @@ class Snapshot(NamedTuple):
     planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     launches:      of numbered substeps, in their order
-    cards:         of their runs, and of those that came once, [runs, RUN_CARD] (native/layout.py)
+    cards:         of their runs, and of those that came once, [runs, RUN.size] (native/layout.py)
     """
 
     headers: dict[int, Ints] | None
@@ -325,7 +325,7 @@ class SubstepRegistry:
         """Whether all headers were taken by `loops.take_quiet`."""
         at = (self._seen_at, snapshot.planned.buffer_info()[0], totals.buffer_info()[0])
         cards = snapshot.cards
-        num_runs = len(cards) // RUN_CARD
+        num_runs = len(cards) // RUN.size
         return bool(self._loops.take_quiet(num_runs, cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
 
     def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Readback, step: int | None) -> None:

@@ -14,14 +14,13 @@ import torch
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
-from kvcanary.calls.forward import Ints
 from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.captured.decoded import DecodedForward, Launch, Launched, lineage_of, runs_of, tokens_of
 from kvcanary.captured.launch_group import LaunchGroup
-from kvcanary.captured.moves import CapturedMove
+from kvcanary.captured.moves import CapturedMove, LaunchedMove
 from kvcanary.captured.one_shot import OneShotSubstep, Singles
-from kvcanary.captured.pending import Hearing
+from kvcanary.captured.pending import Hearing, make_room
 from kvcanary.captured.readback import CapturedHit, CoverageGap, judge_read_rows, read_rows
 from kvcanary.captured.registry import Snapshot, SubstepRegistry
 from kvcanary.captured.substep import HEADER_PART, CapturedSubstep
@@ -35,19 +34,15 @@ from kvcanary.native.layout import (
     HAS_RUN,
     IS_SHORT,
     LACKING_BITS,
+    LACKS_ROOM,
+    MOVE,
     NOT_QUIET,
     NOWHERE,
     PLACE_BITS,
     REWRITES,
+    RUN,
     RUN_BITS,
-    RUN_CARD,
-    RUN_READS,
-    RUN_SEEN,
     SAID,
-    SAID_END,
-    SAID_PLACE,
-    SAID_SEEN,
-    SAID_SUMS,
 )
 from kvcanary.pools.plans import (
     ReadPlan,
@@ -66,16 +61,16 @@ class Listener(Protocol):
     def learned(self, run: Launched, forward: DecodedForward) -> None:
         """What a run says of itself."""
 
-    def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
+    def heard(self, launches: Sequence[Launch], moves: Sequence[LaunchedMove], numbers: array[int]) -> None:
         """The same of all runs of these, which were proved clean: numbers of each, one behind the other, as `Heard` has
-        them.
+        them, and behind them the places of moves.
         """
 
     def heard_one(self, run: Launched) -> None:
         """The same of one run, among others that were not."""
 
-    def moved(self, src: Ints, dst: Ints) -> None:
-        """The first launched move of which nothing was told."""
+    def moved(self, run: LaunchedMove) -> None:
+        """What a launched move says of itself."""
 
     def noticed(self, hit: CapturedHit) -> None:
         """A check on the device fired."""
@@ -84,13 +79,14 @@ class Listener(Protocol):
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    moves:    as `CapturedMove.moved` tells them, and in which turn they were launched
-    num_kept: numbers that the listener keeps of the launches, if all are clean
+    move_cards: of the moves, [MOVE.size] each (native/layout.py)
+    num_kept: numbers that the listener keeps of all of them, if they are clean
     """
 
     step: int
     launches: Sequence[Launch]
-    moves: list[tuple[CapturedMove, int, list[Ints]]]
+    moves: Sequence[LaunchedMove]
+    move_cards: array[int]
     snapshot: Snapshot
     num_kept: int
 
@@ -115,14 +111,15 @@ class CapturedStep:
         self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(replace(self.bank.shared, opened=set()))
         self._hearing: Hearing | None = None
-        self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
+        self._num_heard = 0  # of the runs that land: those before the rules begin
         self.launched: list[Launch] = []
-        self._cards = array("q")  # of their runs, [RUN_CARD] each (native/layout.py)
-        self._num_kept = 0  # of them
+        self._cards = array("q")  # of their runs, [RUN.size] each (native/layout.py)
+        self._num_kept = 0  # of them and of moves
         self._has_singles = False  # among these
         self.num_unlanded = 0
         self._lacking: list[tuple[CapturedSubstep, Batch]] = []  # launched over rows whose requests lack pages of them
-        self.moves: list[CapturedMove] = []
+        self.moves: list[LaunchedMove] = []
+        self._move_cards = array("q")  # of them, [MOVE.size] each (native/layout.py)
 
     def launch(
         self,
@@ -144,7 +141,7 @@ class CapturedStep:
         bank, (n, cards_at), (num_parts, sizes), cards = self.bank, batch.told, series.sizes, self._cards
         turn, rows, first = bank.turn, batch.no_rows * num_parts, len(cards)
         cards += series.cards[turn % LINES]
-        cards[first + RUN_READS :: RUN_CARD] = array("q", reads)
+        cards[first + RUN.reads :: RUN.size] = array("q", reads)
         if said := self._loops.launch_runs(
             n,
             cards_at,
@@ -186,10 +183,15 @@ class CapturedStep:
         self._has_singles = True
         return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now))
 
-    def launch_move(self, move: CapturedMove) -> None:
-        """This move runs next."""
-        move.moved.turn = self.bank.turn
-        self.moves.append(move)
+    def launch_move(self, move: CapturedMove, record: Any) -> None:
+        """This move runs next. record: the listener's."""
+        turn, num_kept = self.bank.turn, 0 if record is None else move.num_places
+        own = move, turn, record
+        self.moves.append(tuple.__new__(LaunchedMove, own))  # as `LaunchedMove(*own)`, without a call
+        card = move.cards[turn % LINES]
+        card[MOVE.turn], card[MOVE.keep] = turn, num_kept
+        self._move_cards += card
+        self._num_kept += num_kept
 
     def judge_lacking(self, step: int) -> list[Hit | HitBatch]:
         """R7 and R8 of forwards whose requests lack pages, where rows name others in spite of that; waits for them."""
@@ -204,25 +206,24 @@ class CapturedStep:
         """What has run since the last time is on its way to the host."""
         launches, cards, num_kept = self.launched, self._cards, self._num_kept
         self.launched, self._cards, self._num_kept = [], array("q"), 0
-        moved: list[tuple[CapturedMove, int, list[Ints]]] = []  # an annotation is not evaluated in every step
+        moved = self.moves, self._move_cards
         if self.moves:
-            moved = [(move, move.moved.turn, move.moved.read()) for move in self.moves]
-            self.moves = []
+            self.moves, self._move_cards = [], array("q")
         if not self._has_singles:
-            own = step, launches, moved, self.bank.snapshot(launches, (), cards), num_kept
+            own = step, launches, *moved, self.bank.snapshot(launches, (), cards), num_kept
             return tuple.__new__(Told, own)  # as `Told(*own)`, without a call
         launches, cards = self._keep_open(launches, cards)
         once = [
             (run.substep, run.line[HEADER_PART]) for run in runs_of(launches) if isinstance(run.substep, OneShotSubstep)
         ]
         known = [launch for launch in launches if not launch.series.comes_once]
-        return Told(step, launches, moved, self.bank.snapshot(known, once, cards), num_kept)
+        return Told(step, launches, *moved, self.bank.snapshot(known, once, cards), num_kept)
 
     def _keep_open(self, launches: list[Launch], cards: array[int]) -> tuple[list[Launch], array[int]]:
         """Those of these that are closed; a forward that comes once and is open is sent later."""
         closed, closed_cards, end = list[Launch](), array("q"), 0
         for launch in launches:
-            first, end = end, end + RUN_CARD * len(launch.series)
+            first, end = end, end + RUN.size * len(launch.series)
             is_open = any(substep.is_open for substep in launch.series)
             (self.launched if is_open else closed).append(launch)
             (self._cards if is_open else closed_cards).extend(cards[first:end])
@@ -234,26 +235,28 @@ class CapturedStep:
 
         Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
         """
-        launches, (headers, once, planned, _, _, cards), hearing = told.launches, told.snapshot, self._hearing
+        _, launches, moves, move_cards, (headers, once, planned, _, _, cards), num_kept = told
         self._num_heard = 0
-        if not launches or told.moves or once or headers is not None:
+        if not launches or once or headers is not None:
             return False
-        if hearing is None:
-            hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
-        kept, num_runs = array("q", bytes(8 * told.num_kept)), len(cards) // RUN_CARD
-        own = cards.buffer_info()[0], hearing.books_at, planned.buffer_info()[0], proves
-        out = kept.buffer_info()[0], hearing.said_at
-        found = hearing.land_quiet(num_runs, *own, *self._seen, *hearing.final, *out)
+        hearing = self._hearing or self._hear_of(mirror)
+        kept = array("q", bytes(8 * num_kept))
+        runs = len(cards) // RUN.size, cards.buffer_info()[0], len(moves), move_cards.buffer_info()[0]
+        own = planned.buffer_info()[0], proves, kept.buffer_info()[0], hearing.quiet_at
+        hearing.said[SAID.end] = 0
+        while (found := hearing.land_quiet(*runs, *own)) == LACKS_ROOM:
+            for launch in launches:
+                make_room(launch.batch, launch.series.places)
         if found == NOT_QUIET:
-            self._num_heard = hearing.said[SAID_END]
+            self._num_heard = hearing.said[SAID.end]
             return False
-        mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
+        mirror.heard(hearing.said[SAID.seen] >> RUN_BITS & REWRITES)
         if self.num_unlanded:
             self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
-            self.listener.heard(launches, kept)
+            self.listener.heard(launches, moves, kept)
         if found == HAS_MORE:
-            self._finalise_from(told, hearing.said[SAID_PLACE])
+            self._finalise_from(told, hearing.said[SAID.place])
         return True
 
     def learn(self, told: Told, mirror: RecordStore, unwritten: Unwritten, proves: bool) -> Iterator[DecodedForward]:
@@ -263,16 +266,14 @@ class CapturedStep:
         unwritten: is told of requests of which entries became final in a step that nobody has written
         proves: a forward that a loop finds clean is not left to the rules
         """
-        hearing, forwards, ledger = self._hearing, told.forwards, self._ledger
-        if hearing is None:
-            hearing = self._hearing = Hearing(self._state, ledger.pages, mirror)
+        hearing, forwards, ledger = self._hearing or self._hear_of(mirror), told.forwards, self._ledger
         cards, end, num_learned, num_heard = told.snapshot.cards, 0, 0, self._num_heard
         self._num_heard = 0
         while (first := end) < len(forwards):
             end = num_heard or hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
             num_heard = 0
             for number in range(first, end):
-                run, seen = forwards[number], cards[RUN_CARD * number + RUN_SEEN]
+                run, seen = forwards[number], cards[RUN.size * number + RUN.seen]
                 substep, requests, accepted = run.substep, run.batch.requests, run.accepted
                 self.num_unlanded -= accepted is not None
                 if seen & IS_SHORT:
@@ -295,16 +296,20 @@ class CapturedStep:
                 self.listener.learned(run, forward)
         self._coverage.forwards += num_learned
 
+    def _hear_of(self, mirror: RecordStore) -> Hearing:
+        """What hears of runs, from the first step on."""
+        self._hearing = Hearing(self._state, self._ledger.pages, mirror, self.bank.seen)
+        return self._hearing
+
     def learn_moves(self, told: Told, mirror: RecordStore) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
-        for move, turn, (destination, tokens, source, _) in told.moves:
-            moved = (destination >= 0) & move.moved.has_run(turn)
-            slots: Ints = destination[moved]
-            self.listener.moved(source[moved], slots)
+        for run in told.moves:
+            self.listener.moved(run)
+            (slots, _, tokens), pool = run.entries, run.move.pool
             if len(slots):
-                mirror.learn(slots + move.pool.base)
-                positions = tokens[moved].view(np.uint64) >> 32
-                self._ledger.rows.note_moved(move.pool.pool_id, slots, positions.view(np.int64))
+                mirror.learn(slots + pool.base)
+                positions = tokens.view(np.uint64) >> 32
+                self._ledger.rows.note_moved(pool.pool_id, slots, positions.view(np.int64))
 
     def finalise(self, told: Told) -> None:
         """Pages of what was final when forwards were launched are written no more; after `learn` and its moves.
@@ -348,8 +353,8 @@ class CapturedStep:
         """What has run in steps that `land_quiet` has landed goes into the coverage."""
         if self._hearing is not None:
             said = self._hearing.said
-            self._cover(*said[SAID_SUMS:SAID])
-            for number in range(SAID_SUMS, SAID):
+            self._cover(*said[SAID.forwards : SAID.size])
+            for number in range(SAID.forwards, SAID.size):
                 said[number] = 0
 
     def _cover(self, forwards: int, entries: int, reads: int, writers: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcanary.captured.buffers import StaticBuffers
 from kvcanary.captured.kernel_launches import Launches, Settings, Shared, Workspace
 from kvcanary.errors import HookOrderError, PlanError
-from kvcanary.native.layout import KINDS, LINE_TURN, NOWHERE, OTHER
+from kvcanary.native.layout import KINDS, LINE, NOWHERE, OTHER, filled
 from kvcanary.pools.launch_site import SUBSTEP_KINDS, site_name
 from kvcanary.records.mailbox import LINES, Packed, PackedMask
 from kvcanary.records.state import PoolState
@@ -41,7 +41,7 @@ class CapturedSubstep:
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: what `DecodedForward` takes of its plan, masks, `row_violations`, the header
     num_kept: numbers of that which are kept where it is clean: all up to the masks
-    line_card_at: address of where parts of that begin, [LINE_CARD] int64 (native/layout.py)
+    line_card_at: address of where parts of that begin, LINE (native/layout.py)
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CapturedSubstep:
         self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
-        self.num_kept = int(self.written.line().where[MASKS].stop)
+        self.num_kept = int(self.written.line_of(0).where[MASKS].stop)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0
@@ -92,7 +92,7 @@ class CapturedSubstep:
     @property
     def last_turn(self) -> int:
         """In which it was launched last."""
-        return self._line_card[LINE_TURN]
+        return self._line_card[LINE.turn]
 
     @property
     def judges_bytes(self) -> bool:
@@ -295,13 +295,14 @@ class CapturedSubstep:
 
 
 def line_card(substep: CapturedSubstep) -> array[int]:
-    """[LINE_CARD] (native/layout.py)."""
-    line = substep.written.line()
+    """LINE (native/layout.py)."""
+    line = substep.written.line_of(0)
     where = [part.start if part.stop > part.start else NOWHERE for part in line.where]
     bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where
     parents = parents if substep.forward.lineage is None else NOWHERE  # the part holds that
     nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
     kind, number = KINDS.get(substep.site[0], OTHER), NOWHERE if substep.number is None else substep.number
-    header = line.where[HEADER_PART].start
-    rest = substep.forward.num_entries, substep.width, nodes, kind, number, header, len(line.numbers) - 1, 0
-    return array("q", (substep.pool.card_at, bounds, starts, ends, tokens, parents, safe, mask, *rest))
+    parts = {"bounds": bounds, "starts": starts, "ends": ends, "tokens": tokens, "parents": parents, "safe": safe}
+    parts |= {"mask": mask, "header": line.where[HEADER_PART].start, "step": len(line.numbers) - 1}
+    sizes = {"entries": substep.forward.num_entries, "width": substep.width, "nodes": nodes}
+    return filled(LINE, pool=substep.pool.card_at, kind=kind, number=number, **parts, **sizes)

@@ -15,23 +15,7 @@ from kvcanary.calls.forward import Forward, Ints
 from kvcanary.calls.violation_log import HitLog
 from kvcanary.checks.seals import Sealer
 from kvcanary.ledger.ledger import Judged, Ledger, Request
-from kvcanary.native.layout import (
-    FACTS,
-    JUDGED,
-    JUDGED_STEP,
-    KNOWN,
-    NUM_ROW_SLOTS,
-    NUM_TOKENS_KNOWN,
-    NUM_TRUTHS,
-    PLANS_WRONG,
-    READS_WRONG,
-    REWRITTEN,
-    ROW_LEN,
-    ROW_SLOTS,
-    SEALED_BITS,
-    SEEN,
-    TOKENS_KNOWN,
-)
+from kvcanary.native.layout import FACT, FORWARD, PLANS_WRONG, READS_WRONG, REQUEST, REWRITTEN, SEALED_BITS
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
@@ -60,7 +44,7 @@ class Settler:
         requests, numbers = _requests_of(forwards), array("q")
         for request in requests:
             self._add_facts(request, numbers)
-        facts = np.frombuffer(numbers, np.int64).reshape(len(requests), len(self._cards), FACTS)
+        facts = np.frombuffer(numbers, np.int64).reshape(len(requests), len(self._cards), FACT.size)
         ledger = self._ledger
         found = self._loop(
             np.frombuffer(array("q", [forward.head for forward in forwards]), np.int64),
@@ -75,14 +59,14 @@ class Settler:
         wrong, seen = found & READS_WRONG, found >> SEALED_BITS
         if seen:
             self._mirror.epoch += bool(seen & REWRITTEN)
-            hits += self._sealer.sealed(forwards, [int(forward.memory[SEEN]) for forward in forwards])
+            hits += self._sealer.sealed(forwards, [int(forward.memory[FORWARD.seen]) for forward in forwards])
         self._note(requests, facts, has_judged=not wrong)
         return Settled.READS if wrong else Settled.NOTHING
 
     def _add_facts(self, request: Request, numbers: array[int]) -> None:
-        """[pools * FACTS] (native/layout.py)."""
+        """[pools * FACT.size] (native/layout.py)."""
         card, epoch, committed_len = request.known.card, self._mirror.epoch, request.committed_len
-        row, tokens = (card[ROW_SLOTS], card[NUM_ROW_SLOTS]), (card[TOKENS_KNOWN], card[NUM_TOKENS_KNOWN])
+        row, tokens = (card[REQUEST.row], card[REQUEST.num_row]), (card[REQUEST.tokens], card[REQUEST.num_tokens])
         common = request.uid, *row, *tokens
         for truth, row_len, (length, _, judged_in) in zip(
             request.truths, request.row_lens, request.judged, strict=True
@@ -94,7 +78,7 @@ class Settler:
     def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:
         """How far rows are written, their truth is known, and they were judged clean."""
         epoch = self._mirror.epoch
-        learned = facts[:, :, [ROW_LEN, NUM_TRUTHS, KNOWN, JUDGED, JUDGED_STEP]].tolist()
+        learned = facts[:, :, [FACT.row_len, FACT.num_truths, FACT.known, FACT.judged, FACT.judged_step]].tolist()
         for request, pools in zip(requests, learned, strict=True):
             for pool_id, (row_len, num_truths, known, judged, step) in enumerate(pools):
                 request.row_lens[pool_id] = row_len

@@ -11,14 +11,8 @@ from kvcanary.calls.forward import Forward, Ints
 from kvcanary.calls.violation_log import HitBatch
 from kvcanary.checks.lineage import judge_lineage
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.native.layout import (
-    ASTRAY,
-    MISPLACED,
-    NULL_WRITTEN,
-    PAGE_FRESH,
-)
-from kvcanary.pools.launch_site import pack_site
-from kvcanary.records.record_store import RecordStore, Words, two_words
+from kvcanary.native.layout import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH
+from kvcanary.records.record_store import RecordStore, Words
 from kvcanary.records.state import stored_columns
 from kvcanary_kernels.record.layout import CHAIN
 
@@ -39,27 +33,13 @@ class Sealer:
         """A record for all that a forward has written; what `loops.seal_plan` gives."""
         pool, pages, ids = forward.pool, self._ledger.pages, forward.host_ids
         seen: int = pool.loops.seal_plan(
-            forward.plan,
-            forward.num_entries,
-            forward.num_rows,
-            forward.width,
-            forward.has_parents,
-            *forward.before,
-            forward.chains,
+            forward.head,
             forward.slot_names,
-            ids.data_ptr(),
-            ids.shape[0],
-            forward.uids,
+            ids.numpy(),
             self._roots(forward).view(np.int64),
             pages.generations,
             pages.states,
-            pool.view.page_size,
-            two_words(forward.step, pack_site(*forward.site)),
             *(pool.all_layers if forward.stored == pool.full_layers else stored_columns(forward.stored)),
-            pool.base,
-            pool.view.num_slots,
-            pool.view.null_slots,
-            pool.signed_term,
             *self._mirror.memory_of_loops,
         )
         self._mirror.sealed(pool, forward.planned.slots, seen)

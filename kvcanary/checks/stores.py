@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import Forward
-from kvcanary.native.layout import LANES
+from kvcanary.native.layout import FORWARD
 from kvcanary.records.fingerprints import joined, lanes_of_layer
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import signed
@@ -26,7 +26,7 @@ def expect_values(forward: Forward) -> None:
     """Room for the lanes of everything that this forward will store."""
     shape = forward.pool.view.num_layers, 2, forward.num_entries
     forward.lanes = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
-    forward.lanes_at = forward.memory[LANES] = forward.lanes.data_ptr()
+    forward.lanes_at = forward.memory[FORWARD.lanes] = forward.lanes.data_ptr()
 
 
 def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Tensor]) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.native.layout import plan_layout
 
 _FORWARD = {
     "kind": "name",
@@ -172,3 +178,8 @@ SAFE_VALUES = frozenset(
     }
 )
 WITHHELD = "withheld"
+
+
+def plan_part(event: Mapping[str, Any], name: str) -> NDArray[np.int64]:
+    """An array of a forward's plan, by its name in `PlanLayout`."""
+    return plan_layout(event["entries"], event["rows"], len(event["requests"])).part(event["plan"], name)

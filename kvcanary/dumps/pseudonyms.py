@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcanary_kernels.record.formulas import mix_of
 from kvcanary_kernels.record.layout import (
     CHAIN,
     MASK_32,
@@ -18,7 +19,6 @@ from kvcanary_kernels.record.layout import (
     TOKEN_POSITION,
     Keys,
     continue_chain,
-    mix_host,
     signed,
 )
 
@@ -111,8 +111,8 @@ class Chains:
 
 
 def _mixed(words: Words, keys: Keys) -> Words:
-    with np.errstate(over="ignore"):
-        mixed: Words = mix_host(words & np.uint64(MASK_32), words >> np.uint64(32), keys)
+    own = words.view(np.int64)
+    mixed: Words = mix_of(own, own >> 32, signed(keys.mix_key)).view(np.uint64)
     return mixed
 
 

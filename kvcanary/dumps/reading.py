@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from kvcanary.codes import CODES, UNWRITTEN
 from kvcanary.dumps.container import parse_json, read_arrays, read_members
-from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL
+from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL, plan_part
 from kvcanary.errors import DumpError
+from kvcanary.native.layout import plan_layout
 from kvcanary.pools.launch_site import SUBSTEP_KINDS
 from kvcanary.recorder.checkpoint import PAGE_ARRAYS
 from kvcanary.recorder.recorder import PUBLIC_WORDS
@@ -291,7 +292,7 @@ class _Reader:
         n, rows, requests = event["entries"], event["rows"], len(event["requests"])
         self._expect(event["pool"] in names and event["kind"] in SUBSTEP_KINDS, "a forward is of no pool, or no kind")
         self._expect(n >= 0 and rows == requests * event["width"] and event["width"] > 0, "a forward has no rows")
-        self._expect(len(event["plan"]) == 4 * n + 6 * rows + 1 + requests, "a plan has not the length it says")
+        self._expect(len(event["plan"]) == plan_layout(n, rows, requests).who, "a plan has not the length it says")
         self._expect(0 <= event["index"] < 256, f"a forward has index {event['index']}")
         mask = event.get("mask")
         if mask is not None:
@@ -307,7 +308,7 @@ class _Reader:
         fits = all(event[key] == own[key] for key in ("pool", "kind", "index", "width", "has_parents"))
         fits &= event.get("has_lineage", False) == own.get("has_lineage", False)
         fits &= n <= own["entries"] and rows <= own["rows"] and len(event["counts"]) == len(event["requests"])
-        reads = event["plan"][4 * n : 4 * n + rows + 1]
+        reads = plan_part(event, "bounds")
         fits &= reads[0] == 0 and bool((np.diff(reads) >= 0).all()) and reads[-1] <= own["indices"]
         mask = event.get("mask_shape")
         fits &= (mask is None) == (own["nodes"] is None)

@@ -187,7 +187,7 @@ class Writer:
             "null_pages": self._ledger.null_pages,
             "pools": [shape_of_pool(pool.view) for pool in self._state.pools],
             "captured": [shape_of_forward(substep) for substep in self._captured],
-            "captured_moves": [{"pool": move.pool.name, "size": len(move.src)} for move in self._moves],
+            "captured_moves": [{"pool": move.pool.name, "size": move.size} for move in self._moves],
             "seats": None if self._seats is None else [len(self._seats.accepted), self._seats.places],
             "seed": self._seed,
             "tokens": "as they are" if self._is_plain else "replaced",
@@ -278,9 +278,10 @@ class Writer:
         }
 
     def _captured_move(self, move: RecordedMove) -> dict[str, Any] | None:
-        if move.src is None:
+        if move.moved is None:
             return None
-        return {"number": move.number, "pool": self._moves[move.number].pool.name, "src": move.src, "dst": move.dst}
+        src, dst = move.moved
+        return {"number": move.number, "pool": self._moves[move.number].pool.name, "src": src, "dst": dst}
 
     def _value(self, kind: str, value: Any) -> Any:
         if kind == "tokens":
@@ -293,7 +294,8 @@ class Writer:
 
     def _forward(self, forward: RecordedForward) -> dict[str, Any]:
         plan, n = forward.plan.astype(np.int64), forward.num_entries
-        plan[n : 2 * n] = self._book.of(plan[n : 2 * n].tolist())
+        tokens = forward.layout.part(plan, "tokens")
+        tokens[:] = self._book.of(tokens.tolist())
         rows = sorted(forward.wholes)
         wholes = [forward.wholes[row] for row in rows]
         return {
@@ -383,7 +385,7 @@ def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:
 
 
 def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
-    return forward.plan[forward.num_entries : 2 * forward.num_entries]
+    return forward.layout.part(forward.plan, "tokens")
 
 
 def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from kvcanary.native.layout import (
     BEGINS,
     CHANGES_OWNER,
     ENDS,
+    FINAL,
     ILLEGAL,
     NOT_A_WRITER,
     NOWHERE,
-    NUM_FINAL,
-    NUM_FRESH,
-    NUM_PUBLISHED,
+    PAGES,
     ROWS_FULL,
     STAYS,
 )
@@ -119,7 +118,7 @@ class Pages:
     looked_at:   int64 [2, num_pages], generation and step in which what lay in the page at its grant was found finite
 
     changed: pages to which something has happened since the last `changes`, event by event
-    book:    [PAGE_BOOK] (native/layout.py), where loops find all this;  book_at: its address
+    book:    PAGES (native/layout.py), where loops find all this;  book_at: its address
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:
@@ -202,13 +201,13 @@ class Pages:
         name_of: a live uid's request
         """
         card = self.final_card
-        if fresh := card[NUM_FRESH]:
-            card[NUM_FRESH] = 0
+        if fresh := card[FINAL.num_fresh]:
+            card[FINAL.num_fresh] = 0
             self._note_changes(self._fresh[:fresh].copy())
-        count = card[NUM_FINAL]
+        count = card[FINAL.num_final]
         if not count:
             return
-        card[NUM_FINAL] = 0
+        card[FINAL.num_final] = 0
         pages, uids = self._final[:, :count]
         pages = pages.copy()
         self._note_changes(pages)
@@ -248,7 +247,7 @@ class Pages:
 
     def wrote(self, slots: Array, page_size: int = 1) -> None:
         """A forward has written these slots; pages that it must not write stay as they are."""
-        room = self._fresh[self.final_card[NUM_FRESH] :]  # in front are those of which nobody was told yet
+        room = self._fresh[self.final_card[FINAL.num_fresh] :]  # in front are those of which nobody was told yet
         if found := self._loops.write_pages(self.book_at, slots, page_size, room):
             self._note_changes(room[:found].copy())
 
@@ -288,7 +287,7 @@ class Pages:
         return np.concatenate(changed) if len(changed) > 1 else changed[0] if changed else _NONE
 
     def _count_published(self) -> None:
-        self.book[NUM_PUBLISHED] = int(np.count_nonzero(self.published))
+        self.book[PAGES.num_published] = int(np.count_nonzero(self.published))
 
     def _note_changes(self, pages: Array) -> None:
         self.changed.append(pages)

@@ -10,32 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.ledger.reread_queue import ReadQueue
-from kvcanary.native.layout import (
-    ALL,
-    CHAIN_CARD,
-    CHAIN_COUNT,
-    CHAIN_OFFSET,
-    CHAIN_ROOT,
-    CHAIN_VALUES,
-    CHAIN_WRITTEN,
-    NOWHERE,
-    NUM_CHAINS,
-    NUM_ROW_SLOTS,
-    NUM_TOKENS_KNOWN,
-    NUM_UNHEARD,
-    OWNED_LEN,
-    REQUEST_CARD,
-    ROW_LACKS,
-    ROW_ROOM,
-    ROW_SLOTS,
-    TAIL_PAGE,
-    TOKEN_STEPS,
-    TOKENS_KNOWN,
-    TOKENS_ROOM,
-    UNHEARD_CARD,
-    UNHEARD_ROOM,
-    UNHEARD_STEPS,
-)
+from kvcanary.native.layout import ALL, NOWHERE, REQUEST, ROW_CHAIN, UNHEARD, filled
 from kvcanary_kernels.record.layout import Keys, signed, unsigned
 
 LEAST_ROOM = 64
@@ -54,7 +29,7 @@ class Unheard(NamedTuple):
 class Known:
     """Of one request; what is there stays, and moves when it needs more room.
 
-    card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (native/layout.py);  at: its address, which stays
+    card: [REQUEST.size + pools * ROW_CHAIN.size] int64 (native/layout.py);  at: its address, which stays
     slots: [n] int64, in row order;  row: the same as bytes
     row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
     """
@@ -68,22 +43,22 @@ class Known:
         that a row holds beyond the committed length.
         """
         self.reads = [ReadQueue() for _ in chains]
-        common = signed(keys.multiplier), signed(keys.mix_key), uid, len(chains), True
-        self.card = array("q", (0, 0, 0, 0, *common, *([0] * (REQUEST_CARD - 9))))
-        for (root, token_offset, ahead), queue in zip(chains, self.reads, strict=True):
-            self.card.extend((0, 0, signed(root), token_offset, ahead, 0, queue.at, NOWHERE, 0))
+        hashes = {"multiplier": signed(keys.multiplier), "mix_key": signed(keys.mix_key)}
+        self.card = filled(REQUEST, uid=uid, num_chains=len(chains), is_live=True, owned_len=ALL, **hashes)
+        for (root, offset, ahead), queue in zip(chains, self.reads, strict=True):
+            where = {"offset": offset, "ahead": ahead, "reads": queue.at, "tail_page": NOWHERE}
+            self.card += filled(ROW_CHAIN, root=signed(root), **where)
         self.at = self.card.buffer_info()[0]
-        self.row_lens = memoryview(self.card)[REQUEST_CARD + CHAIN_WRITTEN :: CHAIN_CARD]
+        self.row_lens = memoryview(self.card)[REQUEST.size + ROW_CHAIN.written :: ROW_CHAIN.size]
         self._numbers: NDArray[np.int64] = np.empty((CHAINS + len(chains), 0), np.int64)
         self._unheard = array("q")
         self._row: NDArray[np.int64] = np.empty(0, np.int64)
-        self.card[OWNED_LEN] = ALL
         self.write(0, tokens, step)
 
     @property
     def slots(self) -> NDArray[np.int64]:
         """In place until there is no room for more."""
-        return self._row[: self.card[NUM_ROW_SLOTS]]
+        return self._row[: self.card[REQUEST.num_row]]
 
     @property
     def row(self) -> bytes:
@@ -94,29 +69,29 @@ class Known:
         slots = np.frombuffer(row, np.int64)
         self.make_row_room(len(slots))
         self._row[: len(slots)] = slots
-        self.card[NUM_ROW_SLOTS] = len(slots)
-        self.card[ROW_LACKS] |= bool((slots < 0).any())
+        self.card[REQUEST.num_row] = len(slots)
+        self.card[REQUEST.row_lacks] |= bool((slots < 0).any())
 
     def make_row_room(self, count: int) -> None:
         """For so many slots."""
-        if count > self.card[ROW_ROOM]:
+        if count > self.card[REQUEST.row_room]:
             before, self._row = self.slots, np.empty(max(2 * count, LEAST_ROOM), np.int64)
             self._row[: len(before)] = before
-            self.card[ROW_SLOTS], self.card[ROW_ROOM] = self._row.ctypes.data, len(self._row)
+            self.card[REQUEST.row], self.card[REQUEST.row_room] = self._row.ctypes.data, len(self._row)
 
     def forget_tail(self, pool_id: int) -> None:
         """The end of the row is looked at again."""
-        self.card[REQUEST_CARD + CHAIN_CARD * pool_id + TAIL_PAGE] = NOWHERE
+        self.card[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.tail_page] = NOWHERE
 
     @property
     def tokens(self) -> NDArray[np.int64]:
         """[n], in place until more than there is room for are known."""
-        return self._numbers[TOKENS, : self.card[NUM_TOKENS_KNOWN]]
+        return self._numbers[TOKENS, : self.card[REQUEST.num_tokens]]
 
     @property
     def steps(self) -> NDArray[np.int64]:
         """[n], in which each became known."""
-        return self._numbers[STEPS, : self.card[NUM_TOKENS_KNOWN]]
+        return self._numbers[STEPS, : self.card[REQUEST.num_tokens]]
 
     def write(self, first: int, tokens: Sequence[int], steps: int | Sequence[int]) -> None:
         """The tokens from this place on; chains are known so far as tokens are the same."""
@@ -124,32 +99,32 @@ class Known:
         self.make_room(count)
         self._numbers[TOKENS, first:count] = tokens
         self._numbers[STEPS, first:count] = steps
-        self.card[NUM_TOKENS_KNOWN] = count
+        self.card[REQUEST.num_tokens] = count
 
     def make_room(self, count: int) -> None:
         """For so many tokens, as many values of every chain, and one more step of which the engine has not told."""
         card = self.card
-        if card[NUM_UNHEARD] == card[UNHEARD_ROOM]:
-            self._unheard.extend([0] * UNHEARD_CARD * max(card[NUM_UNHEARD], LEAST_UNHEARD))
-            card[UNHEARD_STEPS], size = self._unheard.buffer_info()
-            card[UNHEARD_ROOM] = size // UNHEARD_CARD
-        if count <= card[TOKENS_ROOM] and self._numbers.size:
+        if card[REQUEST.num_unheard] == card[REQUEST.unheard_room]:
+            self._unheard.extend([0] * UNHEARD.size * max(card[REQUEST.num_unheard], LEAST_UNHEARD))
+            card[REQUEST.unheard], size = self._unheard.buffer_info()
+            card[REQUEST.unheard_room] = size // UNHEARD.size
+        if count <= card[REQUEST.tokens_room] and self._numbers.size:
             return
         room = max(2 * count, LEAST_ROOM)
         numbers = np.empty((len(self._numbers), room), np.int64)
-        numbers[:, : card[TOKENS_ROOM]] = self._numbers
+        numbers[:, : card[REQUEST.tokens_room]] = self._numbers
         self._numbers = numbers
-        card[TOKENS_KNOWN], card[TOKEN_STEPS] = numbers[TOKENS].ctypes.data, numbers[STEPS].ctypes.data
-        card[TOKENS_ROOM] = room
-        for pool_id in range(card[NUM_CHAINS]):
-            card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_VALUES] = numbers[CHAINS + pool_id].ctypes.data
+        card[REQUEST.tokens], card[REQUEST.token_steps] = numbers[TOKENS].ctypes.data, numbers[STEPS].ctypes.data
+        card[REQUEST.tokens_room] = room
+        for pool_id in range(card[REQUEST.num_chains]):
+            card[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.values] = numbers[CHAINS + pool_id].ctypes.data
 
     @property
     def unheard(self) -> list[Unheard]:
         """Steps that are in the books and of which the engine has not told yet, oldest first; their tokens are last."""
-        numbers = self._unheard[: UNHEARD_CARD * self.card[NUM_UNHEARD]]
-        steps = list(zip(*[iter(numbers)] * UNHEARD_CARD, strict=True))
-        first, told = self.card[NUM_TOKENS_KNOWN] - sum(count for count, *_ in steps), list[Unheard]()
+        numbers = self._unheard[: UNHEARD.size * self.card[REQUEST.num_unheard]]
+        steps = list(zip(*[iter(numbers)] * UNHEARD.size, strict=True))
+        first, told = self.card[REQUEST.num_tokens] - sum(count for count, *_ in steps), list[Unheard]()
         for count, *lens in steps:
             told.append(Unheard(self.tokens[first : first + count].tolist(), *lens))
             first += count
@@ -157,15 +132,15 @@ class Known:
 
     @unheard.setter
     def unheard(self, steps: Sequence[Unheard]) -> None:
-        self.card[NUM_UNHEARD] = 0
+        self.card[REQUEST.num_unheard] = 0
         for number, (tokens, *lens) in enumerate(steps):
             self.make_room(0)
-            self._unheard[UNHEARD_CARD * number : UNHEARD_CARD * (number + 1)] = array("q", (len(tokens), *lens))
-            self.card[NUM_UNHEARD] = number + 1
+            self._unheard[UNHEARD.size * number : UNHEARD.size * (number + 1)] = array("q", (len(tokens), *lens))
+            self.card[REQUEST.num_unheard] = number + 1
 
     def values(self, pool_id: int) -> NDArray[np.uint64]:
         """Of a pool's chain, as many as have been asked for."""
-        count = self.card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_COUNT]
+        count = self.card[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.count]
         return self._numbers[CHAINS + pool_id, :count].view(np.uint64)
 
 
@@ -179,10 +154,10 @@ class TruthChain:
     __slots__ = ("_known", "_place", "_pool_id", "root", "signed_root", "token_offset")
 
     def __init__(self, known: Known, pool_id: int) -> None:
-        self._known, self._pool_id, self._place = known, pool_id, REQUEST_CARD + CHAIN_CARD * pool_id
+        self._known, self._pool_id, self._place = known, pool_id, REQUEST.size + ROW_CHAIN.size * pool_id
         self.signed_root, self.token_offset = (
-            known.card[self._place + CHAIN_ROOT],
-            known.card[self._place + CHAIN_OFFSET],
+            known.card[self._place + ROW_CHAIN.root],
+            known.card[self._place + ROW_CHAIN.offset],
         )
         self.root = unsigned(self.signed_root)
 
@@ -193,19 +168,19 @@ class TruthChain:
 
     @property
     def count(self) -> int:
-        return self._known.card[self._place + CHAIN_COUNT]
+        return self._known.card[self._place + ROW_CHAIN.count]
 
     @property
     def values_at(self) -> int:
-        return self._known.card[self._place + CHAIN_VALUES]
+        return self._known.card[self._place + ROW_CHAIN.values]
 
     def grown(self, length: int) -> None:
         """A loop has filled the room up to here."""
-        self._known.card[self._place + CHAIN_COUNT] = max(self.count, length)
+        self._known.card[self._place + ROW_CHAIN.count] = max(self.count, length)
 
     def forget_behind(self, length: int) -> None:
         """Tokens behind these entries are others now."""
-        self._known.card[self._place + CHAIN_COUNT] = min(self.count, length)
+        self._known.card[self._place + ROW_CHAIN.count] = min(self.count, length)
 
     def reaches(self, length: int) -> bool:
         """Whether the tokens of so many entries are known; then it has at least as many values."""

@@ -14,18 +14,8 @@ from kvcanary.errors import LifetimeError, UnknownRequestError
 from kvcanary.ledger.request_ids import RequestIds
 from kvcanary.ledger.request_state import Known, TruthChain, Unheard
 from kvcanary.ledger.reread_queue import ReadQueue
-from kvcanary.native.layout import (
-    ALL,
-    COMMIT_STEP,
-    COMMITTED_LEN,
-    FINAL_PAGES,
-    IS_LIVE,
-    NUM_IN_THE_AIR,
-    NUM_UNLANDED,
-    OWNED_LEN,
-    ROW_LACKS,
-    ROW_NUMBERS,
-)
+from kvcanary.native.layout import ALL, REQUEST, ROWS
+from kvcanary.pools.slot_maps import final_len
 from kvcanary_kernels.record.layout import Keys, chain_root
 
 NO_PAGE = -1
@@ -98,12 +88,12 @@ class Request:
     is_damaged: bool = False
     brought_len: int = 0
 
-    committed_len = _OfCard(COMMITTED_LEN)
-    final_pages = _OfCard(FINAL_PAGES)
-    commit_step = _OfCard(COMMIT_STEP)
-    in_the_air = _OfCard(NUM_IN_THE_AIR)
-    unlanded = _OfCard(NUM_UNLANDED)
-    lacks_pages = _OfCard(ROW_LACKS)
+    committed_len = _OfCard(REQUEST.committed_len)
+    final_pages = _OfCard(REQUEST.final_pages)
+    commit_step = _OfCard(REQUEST.commit_step)
+    in_the_air = _OfCard(REQUEST.num_in_flight)
+    unlanded = _OfCard(REQUEST.num_unlanded)
+    lacks_pages = _OfCard(REQUEST.row_lacks)
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -122,12 +112,12 @@ class Request:
     @property
     def owned_len(self) -> int | None:
         """Entries that are the request's own when it has ended inside what was accepted; None: all are."""
-        length = self.known.card[OWNED_LEN]
+        length = self.known.card[REQUEST.owned_len]
         return None if length == ALL else length
 
     @owned_len.setter
     def owned_len(self, length: int | None) -> None:
-        self.known.card[OWNED_LEN] = ALL if length is None else length
+        self.known.card[REQUEST.owned_len] = ALL if length is None else length
 
     @property
     def row_lens(self) -> memoryview:
@@ -162,7 +152,8 @@ class Request:
 
         committed_len: as it was at some time; None: as it is now
         """
-        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
+        length = self.committed_len if committed_len is None else committed_len
+        return final_len(length, self.ahead[pool_id], self.row_lens[pool_id])
 
     def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""
@@ -210,7 +201,7 @@ class Batch:
     """Requests that steps name together: made once, as they name the same again and again.
 
     told:    how many, and the address of the addresses of their cards, as compiled loops take them
-    no_rows: [ROW_NUMBERS * requests + 1] zeros, to be copied (native/layout.py)
+    no_rows: [ROWS.size * requests + 1] zeros, to be copied (native/layout.py)
     """
 
     __slots__ = ("_cards", "names", "no_rows", "requests", "told")
@@ -220,7 +211,7 @@ class Batch:
         self.names = tuple([request.request_id for request in self.requests])
         self._cards = array("q", [request.known.at for request in requests])
         self.told = len(self._cards), self._cards.buffer_info()[0]
-        self.no_rows = array("q", bytes(8 * (ROW_NUMBERS * len(self._cards) + 1)))
+        self.no_rows = array("q", bytes(8 * (ROWS.size * len(self._cards) + 1)))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -318,7 +309,7 @@ class RequestBook:
             raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
         self.uids.retire(request.uid)
         del self.requests[request_id]
-        request.known.card[IS_LIVE] = False
+        request.known.card[REQUEST.is_live] = False
         self.batches.clear()
 
     def remember(self, uid: int, name: str) -> None:

@@ -6,17 +6,7 @@ from array import array
 
 import numpy as np
 
-from kvcanary.native.layout import (
-    FIRST_RANGE,
-    NUM_RANGES,
-    QUEUE_CARD,
-    QUEUE_LENGTH,
-    RANGE,
-    RANGES,
-    RANGES_ROOM,
-    RANGES_TO_SPARE,
-    TAKEN,
-)
+from kvcanary.native.layout import QUEUE, RANGE, RANGES_TO_SPARE, TAKEN
 from kvcanary.pools.slot_maps import Ints
 
 Range = tuple[int, int, int]  # start, end, step in which it was known good
@@ -26,20 +16,20 @@ LEAST_ROOM = 16
 class ReadQueue:
     """Ranges of positions, oldest look first, where compiled loops read and write them.
 
-    at: address of its card, [QUEUE_CARD] int64 (native/layout.py), which stays
+    at: address of its card, [QUEUE.size] int64 (native/layout.py), which stays
     """
 
     __slots__ = ("_card", "_ring", "at")
 
     def __init__(self) -> None:
-        self._card = array("q", bytes(8 * QUEUE_CARD))
+        self._card = array("q", bytes(8 * QUEUE.size))
         self.at = self._card.buffer_info()[0]
-        self._fill(np.empty((0, RANGE), np.int64))
+        self._fill(np.empty((0, RANGE.size), np.int64))
 
     @property
     def length(self) -> int:
         """Positions [0, length) are in the queue."""
-        return self._card[QUEUE_LENGTH]
+        return self._card[QUEUE.length]
 
     @property
     def ranges(self) -> list[Range]:
@@ -48,7 +38,7 @@ class ReadQueue:
 
     def make_room(self) -> None:
         """For what joins in a step, and for what a look cuts off."""
-        if self._card[NUM_RANGES] + RANGES_TO_SPARE > self._card[RANGES_ROOM]:
+        if self._card[QUEUE.num_ranges] + RANGES_TO_SPARE > self._card[QUEUE.room]:
             self._fill(self.numbers())
 
     def extend_to(self, length: int, step: int) -> None:
@@ -66,29 +56,32 @@ class ReadQueue:
         from kvcanary.native.loops import take_ranges
 
         self.make_room()
-        taken = array("q", bytes(8 * TAKEN * self._card[NUM_RANGES]))
+        taken = array("q", bytes(8 * TAKEN.size * self._card[QUEUE.num_ranges]))
         found = take_ranges(self.at, count, step + again, step, taken.buffer_info()[0])
-        return [(start, end, read) for _, start, end, read in zip(*[iter(taken[: TAKEN * found])] * TAKEN, strict=True)]
+        return [
+            (start, end, read)
+            for _, start, end, read in zip(*[iter(taken[: TAKEN.size * found])] * TAKEN.size, strict=True)
+        ]
 
     def looks(self) -> tuple[Range, ...]:
         """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
         return tuple(self.ranges)
 
     def numbers(self) -> Ints:
-        """[ranges, RANGE] int64 in their order, a copy: `looks` as one array."""
-        first, count = self._card[FIRST_RANGE], self._card[NUM_RANGES]
+        """[ranges, RANGE.size] int64 in their order, a copy: `looks` as one array."""
+        first, count = self._card[QUEUE.first], self._card[QUEUE.num_ranges]
         return self._ring.take(range(first, first + count), 0, mode="wrap")
 
     def put(self, looks: list[Range]) -> None:
         """As `looks` has told them."""
-        self._fill(np.array(looks, np.int64).reshape(-1, RANGE))
-        self._card[QUEUE_LENGTH] = max((end for _, end, _ in looks), default=0)
+        self._fill(np.array(looks, np.int64).reshape(-1, RANGE.size))
+        self._card[QUEUE.length] = max((end for _, end, _ in looks), default=0)
 
     def oldest(self) -> int | None:
         """The step of the position that waits longest."""
         from kvcanary.native.loops import oldest_look
 
-        return int(oldest_look(self.at)) if self._card[NUM_RANGES] else None
+        return int(oldest_look(self.at)) if self._card[QUEUE.num_ranges] else None
 
     def last_look(self, position: int) -> int:
         """The step in which the bytes at this position were known good; -1: in none."""
@@ -101,7 +94,7 @@ class ReadQueue:
         """The queue is these, and has room for as many again."""
         count = len(ranges)
         room = max(2 * count, LEAST_ROOM)
-        self._ring = np.empty((room, RANGE), np.int64)
+        self._ring = np.empty((room, RANGE.size), np.int64)
         self._ring[:count] = ranges
-        self._card[NUM_RANGES], self._card[RANGES_ROOM], self._card[FIRST_RANGE] = count, room, 0
-        self._card[RANGES] = self._ring.ctypes.data
+        self._card[QUEUE.num_ranges], self._card[QUEUE.room], self._card[QUEUE.first] = count, room, 0
+        self._card[QUEUE.ranges] = self._ring.ctypes.data

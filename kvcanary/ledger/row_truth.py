@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from kvcanary.native.layout import ROW_CHAINS, ROW_COMMITTED, ROW_LENGTHS, ROW_NUMBERS, ROW_ROOTS, ROW_UIDS, ROW_UNHEARD
+from kvcanary.native.layout import ROWS
 from kvcanary.pools.slot_maps import Ints
 
 
@@ -26,7 +26,7 @@ class RowTruth:
     __slots__ = ("_rows", "step")
 
     def __init__(self, rows: array[int], step: int) -> None:
-        """`rows`: these numbers, and what is the canary's alone (native/layout.py, ROW_NUMBERS)."""
+        """`rows`: these numbers, and what is the canary's alone (native/layout.py, ROWS.size)."""
         self._rows, self.step = rows, step
 
     def copy(self) -> RowTruth:
@@ -34,25 +34,25 @@ class RowTruth:
 
     @property
     def numbers(self) -> Ints:
-        n = len(self._rows) // ROW_NUMBERS
-        return np.frombuffer(self._rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n)
+        n = len(self._rows) // ROWS.size
+        return np.frombuffer(self._rows, np.int64, ROWS.committed * n).reshape(ROWS.committed, n)
 
     @property
     def uids(self) -> list[int]:
-        return self.numbers[ROW_UIDS].tolist()
+        return self.numbers[ROWS.uids].tolist()
 
     @property
     def prefix_lens(self) -> list[int]:
-        return self.numbers[ROW_LENGTHS].tolist()
+        return self.numbers[ROWS.lengths].tolist()
 
     @property
     def truths(self) -> list[int]:
-        return self.numbers[ROW_CHAINS].tolist()
+        return self.numbers[ROWS.chains].tolist()
 
     @property
     def roots(self) -> list[int]:
-        return self.numbers[ROW_ROOTS].tolist()
+        return self.numbers[ROWS.roots].tolist()
 
     @property
     def unheard(self) -> list[int]:
-        return self.numbers[ROW_UNHEARD].tolist()
+        return self.numbers[ROWS.unheard].tolist()

@@ -8,7 +8,7 @@ from itertools import accumulate, chain, repeat
 
 from kvcanary.ledger.page_states import Pages
 from kvcanary.ledger.requests import Batch, RequestBook
-from kvcanary.native.layout import KINDS, LEFT_TO_BOOKS, NO_ROOM, OTHER, RUN_CARD
+from kvcanary.native.layout import KINDS, LEFT_TO_BOOKS, NO_ROOM, OTHER, RUN
 
 
 class StepBook:
@@ -42,7 +42,7 @@ class StepBook:
 
     def land_runs(self, cards: array[int], first: int) -> int:
         """`loops.land_runs` of the runs of these cards."""
-        told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self._page_size, self._pages.final_at
+        told = cards.buffer_info()[0], len(cards) // RUN.size, first, self._page_size, self._pages.final_at
         return int(self._loops.land_runs(*told))
 
     def write_rows(self, batch: Batch, kind: str, pool_id: int, before: array[int] | None, written: array[int]) -> None:

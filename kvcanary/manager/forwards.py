@@ -149,7 +149,7 @@ class Forwards:
         """`launch_all` of forwards that are launched in every step (`SubstepRegistry.series`), in parts.
 
         written: by part, and by request; none of a part that writes what is accepted. reads: by forward
-        where: address of an address by part, of a place [SPREAD_CARD] int64 (native/layout.py), to which its truth
+        where: address of an address by part, of a place SPREAD (native/layout.py), to which its truth
                goes; 0: nowhere. It is what is returned, too, by part in the form that `RowTruth` takes
         """
         static = self._static
@@ -174,9 +174,9 @@ class Forwards:
         """A captured move runs next, behind the forwards that were launched before it."""
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
-        self.recorder.captured.launched_move(self._static.bank.moves.index(move), move.pool.name)
+        record = self.recorder.captured.launched_move(self._static.bank.moves.index(move), move.pool.name)
         self._checks.publish_pages()
-        self._static.launch_move(move)
+        self._static.launch_move(move, record)
 
     def launch_eager(
         self,

@@ -19,6 +19,7 @@ from kvcanary.calls.violation import Hit
 from kvcanary.calls.violation_log import HitBatch, HitGroup, HitLog
 from kvcanary.captured.decoded import Launched
 from kvcanary.captured.in_flight import InFlight, Marks
+from kvcanary.captured.moves import DESTINATIONS
 from kvcanary.captured.step import CapturedStep, Told
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.checks.content import find_changed
@@ -260,10 +261,10 @@ class StepChecks:
         if self.is_full:
             self._mark_read(told)
         static.finalise(told)
-        for move, turn, (destination, *_, mismatch) in told.moves:
-            if move.moved.has_run(turn) and np.count_nonzero(mismatch):
+        for run in told.moves:
+            if run.differs:
                 with torch.inference_mode():
-                    hits += self._mover.arrived(move.pool, destination, told.step)
+                    hits += self._mover.arrived(run.move.pool, run.entries[DESTINATIONS], told.step)
 
     def _mark_read(self, told: Told) -> None:
         """What attention has compared; several forwards of a step read the same rows."""

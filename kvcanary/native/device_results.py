@@ -9,92 +9,56 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.native.jit import flags_at, longs_at, loop
+from kvcanary.native.jit import (
+    books_at,
+    final_at,
+    flags_at,
+    line_at,
+    longs_at,
+    loop,
+    move_at,
+    pages_at,
+    pool_at,
+    quiet_at,
+    request_at,
+    run_at,
+    said_at,
+)
 from kvcanary.native.layout import (
     ALL_DONE,
-    BASE,
-    BOOKS_CARD,
-    BOOKS_JUDGED,
-    BOOKS_LEARNED,
-    BOOKS_STATES,
-    FINAL_BOOK,
-    FINAL_CARD,
-    FRESH_OF,
-    FRESH_ROOM,
     GUESSES,
     HAS_MORE,
     HAS_RUN,
     IS_SHORT,
+    LACKS_ROOM,
     LEFT_TO_RULES,
     LINE_BITS,
-    LINE_BOUNDS,
-    LINE_CARD,
-    LINE_ENDS,
-    LINE_ENTRIES,
-    LINE_HEADER,
-    LINE_KIND,
-    LINE_MASK,
-    LINE_NODES,
-    LINE_NUMBER,
-    LINE_PARENTS,
-    LINE_POOL,
-    LINE_SAFE,
-    LINE_STARTS,
-    LINE_STEP,
-    LINE_TOKENS,
-    LINE_WIDTH,
+    MOVE,
     NO_ROOM,
     NOT_QUIET,
     NOT_WRITTEN,
     NOWHERE,
-    NULL_SLOTS,
-    NUM_FINAL,
-    NUM_FRESH,
-    NUM_TOKENS_KNOWN,
-    PAGE_SIZE,
     PAGES_FRESH,
-    POOL_CARD,
-    POOL_ID,
-    REQUEST_CARD,
     REWRITES,
-    ROW_NUMBERS,
-    RUN_ACCEPTED,
+    ROWS,
+    RUN,
     RUN_BITS,
-    RUN_CARD,
-    RUN_CARDS,
-    RUN_KEEP,
-    RUN_LINE,
-    RUN_LINE_CARD,
-    RUN_PLACES,
-    RUN_READS,
-    RUN_REQUESTS,
-    RUN_ROWS,
-    RUN_SEEN,
-    RUN_STEP,
-    RUN_TURN,
-    RUN_WRITTEN,
     SAID,
-    SAID_END,
-    SAID_PLACE,
-    SAID_RUNS,
-    SAID_SEEN,
-    SAID_SUMS,
-    SLOTS,
-    SUM_ENTRIES,
-    SUM_FORWARDS,
-    SUM_READS,
-    SUM_WRITERS,
-    TOKEN_OFFSET,
-    TOKENS_KNOWN,
     UNKNOWN,
-    VOCABULARY,
 )
 from kvcanary.native.page_states import write_pages
 from kvcanary.native.request_lengths import accept_rows, land_runs, num_accepted, sum_committed, write_rows
-from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ
-from kvcanary_kernels.judge.settle import RUN_ROWS as RUN_ROWS_LIVE
-from kvcanary_kernels.judge.settle import RUN_WRITTEN as RUN_ENTRIES
+from kvcanary.native.request_tokens import chain_of
+from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 from kvcanary_kernels.record.layout import WRITTEN
+
+
+@loop()
+def _learn(books, row):
+    """The device has sealed this record; REWRITES where the one that lay there was judged."""
+    if books.learned:
+        flags_at(books.learned + row, 1)[0] = 1
+    return REWRITES if flags_at(books.judged + row, 1)[0] else 0
 
 
 @loop()
@@ -105,32 +69,32 @@ def _look_through(card, books, line, num_requests, requests):
     LEFT_TO_RULES where `DecodedForward.is_plan` is false, or `judge_tokens` or `judge_mask` would name an entry. Else
     pages PAGES_FRESH are still to be marked as written, REWRITES records that were judged; all are learned.
     """
-    own, world = longs_at(card, LINE_CARD), longs_at(books, BOOKS_CARD)
-    pool, cards = longs_at(own[LINE_POOL], POOL_CARD), longs_at(requests, num_requests)
-    width, rows, nodes = own[LINE_WIDTH], num_requests * own[LINE_WIDTH], own[LINE_NODES]
-    bounds = longs_at(line + 8 * own[LINE_BOUNDS], rows + 1)
-    starts, ends = longs_at(line + 8 * own[LINE_STARTS], rows), longs_at(line + 8 * own[LINE_ENDS], rows)
+    own, world = line_at(card), books_at(books)
+    pool, cards = pool_at(own.pool), longs_at(requests, num_requests)
+    width, rows, nodes = own.width, num_requests * own.width, own.nodes
+    bounds = longs_at(line + 8 * own.bounds, rows + 1)
+    starts, ends = longs_at(line + 8 * own.starts, rows), longs_at(line + 8 * own.ends, rows)
     n = bounds[rows]
-    if bounds[0] != 0 or not 0 <= n <= own[LINE_ENTRIES]:
+    if bounds[0] != 0 or not 0 <= n <= own.entries:
         return LEFT_TO_RULES
-    tokens, safe = longs_at(line + 8 * own[LINE_TOKENS], n), longs_at(line + 8 * own[LINE_SAFE], n)
-    has_parents, has_mask = own[LINE_PARENTS] >= 0, own[LINE_MASK] >= 0
-    parents = longs_at(line + 8 * own[LINE_PARENTS], n if has_parents else 0)
-    sees = flags_at(line + 8 * own[LINE_MASK], n * nodes if has_mask else 0)
+    tokens, safe = longs_at(line + 8 * own.tokens, n), longs_at(line + 8 * own.safe, n)
+    has_parents, has_mask = own.parents >= 0, own.mask >= 0
+    parents = longs_at(line + 8 * own.parents, n if has_parents else 0)
+    sees = flags_at(line + 8 * own.mask, n * nodes if has_mask else 0)
     for row in range(rows):
         first, end = bounds[row], bounds[row + 1]
         begin = ends[row] - starts[row] - (end - first)
         if end < first or end > n or begin < 0 or (has_mask and end - first != nodes):
             return LEFT_TO_RULES
-        request = longs_at(cards[row // width], REQUEST_CARD)
-        known, place = longs_at(request[TOKENS_KNOWN], request[NUM_TOKENS_KNOWN]), begin + pool[TOKEN_OFFSET]
-        judged = 0 if own[LINE_KIND] == GUESSES else min(end - first, 1 if has_parents else end - first)
+        request = request_at(cards[row // width])
+        known, place = longs_at(request.tokens, request.num_tokens), begin + pool.token_offset
+        judged = 0 if own.kind == GUESSES else min(end - first, 1 if has_parents else end - first)
         for entry in range(first, end):
             token = tokens[entry]
-            wrong = pool[VOCABULARY] and not 0 <= token < pool[VOCABULARY]
+            wrong = pool.vocabulary and not 0 <= token < pool.vocabulary
             at = place + entry - first
             wrong |= entry - first < judged and at < known.shape[0] and known[at] != token
-            wrong |= not 0 <= safe[entry] < pool[SLOTS]
+            wrong |= not 0 <= safe[entry] < pool.num_slots
             if has_parents:
                 parent = parents[entry]
                 wrong |= not (parent == -1 or first <= parent < entry)
@@ -141,16 +105,13 @@ def _look_through(card, books, line, num_requests, requests):
                 return LEFT_TO_RULES
     if has_mask and not has_parents:
         return LEFT_TO_RULES
-    seen, base = 0, pool[BASE]
+    seen, base = 0, pool.base
     for entry in range(n):
         slot = safe[entry]
-        if slot >= pool[NULL_SLOTS]:
-            if flags_at(world[BOOKS_STATES] + slot // pool[PAGE_SIZE], 1)[0] != WRITTEN:
+        if slot >= pool.null_slots:
+            if flags_at(world.states + slot // pool.page_size, 1)[0] != WRITTEN:
                 seen |= PAGES_FRESH
-            if flags_at(world[BOOKS_JUDGED] + base + slot, 1)[0]:
-                seen |= REWRITES
-            if world[BOOKS_LEARNED]:
-                flags_at(world[BOOKS_LEARNED] + base + slot, 1)[0] = 1
+            seen |= _learn(world, base + slot)
     return n << LINE_BITS | seen
 
 
@@ -164,36 +125,36 @@ def hear_runs(first, count, runs, books, planned, proves):
     Behind one that is left to the rules, or IS_SHORT (NOT_WRITTEN), it stops, and before one that has no room.
     """
     for one in range(first, count):
-        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
-        own, n, cards = longs_at(run[RUN_LINE_CARD], LINE_CARD), run[RUN_REQUESTS], run[RUN_CARDS]
-        has_run = longs_at(run[RUN_LINE] + 8 * own[LINE_STEP], 1)[0] >> 32 == run[RUN_TURN]
-        heard = longs_at(run[RUN_ROWS] + 8 * ROW_NUMBERS * n, 1)[0]
+        run = run_at(runs + 8 * RUN.size * one)
+        own, n, cards = line_at(run.line_card), run.requests, run.cards
+        has_run = longs_at(run.line + 8 * own.step, 1)[0] >> 32 == run.turn
+        heard = longs_at(run.rows + 8 * ROWS.size * n, 1)[0]
         is_behind, more, total, found = heard != UNKNOWN, sum_committed(n, cards) - heard, 0, 0
         counts = np.zeros(n, np.int64)
-        if run[RUN_WRITTEN]:
-            counts[:] = longs_at(run[RUN_WRITTEN], n)
+        if run.written:
+            counts[:] = longs_at(run.written, n)
         else:
-            accepted = run[RUN_ACCEPTED] if has_run else 0
-            found = accept_rows(n, cards, accepted, run[RUN_PLACES], run[RUN_STEP])
+            accepted = run.accepted if has_run else 0
+            found = accept_rows(n, cards, accepted, run.places, run.step)
             if found == NO_ROOM:
                 return one
-            told = longs_at(accepted, n * run[RUN_PLACES] if accepted else 0)
+            told = longs_at(accepted, n * run.places if accepted else 0)
             for number in range(n if accepted else 0):
-                counts[number] = num_accepted(told, number, run[RUN_PLACES])
+                counts[number] = num_accepted(told, number, run.places)
             total = counts.sum()
-        if own[LINE_NUMBER] != NOWHERE:
-            plan = longs_at(planned + 8 * NUM_RUNS * own[LINE_NUMBER], NUM_RUNS)
-            plan[RUN_ROWS_LIVE] += n * own[LINE_WIDTH]
-            plan[RUN_ENTRIES] += counts.sum() * own[LINE_WIDTH]
-            plan[RUN_READ] += run[RUN_READS] + (more + total if is_behind else 0) * own[LINE_WIDTH]
+        if own.number != NOWHERE:
+            plan = longs_at(planned + 8 * NUM_RUNS * own.number, NUM_RUNS)
+            plan[RUN_ROWS] += n * own.width
+            plan[RUN_WRITTEN] += counts.sum() * own.width
+            plan[RUN_READ] += run.reads + (more + total if is_behind else 0) * own.width
         if has_run and is_behind:
-            pool = longs_at(own[LINE_POOL], POOL_CARD)[POOL_ID]
-            write_rows(n, cards, pool, own[LINE_KIND], 0, np.int64(counts.ctypes.data))
+            pool = pool_at(own.pool).pool_id
+            write_rows(n, cards, pool, own.kind, 0, np.int64(counts.ctypes.data))
         seen = LEFT_TO_RULES
-        if has_run and proves and own[LINE_NUMBER] != NOWHERE:
-            seen = _look_through(run[RUN_LINE_CARD], books, run[RUN_LINE], n, cards)
+        if has_run and proves and own.number != NOWHERE:
+            seen = _look_through(run.line_card, books, run.line, n, cards)
         is_short = found == NOT_WRITTEN
-        run[RUN_SEEN] = seen << RUN_BITS | (IS_SHORT if is_short else 0) | (HAS_RUN if has_run else 0)
+        run.seen = seen << RUN_BITS | (IS_SHORT if is_short else 0) | (HAS_RUN if has_run else 0)
         if is_short or (has_run and seen & LEFT_TO_RULES):
             return one + 1
     return count
@@ -211,9 +172,9 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
     sums = longs_at(totals, NUM_RUNS)
     for takes in (False, True):
         for one in range(n):
-            run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
-            own = longs_at(run[RUN_LINE_CARD], LINE_CARD)
-            number, header = own[LINE_NUMBER], longs_at(run[RUN_LINE] + 8 * own[LINE_HEADER], size)
+            run = run_at(runs + 8 * RUN.size * one)
+            own = line_at(run.line_card)
+            number, header = own.number, longs_at(run.line + 8 * own.header, size)
             if number == NOWHERE:
                 continue
             last, plan = longs_at(seen + 8 * size * number, size), longs_at(planned + 8 * NUM_RUNS * number, NUM_RUNS)
@@ -231,60 +192,128 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
 
 
 @loop()
-def _keep(run, kept, first):
-    """What is kept of a run, from this place on; where the next one begins."""
-    end = first + run[RUN_KEEP]
-    accepted = run[RUN_REQUESTS] * run[RUN_PLACES] if run[RUN_KEEP] else 0
-    own = longs_at(kept, end)
-    own[first : end - accepted] = longs_at(run[RUN_LINE], end - accepted - first)
-    own[end - accepted :] = longs_at(run[RUN_ACCEPTED], accepted)
-    return end
+def _keep(kept, numbers, count):
+    """So many numbers are kept here; where the next ones are."""
+    longs_at(kept, count)[:] = longs_at(numbers, count)
+    return kept + 8 * count
+
+
+@loop()
+def _keep_all(n, runs, count, moves, kept):
+    """What is kept of n runs, then of moves."""
+    for one in range(n):
+        run = run_at(runs + 8 * RUN.size * one)
+        accepted = run.requests * run.places if run.keep else 0
+        kept = _keep(kept, run.line, run.keep - accepted)
+        kept = _keep(kept, run.accepted, accepted)
+    for one in range(count):
+        move = move_at(moves + 8 * MOVE.size * one)
+        kept = _keep(kept, move.line, move.keep)
 
 
 @loop()
 def _write_pages(n, runs, page_size, final):
-    """Pages that n runs have written first are WRITTEN, and are to be told of (FRESH_OF)."""
-    pages = longs_at(final, FINAL_CARD)
+    """Pages that n runs have written first are WRITTEN, and are to be told of (FINAL.fresh)."""
+    pages = final_at(final)
     for one in range(n):
-        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
-        own, seen = longs_at(run[RUN_LINE_CARD], LINE_CARD), run[RUN_SEEN] >> RUN_BITS
+        run = run_at(runs + 8 * RUN.size * one)
+        own, seen = line_at(run.line_card), run.seen >> RUN_BITS
         if seen & PAGES_FRESH:
-            slots = longs_at(run[RUN_LINE] + 8 * own[LINE_SAFE], seen >> LINE_BITS)
-            room = longs_at(pages[FRESH_OF], pages[FRESH_ROOM])[pages[NUM_FRESH] :]
-            pages[NUM_FRESH] += write_pages(pages[FINAL_BOOK], slots, page_size, room)
+            slots = longs_at(run.line + 8 * own.safe, seen >> LINE_BITS)
+            room = longs_at(pages.fresh, pages.fresh_room)[pages.num_fresh :]
+            pages.num_fresh += write_pages(pages.book, slots, page_size, room)
 
 
-@loop("int64(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64)")
-def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, kept, said):
-    """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
+@loop()
+def _card_of(uid, n, runs):
+    """Address of the card of a request that has rows in one of n runs; 0: none has."""
+    last = 0
+    for one in range(n):
+        run = run_at(runs + 8 * RUN.size * one)
+        cards = longs_at(run.cards, run.requests if run.cards != last else 0)
+        for number in range(cards.shape[0]):
+            if request_at(cards[number]).uid == uid:
+                return cards[number]
+        last = run.cards
+    return 0
 
-    NOT_QUIET, ALL_DONE or HAS_MORE (layout.py); pages that were written first are marked, what has run is added up.
 
-    kept: what is kept of them, one behind the other;  said: [SAID] (native/layout.py), how far it came
+@loop()
+def _arrived(count, moves, n, runs, page_size, final):
+    """Whether moves have run, all bytes came along, and nothing was put behind what n runs have written of its row.
+
+    moves: address of their cards; else `CapturedStep.learn_moves` and `Mover.arrived` have something to do
     """
-    told, plain = longs_at(said, SAID), HAS_RUN
-    told[:SAID_SUMS] = 0
-    told[SAID_END] = hear_runs(0, n, runs, books, planned, proves)
-    if told[SAID_END] != n:
-        return NOT_QUIET
-    for one in range(n):
-        bits = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)[RUN_SEEN]
+    pages, card, uid = pages_at(final_at(final).book), 0, 0
+    owners = longs_at(pages.owners, pages.num_pages)
+    for one in range(count):
+        move = move_at(moves + 8 * MOVE.size * one)
+        size, pool = move.count, pool_at(move.pool)
+        line = longs_at(move.line, 5 * size + 1)
+        if line[5 * size] >> 32 != move.turn or line[3 * size : 5 * size].any():
+            return False
+        for entry in range(size):
+            slot, position = line[entry], line[2 * size + entry] >> 32
+            if slot < 0:
+                continue
+            if slot >= min(pool.num_slots, owners.size * page_size) or position < 0:
+                return False
+            if card == 0 or owners[slot // page_size] != uid:
+                uid = owners[slot // page_size]
+                card = _card_of(uid, n, runs)
+            if card == 0 or position >= chain_of(card, pool.pool_id).written:
+                return False
+    return True
+
+
+@loop()
+def _learn_moved(count, moves, books):
+    """Records that moves have brought are learned; REWRITES where one that lay there was judged."""
+    found = 0
+    for one in range(count):
+        move = move_at(moves + 8 * MOVE.size * one)
+        for slot in longs_at(move.line, move.count):
+            if slot >= 0:
+                found |= _learn(books, pool_at(move.pool).base + slot)
+    return found
+
+
+@loop("int64(int64, int64, int64, int64, int64, boolean, int64, int64)")
+def land_quiet(n, runs, count, moves, planned, proves, kept, quiet):
+    """`hear_runs`; where all n have run and were proved clean, and what `count` moves have brought is as it was,
+    `take_quiet`; where nothing fired `land_runs`.
+
+    NOT_QUIET, ALL_DONE, HAS_MORE or LACKS_ROOM (layout.py); pages that were written first are marked, what has run is
+    added up.
+
+    kept: what is kept of runs and moves, one behind the other;  quiet: address of QUIET
+    """
+    own, plain = quiet_at(quiet), HAS_RUN
+    told, page_size, final = said_at(own.said), own.page_size, own.final
+    told.seen = 0
+    told.ran_rows = told.ran_written = told.ran_read = 0
+    told.end = hear_runs(told.end, n, runs, own.books, planned, proves)
+    for one in range(told.end):
+        bits = run_at(runs + 8 * RUN.size * one).seen
         plain &= bits
-        told[SAID_SEEN] |= bits & (1 << RUN_BITS + LINE_BITS) - 1
-    if not plain or told[SAID_SEEN] & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
+        told.seen |= bits & (1 << RUN_BITS + LINE_BITS) - 1
+    if not plain or told.seen & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
         return NOT_QUIET
-    if not take_quiet(n, runs, seen, planned, said + 8 * SAID_RUNS, counts, size):
+    if told.end != n:
+        return LACKS_ROOM
+    if not _arrived(count, moves, n, runs, page_size, final):
         return NOT_QUIET
-    if told[SAID_SEEN] >> RUN_BITS & PAGES_FRESH:
+    if not take_quiet(n, runs, own.seen, planned, own.said + 8 * SAID.ran_rows, own.counts, own.header):
+        return NOT_QUIET
+    told.seen |= _learn_moved(count, moves, books_at(own.books)) << RUN_BITS
+    if told.seen >> RUN_BITS & PAGES_FRESH:
         _write_pages(n, runs, page_size, final)
-    told[SAID_PLACE], end = land_runs(runs, n, 0, page_size, final), 0
-    for one in range(n):
-        end = _keep(longs_at(runs + 8 * RUN_CARD * one, RUN_CARD), kept, end)
-    entries, sums = told[SAID_RUNS + RUN_ENTRIES], told[SAID_SUMS:]
-    sums[SUM_FORWARDS] += n
-    sums[SUM_ENTRIES] += entries
-    sums[SUM_READS] += told[SAID_RUNS + RUN_READ]
-    sums[SUM_WRITERS] += entries > 0
-    pages = longs_at(final, FINAL_CARD)
-    has_more = told[SAID_SEEN] >> RUN_BITS or told[SAID_PLACE] != NOWHERE or pages[NUM_FINAL] or pages[NUM_FRESH]
+    told.place = land_runs(runs, n, 0, page_size, final)
+    _keep_all(n, runs, count, moves, kept)
+    told.forwards += n
+    told.entries += told.ran_written
+    told.reads += told.ran_read
+    told.writers += told.ran_written > 0
+    pages = final_at(final)
+    has_more = told.seen >> RUN_BITS or told.place != NOWHERE or pages.num_final or pages.num_fresh
     return HAS_MORE if has_more else ALL_DONE

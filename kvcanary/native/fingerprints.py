@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.jit import longs_at, loop, words_at
+from kvcanary.native.layout import HEADS, PIECE
 from kvcanary_kernels.record.layout import CONTENT_B
 
 WORD_BYTES = 4
-WORDS, FIRST, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, RUN, RUN_STRIDE = range(7)  # of a Piece
 
 
 @loop()
@@ -63,15 +63,15 @@ def sum_values(first, first_step, first_words, second, second_step, second_words
 @loop()
 def _heads(k, v, row, place, keys, start):
     """Both lanes of one entry whose heads lie apart."""
-    words = k[5] * k[4] + v[5] * v[4]
+    words = k[HEADS.heads] * k[HEADS.words] + v[HEADS.heads] * v[HEADS.words]
     lane_a, lane_b, key = np.int64(start), np.int64(0), keys
     for part in (k, v):
-        at = part[0] + row * part[1] + place * part[3]
-        for head in range(part[5]):
-            a, b = keyed(at + head * part[2], part[4], key, key + WORD_BYTES * words)
+        at = part[HEADS.address] + row * part[HEADS.batch_step] + place * part[HEADS.entry_step]
+        for head in range(part[HEADS.heads]):
+            a, b = keyed(at + head * part[HEADS.head_step], part[HEADS.words], key, key + WORD_BYTES * words)
             lane_a += a
             lane_b += b
-            key += WORD_BYTES * part[4]
+            key += WORD_BYTES * part[HEADS.words]
     return lane_a, lane_b
 
 
@@ -79,8 +79,7 @@ def _heads(k, v, row, place, keys, start):
 def sum_heads(k, v, count, keys, start, lanes):
     """Lanes of entries [batch, n] of one layer, whose heads lie apart: K and V are [batch, heads, n, dim].
 
-    k, v:  [6] int64: address; bytes from row to row of the batch, from head to head, from entry to entry; words a head;
-           heads
+    k, v:  HEADS (layout.py)
     count: entries of each row;  keys: address of the layer's keys;  start: of lane a
     lanes: [2, batch * n] int64 out: lane a, and what the layer adds to lane b
     """
@@ -110,11 +109,11 @@ def _row(address, layout, layer, slot, keys, words):
     lane_a = lane_b = np.int64(0)
     for i in range(layout.shape[0]):
         piece = layout[i]
-        size, run = piece[PAGE_SIZE], piece[RUN]
-        offset = slot // size * piece[PAGE_STRIDE] + slot % size * piece[SLOT_STRIDE]
-        for number in range(piece[WORDS] // max(run, 1)):
-            at = address[i, layer] + WORD_BYTES * (offset + number * piece[RUN_STRIDE])
-            key = keys + WORD_BYTES * (piece[FIRST] + number * run)
+        size, run = piece[PIECE.page_size], piece[PIECE.run]
+        offset = slot // size * piece[PIECE.page_stride] + slot % size * piece[PIECE.slot_stride]
+        for number in range(piece[PIECE.words] // max(run, 1)):
+            at = address[i, layer] + WORD_BYTES * (offset + number * piece[PIECE.run_stride])
+            key = keys + WORD_BYTES * (piece[PIECE.first] + number * run)
             a, b = keyed(at, run, key, key + WORD_BYTES * words)
             lane_a += a
             lane_b += b

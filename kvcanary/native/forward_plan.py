@@ -7,71 +7,77 @@ A loop says only whether all is well; what is wrong is named by the rules that i
 
 from __future__ import annotations
 
-from kvcanary.native.jit import flags_at, longs_at, loop
-from kvcanary.native.layout import (
-    BEFORE,
-    CONTRADICTS,
-    ENTRIES,
-    GUESSES,
-    HAS_LINEAGE,
-    HAS_PARENTS,
-    HAS_STARTS,
-    HEAD,
-    IDS,
-    INDEX,
-    KIND,
-    LANES,
-    MASK,
-    NODES,
-    NULL_SLOTS,
-    NUM_BEFORE,
-    NUM_IDS,
-    PAGE_SIZE,
-    POOL,
-    POOL_CARD,
-    REFUSES,
-    REQUESTS,
-    ROWS,
-    SEEN,
-    SEEN_SLOTS,
-    SITE,
-    SLOTS,
-    STEP,
-    WIDTH,
-    WINDOW,
-    WRITERS,
-)
+from collections import namedtuple
+from typing import Any, cast
+
+from kvcanary.native.jit import asked_at, flags_at, forward_at, longs_at, loop, pool_at
+from kvcanary.native.layout import CONTRADICTS, FORWARD, GUESSES, REFUSES, PlanLayout, plan_layout
+from kvcanary.pools.slot_maps import first_visible
+
+Plan = cast(Any, namedtuple)("Plan", PlanLayout._fields[:-1])
+_layout_of, _first_visible = loop()(plan_layout), loop()(first_visible)
 
 
 @loop()
-def _copy(source, n, plan, at):
+def layout_of(forward):
+    """`PlanLayout` of a forward, by its head."""
+    return _layout_of(forward.entries, forward.rows, forward.requests)
+
+
+@loop()
+def _part(plan, begin, end):
+    return longs_at(plan + 8 * begin, end - begin)
+
+
+@loop()
+def plan_of(head):
+    """The arrays of a forward's plan and what lies behind it, as `PlanLayout` has them, by the address of its head."""
+    at, plan = layout_of(forward_at(head)), head + 8 * FORWARD.size
+    return Plan(
+        _part(plan, at.slots, at.tokens),
+        _part(plan, at.tokens, at.positions),
+        _part(plan, at.positions, at.parents),
+        _part(plan, at.parents, at.bounds),
+        _part(plan, at.bounds, at.written),
+        _part(plan, at.written, at.starts),
+        _part(plan, at.starts, at.owns),
+        _part(plan, at.owns, at.begins),
+        _part(plan, at.begins, at.skipped),
+        _part(plan, at.skipped, at.prefixes),
+        _part(plan, at.prefixes, at.who),
+        _part(plan, at.who, at.chains),
+        _part(plan, at.chains, at.end),
+    )
+
+
+@loop()
+def _copy(source, target):
     if source:
-        values = longs_at(source, n)
-        for i in range(n):
-            plan[at + i] = values[i]
-    return at + n
+        values = longs_at(source, target.shape[0])
+        for i in range(target.shape[0]):
+            target[i] = values[i]
 
 
 @loop()
-def _may_use(pool, indices, num_indices, slots, written, width, who):
+def _may_use(pool, forward, plan):
     """Whether all ids lie in the pool, and every slot on a page that its request may write, and is written once."""
-    if not pool[WRITERS]:
+    if not pool.writers:
         return False
-    num_slots = pool[SLOTS]
-    reads, seen = longs_at(indices, num_indices), flags_at(pool[SEEN_SLOTS], num_slots)
-    writers = longs_at(pool[WRITERS], -(-num_slots // pool[PAGE_SIZE]))
+    num_slots, slots, written = pool.num_slots, plan.slots, plan.written
+    reads, seen = longs_at(forward.ids, forward.num_ids), flags_at(pool.seen_slots, num_slots)
+    writers = longs_at(pool.writers, -(-num_slots // pool.page_size))
     well = True
-    for i in range(num_indices):
+    for i in range(forward.num_ids):
         well &= 0 <= reads[i] < num_slots
     first = 0
     for row in range(written.shape[0]):
-        uid = who[row // width * 2]
+        uid = plan.who[row // forward.width * 2]
         for entry in range(first, first + written[row]):
             slot = slots[entry]
             if not 0 <= slot < num_slots:
                 well = False
-            elif slot >= pool[NULL_SLOTS]:
-                well &= writers[slot // pool[PAGE_SIZE]] == uid and not seen[slot]
+            elif slot >= pool.null_slots:
+                well &= writers[slot // pool.page_size] == uid and not seen[slot]
                 seen[slot] = 1
         first += written[row]
     for entry in range(slots.shape[0]):
@@ -80,92 +86,49 @@ def _may_use(pool, indices, num_indices, slots, written, width, who):
     return well
 
 
-@loop(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, "
-    "int64, int64, int64, int64, int64, int64, int64, int64, int64, int64[::1])"
-)
-def take_plan(
-    card,
-    kind,
-    index,
-    step,
-    site,
-    slots,
-    tokens,
-    positions,
-    parents,
-    lineage,
-    n,
-    indptr,
-    written,
-    count,
-    starts,
-    rows,
-    prefixes,
-    width,
-    indices,
-    num_indices,
-    mask,
-    nodes,
-    who_at,
-    requests,
-    memory,
-):
-    """Fill `Forward.memory` from tensors at these addresses, 0 where there is none; its address, and what was seen.
+@loop("int64(int64, int64[::1])")
+def take_plan(given, memory):
+    """Fill `Forward.memory` from what was ASKED (native/layout.py), by its address; its address, and what was seen.
 
-    count: entries that every row writes, where `written` is 0
-    nodes: entries that every row must write, as many as its tree mask says; -1: any
-    who_at: address of [requests * 2] uids and committed lengths
     CONTRADICTS by the rules of `forward.refuse_contradiction`; else REFUSES where `admission` would refuse something or
     `writes.judge_slots` would name a slot that is written twice, where a row is too short for what it must read and
     write, and where the loops do not know the pages. What a short row writes stands where its prefix says (R10).
     """
-    pool, who = longs_at(card, POOL_CARD), longs_at(who_at, 2 * requests)
-    memory[POOL], memory[KIND], memory[INDEX], memory[STEP], memory[SITE] = card, kind, index, step, site
-    memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, requests
-    memory[HAS_PARENTS], memory[HAS_LINEAGE], memory[HAS_STARTS] = parents != 0, lineage != 0, starts != 0
-    memory[IDS], memory[NUM_IDS], memory[MASK], memory[NODES] = indices, num_indices, mask, nodes
-    memory[LANES] = memory[BEFORE] = memory[NUM_BEFORE] = memory[SEEN] = 0
-    plan = memory[HEAD : memory.shape[0] - who.shape[0] - n]
-    for i in range(who.shape[0]):
-        memory[HEAD + plan.shape[0] + i] = who[i]
-    at = _copy(slots, n, plan, 0)
-    at = _copy(tokens, n, plan, at)
-    at = _copy(positions, n, plan, at)
-    own_parents = plan[at : at + n]
-    at = _copy(lineage if lineage else parents, n, plan, at)
-    bounds = plan[at : at + rows + 1]
-    at = _copy(indptr, rows + 1, plan, at)
-    own_written, own_starts = plan[at : at + rows], plan[at + rows : at + 2 * rows]
-    for row in range(rows):
-        own_written[row], own_starts[row] = count, 0
-    at = _copy(written, rows, plan, at)
-    at = _copy(starts, rows, plan, at)
-    owns, begins, skipped = plan[at : at + rows], plan[at + rows : at + 2 * rows], plan[at + 2 * rows : at + 3 * rows]
-    lengths, window = plan[at + 3 * rows :], pool[WINDOW]
-    _copy(prefixes, lengths.shape[0], plan, at + 3 * rows)
-    wrong, short, first = bounds[0] != 0 or bounds[rows] != num_indices, False, 0
-    ancestors = index if kind == GUESSES else 0
-    for row in range(rows):
-        prefix, before = lengths[row // width], bounds[row + 1] - bounds[row] - own_written[row]
-        wrong |= prefix < 0 or own_starts[row] < 0 or own_written[row] < 0 or bounds[row + 1] < bounds[row]
-        owns[row], begin = bounds[row] + max(before, 0), own_starts[row] + before
+    head, asked = memory.ctypes.data, asked_at(given)
+    _copy(given, longs_at(head, FORWARD.size))
+    forward, pool, plan = forward_at(head), pool_at(asked.pool), plan_of(head)
+    for row in range(asked.rows):
+        plan.written[row], plan.starts[row] = asked.count, 0
+    _copy(asked.slots, plan.slots)
+    _copy(asked.tokens, plan.tokens)
+    _copy(asked.positions, plan.positions)
+    _copy(asked.lineage if asked.lineage else asked.parents, plan.parents)
+    _copy(asked.indptr, plan.bounds)
+    _copy(asked.written, plan.written)
+    _copy(asked.starts, plan.starts)
+    _copy(asked.prefixes, plan.prefixes)
+    _copy(asked.who, plan.who)
+    n, bounds, written, starts, window = asked.entries, plan.bounds, plan.written, plan.starts, pool.window
+    wrong, short, first = bounds[0] != 0 or bounds[asked.rows] != asked.num_ids, False, 0
+    ancestors = asked.index if asked.kind == GUESSES else 0
+    for row in range(asked.rows):
+        prefix, before = plan.prefixes[row // asked.width], bounds[row + 1] - bounds[row] - written[row]
+        wrong |= prefix < 0 or starts[row] < 0 or written[row] < 0 or bounds[row + 1] < bounds[row]
+        plan.owns[row], begin = bounds[row] + max(before, 0), starts[row] + before
         if before < 0 or begin < prefix:
             short, begin = True, max(begin, prefix + ancestors)
-        begins[row] = begin
-        hidden = max(0, begin + 1 - window - own_starts[row]) if window and begin + 1 > window else 0
-        skipped[row] = min(hidden, max(before, 0))
-        wrong |= nodes >= 0 and own_written[row] != nodes
-        wrong |= lineage != 0 and own_written[row] != 1
-        if parents and not wrong:
-            for entry in range(first, min(first + own_written[row], n)):
-                wrong |= not (own_parents[entry] == -1 or first <= own_parents[entry] < entry)
-        first += own_written[row]
+        plan.begins[row] = begin
+        hidden = max(0, _first_visible(begin, window) - starts[row]) if window else 0
+        plan.skipped[row] = min(hidden, max(before, 0))
+        wrong |= asked.nodes >= 0 and written[row] != asked.nodes
+        wrong |= asked.lineage != 0 and written[row] != 1
+        if asked.parents and not wrong:
+            for entry in range(first, min(first + written[row], n)):
+                wrong |= not (plan.parents[entry] == -1 or first <= plan.parents[entry] < entry)
+        first += written[row]
     if wrong or first != n:
-        return memory.ctypes.data | CONTRADICTS
-    return memory.ctypes.data | (
-        0 if not short and _may_use(pool, indices, num_indices, plan[:n], own_written, width, who) else REFUSES
-    )
+        return head | CONTRADICTS
+    return head | (0 if not short and _may_use(pool, forward, plan) else REFUSES)
 
 
 @loop("void(int64[::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[::1], int64[::1])")

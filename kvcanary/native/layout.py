@@ -1,254 +1,241 @@
-"""Layout: cards, where compiled loops find by one address each what is known of a pool, a forward and a request."""
+"""Layout: structs and plans of int64 that compiled loops and Python share, each by one address, and loops' answers."""
 
 from __future__ import annotations
 
-#: Of a pool, [POOL_CARD] int64, filled once: numbers, and addresses of arrays that stay where they are.
-(
-    SLOTS,
-    NULL_SLOTS,
-    PAGE_SIZE,
-    WINDOW,  # 0: none
-    VOCABULARY,  # 0: not known
-    TOKEN_OFFSET,
-    AHEAD,
-    POOL_ID,
-    BASE,
-    SEAL_TERM,
-    LAYERS,
-    LOW_LAYERS,
-    HIGH_LAYERS,
-    WORDS,  # of a row of one layer
-    PARTS,
-    ADDRESSES,  # [parts, layers] of slot 0
-    LAYOUT,  # [parts, PIECE_FIELDS]
-    KEYS,
-    STARTS,  # [layers] of lane a
-    START_B,
-    CONTENT_A,
-    RECORDS,
-    EXPECTED,
-    SEEN_SLOTS,
-    WRITERS,  # 0: pages are not known to the loops
-    POOL_CARD,
-) = range(26)
-PIECE_FIELDS = 8
+from array import array
+from collections import namedtuple
+from typing import Any, NamedTuple
 
-#: Of a forward, [HEAD] int64 in front of its plan.
-(
-    POOL,
-    ENTRIES,
-    ROWS,
-    WIDTH,
-    REQUESTS,
-    KIND,  # one of these: GUESSES, LAGS, or neither
-    INDEX,
-    STEP,
-    SITE,
-    HAS_PARENTS,
-    HAS_LINEAGE,  # it lies in the place of parents
-    HAS_STARTS,
-    IDS,
-    NUM_IDS,
-    MASK,  # 0: none
-    NODES,
-    LANES,  # 0: nobody compares the bytes
-    BEFORE,  # address of the chain values of the draft forward before, which the lineage names; 0: none
-    NUM_BEFORE,
-    SEEN,  # what sealing it has seen
-    HEAD,
-) = range(21)
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary_kernels.content.finite import Format
+from kvcanary_kernels.record.rows import Piece
+
+
+def struct(name: str, fields: str) -> Any:
+    """Places of a struct's fields by name, from 0 on, and its `size`: numbers, which loops take as constants.
+
+    Python reads `card[REQUEST.num_tokens]`, loops read `request_at(card).num_tokens` (native/jit.py).
+    """
+    names = fields.split()
+    return namedtuple(name, [*names, "size"])(*range(len(names) + 1))  # type: ignore[misc]
+
+
+def filled(struct: Any, **fields: int) -> array[int]:
+    """The numbers of a struct: these fields, and zeros."""
+    return array("q", struct._replace(**dict.fromkeys(struct._fields, 0) | fields)[:-1])
+
+
+def flags(count: int) -> list[int]:
+    """So many distinct bits."""
+    return [1 << bit for bit in range(count)]
+
+
+#: Of a pool, filled once: numbers, and addresses of arrays that stay where they are.
+#: window, vocabulary: 0: none, not known;  words: of a row of one layer;  addresses: [parts, layers] of slot 0
+#: layout: [parts, PIECE];  starts: [layers] of lane a;  writers: 0: pages are not known to the loops
+POOL = struct(
+    "Pool",
+    "num_slots null_slots page_size window vocabulary token_offset ahead pool_id base seal_term layers low_layers "
+    "high_layers words parts addresses layout keys starts start_b content_a records seen_slots writers",
+)
+#: How one part of a row lies: `Piece` of the kernels.
+PIECE = struct("PartOfRow", " ".join(Piece._fields))
+#: How to see that an element of such a part is not finite: `Format` of the kernels.
+FORMAT = struct("FormatOfPart", " ".join(Format._fields))
+#: Of K or V, [batch, heads, n, dim], whose heads lie apart: bytes from row to row of the batch, from head to head, from
+#: entry to entry; words a head.
+HEADS = struct("Heads", "address batch_step head_step entry_step words heads")
+
+#: Of a forward, in front of its plan (PlanLayout).
+#: kind: GUESSES, LAGS or OTHER;  ids, num_ids: of the slots that it reads
+#: nodes: entries that every row must write, as many as its tree mask says; -1: any
+#: has_lineage: it lies in the place of parents;  mask: 0: none
+#: lanes: 0: nobody compares the bytes;  before, num_before: chain values of the draft forward before, which the lineage
+#: names, 0: none;  seen: what sealing it has seen
+FORWARD = struct(
+    "Head",
+    "pool entries rows width requests kind index step site has_parents has_lineage ids num_ids mask nodes lanes before "
+    "num_before seen",
+)
+#: What `loops.take_plan` makes such a plan of: the fields of FORWARD, then addresses of tensors, 0 where there is none;
+#: count: entries that every row writes, where `written` is 0;  who: of each request its uid and committed length
+ASKED = struct(
+    "Asked",
+    f"{' '.join(FORWARD._fields[:-1])} slots tokens positions parents lineage indptr written count starts prefixes who",
+)
 OTHER, GUESSES, LAGS = range(3)
 KINDS = {"draft": GUESSES, "extend": LAGS}
 
 #: What a loop says of a plan, in the low bits of the address of its head.
-CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
+CONTRADICTS, REFUSES = flags(2)
+ADDRESS = ~7
 
-#: Of a request in a pool, [FACTS] int64, while forwards that wait are judged.
-(
-    UID,
-    GRANTED,  # slots of its row
-    NUM_GRANTED,
-    TOKENS,
-    NUM_TOKENS,
-    TRUTHS,  # chain values, with room for all tokens
-    NUM_TRUTHS,
-    ROOT,
-    COMMITTED,
-    ROW_LEN,  # that forwards have written
-    KNOWN,  # entries of the row that were judged and not rewritten since
-    JUDGED,  # entries of the longest row that these forwards read: 0, and so on, before they are looked at
-    JUDGED_STEP,
-    FIRST_ID,
-    FACTS,
-) = range(15)
+#: Of a request in a pool, while forwards that wait are judged.
+#: granted: slots of its row;  truths: chain values, with room for all tokens;  row_len: that forwards have written
+#: known: entries of the row that were judged and not rewritten since
+#: judged: entries of the longest row that these forwards read: 0, and so on, before they are looked at
+FACT = struct(
+    "Fact",
+    "uid granted num_granted tokens num_tokens truths num_truths root committed_len row_len known judged judged_step "
+    "first_id",
+)
 
-#: Of a request as long as it lives, [REQUEST_CARD], and behind it of each of its chains [CHAIN_CARD] int64.
-(
-    TOKENS_KNOWN,  # their address
-    TOKEN_STEPS,  # address of the steps in which they became known
-    NUM_TOKENS_KNOWN,
-    TOKENS_ROOM,  # tokens that have room there
-    CHAIN_MULTIPLIER,
-    CHAIN_KEY,
-    UID_KNOWN,
-    NUM_CHAINS,
-    IS_LIVE,
-    COMMITTED_LEN,
-    COMMIT_STEP,
-    FINAL_PAGES,
-    NUM_IN_THE_AIR,  # captured forwards with its rows of which the host has not learned yet
-    NUM_UNLANDED,  # captured steps with its rows that accept what the host has not learned yet
-    UNHEARD_STEPS,  # address of steps that are in the books and of which the engine has not told yet, oldest first
-    NUM_UNHEARD,
-    UNHEARD_ROOM,
-    ROW_SLOTS,  # address of the slots of its row
-    NUM_ROW_SLOTS,
-    ROW_ROOM,  # slots that have room there
-    OWNED_LEN,  # entries that are the request's own; ALL
-    ROW_LACKS,  # 1 where pages of what is final were given back, and it has not begun anew
-    REQUEST_CARD,
-) = range(23)
-(
-    CHAIN_VALUES,  # their address, with as much room
-    CHAIN_COUNT,
-    CHAIN_ROOT,
-    CHAIN_OFFSET,  # entry p holds token p + this
-    CHAIN_AHEAD,
-    CHAIN_WRITTEN,  # entries of the row that forwards have written
-    CHAIN_READS,  # address of the queue of looks, [QUEUE_CARD]
-    TAIL_PAGE,  # the last page whose unwritten end was looked at, and the grant in which it was
-    TAIL_GRANT,
-    CHAIN_CARD,
-) = range(10)
+#: Of a request as long as it lives, and behind it of each of its chains a ROW_CHAIN.
+#: tokens, token_steps: addresses of tokens, and of the steps in which they became known; tokens_room have room there
+#: num_in_flight: captured forwards with its rows of which the host has not learned yet
+#: num_unlanded: captured steps with its rows that accept what the host has not learned yet
+#: unheard: address of steps (UNHEARD) that are in the books and of which the engine has not told yet, oldest first
+#: row: address of the slots of its row;  owned_len: entries that are the request's own; ALL
+#: row_lacks: 1 where pages of what is final were given back, and it has not begun anew
+REQUEST = struct(
+    "RequestCard",
+    "tokens token_steps num_tokens tokens_room multiplier mix_key uid num_chains is_live committed_len commit_step "
+    "final_pages num_in_flight num_unlanded unheard num_unheard unheard_room row num_row row_room owned_len row_lacks",
+)
+#: values: their address, with as much room;  offset: entry p holds token p + this
+#: written: entries of the row that forwards have written;  reads: address of its QUEUE
+#: tail_page, tail_grant: the last page whose unwritten end was looked at, and the grant in which it was
+ROW_CHAIN = struct("RowChain", "values count root offset ahead written reads tail_page tail_grant")
 LACKING_BITS = 32  # above numbers of lengths that are UNKNOWN: whether rows lack pages of what is to be read
 UNKNOWN = -1  # length of a row that the host does not know, or of a chain one of whose tokens it does not
 #: Of a step that the engine has not told of: tokens, committed length before it, and after it.
-UNHEARD_TOKENS, UNHEARD_BEFORE, UNHEARD_AFTER, UNHEARD_CARD = range(4)
+UNHEARD = struct("UnheardStep", "tokens before after")
 #: Of a queue of looks: positions [0, length) are in it, as a ring of ranges, oldest look first; their number, how many
 #: have room, which is the first, and their address.
-QUEUE_LENGTH, NUM_RANGES, RANGES_ROOM, FIRST_RANGE, RANGES, QUEUE_CARD = range(6)
+QUEUE = struct("Queue", "length num_ranges room first ranges")
 #: Of a range: positions [start, end), and the step in which their bytes were known good.
-RANGE_START, RANGE_END, RANGE_STEP, RANGE = range(4)
+RANGE = struct("Range", "start end step")
 RANGES_TO_SPARE = 2  # one that joins, and one that a look cuts off
 #: Of ranges that are looked at, and whose they are.
-TAKEN_ROW, TAKEN_START, TAKEN_END, TAKEN_STEP, TAKEN = range(5)
+TAKEN = struct("Taken", "row start end step")
 ITS_SHARE, ALL = -1, 1 << 62  # positions of a row that are looked at: as many as bring it round in time, or all
-END_ROW, END_LENGTH, END_PAGE, END = range(4)  # of rows whose last page is looked at
+#: Of rows whose last page is looked at.
+ROW_END = struct("RowEnd", "row length page")
+#: What `loops.list_ends` lists of slots: the grant that each is in, position and row.
+LISTED = struct("Listed", "slots grants positions rows")
 #: What `loops.take_slice` says: slots, ranges, and how many steps the oldest of them has waited.
-SLICE_SLOTS, SLICE_RANGES, SLICE_WAIT, SLICE_SAID = range(4)
-#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64: those of `RowTruth`, then
+SLICE = struct("Slice", "slots ranges wait")
+#: Of rows that a captured forward is launched with, [ROWS.size, requests]: those of `RowTruth`, then
 #: committed lengths. Behind them the sum of those that the engine had told; UNKNOWN: rows are as the engine knows them.
-ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_COMMITTED, ROW_NUMBERS = range(7)
-#: Of a place to which these numbers go for a forward, [SPREAD_CARD] int64: the address of its step, that of the first
+ROWS = struct("Rows", "uids lengths chains roots unheard committed")
+#: Of a place to which these numbers go for a forward: the address of its step, that of the first
 #: part, of how many rows each part is, how many of the parts, and as how many rows a request counts.
-SPREAD_STEP, SPREAD_AT, SPREAD_SIZE, SPREAD_PARTS, SPREAD_WIDTH, SPREAD_CARD = range(6)
+SPREAD = struct("Spread", "step at room parts width")
 #: What a loop says of what is told of requests: nothing was done; what it is to be judged by the rules, and done then;
 #: some entries become final that no forward has written; pages of some rows may be final.
-NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
+NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = flags(4)
 
-#: Of a captured forward, [LINE_CARD] int64 that stay: where parts of the line begin that tells of its runs.
-(
-    LINE_POOL,
-    LINE_BOUNDS,
-    LINE_STARTS,
-    LINE_ENDS,
-    LINE_TOKENS,
-    LINE_PARENTS,  # NOWHERE: none
-    LINE_SAFE,
-    LINE_MASK,  # NOWHERE: none
-    LINE_ENTRIES,  # that it has room for
-    LINE_WIDTH,
-    LINE_NODES,
-    LINE_KIND,  # one of GUESSES, LAGS, OTHER
-    LINE_NUMBER,  # of the substep in its bank; NOWHERE: its forward comes once, and is left to the rules
-    LINE_HEADER,
-    LINE_STEP,  # where the line tells the step and turn of its run
-    LINE_TURN,  # in which it was launched last
-    LINE_CARD,
-) = range(17)
+#: Of a captured forward, numbers that stay: where parts of the line begin that tells of its runs.
+#: parents, mask: NOWHERE: none;  entries: that it has room for
+#: number: of the substep in its bank; NOWHERE: its forward comes once, and is left to the rules
+#: step: where the line tells the step and turn of its run;  turn: in which it was launched last
+LINE = struct(
+    "Line",
+    "pool bounds starts ends tokens parents safe mask entries width nodes kind number header step turn",
+)
 NOWHERE = -1
 ROWS_FULL = -2  # a row has no room for slots
 
-#: Of the books, [BOOKS_CARD] addresses: states of pages; by record whether it was judged, and whether it was learned.
-BOOKS_STATES, BOOKS_JUDGED, BOOKS_LEARNED, BOOKS_CARD = range(4)
+#: Of the books, addresses: states of pages; by record whether it was judged, and whether it was learned.
+BOOKS = struct("Books", "states judged learned")
 
 #: What a loop says of a line, below the number of its entries.
-LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
+LEFT_TO_RULES, PAGES_FRESH, REWRITES = LINE_FLAGS = flags(3)
+LINE_BITS = len(LINE_FLAGS)
 
-#: Of a run of a captured forward that was launched, [RUN_CARD].
-(
-    RUN_LINE_CARD,  # address of its substep's
-    RUN_LINE,  # address of the line
-    RUN_READS,  # entries that its rows read, as the engine knew their lengths
-    RUN_REQUESTS,
-    RUN_CARDS,  # address of their addresses
-    RUN_TURN,
-    RUN_STEP,
-    RUN_ROWS,  # address of what was known of the rows; the same for forwards that were launched together
-    RUN_WRITTEN,  # address, by request; 0: as many as the step before it accepts
-    RUN_ACCEPTED,  # address of what that has accepted
-    RUN_PLACES,
-    RUN_KEEP,  # numbers that are kept of it where it is clean: of its line from the first on, then what was accepted
-    RUN_SEEN,  # 0; then what the loop says of it: these bits, and above them what it says of the line
-    RUN_CARD,
-) = range(14)
-HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
+#: Of a run of a captured forward that was launched.
+#: line_card: address of its substep's LINE;  line: address of the line
+#: reads: entries that its rows read, as the engine knew their lengths;  cards: address of the requests' addresses
+#: rows: address of what was known of the rows; the same for forwards that were launched together
+#: written: address, by request; 0: as many as the step before it accepts;  accepted: address of what that has accepted
+#: keep: numbers that are kept of it where it is clean: of its line from the first on, then what was accepted
+#: seen: 0; then what the loop says of it: these bits, and above them what it says of the line
+RUN = struct("Run", "line_card line reads requests cards turn step rows written accepted places keep seen")
+HAS_RUN, IS_SHORT = RUN_FLAGS = flags(2)
+RUN_BITS = len(RUN_FLAGS)
 PLACE_BITS = 32  # of a request's number in a run
 
-#: What `loops.land_quiet` answers of a step: it is left to the rules, all of it is done, or pages have still to follow.
-NOT_QUIET, ALL_DONE, HAS_MORE = range(3)
-#: What it says besides, [SAID].
-(
-    SAID_END,  # of the runs that were heard of
-    SAID_SEEN,  # of any of them, as RUN_SEEN has it, without numbers of entries
-    SAID_PLACE,  # where `loops.land_runs` stands
-    SAID_RUNS,  # [NUM_RUNS], what has run
-) = range(4)
-SAID_SUMS = SAID_RUNS + 3  # of all quiet steps, since somebody has counted them:
-SUM_FORWARDS, SUM_ENTRIES, SUM_READS, SUM_WRITERS, SUMS = range(5)  # the last: steps that wrote
-SAID = SAID_SUMS + SUMS
+#: Of a run of a captured move that was launched. line: address of the line, where [count] destinations, sources and
+#: first columns of records lie, [count, 2] bitmaps of layers that differ, and the step
+#: keep: numbers that are kept of it where it is clean, of its line from the first on
+MOVE = struct("Move", "pool line count turn keep")
+
+#: What `loops.land_quiet` goes by: books; headers as they were taken last, counts in front of a header's runs, and its
+#: size; what is said of pages as runs land (FINAL), and besides (SAID).
+QUIET = struct("Quiet", "books seen counts header page_size final said")
+#: What it answers of a step: it is left to the rules, all of it is done, pages have still to follow, or requests lack
+#: room for what was accepted, and it goes on from there when it is called again.
+NOT_QUIET, ALL_DONE, HAS_MORE, LACKS_ROOM = range(4)
+#: What it says besides: end: of the runs that were heard of, from which it goes on;  seen: of any of them, as RUN.seen
+#: has it, without numbers of entries;  place: where `loops.land_runs` stands;  ran_*: what has run, as `settle` counts
+#: Then sums of all quiet steps since somebody has counted them; writers: steps that wrote.
+SAID = struct("Said", "end seen place ran_rows ran_written ran_read forwards entries reads writers")
 
 #: What a loop says of forwards that are not clean.
-PLANS_WRONG, READS_WRONG = 1, 2
-SEALED_BITS = 2  # above these, what sealing has seen
+PLANS_WRONG, READS_WRONG = SETTLED_FLAGS = flags(2)
+SEALED_BITS = len(SETTLED_FLAGS)  # above these, what sealing has seen
 
-#: Of a book of pages, [PAGE_BOOK] int64: its arrays' addresses, [pages] each, and of a table which states are writable.
-(
-    PAGE_STATES,
-    PAGE_OWNERS,
-    PAGE_WRITERS,
-    PAGE_GENERATIONS,
-    PAGE_REFERENCES,
-    PAGE_PUBLISHED,
-    PAGE_HOLDERS,
-    NUM_PAGES,
-    WRITABLE_STATES,
-    NUM_STATES,
-    NUM_PUBLISHED,  # pages that a prefix cache holds
-    PAGE_BOOK,
-) = range(12)
+#: Of a book of pages: its arrays' addresses, [pages] each, and of a table which states are writable.
+#: num_published: pages that a prefix cache holds
+PAGES = struct(
+    "Pages",
+    "states owners writers generations references published holders num_pages writable_states num_states num_published",
+)
 #: What an event does to a page: nothing yet, its state alone, its owner too, or a new generation begins or ends.
 ASKS, STAYS, CHANGES_OWNER, BEGINS, ENDS = range(5)
-#: Of pages as runs land, [FINAL_CARD]: what `loops.follow_event` takes for those that become final; how many have room
+#: Of pages as runs land: what `loops.follow_event` takes for those that become final; how many have room
 #: at two addresses, which they are and the uids of their rows, and how many are there. Then how many that were written
 #: for the first time have room, at which address, and how many are there.
-(
-    FINAL_BOOK,
-    FINAL_FOLLOWING,
-    FINAL_ROOM,
-    FINAL_OF,
-    FINAL_UIDS,
-    NUM_FINAL,
-    FRESH_ROOM,
-    FRESH_OF,
-    NUM_FRESH,
-    FINAL_CARD,
-) = range(10)
+FINAL = struct("Final", "book following room pages uids num_final fresh_room fresh num_fresh")
 ILLEGAL = 255  # in the place of a state that follows: the event may not happen
-NOT_A_WRITER = -3  # in `PAGE_WRITERS`: equal to no uid and to no kind of owner
+NOT_A_WRITER = -3  # in `PAGES.writers`: equal to no uid and to no kind of owner
 
 #: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
 #: a null slot, a page that is written for the first time, a row that does not read what its lineage goes on from.
-REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH, ASTRAY = 1, 2, 4, 8, 16
+REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH, ASTRAY = flags(5)
 #: And the one that moves records: REWRITTEN, or an entry that nobody has written; their bits.
-BLANK, MOVED_BITS = 2, 2
+BLANK = MISPLACED
+MOVED_BITS = 2
+
+
+class PlanLayout(NamedTuple):
+    """Where arrays of int64 begin, one behind the other, counted from the plan's first number.
+
+    slots, tokens, positions, parents:           [entries]
+    bounds:                                      [rows + 1], where rows begin in the indices that they read
+    written, starts, owns, begins, skipped:      [rows]
+    prefixes:                                    [requests]; the plan ends behind them
+    who:    [requests * 2] uids and committed lengths;  chains: [entries] values, once sealed; both behind the plan
+    """
+
+    slots: int
+    tokens: int
+    positions: int
+    parents: int
+    bounds: int
+    written: int
+    starts: int
+    owns: int
+    begins: int
+    skipped: int
+    prefixes: int
+    who: int
+    chains: int
+    end: int
+
+    def part(self, plan: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+        """The array of that name, in place."""
+        at = self._fields.index(name)
+        return plan[self[at] : self[at + 1]]
+
+
+def plan_layout(entries: int, rows: int, requests: int) -> PlanLayout:
+    """Of a forward that writes `entries` and whose requests have so many `rows`."""
+    bounds = 4 * entries
+    row = bounds + rows + 1
+    prefixes = row + 5 * rows
+    who, chains = prefixes + requests, prefixes + 3 * requests
+    of_entries, of_rows = (0, entries, 2 * entries, 3 * entries), (row, row + rows, row + 2 * rows, row + 3 * rows)
+    return PlanLayout(*of_entries, bounds, *of_rows, row + 4 * rows, prefixes, who, chains, chains + entries)

@@ -4,34 +4,8 @@
 
 from __future__ import annotations
 
-from kvcanary.native.jit import flags_at, longs_at, loop
-from kvcanary.native.layout import (
-    ASKS,
-    BEGINS,
-    ENDS,
-    ILLEGAL,
-    NOT_A_WRITER,
-    NOWHERE,
-    NUM_PAGES,
-    NUM_PUBLISHED,
-    NUM_ROW_SLOTS,
-    NUM_STATES,
-    PAGE_BOOK,
-    PAGE_GENERATIONS,
-    PAGE_HOLDERS,
-    PAGE_OWNERS,
-    PAGE_PUBLISHED,
-    PAGE_REFERENCES,
-    PAGE_STATES,
-    PAGE_WRITERS,
-    REQUEST_CARD,
-    ROW_ROOM,
-    ROW_SLOTS,
-    ROWS_FULL,
-    STAYS,
-    UID_KNOWN,
-    WRITABLE_STATES,
-)
+from kvcanary.native.jit import flags_at, longs_at, loop, pages_at, request_at
+from kvcanary.native.layout import ASKS, BEGINS, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, ROWS_FULL, STAYS
 from kvcanary_kernels.record.layout import WRITTEN
 
 LOW_32 = (1 << 32) - 1
@@ -41,23 +15,23 @@ LOW_32 = (1 << 32) - 1
 def follow_event(book, n, pages, following, change, owner):
     """The number of the first page to which the event may not happen, and then nothing has; else NOWHERE.
 
-    book:      address of a PAGE_BOOK;  pages: address of [n] distinct numbers inside it
+    book:      address of PAGES;  pages: address of [n] distinct numbers inside it
     following: address of [states] uint8, the state that follows each
     change:    ASKS: nothing happens, it is only asked whether it may; STAYS: the state alone; CHANGES_OWNER; BEGINS,
                ENDS: a new generation too, named by the row of this owner or by no row and no cache
     """
-    book, pages = longs_at(book, PAGE_BOOK), longs_at(pages, n)
-    size, following = book[NUM_PAGES], flags_at(following, book[NUM_STATES])
-    states = flags_at(book[PAGE_STATES], size)
+    book, pages = pages_at(book), longs_at(pages, n)
+    size, following = book.num_pages, flags_at(following, book.num_states)
+    states = flags_at(book.states, size)
     for i in range(n):
         if following[states[pages[i]]] == ILLEGAL:
             return i
     if change == ASKS:
         return NOWHERE
-    owners, writers = longs_at(book[PAGE_OWNERS], size), longs_at(book[PAGE_WRITERS], size)
-    generations, published = longs_at(book[PAGE_GENERATIONS], size), flags_at(book[PAGE_PUBLISHED], size)
-    references, holders = longs_at(book[PAGE_REFERENCES], size), longs_at(book[PAGE_HOLDERS], size)
-    is_writable = flags_at(book[WRITABLE_STATES], book[NUM_STATES])
+    owners, writers = longs_at(book.owners, size), longs_at(book.writers, size)
+    generations, published = longs_at(book.generations, size), flags_at(book.published, size)
+    references, holders = longs_at(book.references, size), longs_at(book.holders, size)
+    is_writable = flags_at(book.writable_states, book.num_states)
     for i in range(n):
         page = pages[i]
         if change != STAYS:
@@ -67,7 +41,7 @@ def follow_event(book, n, pages, following, change, owner):
             references[page] = change == BEGINS
             holders[page] = owner if change == BEGINS else 0
         if change == ENDS:
-            book[NUM_PUBLISHED] -= published[page]
+            book.num_published -= published[page]
             published[page] = 0
         states[page] = following[states[page]]
         writers[page] = owners[page] if is_writable[states[page]] else NOT_A_WRITER
@@ -83,18 +57,18 @@ def grant_rows(n, cards, counts, pages, book, following, page_size):
     """
     own, new, at = longs_at(cards, n), longs_at(counts, n), 0
     for number in range(n):
-        request = longs_at(own[number], REQUEST_CARD)
-        if request[NUM_ROW_SLOTS] + page_size * new[number] > request[ROW_ROOM]:
+        request = request_at(own[number])
+        if request.num_row + page_size * new[number] > request.row_room:
             return ROWS_FULL
     wrong = follow_event(book, pages.size, pages.ctypes.data, following, ASKS, 0)
     if wrong != NOWHERE:
         return wrong
     for number in range(n):
-        request, count = longs_at(own[number], REQUEST_CARD), new[number]
-        follow_event(book, count, pages.ctypes.data + 8 * at, following, BEGINS, request[UID_KNOWN])
-        end = request[NUM_ROW_SLOTS]
-        request[NUM_ROW_SLOTS] = end + page_size * count
-        slots = longs_at(request[ROW_SLOTS], request[NUM_ROW_SLOTS])
+        request, count = request_at(own[number]), new[number]
+        follow_event(book, count, pages.ctypes.data + 8 * at, following, BEGINS, request.uid)
+        end = request.num_row
+        request.num_row = end + page_size * count
+        slots = longs_at(request.row, request.num_row)
         for place in range(count):
             for offset in range(page_size):
                 slots[end + page_size * place + offset] = page_size * pages[at + place] + offset
@@ -108,12 +82,12 @@ def write_pages(book, slots, page_size, fresh):
 
     slots: [n];  fresh: out, these pages, as many as have room: the others stay as they are
     """
-    book, found = longs_at(book, PAGE_BOOK), 0
-    states = flags_at(book[PAGE_STATES], book[NUM_PAGES])
-    is_writable = flags_at(book[WRITABLE_STATES], book[NUM_STATES])
+    book, found = pages_at(book), 0
+    states = flags_at(book.states, book.num_pages)
+    is_writable = flags_at(book.writable_states, book.num_states)
     for slot in slots:
         page = slot // page_size
-        is_fresh = 0 <= page < book[NUM_PAGES] and states[page] != WRITTEN and is_writable[states[page]]
+        is_fresh = 0 <= page < book.num_pages and states[page] != WRITTEN and is_writable[states[page]]
         if is_fresh and found < fresh.size:
             states[page] = WRITTEN
             fresh[found] = page
@@ -127,10 +101,10 @@ def tell_pages(book, pages, told, room):
 
     told: address of [4, room] out: pages, generations, owners, states
     """
-    book, told = longs_at(book, PAGE_BOOK), longs_at(told, 4 * room)
-    size = book[NUM_PAGES]
-    generations, owners = longs_at(book[PAGE_GENERATIONS], size), longs_at(book[PAGE_OWNERS], size)
-    states = flags_at(book[PAGE_STATES], size)
+    book, told = pages_at(book), longs_at(told, 4 * room)
+    size = book.num_pages
+    generations, owners = longs_at(book.generations, size), longs_at(book.owners, size)
+    states = flags_at(book.states, size)
     for i in range(room):
         page = pages[i if i < pages.size else 0]
         told[i], told[room + i] = page, generations[page]

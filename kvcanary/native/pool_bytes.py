@@ -10,40 +10,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.native.fingerprints import FIRST, PAGE_STRIDE, RUN, RUN_STRIDE, SLOT_STRIDE, WORD_BYTES, keyed, keyed_once
-from kvcanary.native.fingerprints import PAGE_SIZE as PIECE_PAGE_SIZE
-from kvcanary.native.fingerprints import WORDS as PIECE_WORDS
-from kvcanary.native.jit import longs_at, loop, words_at
-from kvcanary.native.layout import (
-    ADDRESSES,
-    BASE,
-    CONTENT_A,
-    ENTRIES,
-    HEAD,
-    KEYS,
-    LANES,
-    LAYERS,
-    LAYOUT,
-    NULL_SLOTS,
-    PARTS,
-    PIECE_FIELDS,
-    POOL,
-    POOL_CARD,
-    RECORDS,
-    SLOTS,
-    START_B,
-    STARTS,
-    WORDS,
-)
+from kvcanary.native.fingerprints import WORD_BYTES, keyed, keyed_once
+from kvcanary.native.jit import forward_at, longs_at, loop, piece_at, pool_at, words_at
+from kvcanary.native.layout import FORMAT, FORWARD, PIECE
 from kvcanary_kernels.content.poison import FINITE_BITS, NAN_WORD
+from kvcanary_kernels.record.formulas import poison_of
 from kvcanary_kernels.record.layout import (
     COLUMNS,
     CONTENT_B,
     MASK_32,
     REQUEST_GENERATION,
-    SPLITMIX_FIRST,
-    SPLITMIX_SECOND,
 )
+
+_poison_of = loop()(poison_of)
 
 
 @loop()
@@ -54,20 +33,26 @@ def _copy_words(source, target, count):
 
 
 @loop()
+def piece_of(pool, part):
+    """How one part of the pool's rows lies."""
+    return piece_at(pool.layout + 8 * PIECE.size * part)
+
+
+@loop()
 def place_of(pool, part, layer, slot):
-    """The address of one part of one row of a pool, and the `Piece` that says how it lies."""
-    piece = longs_at(pool[LAYOUT] + 8 * PIECE_FIELDS * part, PIECE_FIELDS)
-    size, first = piece[PIECE_PAGE_SIZE], longs_at(pool[ADDRESSES] + 8 * (part * pool[LAYERS] + layer), 1)[0]
-    return first + WORD_BYTES * (slot // size * piece[PAGE_STRIDE] + slot % size * piece[SLOT_STRIDE]), piece
+    """The address of one part of one row of a pool."""
+    piece = piece_of(pool, part)
+    size, first = piece.page_size, longs_at(pool.addresses + 8 * (part * pool.layers + layer), 1)[0]
+    return first + WORD_BYTES * (slot // size * piece.page_stride + slot % size * piece.slot_stride)
 
 
 @loop()
 def offsets_of(pool, slots):
     """[n, parts] int64: from slot 0 of a layer to these slots, in bytes; the same in every layer."""
-    offsets = np.empty((slots.shape[0], pool[PARTS]), np.int64)
-    for part in range(pool[PARTS]):
-        piece = longs_at(pool[LAYOUT] + 8 * PIECE_FIELDS * part, PIECE_FIELDS)
-        size, page_stride, slot_stride = piece[PIECE_PAGE_SIZE], piece[PAGE_STRIDE], piece[SLOT_STRIDE]
+    offsets = np.empty((slots.shape[0], pool.parts), np.int64)
+    for part in range(pool.parts):
+        piece = piece_of(pool, part)
+        size, page_stride, slot_stride = piece.page_size, piece.page_stride, piece.slot_stride
         for i in range(slots.shape[0]):
             offsets[i, part] = WORD_BYTES * (slots[i] // size * page_stride + slots[i] % size * slot_stride)
     return offsets
@@ -76,13 +61,13 @@ def offsets_of(pool, slots):
 @loop()
 def _put_part(source, pool, part, layer, slot, lanes):
     """One part of one row into its slot; both its keyed sums where `lanes`, else zeros."""
-    target, piece = place_of(pool, part, layer, slot)
-    run, words = piece[RUN], pool[WORDS]
-    for number in range(piece[PIECE_WORDS] // max(run, 1)):
+    target, piece = place_of(pool, part, layer, slot), piece_of(pool, part)
+    run, words = piece.run, pool.words
+    for number in range(piece.words // max(run, 1)):
         at = source + WORD_BYTES * number * run
-        _copy_words(at, target + WORD_BYTES * number * piece[RUN_STRIDE], run)
-    key = pool[KEYS] + WORD_BYTES * (2 * words * layer + piece[FIRST])
-    return keyed(source, piece[PIECE_WORDS], key, key + WORD_BYTES * words) if lanes else (0, 0)
+        _copy_words(at, target + WORD_BYTES * number * piece.run_stride, run)
+    key = pool.keys + WORD_BYTES * (2 * words * layer + piece.first)
+    return keyed(source, piece.words, key, key + WORD_BYTES * words) if lanes else (0, 0)
 
 
 @loop("boolean(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -94,15 +79,15 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
     first, second: addresses of the parts of row 0, rows are so many bytes apart, each part dense and in logical order
     False, and nothing was done, where the engine's slots are not those that were planned, or the values are no words.
     """
-    forward = longs_at(head, HEAD)
-    n, pool = forward[ENTRIES], longs_at(forward[POOL], POOL_CARD)
-    planned, asked = longs_at(head + 8 * HEAD, n), longs_at(slots, max(0, (n - 1) * slots_step + 1))
+    forward = forward_at(head)
+    n, pool = forward.entries, pool_at(forward.pool)
+    planned, asked = longs_at(head + 8 * FORWARD.size, n), longs_at(slots, max(0, (n - 1) * slots_step + 1))
     if (first | second | first_step | second_step) % WORD_BYTES:
         return False
     for row in range(n):
-        if asked[row * slots_step] != planned[row] or not 0 <= planned[row] < pool[SLOTS]:
+        if asked[row * slots_step] != planned[row] or not 0 <= planned[row] < pool.num_slots:
             return False
-    lanes, start = forward[LANES], longs_at(pool[STARTS], pool[LAYERS])[layer]
+    lanes, start = forward.lanes, longs_at(pool.starts, pool.layers)[layer]
     out = longs_at(lanes + 16 * n * layer, 2 * n if lanes else 0)
     for row in range(n):
         a, b = _put_part(first + row * first_step, pool, 0, layer, planned[row], lanes)
@@ -116,9 +101,9 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
 @loop()
 def _sum_part(at, piece, key, words, both):
     """Keyed sums of one part of what lies in a slot: of lane a, and of lane b where `both`."""
-    lane_a, lane_b, run = np.int64(0), np.int64(0), piece[RUN]
-    for number in range(piece[PIECE_WORDS] // max(run, 1)):
-        place, own = at + WORD_BYTES * number * piece[RUN_STRIDE], key + WORD_BYTES * number * run
+    lane_a, lane_b, run = np.int64(0), np.int64(0), piece.run
+    for number in range(piece.words // max(run, 1)):
+        place, own = at + WORD_BYTES * number * piece.run_stride, key + WORD_BYTES * number * run
         if both:
             a, b = keyed(place, run, own, own + WORD_BYTES * words)
             lane_a += a
@@ -134,22 +119,22 @@ def match_slots(card, slots, both):
 
     card: address of the pool's
     """
-    pool, n = longs_at(card, POOL_CARD), slots.shape[0]
-    layers, parts, size, words = pool[LAYERS], pool[PARTS], pool[SLOTS], pool[WORDS]
+    pool, n = pool_at(card), slots.shape[0]
+    layers, parts, size, words = pool.layers, pool.parts, pool.num_slots, pool.words
     for slot in slots:
         if not 0 <= slot < size:
             return False
-    offsets, starts = offsets_of(pool, slots), longs_at(pool[STARTS], layers)
-    pieces, firsts = longs_at(pool[LAYOUT], PIECE_FIELDS * parts), longs_at(pool[ADDRESSES], parts * layers)
-    content, records = longs_at(pool[CONTENT_A], layers * size), longs_at(pool[RECORDS], COLUMNS * size)
-    lane_b = np.full(n, pool[START_B])
+    offsets, starts = offsets_of(pool, slots), longs_at(pool.starts, layers)
+    firsts = longs_at(pool.addresses, parts * layers)
+    content, records = longs_at(pool.content_a, layers * size), longs_at(pool.records, COLUMNS * size)
+    lane_b = np.full(n, pool.start_b)
     for layer in range(layers):
-        keys = pool[KEYS] + 2 * WORD_BYTES * words * layer
+        keys = pool.keys + 2 * WORD_BYTES * words * layer
         for i in range(n):
             lane_a = starts[layer]
             for part in range(parts):
-                piece = pieces[PIECE_FIELDS * part : PIECE_FIELDS * (part + 1)]
-                at, key = firsts[part * layers + layer] + offsets[i, part], keys + WORD_BYTES * piece[FIRST]
+                piece = piece_of(pool, part)
+                at, key = firsts[part * layers + layer] + offsets[i, part], keys + WORD_BYTES * piece.first
                 a, b = _sum_part(at, piece, key, words, both)
                 lane_a += a
                 lane_b[i] += b
@@ -164,9 +149,7 @@ def match_slots(card, slots, both):
 @loop()
 def _word(slot, number, nan):
     """`poison_words` of one word of all a slot's layers."""
-    z = ((np.uint64(slot) << np.uint64(32)) | np.uint64(number)) * np.uint64(SPLITMIX_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SPLITMIX_SECOND)
-    return np.uint32(NAN_WORD) if nan else np.uint32((z >> np.uint64(32)) & np.uint64(FINITE_BITS))
+    return np.uint32(NAN_WORD) if nan else np.uint32(_poison_of(slot, number) & FINITE_BITS)
 
 
 @loop()
@@ -187,14 +170,14 @@ def poison(card, slots, nan, fills):
 
     nan: the same NaN in every word instead
     """
-    pool, well = longs_at(card, POOL_CARD), True
-    for layer in range(pool[LAYERS]):
+    pool, well = pool_at(card), True
+    for layer in range(pool.layers):
         for slot in slots:
-            for part in range(pool[PARTS]):
-                target, piece = place_of(pool, part, layer, slot)
-                run, first = piece[RUN], layer * pool[WORDS] + piece[FIRST]
-                for number in range(piece[PIECE_WORDS] // max(run, 1)):
-                    at = target + WORD_BYTES * number * piece[RUN_STRIDE]
+            for part in range(pool.parts):
+                target, piece = place_of(pool, part, layer, slot), piece_of(pool, part)
+                run, first = piece.run, layer * pool.words + piece.first
+                for number in range(piece.words // max(run, 1)):
+                    at = target + WORD_BYTES * number * piece.run_stride
                     well &= _poison_run(at, first + number * run, run, slot, nan, fills)
     return well
 
@@ -203,9 +186,9 @@ def poison(card, slots, nan, fills):
 def _find_in_run(at, first, count, form):
     """Bits that are set where an element of `count` words is not finite; `first`: of them, in their piece."""
     words, found = words_at(at, count), np.uint32(0)
-    same, other = (form[1], form[0]) if first % 2 else (form[0], form[1])
-    even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[2])
-    lows, highs = np.uint32(form[3]), np.uint32(form[4])
+    same, other = (form[FORMAT.odd], form[FORMAT.even]) if first % 2 else (form[FORMAT.even], form[FORMAT.odd])
+    even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[FORMAT.value])
+    lows, highs = np.uint32(form[FORMAT.lows]), np.uint32(form[FORMAT.highs])
     for i in range(count):
         lanes = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
         found |= np.uint32(lanes - lows) & ~lanes & highs
@@ -220,10 +203,10 @@ def find_unwritten(card, slots, names, page_size, generations, table, which):
     table: [rows, 8] the records of all pools as written
     which: [n] out; null slots, and those outside the pool, are not among them
     """
-    pool, count = longs_at(card, POOL_CARD), 0
+    pool, count = pool_at(card), 0
     for i in range(slots.shape[0]):
-        if pool[NULL_SLOTS] <= slots[i] < pool[SLOTS]:
-            written = table[pool[BASE] + slots[i], REQUEST_GENERATION] >> 32 & MASK_32
+        if pool.null_slots <= slots[i] < pool.num_slots:
+            written = table[pool.base + slots[i], REQUEST_GENERATION] >> 32 & MASK_32
             if written != generations[names[i] // page_size]:
                 which[count] = i
                 count += 1
@@ -237,15 +220,15 @@ def are_finite(card, slots, formats):
     card:    address of the pool's
     formats: [parts, fields] what each `Format` of a row says
     """
-    pool, found = longs_at(card, POOL_CARD), np.uint32(0)
-    layers, parts, offsets = pool[LAYERS], pool[PARTS], offsets_of(pool, slots)
-    pieces, firsts = longs_at(pool[LAYOUT], PIECE_FIELDS * parts), longs_at(pool[ADDRESSES], parts * layers)
+    pool, found = pool_at(card), np.uint32(0)
+    layers, parts, offsets = pool.layers, pool.parts, offsets_of(pool, slots)
+    firsts = longs_at(pool.addresses, parts * layers)
     for layer in range(layers):
         for i in range(slots.shape[0]):
             for part in range(parts):
-                form, piece = formats[part], pieces[PIECE_FIELDS * part : PIECE_FIELDS * (part + 1)]
-                run, target = piece[RUN], firsts[part * layers + layer] + offsets[i, part]
-                for number in range(piece[PIECE_WORDS] // max(run, 1) if form[0] | form[1] else 0):
-                    at = target + WORD_BYTES * number * piece[RUN_STRIDE]
+                form, piece = formats[part], piece_of(pool, part)
+                run, target = piece.run, firsts[part * layers + layer] + offsets[i, part]
+                for number in range(piece.words // max(run, 1) if form[FORMAT.even] | form[FORMAT.odd] else 0):
+                    at = target + WORD_BYTES * number * piece.run_stride
                     found |= _find_in_run(at, number * run, run, form)
     return found == 0

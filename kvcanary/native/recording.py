@@ -4,22 +4,25 @@
 
 from __future__ import annotations
 
-from kvcanary.native.jit import longs_at, loop
-from kvcanary.native.layout import ENTRIES, HAS_LINEAGE, HAS_PARENTS, HEAD, IDS, NUM_IDS, REQUESTS, ROWS, WIDTH
+from kvcanary.native.forward_plan import layout_of, plan_of
+from kvcanary.native.jit import forward_at, longs_at, loop
+from kvcanary.native.layout import FORWARD
 from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
+
+
+@loop()
+def _tail_at(plan, row, width):
+    """Where in the indices begins what a row holds behind the prefix that the plan believes."""
+    return plan.bounds[row] + max(plan.prefixes[row // width] - plan.starts[row], 0)
 
 
 @loop()
 def _measured(head):
     """Sizes of `Forward.plan`, and of what its rows hold behind the prefixes that it believes."""
-    forward = longs_at(head, HEAD)
-    n, rows, requests = forward[ENTRIES], forward[ROWS], forward[REQUESTS]
-    size = 4 * n + 6 * rows + 1 + requests
-    plan, tails = longs_at(head + 8 * HEAD, size), 0
-    for row in range(rows):
-        known = plan[size - requests + row // forward[WIDTH]] - plan[4 * n + 2 * rows + 1 + row]
-        tails += plan[4 * n + row + 1] - plan[4 * n + row] - max(known, 0)
-    return size, tails
+    forward, plan, tails = forward_at(head), plan_of(head), 0
+    for row in range(forward.rows):
+        tails += plan.bounds[row + 1] - _tail_at(plan, row, forward.width)
+    return layout_of(forward).who, tails
 
 
 @loop("int64(int64[::1], int32[::1], int64[:, ::1])")
@@ -37,20 +40,18 @@ def keep_plans(heads, values, ends):
         return total
     at = 0
     for number in range(heads.shape[0]):
-        forward = longs_at(heads[number], HEAD)
-        n, rows, requests = forward[ENTRIES], forward[ROWS], forward[REQUESTS]
-        size, _ = _measured(heads[number])
-        plan, ids = longs_at(heads[number] + 8 * HEAD, size), longs_at(forward[IDS], forward[NUM_IDS])
-        has_parents, fits = (forward[HAS_PARENTS] | forward[HAS_LINEAGE]) != 0, True
-        for i in range(size):
-            value = plan[i] if has_parents or not 3 * n <= i < 4 * n else -1
+        forward, plan = forward_at(heads[number]), plan_of(heads[number])
+        where, ids = layout_of(forward), longs_at(forward.ids, forward.num_ids)
+        numbers = longs_at(heads[number] + 8 * FORWARD.size, where.who)
+        has_parents, fits = (forward.has_parents | forward.has_lineage) != 0, True
+        for i in range(where.who):
+            value = numbers[i] if has_parents or not where.parents <= i < where.bounds else -1
             fits &= -(1 << 31) <= value < 1 << 31
             values[at + i] = value
-        at += size
+        at += where.who
         ends[number, 0] = at
-        for row in range(rows):
-            known = plan[size - requests + row // forward[WIDTH]] - plan[4 * n + 2 * rows + 1 + row]
-            for i in range(plan[4 * n + row] + max(known, 0), plan[4 * n + row + 1]):
+        for row in range(forward.rows):
+            for i in range(_tail_at(plan, row, forward.width), plan.bounds[row + 1]):
                 fits &= -(1 << 31) <= ids[i] < 1 << 31
                 values[at] = ids[i]
                 at += 1

@@ -12,23 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.native.jit import longs_at, loop
-from kvcanary.native.layout import (
-    ASTRAY,
-    BASE,
-    BLANK,
-    CONTENT_A,
-    LAYERS,
-    MISPLACED,
-    MOVED_BITS,
-    NULL_SLOTS,
-    NULL_WRITTEN,
-    PAGE_FRESH,
-    POOL_CARD,
-    REWRITTEN,
-    SEAL_TERM,
-    SLOTS,
-)
+from kvcanary.native.forward_plan import plan_of
+from kvcanary.native.jit import forward_at, longs_at, loop, pool_at
+from kvcanary.native.layout import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary_kernels.record.formulas import chain_step, mix_of, seal_column
 from kvcanary_kernels.record.layout import (
     CHAIN,
     COLUMNS,
@@ -45,8 +32,6 @@ from kvcanary_kernels.record.layout import (
     SEAL_KEYS,
     SEAL_SLOT_KEY,
     SEAL_START,
-    SPLITMIX_FIRST,
-    SPLITMIX_SECOND,
     STEP_SITE,
     TOKEN_POSITION,
 )
@@ -54,20 +39,14 @@ from kvcanary_kernels.record.layout import (
 NODE_SHIFT = 48  # of a branch or node in STEP_SITE
 
 
-@loop()
-def mix(token, position, key):
-    """As `mix` of the kernels (record/layout.py)."""
-    z = ((np.uint64(token) << np.uint64(32)) | (np.uint64(position) & np.uint64(MASK_32))) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(SPLITMIX_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SPLITMIX_SECOND)
-    return np.int64(z ^ (z >> np.uint64(31)))
+mix, step_of, _seal_column = loop()(mix_of), loop()(chain_step), loop()(seal_column)
 
 
 @loop("void(int64[::1], int64, int64, int64, int64, int64[::1])")
 def chain_tokens(tokens, first_position, value, multiplier, key, chains):
     """The chain values of consecutive tokens, [n] out; `value` is the predecessor's. As `chain_host` of the kernels."""
     for i in range(tokens.shape[0]):
-        value = multiplier * value + mix(tokens[i], first_position + i, key)
+        value = step_of(value, mix(tokens[i], first_position + i, key), multiplier)
         chains[i] = value
 
 
@@ -76,8 +55,7 @@ def _write(row, record, pool_term, constants, table, live, judged):
     """One record, under `seal.seal_values` and what its pool adds; whether an entry is rewritten that was judged."""
     seal = pool_term + constants[SEAL_START] + constants[SEAL_SLOT_KEY] * row
     for i in range(TOKEN_POSITION, STEP_SITE + 1):
-        low, high = record[i] & MASK_32, (record[i] >> 32) & MASK_32
-        seal += constants[SEAL_KEYS + 2 * i] * low + constants[SEAL_KEYS + 2 * i + 1] * high
+        seal += _seal_column(record[i], constants[SEAL_KEYS + 2 * i], constants[SEAL_KEYS + 2 * i + 1])
     for i in range(SEAL):
         table[row, i] = live[row, i] = record[i]
     table[row, SEAL] = live[row, SEAL] = seal
@@ -94,150 +72,70 @@ def write_records(rows, records, constants, table, live, judged):
 
 
 @loop()
-def seal_entries(
-    plan,
-    n,
-    rows,
-    width,
-    has_parents,
-    drafted,
-    chains,
-    names,
-    reads,
-    uids,
-    roots,
-    generations,
-    states,
-    page_size,
-    step_site,
-    low,
-    high,
-    base,
-    num_slots,
-    null_slots,
-    pool_term,
-    constants,
-    table,
-    live,
-    judged,
-):
-    """`seal_plan`; drafted: chains of the draft forward before, [0] where there is no lineage; reads: the slots that it
-    reads.
-    """
-    at = 4 * n + rows + 1
-    tokens, positions, parents = plan[n : 2 * n], plan[2 * n : 3 * n], plan[3 * n : 4 * n]
-    bounds, written, owns = plan[4 * n : at], plan[at : at + rows], plan[at + 2 * rows : at + 3 * rows]
-    begins = plan[at + 3 * rows : at + 4 * rows]
+def seal_entries(head, names, reads, roots, generations, states, low, high, constants, table, live, judged):
+    """`seal_plan`; reads: the slots that it reads."""
+    forward, plan = forward_at(head), plan_of(head)
+    pool, drafted, chains = pool_at(forward.pool), longs_at(forward.before, forward.num_before), plan.chains
+    tokens, positions, parents, owns = plan.tokens, plan.positions, plan.parents, plan.owns
+    has_parents, width, base = forward.has_parents != 0, forward.width, pool.base
     record = np.zeros(COLUMNS, np.int64)
     seen = first = 0
-    for row in range(rows):
-        above, begin = roots[row], begins[row]
-        if owns[row] > bounds[row] and 0 <= reads[owns[row] - 1] < num_slots:
-            above = table[base + reads[owns[row] - 1], CHAIN]
+    for row in range(forward.rows):
+        above, begin, last = roots[row], plan.begins[row], owns[row] - 1
+        is_read = owns[row] > plan.bounds[row]
+        if is_read and 0 <= reads[last] < pool.num_slots:
+            above = table[base + reads[last], CHAIN]
         if drafted.shape[0]:
-            branch, read, is_read = parents[row], above, owns[row] > bounds[row]
+            branch, read = parents[row], above
             above = drafted[row // width * width + branch] if 0 <= branch < width else np.int64(0)
-            if above != read and is_read and null_slots <= reads[owns[row] - 1] < num_slots:
+            if above != read and is_read and pool.null_slots <= reads[last] < pool.num_slots:
                 seen |= ASTRAY
-        for entry in range(first, first + written[row]):
+        for entry in range(first, first + plan.written[row]):
             parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
             before = above if parent < 0 else chains[parent]
-            chains[entry] = constants[MULTIPLIER] * before + mix(tokens[entry], positions[entry], constants[MIX_KEY])
+            mixed = mix(tokens[entry], positions[entry], constants[MIX_KEY])
+            chains[entry] = step_of(before, mixed, constants[MULTIPLIER])
             wanted = positions[parent] + 1 if has_parents and parent >= 0 else begin
             wanted += 0 if has_parents else entry - first
             if positions[entry] != wanted:
                 seen |= MISPLACED
-        first += written[row]
+        first += plan.written[row]
     record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
-    for row in range(rows):
-        for entry in range(first, first + written[row]):
-            slot, page = plan[entry], names[entry] // page_size
+    step_site = forward.step & MASK_32 | forward.site << 32
+    for row in range(forward.rows):
+        for entry in range(first, first + plan.written[row]):
+            slot, page = plan.slots[entry], names[entry] // pool.page_size
             table[base + slot, CHAIN] = chains[entry]
             if states[page] == RESERVED or states[page] == LOAD_FAILED:
                 seen |= PAGE_FRESH
-            if slot < null_slots:
+            if slot < pool.null_slots:
                 seen |= NULL_WRITTEN
                 continue
             node = entry - first if has_parents else 0
             record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
             record[CHAIN] = chains[entry]
-            record[REQUEST_GENERATION] = uids[row // width] & MASK_32 | generations[page] << 32
+            record[REQUEST_GENERATION] = plan.who[row // width * 2] & MASK_32 | generations[page] << 32
             record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
-            if _write(base + slot, record, pool_term, constants, table, live, judged):
+            if _write(base + slot, record, pool.seal_term, constants, table, live, judged):
                 seen |= REWRITTEN
-        first += written[row]
+        first += plan.written[row]
     return seen
 
 
 @loop(
-    "int64(int64[::1], int64, int64, int64, boolean, int64, int64, int64[::1], int64[::1], int64, int64, int64[::1], "
-    "int64[::1], int64[::1], uint8[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64[::1], "
+    "int64(int64, int64[::1], int64[::1], int64[::1], int64[::1], uint8[::1], int64, int64, int64[::1], "
     "int64[:, ::1], int64[:, ::1], boolean[::1])"
 )
-def seal_plan(
-    plan,
-    n,
-    rows,
-    width,
-    has_parents,
-    before,
-    num_before,
-    chains,
-    names,
-    ids,
-    num_ids,
-    uids,
-    roots,
-    generations,
-    states,
-    page_size,
-    step_site,
-    low,
-    high,
-    base,
-    num_slots,
-    null_slots,
-    pool_term,
-    constants,
-    table,
-    live,
-    judged,
-):
+def seal_plan(head, names, ids, roots, generations, states, low, high, constants, table, live, judged):
     """Seal all entries of one forward, each chained to its parent; what was seen (layout.py).
 
-    plan:  Forward.plan;  chains: [n] out;  before: address of chains [num_before] of the draft forward before, or 0
-    names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
-    roots: [rows] chain that a row continues where it reads nothing
-    base:  of the pool in the rows of `table`
+    head:      address of `Forward.memory`, of which `chains` are filled
+    names:     [n] its slots as the plan calls them;  ids: the slots that it reads
+    roots:     [rows] chain that a row continues where it reads nothing
+    low, high: bitmap of the layers that it has stored
     Null slots get a chain and no record.
     """
-    return seal_entries(
-        plan,
-        n,
-        rows,
-        width,
-        has_parents,
-        longs_at(before, num_before),
-        chains,
-        names,
-        longs_at(ids, num_ids),
-        uids,
-        roots,
-        generations,
-        states,
-        page_size,
-        step_site,
-        low,
-        high,
-        base,
-        num_slots,
-        null_slots,
-        pool_term,
-        constants,
-        table,
-        live,
-        judged,
-    )
+    return seal_entries(head, names, ids, roots, generations, states, low, high, constants, table, live, judged)
 
 
 @loop(
@@ -270,15 +168,15 @@ def move_records(
     has written since its page was granted arrives as a slot that was never written; a damaged one stays damaged.
     """
     n, num_pages = src.shape[0], generations.shape[0]
-    source, pool = longs_at(origin, POOL_CARD), longs_at(target, POOL_CARD)
-    layers = pool[LAYERS] if source[CONTENT_A] and pool[CONTENT_A] else 0
-    src_slots, dst_slots, src_base, dst_base = source[SLOTS], pool[SLOTS], source[BASE], pool[BASE]
-    src_content = longs_at(source[CONTENT_A], layers * src_slots)
-    dst_content = longs_at(pool[CONTENT_A], layers * dst_slots)
+    source, pool = pool_at(origin), pool_at(target)
+    layers = pool.layers if source.content_a and pool.content_a else 0
+    src_slots, dst_slots, src_base, dst_base = source.num_slots, pool.num_slots, source.base, pool.base
+    src_content = longs_at(source.content_a, layers * src_slots)
+    dst_content = longs_at(pool.content_a, layers * dst_slots)
     records, damage = np.empty((n, COLUMNS), np.int64), np.empty((n, COLUMNS), np.int64)
     lanes = np.empty((n, layers), np.int64)
     for i in range(n):
-        if not (source[NULL_SLOTS] <= src[i] < src_slots and pool[NULL_SLOTS] <= dst[i] < dst_slots):
+        if not (source.null_slots <= src[i] < src_slots and pool.null_slots <= dst[i] < dst_slots):
             return -1
         if not (0 <= src_names[i] // page_size < num_pages and 0 <= dst_names[i] // page_size < num_pages):
             return -1
@@ -302,7 +200,7 @@ def move_records(
             record[REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
             record[STEP_SITE] = step_site
             record[CONTENT_B] = record[CONTENT_B] if has_lanes and layers else 0
-        if _write(row, record, pool[SEAL_TERM], constants, table, live, judged):
+        if _write(row, record, pool.seal_term, constants, table, live, judged):
             seen |= REWRITTEN
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
@@ -328,20 +226,20 @@ def match_records(slots, n, records, expected):
 
 
 @loop()
-def are_written_at(slots, full, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+def are_written_at(slots, names, chains, generations, pool, step, table, judged, marks):
     """`are_written` of slots, and what plans call them."""
-    n = chains.shape[0]
+    n, base = chains.shape[0], pool.base
     for i in range(n):
-        page = full[i] // page_size
-        if not (0 <= slots[i] < num_slots and 0 <= page < generations.shape[0]):
+        page = names[i] // pool.page_size
+        if not (0 <= slots[i] < pool.num_slots and 0 <= page < generations.shape[0]):
             return False
         record = table[base + slots[i]]
         if (
             record[CHAIN] != chains[i]
             or (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[page]
             or np.int32(step - record[STEP_SITE]) < 0
-            or record[LAYERS_LOW] != low
-            or record[LAYERS_HIGH] != high
+            or record[LAYERS_LOW] != pool.low_layers
+            or record[LAYERS_HIGH] != pool.high_layers
         ):
             return False
     if marks:
@@ -350,29 +248,12 @@ def are_written_at(slots, full, chains, generations, page_size, base, num_slots,
     return True
 
 
-@loop(
-    "boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64[:, ::1], "
-    "boolean[::1], boolean)"
-)
-def are_written(ids, names, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+@loop("boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64[:, ::1], boolean[::1], boolean)")
+def are_written(ids, names, chains, generations, card, step, table, judged, marks):
     """Whether slots hold these chains, of every layer, under the current grants and of no later step.
 
     ids, names: addresses of the slots and of what plans call them, as many as chains
-    marks:      they are judged from now on
+    card:       address of the pool's;  marks: they are judged from now on
     """
-    n = chains.shape[0]
-    return are_written_at(
-        longs_at(ids, n),
-        longs_at(names, n),
-        chains,
-        generations,
-        page_size,
-        base,
-        num_slots,
-        step,
-        low,
-        high,
-        table,
-        judged,
-        marks,
-    )
+    own, full = longs_at(ids, chains.shape[0]), longs_at(names, chains.shape[0])
+    return are_written_at(own, full, chains, generations, pool_at(card), step, table, judged, marks)

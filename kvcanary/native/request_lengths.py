@@ -7,82 +7,35 @@ n: requests;  cards: address of theirs, [n]
 
 from __future__ import annotations
 
-from kvcanary.native.jit import flags_at, longs_at, loop
+from kvcanary.native.jit import (
+    final_at,
+    flags_at,
+    line_at,
+    longs_at,
+    loop,
+    pages_at,
+    pool_at,
+    queue_at,
+    request_at,
+    run_at,
+    spread_at,
+    unheard_at,
+)
 from kvcanary.native.layout import (
-    CHAIN_AHEAD,
-    CHAIN_OFFSET,
-    CHAIN_READS,
-    CHAIN_WRITTEN,
-    COMMIT_STEP,
-    COMMITTED_LEN,
-    FINAL_BOOK,
-    FINAL_CARD,
-    FINAL_FOLLOWING,
-    FINAL_OF,
-    FINAL_PAGES,
-    FINAL_ROOM,
-    FINAL_UIDS,
     GUESSES,
-    IS_LIVE,
     LACKING_BITS,
     LAGS,
     LEFT_TO_BOOKS,
-    LINE_CARD,
-    LINE_KIND,
-    LINE_POOL,
-    LINE_TURN,
     NO_ROOM,
     NOT_WRITTEN,
     NOWHERE,
-    NUM_CHAINS,
-    NUM_FINAL,
-    NUM_IN_THE_AIR,
-    NUM_PAGES,
-    NUM_RANGES,
-    NUM_ROW_SLOTS,
-    NUM_TOKENS_KNOWN,
-    NUM_UNHEARD,
-    NUM_UNLANDED,
-    OWNED_LEN,
-    PAGE_BOOK,
-    PAGE_STATES,
     PAGES_FINAL,
     PLACE_BITS,
-    POOL_CARD,
-    POOL_ID,
-    QUEUE_CARD,
-    RANGES_ROOM,
     RANGES_TO_SPARE,
-    REQUEST_CARD,
-    ROW_COMMITTED,
-    ROW_LACKS,
-    ROW_NUMBERS,
-    ROW_SLOTS,
-    RUN_CARD,
-    RUN_CARDS,
-    RUN_KEEP,
-    RUN_LINE_CARD,
-    RUN_PLACES,
-    RUN_REQUESTS,
-    RUN_ROWS,
-    RUN_STEP,
-    RUN_TURN,
-    RUN_WRITTEN,
-    SPREAD_AT,
-    SPREAD_CARD,
-    SPREAD_PARTS,
-    SPREAD_SIZE,
-    SPREAD_STEP,
-    SPREAD_WIDTH,
+    ROWS,
+    RUN,
     STAYS,
-    TOKENS_ROOM,
-    UID_KNOWN,
-    UNHEARD_AFTER,
-    UNHEARD_BEFORE,
-    UNHEARD_CARD,
-    UNHEARD_ROOM,
-    UNHEARD_STEPS,
-    UNHEARD_TOKENS,
+    UNHEARD,
     UNKNOWN,
 )
 from kvcanary.native.page_states import follow_event
@@ -94,18 +47,18 @@ from kvcanary_kernels.record.layout import SHARED
 @loop()
 def _heard_len(request):
     """`Request.heard_len`."""
-    if request[NUM_UNHEARD] == 0:
-        return request[COMMITTED_LEN]
-    return longs_at(request[UNHEARD_STEPS], UNHEARD_CARD)[UNHEARD_BEFORE]
+    if request.num_unheard == 0:
+        return request.committed_len
+    return unheard_at(request.unheard).before
 
 
 @loop()
 def _write_row(request, chain, kind, length):
     """A forward of this kind writes the row up to here; guesses lengthen no row."""
     if kind == LAGS:  # what lies beyond is junk
-        length = min(length, request[COMMITTED_LEN] + chain[CHAIN_AHEAD])
+        length = min(length, request.committed_len + chain.ahead)
     if kind != GUESSES:
-        chain[CHAIN_WRITTEN] = length
+        chain.written = length
 
 
 @loop("void(int64, int64, int64, int64, int64, int64)")
@@ -116,8 +69,8 @@ def write_rows(n, cards, pool, kind, before, written):
     """
     own, counts, lens = longs_at(cards, n), longs_at(written, n), longs_at(before, n if before else 0)
     for number in range(n):
-        request, chain = longs_at(own[number], REQUEST_CARD), chain_of(own[number], pool)
-        length = lens[number] if before else final_len(chain, request[COMMITTED_LEN])
+        request, chain = request_at(own[number]), chain_of(own[number], pool)
+        length = lens[number] if before else final_len(chain, request.committed_len)
         _write_row(request, chain, kind, length + counts[number])
 
 
@@ -129,20 +82,20 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
     Where all rows are as the engine knows them, and these write what it says, they are as long as that from now on.
     most:    steps that may have accepted what the host has not learned yet
     written: address of [n] entries; 0: what a step accepts that runs before them
-    rows:    address of [ROW_NUMBERS * n + 1], out
+    rows:    address of [ROWS.size * n + 1], out
     """
     unknown = tell_rows(n, cards, pool, most, rows)
-    own, told, accepts = longs_at(cards, n), longs_at(rows, ROW_NUMBERS * n + 1), written == 0
+    own, told, accepts = longs_at(cards, n), longs_at(rows, ROWS.size * n + 1), written == 0
     heard, is_behind, is_lacking = 0, accepts, 0
     for number in range(n):
-        request = longs_at(own[number], REQUEST_CARD)
-        is_behind |= request[NUM_UNHEARD] > 0 or request[NUM_UNLANDED] > 0
+        request = request_at(own[number])
+        is_behind |= request.num_unheard > 0 or request.num_unlanded > 0
         heard += _heard_len(request)
-        is_lacking |= request[ROW_LACKS]
-        told[ROW_COMMITTED * n + number] = request[COMMITTED_LEN]
-        request[NUM_IN_THE_AIR] += forwards
-        request[NUM_UNLANDED] += accepts
-    told[ROW_NUMBERS * n] = heard if is_behind else UNKNOWN
+        is_lacking |= request.row_lacks
+        told[ROWS.committed * n + number] = request.committed_len
+        request.num_in_flight += forwards
+        request.num_unlanded += accepts
+    told[ROWS.size * n] = heard if is_behind else UNKNOWN
     if not is_behind:
         write_rows(n, cards, pool, kind, 0, written)
     return unknown | is_lacking << LACKING_BITS
@@ -150,14 +103,14 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
 
 @loop("void(int64, int64, int64, int64)")
 def spread_rows(n, rows, where, step):
-    """The first parts of rows of n requests, and the number of the step, to a place (SPREAD_CARD): each part as often
+    """The first parts of rows of n requests, and the number of the step, to a place (SPREAD): each part as often
     as a request has rows, and zeros behind.
     """
-    card = longs_at(where, SPREAD_CARD)
-    size, parts, width = card[SPREAD_SIZE], card[SPREAD_PARTS], card[SPREAD_WIDTH]
-    told, there = longs_at(rows, parts * n), longs_at(card[SPREAD_AT], parts * size)
+    card = spread_at(where)
+    size, parts, width = card.room, card.parts, card.width
+    told, there = longs_at(rows, parts * n), longs_at(card.at, parts * size)
     there[:] = 0
-    longs_at(card[SPREAD_STEP], 1)[0] = step
+    longs_at(card.step, 1)[0] = step
     for part in range(parts):
         for number in range(n):
             first = part * size + number * width
@@ -170,7 +123,7 @@ def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, mo
 
     runs:    address of their cards, of which a `LaunchGroup` has told what stays, and the host what each reads
     sizes:   address of [parts], forwards of each, of one kind and pool
-    rows:    address of [parts, ROW_NUMBERS * n + 1], out;  written: of [parts, n], of parts that do not accept
+    rows:    address of [parts, ROWS.size * n + 1], out;  written: of [parts, n], of parts that do not accept
     step, now: its number, and what says number and turn to the device
     is_kept: somebody keeps what is heard of them
     where:   address of [parts] addresses of places to which rows are spread; 0: nobody asks
@@ -178,22 +131,22 @@ def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, mo
     counts, places = longs_at(sizes, parts), longs_at(where, parts if where else 0)
     unknown = is_lacking = 0
     for part in range(parts):
-        run = longs_at(runs, RUN_CARD)
-        line, told = longs_at(run[RUN_LINE_CARD], LINE_CARD), 0 if run[RUN_PLACES] else written
-        pool = longs_at(line[LINE_POOL], POOL_CARD)[POOL_ID]
-        said = launch_rows(n, cards, pool, most, counts[part], line[LINE_KIND], told, rows)
+        run = run_at(runs)
+        line, told = line_at(run.line_card), 0 if run.places else written
+        pool = pool_at(line.pool).pool_id
+        said = launch_rows(n, cards, pool, most, counts[part], line.kind, told, rows)
         unknown += counts[part] * (said & (1 << LACKING_BITS) - 1)
         is_lacking |= said >> LACKING_BITS
         for _ in range(counts[part]):
-            run = longs_at(runs, RUN_CARD)
-            run[RUN_REQUESTS], run[RUN_CARDS], run[RUN_ROWS] = n, cards, rows
-            run[RUN_TURN], run[RUN_STEP], run[RUN_WRITTEN] = turn, step, told
-            longs_at(run[RUN_LINE_CARD], LINE_CARD)[LINE_TURN] = turn
-            run[RUN_KEEP] = run[RUN_KEEP] + run[RUN_PLACES] * n if is_kept else 0
-            runs += 8 * RUN_CARD
+            run = run_at(runs)
+            run.requests, run.cards, run.rows = n, cards, rows
+            run.turn, run.step, run.written = turn, step, told
+            line_at(run.line_card).turn = turn
+            run.keep = run.keep + run.places * n if is_kept else 0
+            runs += 8 * RUN.size
         if where:
             spread_rows(n, rows, places[part], now)
-        rows, written = rows + 8 * (ROW_NUMBERS * n + 1), written + 8 * n
+        rows, written = rows + 8 * (ROWS.size * n + 1), written + 8 * n
     return unknown | is_lacking << LACKING_BITS
 
 
@@ -202,42 +155,42 @@ def sum_committed(n, cards):
     """Of committed lengths."""
     own, total = longs_at(cards, n), 0
     for number in range(n):
-        total += longs_at(own[number], REQUEST_CARD)[COMMITTED_LEN]
+        total += request_at(own[number]).committed_len
     return total
 
 
 @loop()
 def _has_room(card, count):
     """For tokens, one more step and what becomes final."""
-    request = longs_at(card, REQUEST_CARD)
-    has_room = request[NUM_TOKENS_KNOWN] + count <= request[TOKENS_ROOM]
-    has_room &= request[NUM_UNHEARD] < request[UNHEARD_ROOM]
-    for pool in range(request[NUM_CHAINS]):
-        queue = longs_at(chain_of(card, pool)[CHAIN_READS], QUEUE_CARD)
-        has_room &= queue[NUM_RANGES] + RANGES_TO_SPARE <= queue[RANGES_ROOM]
+    request = request_at(card)
+    has_room = request.num_tokens + count <= request.tokens_room
+    has_room &= request.num_unheard < request.unheard_room
+    for pool in range(request.num_chains):
+        queue = queue_at(chain_of(card, pool).reads)
+        has_room &= queue.num_ranges + RANGES_TO_SPARE <= queue.room
     return has_room
 
 
 @loop()
 def _commit(card, length, step):
     """Entries [0, length) are final, and what was final before joins the queues of looks; NOT_WRITTEN, or 0."""
-    request, found = longs_at(card, REQUEST_CARD), 0
-    for pool in range(request[NUM_CHAINS]):
+    request, found = request_at(card), 0
+    for pool in range(request.num_chains):
         chain = chain_of(card, pool)
-        extend(longs_at(chain[CHAIN_READS], QUEUE_CARD), final_len(chain, request[COMMITTED_LEN]), request[COMMIT_STEP])
-        if chain[CHAIN_OFFSET] == 0 and chain[CHAIN_AHEAD] == 0 and chain[CHAIN_WRITTEN] < length:
+        extend(queue_at(chain.reads), final_len(chain, request.committed_len), request.commit_step)
+        if chain.offset == 0 and chain.ahead == 0 and chain.written < length:
             found = NOT_WRITTEN
-        chain[CHAIN_WRITTEN] = min(chain[CHAIN_WRITTEN], length + chain[CHAIN_AHEAD])  # rejected nodes lie beyond
-    request[COMMITTED_LEN], request[COMMIT_STEP] = length, step
+        chain.written = min(chain.written, length + chain.ahead)  # rejected nodes lie beyond
+    request.committed_len, request.commit_step = length, step
     return found
 
 
 @loop()
 def _final_pages(card, committed_len, page_size):
     """That lie wholly in what is final in every pool, and the request's own."""
-    request = longs_at(card, REQUEST_CARD)
-    least = request[OWNED_LEN]
-    for pool in range(request[NUM_CHAINS]):
+    request = request_at(card)
+    least = request.owned_len
+    for pool in range(request.num_chains):
         least = min(least, final_len(chain_of(card, pool), committed_len))
     return max(least, 0) // page_size
 
@@ -251,11 +204,11 @@ def commit_rows(n, cards, lens, step, page_size, is_judged):
     """
     own, lengths, found = longs_at(cards, n), longs_at(lens, n), 0
     for number in range(n):
-        request = longs_at(own[number], REQUEST_CARD)
-        if request[NUM_UNHEARD] > 0:
-            is_odd = lengths[number] != longs_at(request[UNHEARD_STEPS], UNHEARD_CARD)[UNHEARD_AFTER]
+        request = request_at(own[number])
+        if request.num_unheard > 0:
+            is_odd = lengths[number] != unheard_at(request.unheard).after
         else:
-            is_odd = lengths[number] < request[COMMITTED_LEN]
+            is_odd = lengths[number] < request.committed_len
             if not _has_room(own[number], 0):
                 return NO_ROOM
         if is_odd and not is_judged:
@@ -263,16 +216,16 @@ def commit_rows(n, cards, lens, step, page_size, is_judged):
     if found:
         return found
     for number in range(n):
-        request = longs_at(own[number], REQUEST_CARD)
-        if request[NUM_UNHEARD] > 0:
-            request[NUM_UNHEARD] -= 1
-            steps = longs_at(request[UNHEARD_STEPS], UNHEARD_CARD * (request[NUM_UNHEARD] + 1))
-            for i in range(UNHEARD_CARD * request[NUM_UNHEARD]):
-                steps[i] = steps[i + UNHEARD_CARD]
+        request = request_at(own[number])
+        if request.num_unheard > 0:
+            request.num_unheard -= 1
+            steps = longs_at(request.unheard, UNHEARD.size * (request.num_unheard + 1))
+            for i in range(UNHEARD.size * request.num_unheard):
+                steps[i] = steps[i + UNHEARD.size]
         else:
             found |= _commit(own[number], lengths[number], step)
-            are_final = _final_pages(own[number], lengths[number], page_size) > request[FINAL_PAGES]
-            if are_final and request[NUM_IN_THE_AIR] == 0:
+            are_final = _final_pages(own[number], lengths[number], page_size) > request.final_pages
+            if are_final and request.num_in_flight == 0:
                 found |= PAGES_FINAL
     return found
 
@@ -295,40 +248,38 @@ def accept_rows(n, cards, accepted, stride, step):
         if not _has_room(own[number], num_accepted(told, number, stride)):
             return NO_ROOM
     for number in range(n):
-        request = longs_at(own[number], REQUEST_CARD)
-        request[NUM_UNLANDED] -= 1
-        count, before = num_accepted(told, number, stride) if accepted else 0, request[COMMITTED_LEN]
-        if request[IS_LIVE] and count > 0:
+        request = request_at(own[number])
+        request.num_unlanded -= 1
+        count, before = num_accepted(told, number, stride) if accepted else 0, request.committed_len
+        if request.is_live and count > 0:
             put_tokens(request, told[number * stride + 1 :], count, step)
             found |= _commit(own[number], before + count, step)
-            place = UNHEARD_CARD * request[NUM_UNHEARD]
-            steps = longs_at(request[UNHEARD_STEPS], place + UNHEARD_CARD)
-            steps[place + UNHEARD_TOKENS], steps[place + UNHEARD_BEFORE] = count, before
-            steps[place + UNHEARD_AFTER] = before + count
-            request[NUM_UNHEARD] += 1
+            unheard = unheard_at(request.unheard + 8 * UNHEARD.size * request.num_unheard)
+            unheard.tokens, unheard.before, unheard.after = count, before, before + count
+            request.num_unheard += 1
     return found
 
 
 @loop()
 def _finalise(request, full, page_size, final):
     """So many pages of its row are written no more; whether the rules have nothing to say of that."""
-    told = longs_at(final, FINAL_CARD)
-    first, start = request[FINAL_PAGES], told[NUM_FINAL]
-    if full * page_size > request[NUM_ROW_SLOTS] or full - first > told[FINAL_ROOM] - start:
+    told = final_at(final)
+    first, start = request.final_pages, told.num_final
+    if full * page_size > request.num_row or full - first > told.room - start:
         return False
-    row, room = longs_at(request[ROW_SLOTS], full * page_size), told[FINAL_ROOM]
-    pages, uids = longs_at(told[FINAL_OF], room), longs_at(told[FINAL_UIDS], room)
-    book = longs_at(told[FINAL_BOOK], PAGE_BOOK)
-    states, end = flags_at(book[PAGE_STATES], book[NUM_PAGES]), start
+    row, room = longs_at(request.row, full * page_size), told.room
+    pages, uids = longs_at(told.pages, room), longs_at(told.uids, room)
+    book = pages_at(told.book)
+    states, end = flags_at(book.states, book.num_pages), start
     for number in range(first, full):
         page = row[number * page_size] // page_size
         if page >= 0 and states[page] != SHARED:
-            pages[end], uids[end] = page, request[UID_KNOWN]
+            pages[end], uids[end] = page, request.uid
             end += 1
-    fresh = told[FINAL_OF] + 8 * start
-    if follow_event(told[FINAL_BOOK], end - start, fresh, told[FINAL_FOLLOWING], STAYS, 0) != NOWHERE:
+    fresh = told.pages + 8 * start
+    if follow_event(told.book, end - start, fresh, told.following, STAYS, 0) != NOWHERE:
         return False
-    told[NUM_FINAL], request[FINAL_PAGES] = end, full
+    told.num_final, request.final_pages = end, full
     return True
 
 
@@ -341,15 +292,15 @@ def land_runs(runs, count, first, page_size, final):
     final: address of what is said of pages that have become final (native/layout.py)
     """
     for one in range(first >> PLACE_BITS, count):
-        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
-        n, start = run[RUN_REQUESTS], first & (1 << PLACE_BITS) - 1 if one == first >> PLACE_BITS else 0
-        own, lens = longs_at(run[RUN_CARDS], n), longs_at(run[RUN_ROWS] + 8 * ROW_COMMITTED * n, n)
-        is_last = one + 1 == count or longs_at(runs + 8 * RUN_CARD * (one + 1), RUN_CARD)[RUN_ROWS] != run[RUN_ROWS]
+        run = run_at(runs + 8 * RUN.size * one)
+        n, start = run.requests, first & (1 << PLACE_BITS) - 1 if one == first >> PLACE_BITS else 0
+        own, lens = longs_at(run.cards, n), longs_at(run.rows + 8 * ROWS.committed * n, n)
+        is_last = one + 1 == count or run_at(runs + 8 * RUN.size * (one + 1)).rows != run.rows
         for number in range(start, n):
-            request = longs_at(own[number], REQUEST_CARD)
-            request[NUM_IN_THE_AIR] -= 1
-            length = lens[number] if request[NUM_IN_THE_AIR] else request[COMMITTED_LEN]
-            full = _final_pages(own[number], length, page_size) if is_last and request[NUM_ROW_SLOTS] else 0
-            if full > request[FINAL_PAGES] and request[IS_LIVE] and not _finalise(request, full, page_size, final):
+            request = request_at(own[number])
+            request.num_in_flight -= 1
+            length = lens[number] if request.num_in_flight else request.committed_len
+            full = _final_pages(own[number], length, page_size) if is_last and request.num_row else 0
+            if full > request.final_pages and request.is_live and not _finalise(request, full, page_size, final):
                 return one << PLACE_BITS | number
     return NOWHERE

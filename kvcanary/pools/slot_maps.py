@@ -63,8 +63,16 @@ def window_start(view: PoolView, position: int) -> int:
     return 0 if view.window is None else first_visible(position, view.window)
 
 
+def final_len(committed_len: int, ahead: int, written: int) -> int:
+    """Entries of a row that no rejection takes back, and that a forward has written which is no guess.
+
+    ahead: entries that it holds beyond the committed length
+    """
+    return min(committed_len + ahead, written)
+
+
 def first_visible(position: int, window: int) -> int:
-    """The first position that a reader at ``position`` sees, itself included. `native.forward_plan` has it for rows."""
+    """The first position that a reader at ``position`` sees, itself included."""
     return max(0, position + 1 - window)
 
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from kvcanary.captured.decoded import Heard
 from kvcanary.pools.event_log import Event, EventLog
-from kvcanary.recorder.kept_forwards import MOST_UNPACKED, Ints, RecordedGroup, RecordedLaunch, RecordedMove
+from kvcanary.recorder.kept_forwards import MOST_UNPACKED, RecordedGroup, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
     from kvcanary.captured.decoded import DecodedForward, Launch, Launched
     from kvcanary.captured.launch_group import LaunchGroup
+    from kvcanary.captured.moves import LaunchedMove
     from kvcanary.captured.readback import CapturedHit
     from kvcanary.recorder.segment import Segment
 
@@ -36,7 +37,6 @@ class CapturedEvents:
     def __init__(self, segments: deque[Segment], log: EventLog) -> None:
         """`segments`: of the recording, none where nobody records; `log`: where it is told."""
         self._segments, self._log = segments, log
-        self._moves: deque[RecordedMove] = deque()
         self._landing: int | None = None
 
     def launched(
@@ -57,12 +57,13 @@ class CapturedEvents:
             append(("launch", launched, number))
         return launched
 
-    def launched_move(self, number: int, pool: str) -> None:
-        """A move runs next. `number`: of those in the bank."""
-        if self._segments:
-            recorded = RecordedMove(number, pool)
-            self._moves.append(recorded)
-            self._log.append(("captured_move", recorded))
+    def launched_move(self, number: int, pool: str) -> RecordedMove | None:
+        """A move runs next; as `launched`. `number`: of those in the bank."""
+        if not self._segments:
+            return None
+        recorded = RecordedMove(number, pool)
+        self._log.append(("captured_move", recorded))
+        return recorded
 
     def landing(self, step: int | None) -> None:
         """What fires now was found by this step; None: by the one that runs."""
@@ -116,7 +117,7 @@ class CapturedEvents:
             launch.learn(forward, run.substep.layers)
             self._count(launch.num_bytes)
 
-    def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
+    def heard(self, launches: Sequence[Launch], moves: Sequence[LaunchedMove], numbers: array[int]) -> None:
         first, is_large = 0, len(numbers) > MOST_KEPT
         for launch in launches:
             launched: RecordedGroup | None = launch.record
@@ -126,6 +127,12 @@ class CapturedEvents:
                 if is_large:
                     _pack(launched)
                     self._count(sum(own.num_bytes for own in launched))
+        for move in moves:
+            if move.record is not None:
+                end = first + move.move.num_places
+                move.record.places, first = numbers[first:end], end
+                if is_large:
+                    self._count(8 * move.move.num_places)
         if not is_large:
             self._log.ints += first
 
@@ -137,11 +144,11 @@ class CapturedEvents:
                 _pack([launch])
             self._count(launch.num_bytes)
 
-    def moved(self, src: Ints, dst: Ints) -> None:
-        if self._moves:
-            recorded = self._moves.popleft()
-            recorded.src, recorded.dst = src, dst
-            self._count(src.nbytes + dst.nbytes)
+    def moved(self, run: LaunchedMove) -> None:
+        record: RecordedMove | None = run.record
+        if record is not None:
+            record.places = run.places
+            self._count(8 * len(record.places))
 
     def noticed(self, hit: CapturedHit) -> None:
         place = self._last_launch(hit.pool, hit.site, hit.step) if hit.is_exact else None

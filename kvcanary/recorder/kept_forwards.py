@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.captured.decoded import Heard
+from kvcanary.native.layout import PlanLayout, plan_layout
 
 if TYPE_CHECKING:
     from kvcanary.calls.forward import Forward
@@ -57,19 +58,23 @@ class RecordedForward:
         self.wholes: dict[int, Ints] = {}
 
     @property
+    def layout(self) -> PlanLayout:
+        """Of `plan`."""
+        return plan_layout(self.num_entries, self.num_rows, len(self.requests))
+
+    @property
     def num_bytes(self) -> int:
         mask = 0 if self.mask is None else self.mask[0].nbytes
         return self.plan.nbytes + self.tails.nbytes + mask + sum(row.nbytes for row in self.wholes.values())
 
     def keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         """Take plans and rows from a forward whose rows are on the host, and let go of it."""
-        names, n, rows, plan = forward.names, forward.num_entries, forward.num_rows, _plan_of(forward)
+        names, rows, plan = forward.names, forward.num_rows, _plan_of(forward)
         if forward.refused_reads is not None:
             names = names.copy()
             names[forward.refused_reads.entries] = forward.refused_reads.names
-        first = 4 * n + rows + 1
-        bounds, starts = forward.plan[4 * n : first], forward.plan[first + rows : first + 2 * rows]
-        prefixes = forward.plan[first + 5 * rows :].repeat(forward.width)
+        bounds, starts, prefixes = (forward.part(name) for name in ("bounds", "starts", "prefixes"))
+        prefixes = prefixes.repeat(forward.width)
         begins = bounds[:-1] + (prefixes - starts).clip(0)
         lengths = (bounds[1:] - begins).clip(0)
         ends = lengths.cumsum()
@@ -90,15 +95,14 @@ class RecordedForward:
 
         stored: bitmap of its layers
         """
-        n, rows, plan, ancestors = forward.num_entries, forward.num_rows, forward.plan, forward.ancestors
-        first = 4 * n + rows + 1
-        own = plan[:n]
-        if ancestors.shape[1] and n == rows and plan[first : first + rows].all():  # a draft's rows write one each
+        n, rows, ancestors = forward.num_entries, forward.num_rows, forward.ancestors
+        own, written = forward.planned.slots, np.array(forward.written, np.int64)
+        if ancestors.shape[1] and n == rows and written.all():  # a draft's rows write one each
             own = np.concatenate((ancestors, own[:, None]), 1).ravel()
         elif ancestors.shape[1]:
-            begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
+            begins = written.cumsum() - written
             own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
-        self.plan, self.tails = _small(plan), _small(own)
+        self.plan, self.tails = _small(forward.plan), _small(own)
         self._keep_rest(forward, stored, request_ids)
 
     def keep_unjudged(self) -> None:
@@ -248,14 +252,24 @@ class RecordedLaunch:
 
 
 class RecordedMove:
-    """A captured move in a pool; `src` and `dst` once the host has heard of it, [n] each."""
+    """A captured move in a pool.
 
-    __slots__ = ("dst", "number", "pool", "src")
+    places: once the host has heard of it, as `LaunchedMove` has them
+    """
+
+    __slots__ = ("number", "places", "pool")
 
     def __init__(self, number: int, pool: str) -> None:
         self.number, self.pool = number, pool
-        self.src: Ints | None = None
-        self.dst: Ints | None = None
+        self.places: array[int] | None = None
+
+    @property
+    def moved(self) -> tuple[Ints, Ints] | None:
+        """Slots where entries lay, and where they have arrived, [n] each; None: nobody has heard of it."""
+        if self.places is None:
+            return None
+        destinations, sources = np.array(self.places).reshape(2, -1)
+        return sources[destinations >= 0], destinations[destinations >= 0]
 
 
 @lru_cache(maxsize=256)
@@ -274,7 +288,7 @@ def _plan_of(forward: Forward) -> Ints:
     plan, n = forward.plan.copy(), forward.num_entries
     plan[:n] = forward.slot_names
     if not (forward.has_parents or forward.has_lineage):
-        plan[3 * n : 4 * n] = -1
+        forward.layout.part(plan, "parents")[:] = -1
     if forward.refused is not None:
         plan[forward.refused.entries] = forward.refused.names
     return plan

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.native import layout as cards
+from kvcanary.native.layout import POOL, filled
 from kvcanary.pools.views import PoolView
 from kvcanary_kernels.record.layout import Keys, signed
 from kvcanary_kernels.record.rows import WORD_BYTES
@@ -119,27 +119,16 @@ def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, ex
 
 
 def pool_card(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **numbers: int) -> Longs:
-    """[POOL_CARD] what loops read of a pool (native/layout.py); `numbers`: what its view does not tell, by field."""
-    card = np.zeros(cards.POOL_CARD, np.int64)
-    card[[cards.SLOTS, cards.NULL_SLOTS, cards.PAGE_SIZE]] = view.num_slots, view.null_slots, view.page_size
-    card[[cards.WINDOW, cards.VOCABULARY]] = view.window or 0, view.vocab_size or 0
-    card[[cards.TOKEN_OFFSET, cards.AHEAD, cards.LAYERS]] = view.token_offset, view.ahead, view.num_layers
-    card[[cards.WORDS, cards.PARTS, cards.SEEN_SLOTS]] = view.rows.words_per_row, len(view.parts), seen.ctypes.data
-    for field, number in numbers.items():
-        card[getattr(cards, field)] = number
+    """POOL, what loops read of a pool (native/layout.py); `numbers`: what its view does not tell, by field."""
+    numbers |= {"num_slots": view.num_slots, "null_slots": view.null_slots, "page_size": view.page_size}
+    numbers |= {"window": view.window or 0, "vocabulary": view.vocab_size or 0, "token_offset": view.token_offset}
+    numbers |= {"ahead": view.ahead, "layers": view.num_layers, "words": view.rows.words_per_row}
+    numbers |= {"parts": len(view.parts), "seen_slots": seen.ctypes.data}
     if host is not None:
-        card[[cards.KEYS, cards.START_B]] = host.layer_keys[0], host.start_b
-        arrays = {
-            cards.ADDRESSES: host.address,
-            cards.LAYOUT: host.layout,
-            cards.STARTS: host.start_a,
-            cards.CONTENT_A: host.content_a,
-            cards.RECORDS: host.records,
-            cards.EXPECTED: host.expected,
-        }
-        for place, array in arrays.items():
-            card[place] = array.ctypes.data
-    return card
+        arrays = {"addresses": host.address, "layout": host.layout, "starts": host.start_a, "content_a": host.content_a}
+        numbers |= {name: array.ctypes.data for name, array in arrays.items()}
+        numbers |= {"records": host.records.ctypes.data, "keys": host.layer_keys[0], "start_b": host.start_b}
+    return np.frombuffer(filled(POOL, **numbers), np.int64)
 
 
 def _dense_part(shape: tuple[int, ...], dtype: torch.dtype) -> DensePart:

@@ -64,7 +64,6 @@ class Packed:
     """Several int64 tensors that go together within a captured body, into memory of the host: no copy behind its run.
 
     step: [1] int64 (`kernel_launches.Shared`), whose turn says where they go;  post: the operation
-    turn: in which the body runs, or has run last, as who launches it says
     """
 
     def __init__(self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], lines: int = LINES) -> None:
@@ -76,7 +75,6 @@ class Packed:
             self._parts = parts_of([*(tensor.view(-1) for tensor in tensors), step])
             self._box = torch.zeros(lines, self._parts.numel, dtype=torch.int64, pin_memory=step.is_cuda)
         self._lines = [Line(numbers, where) for numbers in self._box.numpy()]
-        self.turn = 0
 
     def pack(self) -> None:
         """Within the body, at fixed addresses."""
@@ -86,16 +84,8 @@ class Packed:
         """What is packed when the body runs in this turn."""
         return self._lines[turn % len(self._lines)]
 
-    def line(self) -> Line:
-        """What was packed in the last one."""
-        return self.line_of(self.turn)
-
-    def read(self) -> list[NDArray[np.int64]]:
-        """Its tensors."""
-        return self.line().parts()
-
     def has_run(self, turn: int) -> bool:
-        """Whether the body ran in that turn, as long as `read` would be there; else a run before has left the line."""
+        """Whether the body ran in that turn, as long as its line is there; else a run before has left it."""
         return self.line_of(turn).numbers.item(-1) >> 32 == turn
 
 

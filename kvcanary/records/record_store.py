@@ -9,11 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcanary.native.layout import (
-    BLANK,
-    MOVED_BITS,
-    REWRITTEN,
-)
+from kvcanary.native.layout import BLANK, MOVED_BITS, REWRITTEN
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import COLUMNS, MASK_32

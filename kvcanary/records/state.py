@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcanary.errors import PlanError
 from kvcanary.ledger.page_states import Pages
-from kvcanary.native.layout import WRITERS
+from kvcanary.native.layout import POOL
 from kvcanary.pools.aliasing import first_overlap
 from kvcanary.pools.slot_maps import check_groups, full_group_slots
 from kvcanary.pools.views import PoolView
@@ -44,7 +44,7 @@ class PoolState:
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
     seen:       [num_slots] bool, all False: a loop's own
-    card:       [POOL_CARD] int64, the same for loops that read by address (native/layout.py); `card_at`: its address
+    card:       POOL, the same for loops that read by address (native/layout.py); `card_at`: its address
     """
 
     view: PoolView
@@ -153,7 +153,7 @@ class CanaryState:
         self._pages = pages  # whose arrays stay where they are
         for pool in self.pools:
             if pool.view.slot_map is None:
-                pool.card[WRITERS] = pages.writers.ctypes.data
+                pool.card[POOL.writers] = pages.writers.ctypes.data
 
     def publish(self, pages: Pages) -> None:
         """What has happened to pages since the last time is true from now on."""
@@ -179,8 +179,8 @@ class CanaryState:
         seal_term = seal_offset(keys, number, base)
         low, high = stored_columns((1 << view.num_layers) - 1)
         host, seen = host_pool(view, keys, content_a, records, expected), np.zeros(view.num_slots, np.bool_)
-        numbers = {"POOL_ID": number, "BASE": base, "SEAL_TERM": signed(seal_term)}
-        card = pool_card(view, host, seen, LOW_LAYERS=low, HIGH_LAYERS=high, **numbers)
+        numbers = {"pool_id": number, "base": base, "seal_term": signed(seal_term)}
+        card = pool_card(view, host, seen, low_layers=low, high_layers=high, **numbers)
         return PoolState(
             view=view,
             pool_id=number,

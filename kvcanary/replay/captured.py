@@ -13,7 +13,7 @@ from kvcanary.captured.buffers import NULL_SLOT, Batch, StaticBuffers
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.dumps.reading import Call
 from kvcanary.ledger.row_truth import RowTruth
-from kvcanary.native.layout import ROW_CHAINS, ROW_LENGTHS, ROW_UNHEARD
+from kvcanary.native.layout import ROWS
 from kvcanary.pools.plans import (
     ReadPlan,
     WritePlan,
@@ -33,7 +33,7 @@ def captured_batch(substep: CapturedSubstep, event: Call, read: ReadPlan, write:
         begin, end = read.indptr[row : row + 2].tolist()
         if 0 <= place < end - begin:
             indices[begin + place] = slot
-    by_row = [torch.from_numpy(values).repeat_interleave(width) for values in truth.numbers[:ROW_UNHEARD]]
+    by_row = [torch.from_numpy(values).repeat_interleave(width) for values in truth.numbers[: ROWS.unheard]]
     written = torch.as_tensor(read.num_written)
     return Batch(
         read.indptr,
@@ -57,10 +57,10 @@ def advanced(truth: RowTruth, pool: PoolState, accepted: Sequence[Sequence[int]]
     As the device does it (`StaticTruth`).
     """
     now = truth.copy()
-    lens, truths = now.numbers[ROW_LENGTHS], now.numbers[ROW_CHAINS]
+    lens, truths = now.numbers[ROWS.lengths], now.numbers[ROWS.chains]
     for number, tokens in enumerate(accepted):
         count = entries_behind(pool, len(tokens))
-        if now.numbers[ROW_UNHEARD, number] and count > 0:
+        if now.numbers[ROWS.unheard, number] and count > 0:
             chains = chain_host(list(tokens[:count]), int(lens[number]), int(truths[number]), pool.keys)
             lens[number], truths[number] = lens[number] + count, signed(chains[-1])
     return now

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcanary.calls.forward import Ints
 from kvcanary.captured.in_flight import InFlight
-from kvcanary.dumps.event_schema import by_request
+from kvcanary.dumps.event_schema import by_request, plan_part
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
@@ -335,11 +335,10 @@ class Replayer:
         self._stage.damaged |= damaged
 
     def _plans(self, event: Call) -> tuple[ReadPlan, WritePlan]:
-        n, rows, plan = event["entries"], event["rows"], event["plan"]
-        slots, tokens, positions, parents = (_tensor(plan[i * n : (i + 1) * n]) for i in range(4))
-        first = 4 * n + rows + 1
-        bounds, written, starts = plan[4 * n : first], plan[first : first + rows], plan[first + rows : first + 2 * rows]
-        prefixes = plan[first + 5 * rows :]
+        own = (_tensor(plan_part(event, name)) for name in ("slots", "tokens", "positions", "parents"))
+        slots, tokens, positions, parents = own
+        of_rows = (plan_part(event, name) for name in ("bounds", "written", "starts", "prefixes"))
+        bounds, written, starts, prefixes = of_rows
         read = ReadPlan(
             indptr=_tensor(bounds),
             indices=_tensor(self._indices(event, bounds, starts, prefixes)),

@@ -16,7 +16,7 @@ from kvcanary.calls.violation_log import HitBatch
 from kvcanary.checks.content import find_changed
 from kvcanary.config import share_of
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.native.layout import NUM_PUBLISHED
+from kvcanary.native.layout import PAGES
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.scrub.rereads import Rereads
@@ -122,7 +122,7 @@ class PrefixScrubber:
 
     def _pages(self) -> NDArray[np.int64]:
         pages = self._ledger.pages
-        if not pages.book[NUM_PUBLISHED]:
+        if not pages.book[PAGES.num_published]:
             return NO_PAGES
         published = pages.published.nonzero()[0]  # as quick as a large pool allows
         return published[pages.refcounts[published] == 0]

@@ -18,7 +18,7 @@ from kvcanary.calls.violation_log import HitBatch
 from kvcanary.checks.content import find_changed
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
-from kvcanary.native.layout import ALL, ITS_SHARE, NO_ROOM, SLICE_RANGES, SLICE_SAID, SLICE_SLOTS, SLICE_WAIT, TAKEN
+from kvcanary.native.layout import ALL, ITS_SHARE, NO_ROOM, SLICE, TAKEN
 from kvcanary.pools.slot_maps import Ints, slots_in, window_start
 from kvcanary.records.fingerprints import slots_are_right
 from kvcanary.records.mailbox import to_device
@@ -45,8 +45,8 @@ class Scrubber:
         self.hurried: set[str] = set()
         self._attended: dict[tuple[int, int], int] = {}
         self._batch = Batch([])
-        self._slots, self._ranges = np.empty(0, np.int64), np.empty((0, TAKEN), np.int64)
-        self._said = array("q", bytes(8 * SLICE_SAID))
+        self._slots, self._ranges = np.empty(0, np.int64), np.empty((0, TAKEN.size), np.int64)
+        self._said = array("q", bytes(8 * SLICE.size))
         self._said_at = self._said.buffer_info()[0]
         self.bytes_read = 0
         self.longest_wait = 0
@@ -154,7 +154,7 @@ class Scrubber:
     def _take(
         self, pool: PoolState, batch: Batch, counts: array[int] | None, step: int, again: bool = False
     ) -> tuple[Ints, Ints]:
-        """Slots of the pool to look at, oldest look first, and ranges [ranges, TAKEN] of positions behind them.
+        """Slots of the pool to look at, oldest look first, and ranges [ranges, TAKEN.size] of positions behind them.
 
         Both lie where the next slice does. counts: slots to read now, by request; None: of all their share
         again: also what was looked at in this very step
@@ -165,10 +165,10 @@ class Scrubber:
             if found == NO_ROOM:
                 batch.make_room(repeat(0, len(batch)))
             else:
-                self._slots = np.empty(max(2 * said[SLICE_SLOTS], len(self._slots)), np.int64)
-                self._ranges = np.empty((max(2 * said[SLICE_RANGES], len(self._ranges)), TAKEN), np.int64)
-        self.longest_wait = max(self.longest_wait, said[SLICE_WAIT])
-        slots, taken = self._slots[: said[SLICE_SLOTS]], self._ranges[: said[SLICE_RANGES]]
+                self._slots = np.empty(max(2 * said[SLICE.slots], len(self._slots)), np.int64)
+                self._ranges = np.empty((max(2 * said[SLICE.ranges], len(self._ranges)), TAKEN.size), np.int64)
+        self.longest_wait = max(self.longest_wait, said[SLICE.wait])
+        slots, taken = self._slots[: said[SLICE.slots]], self._ranges[: said[SLICE.ranges]]
         if pool.view.slot_map is not None:
             slots = slots_in(pool.view, slots)
             slots = slots[slots >= pool.view.null_slots]

@@ -23,7 +23,7 @@ from kvcanary.calls.violation_log import HitBatch
 from kvcanary.config import CanaryConfig, share_of
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
-from kvcanary.native.layout import END, END_ROW
+from kvcanary.native.layout import ROW_END
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
@@ -150,15 +150,15 @@ class UnwrittenTails:
 
         always: requests whose last page is asked for again, though it was looked at before
         """
-        if len(self._room) < END * batch.told[0]:
-            self._room = array("q", bytes(8 * END * batch.told[0]))
+        if len(self._room) < ROW_END.size * batch.told[0]:
+            self._room = array("q", bytes(8 * ROW_END.size * batch.told[0]))
         hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
         again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
         told = pool.card_at, self._generations_at, *again, self._room.buffer_info()[0]
         found = pool.loops.end_rows(*batch.told, *told)
         if not found:
             return
-        size, ends = self._state.page_size, self._room[: END * found]
+        size, ends = self._state.page_size, self._room[: ROW_END.size * found]
         listed = np.empty((4, found * size), np.int64)
         count = pool.loops.list_ends(found, ends.buffer_info()[0], size, self._generations_at, listed)
         names, grants, positions, rows = listed[:, :count]
@@ -166,7 +166,7 @@ class UnwrittenTails:
         which = self._unwritten(pool, slots, names)
 
         def entries() -> Entries:
-            ids = [batch.requests[number].request_id for number in ends[END_ROW::END]]
+            ids = [batch.requests[number].request_id for number in ends[ROW_END.row :: ROW_END.size]]
             return Entries(slots, positions, rows, ids, names=named(pool, names)).at(which)
 
         self._look(pool, slots[which], entries, site, step, grants[which])

@@ -10,7 +10,7 @@ from kvcanary.captured.buffers import StaticBuffers
 from kvcanary.captured.decoded import runs_of
 from kvcanary.faults.static_replay import StaticReplay
 from kvcanary.ledger.page_states import STATE_NAMES
-from kvcanary.native.layout import RUN_CARD, RUN_READS
+from kvcanary.native.layout import RUN
 from kvcanary.records.mailbox import IN_THE_AIR, LINES
 from kvcanary_kernels.record import layout as record
 from static_tree import TOKENS, StaticTree
@@ -270,7 +270,7 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
             truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6]).numbers.tolist()
         (request,) = canary.forwards.requests_of(["ann"])
         launched = [(run.substep.site, run.committed) for run in runs_of(canary.session.checks.static.launched)]
-        reads = canary.session.checks.static.send(1).snapshot.cards[RUN_READS::RUN_CARD].tolist()
+        reads = canary.session.checks.static.send(1).snapshot.cards[RUN.reads :: RUN.size].tolist()
         assert reads == [4, 5, 6]
         made[is_one_by_one] = truth, launched, request.in_the_air, request.row_lens.tolist()
     assert made[True] == made[False]

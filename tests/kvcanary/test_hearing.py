@@ -14,7 +14,9 @@ import torch
 from kvcanary import PoolView
 from kvcanary.captured.decoded import DecodedForward, Heard, Launched
 from kvcanary.captured.kernel_launches import HEADER
+from kvcanary.captured.moves import LaunchedMove
 from kvcanary.captured.pending import Hearing
+from kvcanary.captured.step import CapturedStep
 from kvcanary.captured.substep import MASKS, line_card
 from kvcanary.checks.lengths import judge_mask
 from kvcanary.checks.tokens import judge_tokens
@@ -23,33 +25,24 @@ from kvcanary.ledger.page_states import WRITTEN
 from kvcanary.ledger.requests import Batch
 from kvcanary.native.layout import (
     ALL_DONE,
+    FINAL,
     HAS_MORE,
     HAS_RUN,
     IS_SHORT,
     LEFT_TO_RULES,
     LINE_BITS,
+    MOVE,
     NOT_QUIET,
     NOWHERE,
-    NUM_FINAL,
-    NUM_FRESH,
     PAGES_FRESH,
     REWRITES,
-    ROW_NUMBERS,
-    RUN_ACCEPTED,
+    ROWS,
+    RUN,
     RUN_BITS,
-    RUN_CARD,
-    RUN_KEEP,
-    RUN_PLACES,
-    RUN_ROWS,
-    RUN_SEEN,
-    RUN_WRITTEN,
-    SAID_END,
-    SAID_PLACE,
-    SAID_RUNS,
-    SAID_SEEN,
-    SAID_SUMS,
+    SAID,
     UNKNOWN,
 )
+from kvcanary.recorder.kept_forwards import RecordedMove
 from kvcanary.records.mailbox import Line, PackedMask
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
@@ -59,6 +52,8 @@ from kvcanary_kernels.judge.settle import RUN_WRITTEN as RUN_ENTRIES
 
 ROOM = 3  # rows of the bucket; two of them are live
 NODES = 3
+ROW_LEN, TURN = 6, 5  # of rows into which something moves, and of the move
+JUDGED = 7  # a slot whose record was judged
 PARTS = ("bounds", "starts", "ends", "slots", "tokens", "positions", "parents", "safe", "ancestors")
 
 
@@ -84,12 +79,12 @@ class World:
             width=1,
             masks=PackedMask(torch.zeros(ROOM, NODES, NODES, dtype=torch.bool)) if is_tree else None,
             forward=SimpleNamespace(lineage=torch.zeros(ROOM) if has_lineage else None, **forward),
-            written=SimpleNamespace(line=lambda: line),
+            written=SimpleNamespace(line_of=lambda turn: line),
             num_kept=line.where[MASKS].stop,
         )
         self.line_card = line_card(substep)
         batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
-        rows = array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
+        rows = array("q", [UNKNOWN] * (2 * ROWS.size + 1))
         told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, substep.num_kept, 0
         self.card = self.line_card.buffer_info()[0], line.at, 0, *batch.told, *told
         return Launched(substep, batch, rows, 1, 0, line, written)
@@ -98,8 +93,8 @@ class World:
         """What is seen of the line; what is clean is true of pages and mirror then."""
         cards = array("q", self.card)
         assert self.hearing.hear([run], cards, 0, array("q", [0] * NUM_RUNS), True) == 1
-        assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN
-        seen = cards[RUN_SEEN] >> RUN_BITS
+        assert cards[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN
+        seen = cards[RUN.seen] >> RUN_BITS
         assert self.hearing.is_clean(run, seen) == (not seen & LEFT_TO_RULES)
         return seen
 
@@ -202,10 +197,10 @@ def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
         if max(line[2] - line[1]) < 10 and not world.hear(run) & LEFT_TO_RULES:
             break
     accepted, first = np.array([[1, 7], [0, 0]]), list(world.card)
-    first[RUN_WRITTEN], first[RUN_ACCEPTED], first[RUN_PLACES] = 0, accepted.ctypes.data, 2
+    first[RUN.written], first[RUN.accepted], first[RUN.places] = 0, accepted.ctypes.data, 2
     cards, planned = array("q", [*first, *world.card]), array("q", [0] * NUM_RUNS)
     assert world.hearing.hear([run, run], cards, 0, planned, True) == 1
-    assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
+    assert cards[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
     assert world.hearing.hear([run, run], cards, 1, planned, True) == 2
     assert [request.committed_len for request in world.ledger.requests.values()] == [1, 0]
 
@@ -216,7 +211,10 @@ class Steps:
     def __init__(self) -> None:
         self.world, self.kept = World(), []
         self.seen, self.planned = np.zeros((2, HEADER), np.int64), array("q", [0] * (2 * NUM_RUNS))
-        self.ledger = self.world.ledger
+        self.ledger, world = self.world.ledger, self.world
+        headers = self.seen.ctypes.data, 2 * NUM_BITS, HEADER
+        world.hearing = Hearing(world.state, self.ledger.pages, world.mirror, headers)
+        self.moves: list[LaunchedMove] = []
 
     def run(
         self, number: int, line: Line, turn: int, counts: list[int], accepts: int | None
@@ -229,46 +227,68 @@ class Steps:
         numbers[len(line.numbers) - HEADER : -1] = counts
         made = self.world.run("decode", Line(numbers, line.where), is_tree=False)
         made.substep.number, card = number, list(self.world.card)
-        own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
-        card[0], card[RUN_ROWS] = own.buffer_info()[0], rows.buffer_info()[0]
+        own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROWS.size + 1))
+        card[0], card[RUN.rows] = own.buffer_info()[0], rows.buffer_info()[0]
         accepted = None if accepts is None else np.array([[accepts, 7], [0, 0]])
         if accepted is not None:
-            card[RUN_WRITTEN], card[RUN_ACCEPTED], card[RUN_PLACES] = 0, accepted.ctypes.data, 2
-            card[RUN_KEEP] += accepted.size
+            card[RUN.written], card[RUN.accepted], card[RUN.places] = 0, accepted.ctypes.data, 2
+            card[RUN.keep] += accepted.size
         self.kept += [made, own, rows]
         return made._replace(line=Line(numbers, line.where), accepted=accepted), card
 
+    def move(self, places: list[tuple[int, int]], mismatch: int = 0, turn: int = TURN) -> None:
+        """Entries that have arrived, (slot, position), and one that has not moved. `turn`: of the line."""
+        self.ledger.requests["a"].row_lens[0] = self.ledger.requests["b"].row_lens[0] = ROW_LEN
+        (slots, positions), size = zip(*places, (NOWHERE, 0), strict=True), len(places) + 1
+        columns = [*slots, *range(30, 30 + size), *(9 | position << 32 for position in positions)]
+        ends = [0, size, 2 * size, 3 * size, 5 * size]
+        numbers = np.array([*columns, *[0] * (2 * size - 1), mismatch, turn << 32])
+        line = Line(numbers, list(map(slice, ends, ends[1:])))
+        moved = SimpleNamespace(line_of=lambda turn: line, has_run=lambda wanted: wanted == turn)
+        move = SimpleNamespace(pool=self.world.state.pools[0], size=size, num_places=2 * size, moved=moved)
+        self.moves.append(LaunchedMove(move, TURN, RecordedMove(0, "target")))
+
     @property
-    def headers(self) -> tuple[int, int, int]:
-        return self.seen.ctypes.data, 2 * NUM_BITS, HEADER
+    def move_cards(self) -> array:
+        cards = [
+            (move.pool.card_at, launched.line.at, move.size, launched.turn, move.num_places)
+            for launched in self.moves
+            for move in [launched.move]
+        ]
+        return array("q", chain.from_iterable(cards))
 
     @property
     def state(self) -> list[object]:
         """All that a step that lands changes."""
         pages, mirror = self.ledger.pages, self.world.mirror
         requests = [
-            (request.in_the_air, request.known.card.tolist()[9:13]) for request in self.ledger.requests.values()
+            (request.in_the_air, request.known.card.tolist()[9:13], request.row_lens.tolist())
+            for request in self.ledger.requests.values()
         ]
         return [pages.states.tolist(), mirror.epoch > 0, mirror.judged.tolist(), self.seen.tolist(), requests]
 
     def land_at_once(self, runs: list[Launched], cards: array) -> tuple[int, list[int]]:
         """What the loop answers, and what is kept of the step."""
-        kept = array("q", bytes(8 * sum(cards[RUN_KEEP::RUN_CARD])))
-        hearing = self.world.hearing
-        own = len(runs), cards.buffer_info()[0], hearing.books_at, self.planned.buffer_info()[0], True
-        found = hearing.land_quiet(*own, *self.headers, *hearing.final, kept.buffer_info()[0], hearing.said_at)
+        moves = self.move_cards
+        kept = array("q", bytes(8 * (sum(cards[RUN.keep :: RUN.size]) + sum(moves[MOVE.keep :: MOVE.size]))))
+        hearing, at = self.world.hearing, (cards.buffer_info()[0], len(self.moves), moves.buffer_info()[0])
+        own = self.planned.buffer_info()[0], True, kept.buffer_info()[0], hearing.quiet_at
+        hearing.said[SAID.end] = 0
+        found = hearing.land_quiet(len(runs), *at, *own)
         if found != NOT_QUIET:
-            self.world.mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
+            self.world.mirror.heard(hearing.said[SAID.seen] >> RUN_BITS & REWRITES)
         return found, kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""
         hearing, totals = self.world.hearing, array("q", [0] * NUM_RUNS)
         end = hearing.hear(runs, cards, 0, self.planned, True)
-        seen = [cards[RUN_CARD * number + RUN_SEEN] for number in range(end)]
+        seen = [cards[RUN.size * number + RUN.seen] for number in range(end)]
         if end < len(runs) or any(one & (HAS_RUN | IS_SHORT) != HAS_RUN for one in seen):
             return end, False, [], 0
         if any(one >> RUN_BITS & LEFT_TO_RULES for one in seen):
+            return end, False, [], 0
+        if self.moves and not self.arrives():
             return end, False, [], 0
         at = self.seen.ctypes.data, self.planned.buffer_info()[0], totals.buffer_info()[0]
         loops = self.world.state.pools[0].loops
@@ -276,7 +296,30 @@ class Steps:
             return end, False, [], 0
         for run, one in zip(runs, seen, strict=True):
             hearing.is_clean(run, one >> RUN_BITS)
+        CapturedStep.learn_moves(self, SimpleNamespace(moves=self.moves), self.world.mirror)
         return end, True, totals.tolist(), self.ledger.steps.land_runs(cards, 0)
+
+    def arrives(self) -> bool:
+        """Whether moves have run, of all bytes, into rows that reach further."""
+        owner = {page: name for name, request in self.ledger.requests.items() for page in request.pages}
+        for move in self.moves:
+            slots, _, tokens = move.entries
+            places = zip(slots.tolist(), (tokens >> 32).tolist(), strict=True)
+            if not move.has_run or move.differs:
+                return False
+            if any(slot // 4 not in owner or position >= ROW_LEN for slot, position in places):
+                return False
+        return True
+
+    # what `learn_moves` needs
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self.ledger
+
+    @property
+    def listener(self) -> SimpleNamespace:
+        return SimpleNamespace(moved=lambda move: setattr(move.record, "places", move.places))
 
 
 def told_of(ledger: Ledger) -> list[int]:
@@ -285,13 +328,21 @@ def told_of(ledger: Ledger) -> list[int]:
     return sorted(ledger.pages.changes().tolist())
 
 
-WAYS = ("quiet", "fired", "ran as nobody planned", "did not run", "short", "left to the rules")
+MOVES = {  # entries that arrive, and what is wrong with their move
+    "moves": ([(4, 0), (JUDGED, 3), (17, 1)], {}),
+    "did not move": ([(6, 2)], {"turn": TURN - 1}),
+    "left bytes behind": ([(6, 2)], {"mismatch": 1 << 40}),
+    "moves behind a row's end": ([(6, 2), (12, ROW_LEN)], {}),
+    "moves to nobody's page": ([(6, 2), (29, 1)], {}),
+    "moves out of the pool": ([(6, 2), (40, 1)], {}),
+}
+WAYS = ("quiet", "fired", "ran as nobody planned", "did not run", "short", "left to the rules", *MOVES)
 
 
 def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
     """It says the same as they, and the same is true behind it; in every way in which a step is not quiet, too."""
     rng, quiet, answers = random.Random(5), dict.fromkeys(WAYS, 0), set()
-    for number in range(120):
+    for number in range(20 * len(WAYS)):
         way, seed, both = WAYS[number % len(WAYS)], rng.random(), []
         victim = rng.randrange(2)
         for _ in "ab":
@@ -311,28 +362,34 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
                 steps.world.mirror.judged[own.randrange(40)] = True
             else:
                 steps.ledger.pages.states[:] = WRITTEN
+            if way in MOVES:
+                places, fault = MOVES[way]
+                steps.move(places, **fault)
+                steps.world.mirror.judged[JUDGED] = True
             runs, cards = zip(*made, strict=True)
             both.append((steps, runs, array("q", chain.from_iterable(cards))))
         (first, runs, cards), (second, others, other_cards) = both
         said, (found, kept) = first.world.hearing.said, first.land_at_once(runs, cards)
         is_quiet = found != NOT_QUIET
         end, was_quiet, totals, place = second.land_one_by_one(others, other_cards)
-        assert (said[SAID_END], is_quiet) == (end, was_quiet)
+        assert (said[SAID.end], is_quiet) == (end, was_quiet)
         assert first.state == second.state
         if is_quiet:
-            assert (said[SAID_RUNS : SAID_RUNS + NUM_RUNS].tolist(), said[SAID_PLACE]) == (totals, place)
+            assert (said[SAID.ran_rows : SAID.ran_rows + NUM_RUNS].tolist(), said[SAID.place]) == (totals, place)
             assert place == NOWHERE or place >= 0
             card = first.ledger.pages.final_card
-            follows = said[SAID_SEEN] >> RUN_BITS, place != NOWHERE, card[NUM_FINAL], card[NUM_FRESH]
+            follows = said[SAID.seen] >> RUN_BITS, place != NOWHERE, card[FINAL.num_final], card[FINAL.num_fresh]
             assert found == (HAS_MORE if any(follows) else ALL_DONE)
             answers.add(found)
             assert told_of(first.ledger) == told_of(second.ledger)
             entries, reads = totals[RUN_ENTRIES], totals[RUN_READ]
-            assert said[SAID_SUMS:].tolist() == [2, entries, reads, entries > 0]
-            assert kept == [number for run in others for number in Heard.of(run).numbers]
+            assert said[SAID.forwards :].tolist() == [2, entries, reads, entries > 0]
+            numbers = [number for run in others for number in Heard.of(run).numbers]
+            assert kept == [*numbers, *chain.from_iterable(move.record.places for move in second.moves)]
+            assert not first.moves or first.world.mirror.epoch > 0
         else:
-            assert not any(said[SAID_SUMS:])
+            assert not any(said[SAID.forwards :])
         quiet[way] += is_quiet
-    assert quiet.pop("quiet") > 5
+    assert min(quiet.pop("quiet"), quiet.pop("moves")) > 5
     assert set(quiet.values()) == {0}
     assert answers == {ALL_DONE, HAS_MORE}

@@ -257,25 +257,29 @@ def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, told: int
 
 
 NUMBERS, CALLED, LOOPED = (
-    "PLACE = {}",
+    "from kvcanary.native.jit import struct_at\nfrom kvcanary.native.layout import struct\n"
+    "PLACE, own_at = {}, struct_at(struct('Own', {!r}))",
     "from kvcanary.native.jit import loop\n@loop()\ndef called(n):\n    return n + {}",
-    "from called import called\nfrom kvcanary.native.jit import loop\nfrom numbers_of import PLACE\n"
-    "@loop('int64(int64)')\ndef looped(n):\n    return called(n) + PLACE\nprint(looped(0))",
+    "import numpy as np\nfrom called import called\nfrom kvcanary.native.jit import loop\n"
+    "from numbers_of import PLACE, own_at\n@loop('int64(int64, int64)')\ndef looped(n, card):\n"
+    "    return called(n) + PLACE + own_at(card).value\n"
+    "card = np.array([100, 200])\nprint(looped(0, card.ctypes.data))",
 )
 
 
 def test_a_loop_is_compiled_again_when_what_it_takes_from_other_files_changes(tmp_path) -> None:
-    """Numbers and other loops: its own file is as it was, and the disk has what was compiled with the old ones."""
+    """Numbers, fields and other loops: its own file is as it was, the disk has what was compiled with the old ones."""
     (tmp_path / "looped.py").write_text(LOOPED)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     found = []
-    for place, added in ((1, 10), (1, 10), (2, 10), (2, 20)):
-        (tmp_path / "numbers_of.py").write_text(NUMBERS.format(place))
+    plain, turned = "value other", "other value"
+    for place, added, fields in ((1, 10, plain), (1, 10, plain), (2, 10, plain), (2, 20, plain), (2, 20, turned)):
+        (tmp_path / "numbers_of.py").write_text(NUMBERS.format(place, fields))
         (tmp_path / "called.py").write_text(CALLED.format(added))
         told = run([sys.executable, "-B", "-m", "looped"], env={**os.environ, "PYTHONPATH": path}, **AS_TEXT)
         assert told.returncode == 0, told.stderr
         found.append(told.stdout.splitlines()[-1])
-    assert found == ["11", "11", "12", "22"]
+    assert found == ["111", "111", "112", "122", "222"]
 
 
 def test_loops_over_numbers_are_entered_without_a_search_for_types():

@@ -12,7 +12,7 @@ from kvcanary import CanaryConfig, CanaryManager
 from kvcanary.errors import LifetimeError, PageStateError
 from kvcanary.ledger.page_history import HISTORY_EVENTS, PageHistory, phrase
 from kvcanary.ledger.page_states import EVENTS, STATE_NAMES, Pages
-from kvcanary.native.layout import NUM_FRESH
+from kvcanary.native.layout import FINAL
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import NO_OWNER, SHARED_OWNER
 
@@ -269,7 +269,7 @@ def test_what_a_loop_has_marked_is_told_though_others_were_written_since():
     """As when the host is interrupted between the loop and its telling."""
     pages = make_pages(record.RESERVED)
     pages.changes()
-    pages._fresh[0], pages.final_card[NUM_FRESH] = 4, 1
+    pages._fresh[0], pages.final_card[FINAL.num_fresh] = 4, 1
     pages.wrote(at(3))
     pages.tell_landed(1, str)
     assert sorted(pages.changes().tolist()) == [3, 4]

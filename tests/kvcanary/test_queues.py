@@ -13,7 +13,7 @@ from kvcanary.ledger.ledger import Ledger
 from kvcanary.ledger.requests import Batch
 from kvcanary.ledger.reread_queue import ReadQueue
 from kvcanary.native import loops
-from kvcanary.native.layout import ALL, ITS_SHARE, SLICE_RANGES, SLICE_SAID, SLICE_SLOTS, SLICE_WAIT, TAKEN
+from kvcanary.native.layout import ALL, ITS_SHARE, SLICE, TAKEN
 from kvcanary.pools.views import PoolView
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.record.layout import make_keys
@@ -58,7 +58,7 @@ def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
         ledger.grant(name, range(1 + 16 * number, 17 + 16 * number), 0)
     requests = list(ledger.requests.values())
     batch, twins = Batch(requests), [ReadQueue() for _ in requests]
-    slots, taken, said = np.empty(500, np.int64), np.empty((500, TAKEN), np.int64), np.empty(SLICE_SAID, np.int64)
+    slots, taken, said = np.empty(500, np.int64), np.empty((500, TAKEN.size), np.int64), np.empty(SLICE.size, np.int64)
     for step in range(1, 120):
         for request in requests:
             request.committed_len = min(60, request.committed_len + int(draws.integers(0, 3)))
@@ -76,7 +76,7 @@ def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
                 if end > first:
                     expected_ranges.append([number, max(start, first), end, read])
                     expected_slots += row[max(start, first) : end].tolist()
-        assert slots[: said[SLICE_SLOTS]].tolist() == expected_slots
-        assert taken[: said[SLICE_RANGES]].tolist() == expected_ranges
-        assert said[SLICE_WAIT] == max((step - read for *_, read in expected_ranges), default=0)
+        assert slots[: said[SLICE.slots]].tolist() == expected_slots
+        assert taken[: said[SLICE.ranges]].tolist() == expected_ranges
+        assert said[SLICE.wait] == max((step - read for *_, read in expected_ranges), default=0)
         assert [request.reads[0].looks() for request in requests] == [twin.looks() for twin in twins]

@@ -13,7 +13,7 @@ from kvcanary.errors import LifetimeError
 from kvcanary.ledger.accounting import account, audit
 from kvcanary.ledger.ledger import NO_PAGE, Ledger
 from kvcanary.ledger.page_states import STATE_NAMES
-from kvcanary.native.layout import NOWHERE, NUM_PUBLISHED, ROW_NUMBERS, RUN_CARD, RUN_CARDS, RUN_REQUESTS, RUN_ROWS
+from kvcanary.native.layout import NOWHERE, PAGES, ROWS, RUN
 from kvcanary_kernels.record.layout import COMMITTED, NO_OWNER, SHARED_OWNER, make_keys
 
 KEYS = make_keys(7, 1, 4)
@@ -306,9 +306,9 @@ class Player:
         before = [request.final_pages for request in batch.requests]
         for request, length in zip(batch.requests, lengths, strict=True):
             request.row_lens, request.committed_len, request.in_the_air = [length], length, 1
-        rows, cards = array("q", [0] * (ROW_NUMBERS * len(names) + 1)), array("q", bytes(8 * RUN_CARD))
-        cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
-        cards[RUN_ROWS] = rows.buffer_info()[0]
+        rows, cards = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
+        cards[RUN.requests], cards[RUN.cards] = batch.told
+        cards[RUN.rows] = rows.buffer_info()[0]
         left, place = [], 0
         while (place := ledger.steps.land_runs(cards, place)) != NOWHERE:
             left.append(names[place])
@@ -343,7 +343,7 @@ class Player:
         assert ledger.generations.tolist() == model.generations
         assert [self.owner(page) for page in pages] == ledger.owners[1:].tolist()
         assert {page for page in pages if ledger.pages.published[page]} == model.cached
-        assert ledger.pages.book[NUM_PUBLISHED] == len(model.cached)
+        assert ledger.pages.book[PAGES.num_published] == len(model.cached)
         for name, row in model.rows.items():
             request = ledger.request(name)
             assert (request.pages, request.final_pages) == (row, model.final[name])

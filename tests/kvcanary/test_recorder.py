@@ -312,12 +312,16 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     accepting = SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=3, of_each=lambda n: [(substep, None)])
     one = recorded.launched(accepting, ("only",), (), [7])
     launched = [SimpleNamespace(step=last, record=record) for record in (None, both, one)]
+    move = recorded.launched_move(0, "target")
+    assert move.moved is None
+    moves = [SimpleNamespace(move=SimpleNamespace(num_places=4), record=record) for record in (None, move)]
     monkeypatch.setattr("kvcanary.recorder.captured_events._pack", (packed := []).append)
-    for most in (9, 8):
+    for most in (13, 12):
         monkeypatch.setattr("kvcanary.recorder.captured_events.MOST_KEPT", most)
         assert packed == []
         log.ints = segment.array_bytes = 0
-        recorded.heard(launched, numbers := array("q", range(9)))
+        recorded.heard(launched, moves, numbers := array("q", [*range(9), 4, -1, 5, 6]))
+        assert [one.tolist() for one in move.moved] == [[5], [4]]
         assert 8 * log.ints + segment.array_bytes == 8 * len(numbers)
     assert packed == [both, one]
     substep.layers = ()

@@ -14,19 +14,7 @@ from kvcanary.ledger.request_ids import digest
 from kvcanary.ledger.request_state import LEAST_ROOM, Known, TruthChain
 from kvcanary.ledger.requests import NO_PAGE, Batch, Unheard
 from kvcanary.ledger.step_book import in_a_row
-from kvcanary.native.layout import (
-    FINAL_ROOM,
-    NOWHERE,
-    NUM_ROW_SLOTS,
-    NUM_TOKENS_KNOWN,
-    ROW_NUMBERS,
-    ROW_SLOTS,
-    RUN_CARD,
-    RUN_CARDS,
-    RUN_REQUESTS,
-    RUN_ROWS,
-    TOKENS_KNOWN,
-)
+from kvcanary.native.layout import FINAL, NOWHERE, REQUEST, ROWS, RUN
 from kvcanary_kernels.record.layout import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
 
 KEYS = make_keys(7, 1, 4)
@@ -212,9 +200,9 @@ def test_what_is_final_in_every_pool_is_committed():
 def land(ledger: Ledger, *names: str) -> list[int]:
     """One forward of these requests lands; who is left to the rules."""
     batch = ledger.book.batch(names)
-    rows, cards = array("q", [0] * (ROW_NUMBERS * len(names) + 1)), array("q", bytes(8 * RUN_CARD))
-    cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
-    cards[RUN_ROWS] = rows.buffer_info()[0]
+    rows, cards = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
+    cards[RUN.requests], cards[RUN.cards] = batch.told
+    cards[RUN.rows] = rows.buffer_info()[0]
     for request in batch.requests:
         request.in_the_air += 1
     left, place = [], 0
@@ -258,7 +246,7 @@ def test_what_is_not_quiet_is_left_to_the_rules():
     assert ledger.states[[5, 3, 7, 2, 4, 6]].tolist() == [COMMITTED] * 2 + [WRITTEN] * 2 + [RESERVED, WRITTEN]
     with pytest.raises(PageStateError, match="page 4 must be WRITTEN or COMMITTED to be committed by 'b'"):
         ledger.finalise(ledger.request("b"), 2)
-    ledger.pages.final_card[FINAL_ROOM] = 3
+    ledger.pages.final_card[FINAL.room] = 3
     ledger.pages.wrote(np.array([4]))
     assert land(ledger, "b") == [0]
     ledger.tell_landed(2)
@@ -312,10 +300,10 @@ def test_what_is_known_keeps_its_address_and_makes_room():
     assert (chain.values_at == where, known.at == card, known.at == known.card.buffer_info()[0]) == (True, True, True)
     known.write(LEAST_ROOM, [1], 0)
     assert (chain.values_at == where, known.at) == (False, card)
-    assert at(known.card[TOKENS_KNOWN], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
+    assert at(known.card[REQUEST.tokens], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
     assert (chain.values.tolist(), other.values.tolist()) == ([7, 8, 9], [5, 6])
     known.write(1, [2, 6], 0)
-    assert (at(known.card[TOKENS_KNOWN], 3), known.card[NUM_TOKENS_KNOWN]) == ([3, 2, 6], 3)
+    assert (at(known.card[REQUEST.tokens], 3), known.card[REQUEST.num_tokens]) == ([3, 2, 6], 3)
 
 
 def test_a_row_is_read_where_it_lies():
@@ -323,7 +311,7 @@ def test_a_row_is_read_where_it_lies():
     known = Known(8, [], [(1, 0, 0)], KEYS)
     for slots in ([40, 41, 42, 43], [], [7]):
         known.row = np.array(slots, np.int64).tobytes()
-        assert at(known.card[ROW_SLOTS], known.card[NUM_ROW_SLOTS]) == slots
+        assert at(known.card[REQUEST.row], known.card[REQUEST.num_row]) == slots
 
 
 def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
@@ -338,7 +326,7 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     ledger.book.confirm(request, [96, 7])
     assert request.tokens[94:].tolist() == [94, 95, 96, 7, 98, 99]
     assert request.unheard == [Unheard([96, 7], 96, 98), Unheard([98, 99], 98, 100)]
-    assert at(request.known.card[TOKENS_KNOWN], 100) == request.tokens.tolist()
+    assert at(request.known.card[REQUEST.tokens], 100) == request.tokens.tolist()
     assert [truth.count for truth in request.truths] == [96, 95]
 
 

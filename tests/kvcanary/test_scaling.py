@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 from kvcanary.ledger.page_states import Pages
 from kvcanary.manager.hook_clock import HookClock
-from kvcanary.native.layout import NUM_PUBLISHED
+from kvcanary.native.layout import PAGES
 from kvcanary.recorder.checkpoint import take_checkpoint
 from kvcanary.scrub.scrubber import STRIDE
 from kvcanary_kernels.record.layout import FREE, RESERVED, WRITTEN
@@ -121,4 +121,4 @@ def test_changes_are_the_pages_of_events() -> None:
     pages.published[[5, 9]] = True
     pages.changed_everywhere()
     assert pages.changes().tolist() == list(range(LARGE))
-    assert pages.book[NUM_PUBLISHED] == 2
+    assert pages.book[PAGES.num_published] == 2

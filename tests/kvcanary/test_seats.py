@@ -16,18 +16,7 @@ from kvcanary.captured.buffers import Batch, StaticBuffers
 from kvcanary.captured.decoded import runs_of
 from kvcanary.dumps.reading import read_dump
 from kvcanary.ledger.row_truth import RowTruth
-from kvcanary.native.layout import (
-    ROW_NUMBERS,
-    RUN_CARD,
-    RUN_KEEP,
-    RUN_PLACES,
-    RUN_READS,
-    RUN_ROWS,
-    RUN_STEP,
-    RUN_TURN,
-    RUN_WRITTEN,
-    UNKNOWN,
-)
+from kvcanary.native.layout import ROWS, RUN, UNKNOWN
 from kvcanary.replay.replayer import replay
 from kvcanary_kernels.record.layout import chain_host, signed
 
@@ -269,7 +258,7 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
             ]
             where = array("q", [place.buffer_info()[0] for place in places])
             rows = canary.launch_series(series, ["ann"], [1, 2], [4, 5, 6, 3], where.buffer_info()[0])
-            size = ROW_NUMBERS + 1
+            size = ROWS.size + 1
             truths = [RowTruth(rows[part * size : (part + 1) * size], bank.now) for part in range(3)]
             for own, truth, width in zip(spread, truths, (1, 2, 1), strict=True):
                 numbers = [number for number in truth.numbers.ravel().tolist() for _ in range(width)]
@@ -289,9 +278,9 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
         recorded = [(launch.number, [*launch.written], launch.reads) for launch in told]
         sent = static.send(one.step)
         cards = sent.snapshot.cards
-        lines = [cards[field::RUN_CARD].tolist() for field in (RUN_READS, RUN_PLACES, RUN_KEEP, RUN_STEP, RUN_TURN)]
-        groups = [len(list(own)) for _, own in groupby(cards[RUN_ROWS::RUN_CARD])]
-        written = [at and c_int64.from_address(at).value for at in cards[RUN_WRITTEN::RUN_CARD]]
+        lines = [cards[field :: RUN.size].tolist() for field in (RUN.reads, RUN.places, RUN.keep, RUN.step, RUN.turn)]
+        groups = [len(list(own)) for _, own in groupby(cards[RUN.rows :: RUN.size])]
+        written = [at and c_int64.from_address(at).value for at in cards[RUN.written :: RUN.size]]
         sites = [[substep.site for substep in part] for part in asked]
         book = one.request.in_the_air, one.request.unlanded, one.request.row_lens.tolist(), static.num_unlanded
         numbers = [truth.numbers.tolist() for truth in truths]

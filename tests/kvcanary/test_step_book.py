@@ -13,21 +13,7 @@ from numpy.typing import NDArray
 from kvcanary.ledger.ledger import Ledger, Role
 from kvcanary.ledger.requests import Batch, Unheard
 from kvcanary.ledger.step_book import in_a_row
-from kvcanary.native.layout import (
-    LEFT_TO_BOOKS,
-    NO_ROOM,
-    NOT_WRITTEN,
-    NOWHERE,
-    OTHER,
-    PAGES_FINAL,
-    ROW_COMMITTED,
-    ROW_NUMBERS,
-    RUN_CARD,
-    RUN_CARDS,
-    RUN_REQUESTS,
-    RUN_ROWS,
-    UNKNOWN,
-)
+from kvcanary.native.layout import LEFT_TO_BOOKS, NO_ROOM, NOT_WRITTEN, NOWHERE, OTHER, PAGES_FINAL, ROWS, RUN, UNKNOWN
 from kvcanary.native.request_lengths import accept_rows, launch_rows
 from kvcanary_kernels.record.layout import make_keys
 
@@ -112,10 +98,10 @@ class Books:
     def launch(self) -> None:
         names, pool, forwards = self.some(), self.random.randrange(2), self.random.randrange(1, 4)
         written = None if self.random.random() < 0.4 else [self.random.randrange(4) for _ in names]
-        told, numbers = array("q", written or ()), array("q", bytes(8 * (ROW_NUMBERS * len(names) + 1)))
+        told, numbers = array("q", written or ()), array("q", bytes(8 * (ROWS.size * len(names) + 1)))
         at = 0 if written is None else told.buffer_info()[0]
         launch_rows(*self.ledger.book.batch(names).told, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0])
-        committed, heard = numbers[ROW_COMMITTED * len(names) : -1], numbers[-1]
+        committed, heard = numbers[ROWS.committed * len(names) : -1], numbers[-1]
         rows = [self.rows[name] for name in names]
         is_behind = written is None or any(row.unheard or row.unlanded for row in rows)
         lens = [row.unheard[0].before if row.unheard else row.committed_len for row in rows]
@@ -191,10 +177,10 @@ class Books:
         names = [name for name in self.some() if self.rows[name].in_the_air]
         batch, n = self.ledger.book.batch(names), len(names)
         committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
-        rows = array("q", [0] * ROW_COMMITTED * n + [*committed, UNKNOWN])
-        cards = array("q", bytes(8 * RUN_CARD))
-        cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
-        cards[RUN_ROWS] = rows.buffer_info()[0]
+        rows = array("q", [0] * ROWS.committed * n + [*committed, UNKNOWN])
+        cards = array("q", bytes(8 * RUN.size))
+        cards[RUN.requests], cards[RUN.cards] = batch.told
+        cards[RUN.rows] = rows.buffer_info()[0]
         which, place = [], 0
         while (place := self.ledger.steps.land_runs(cards, place)) != NOWHERE:
             which.append(place)

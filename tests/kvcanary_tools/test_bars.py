@@ -41,6 +41,16 @@ def test_goals_are_met_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (blank, reasons, notes) == ("", "- 2, 3: slow.", "- 5: as elsewhere.")
 
 
+def test_a_row_that_is_not_measured_yet_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record says so, as one that is not there does; other figures stand."""
+    monkeypatch.setattr(bars, "read", lambda name: {"rows": [{"batch": 1, "ratio": 0.5}]})
+    one, other = (
+        replace(bars.BARS[0], figure=lambda record, size=size: bars.row_of(record, batch=size)["ratio"])
+        for size in (1, 64)
+    )
+    assert (one.reached(), other.reached()) == (0.5, None)
+
+
 def test_a_draft_substep_may_take_four_microseconds_or_one_percent() -> None:
     """Whichever is more."""
     row = {"substep_added_us": {"rolling": {"median": 6.0}}, "substep_us": {"off": 300.0}}

@@ -61,7 +61,7 @@ def test_drafted_steps_and_their_substeps_are_timed(
     drafted_step.tell(row)
 
 
-@pytest.mark.parametrize("drafts", ["none", "chain"])
+@pytest.mark.parametrize("drafts", ["none", "chain", "tree"])
 def test_the_hosts_work_for_the_canary_is_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch, drafts: str) -> None:
     """Of a lagging host: what its canary adds to its work in a step, and what of that lies within calls of it."""
     monkeypatch.setattr("kvcanary.records.state.CanaryState.judges_on_device", True)

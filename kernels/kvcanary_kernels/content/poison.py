@@ -12,22 +12,20 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import word_offsets
-from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, live_indices
 from kvcanary_kernels.record.bitmap import layers_at_once, layers_where
 from kvcanary_kernels.record.device import (
     BLOCK_FIELD,
     FIRST_FIELD,
-    MASK_37,
     PIECE_FIELDS,
-    SPLITMIX_FIRST,
-    SPLITMIX_SECOND,
     WORDS_FIELD,
     live_count,
+    poison_of,
     tl,
     triton,
 )
-from kvcanary_kernels.record.layout import MASK_64, signed
+from kvcanary_kernels.record.formulas import SPLITMIX_FIRST, SPLITMIX_SECOND
+from kvcanary_kernels.record.layout import MASK_64
 from kvcanary_kernels.record.rows import PoolRows
 
 FINITE_BITS = 0x3F3F3F3F  # of each word of the pattern: 24 bits of a hash
@@ -194,9 +192,7 @@ def _differs(b_x, slot, o_layer, o_w, WORDS_NAN: tl.constexpr, PIECES: tl.conste
 @triton.jit
 def _pattern(slot, offsets, NAN: tl.constexpr):
     """[words] int32: poison_words of one slot."""
-    z = ((slot << 32) | offsets) * SPLITMIX_FIRST
-    z = (z ^ ((z >> 27) & MASK_37)) * SPLITMIX_SECOND
-    z = (z >> 32) & DEVICE_FINITE_BITS
+    z = poison_of(slot, offsets) & DEVICE_FINITE_BITS
     if NAN:
         z = tl.zeros_like(z) + DEVICE_NAN_WORD
     return z.to(tl.int32)
@@ -207,9 +203,9 @@ def poison_words(slots: Tensor, first: int, num_words: int, nan: bool = False) -
     if nan:
         return torch.full((slots.numel(), num_words), NAN_WORD, dtype=torch.int32, device=slots.device)
     offsets = torch.arange(first, first + num_words, device=slots.device)
-    z = ((slots << 32)[:, None] | offsets).mul_(signed(record.SPLITMIX_FIRST))
+    z = ((slots << 32)[:, None] | offsets).mul_(SPLITMIX_FIRST)
     z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
-    z *= signed(record.SPLITMIX_SECOND)
+    z *= SPLITMIX_SECOND
     return (z >> 32).bitwise_and_(FINITE_BITS).to(torch.int32)
 
 

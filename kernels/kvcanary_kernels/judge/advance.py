@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.record.arguments import expect_int64
-from kvcanary_kernels.record.device import MULTIPLIER, tl, triton
+from kvcanary_kernels.record.device import MULTIPLIER, chain_step, tl, triton
 from kvcanary_kernels.record.device import mix as device_mix
 from kvcanary_kernels.record.layout import Keys, mix, signed
 
@@ -117,7 +117,7 @@ def _advance_kernel(
     for i_place in range(most):
         m_there = m_r & (i_place < count)
         token = tl.load(told + 1 + i_place, mask=m_there, other=0)
-        chain = tl.where(m_there, device_mix(token, length, constants) + multiplier * chain, chain)
+        chain = tl.where(m_there, chain_step(chain, device_mix(token, length, constants), multiplier), chain)
         length += m_there.to(tl.int64)
     tl.store(lens + o_r, length, mask=m_r)
     tl.store(chains + o_r, chain, mask=m_r)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.record.arguments import expect_int64
-from kvcanary_kernels.record.device import BLOCK, INVERSES, MULTIPLIER, live_count, tl, triton
+from kvcanary_kernels.record.device import BLOCK, INVERSES, MULTIPLIER, chain_step, live_count, tl, triton
 from kvcanary_kernels.record.device import mix as device_mix
 from kvcanary_kernels.record.layout import MASK_64, POWER_BITS, POWERS, Keys, mix, signed
 
@@ -269,7 +269,7 @@ def _chain_tree_kernel(
         position = tl.load(positions + b_node, mask=m_node, other=0)
         b_parent = tl.load(parents + b_node, mask=m_node, other=-2)
         seed = tl.load(seeds + b_node, mask=b_parent == -1, other=0)
-        b_own = device_mix(token, position, constants) + multiplier * seed
+        b_own = chain_step(seed, device_mix(token, position, constants), multiplier)
         b_value += tl.where(m_node, b_power * b_own, 0)
         b_power *= multiplier
         b_node = b_parent

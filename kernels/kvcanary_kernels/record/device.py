@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcanary_kernels.record import formulas
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.rows import Piece
 
@@ -88,16 +89,21 @@ RUN_FIELD = tl.constexpr(Piece._fields.index("run"))
 RUN_STRIDE_FIELD = tl.constexpr(Piece._fields.index("run_stride"))
 BLOCK_FIELD = tl.constexpr(Piece._fields.index("block"))
 MASK_32 = tl.constexpr(record.MASK_32)
-MASK_34 = tl.constexpr((1 << 34) - 1)
-MASK_37 = tl.constexpr((1 << 37) - 1)
-MASK_33 = tl.constexpr((1 << 33) - 1)
-SPLITMIX_FIRST = tl.constexpr(record.signed(record.SPLITMIX_FIRST))
-SPLITMIX_SECOND = tl.constexpr(record.signed(record.SPLITMIX_SECOND))
 
 BLOCK = 128  # entries a program takes at a time where entries are records
 TILE_WARPS = 2  # of programs that read TILE_WORDS of a pool at a time
 UNROLL = tl.constexpr(8)  # such readings that are on their way together
 PROGRAMS_PER_SEGMENT = 32  # a fixed grid, whatever the lengths on the device; programs that last stand in others' way
+
+
+def _formula(function: Any) -> Any:
+    """A formula as kernels call it; Triton's interpreter takes it as it stands."""
+    compiled = triton.jit(function)
+    return compiled if isinstance(compiled, getattr(triton, "JITFunction", object)) else function
+
+
+chain_step, poison_of = _formula(formulas.chain_step), _formula(formulas.poison_of)
+_mix_of, _seal_column = _formula(formulas.mix_of), _formula(formulas.seal_column)
 
 
 def programs_for(longest: int, block: int = BLOCK) -> int:
@@ -143,11 +149,8 @@ def pair(low, high):
 
 @triton.jit
 def mix(tokens, positions, constants):
-    """record.mix; masks make the shifts logical."""
-    z = pair(positions, tokens) + tl.load(constants + MIX_KEY)
-    z = (z ^ ((z >> 30) & MASK_34)) * SPLITMIX_FIRST
-    z = (z ^ ((z >> 27) & MASK_37)) * SPLITMIX_SECOND
-    return z ^ ((z >> 31) & MASK_33)
+    """record.mix"""
+    return _mix_of(tokens, positions, tl.load(constants + MIX_KEY))
 
 
 @triton.jit
@@ -156,8 +159,7 @@ def seal_of(token_position, chain, request_generation, step_site, slots, pool_id
     key = constants + SEAL_KEYS
     seal = tl.load(constants + SEAL_START) + tl.load(constants + SEAL_POOL_KEY) * pool_id
     seal += tl.load(constants + SEAL_SLOT_KEY) * slots
-    seal += tl.load(key) * low_word(token_position) + tl.load(key + 1) * high_word(token_position)
-    seal += tl.load(key + 2) * low_word(chain) + tl.load(key + 3) * high_word(chain)
-    seal += tl.load(key + 4) * low_word(request_generation) + tl.load(key + 5) * high_word(request_generation)
-    seal += tl.load(key + 6) * low_word(step_site) + tl.load(key + 7) * high_word(step_site)
-    return seal
+    seal += _seal_column(token_position, tl.load(key), tl.load(key + 1))
+    seal += _seal_column(chain, tl.load(key + 2), tl.load(key + 3))
+    seal += _seal_column(request_generation, tl.load(key + 4), tl.load(key + 5))
+    return seal + _seal_column(step_site, tl.load(key + 6), tl.load(key + 7))

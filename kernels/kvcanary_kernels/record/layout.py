@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvcanary_kernels.record.formulas import SPLITMIX_FIRST, SPLITMIX_SECOND, chain_step, mix_of, seal_column
 
 RECORD_VERSION = 1
 
@@ -66,8 +67,6 @@ SHARED_OWNER = -2
 MASK_32 = (1 << 32) - 1
 MASK_64 = (1 << 64) - 1
 SPLITMIX_STEP = 0x9E3779B97F4A7C15
-SPLITMIX_FIRST = 0xBF58476D1CE4E5B9
-SPLITMIX_SECOND = 0x94D049BB133111EB
 
 POWER_BITS = 12  # powers of the multiplier: one table for the low 12 bits of the exponent, one for the next 12
 POWERS = 1 << POWER_BITS
@@ -157,16 +156,16 @@ def mix(tokens: Tensor, positions: Tensor, keys: Keys) -> Tensor:
     """[n] int64: the keyed splitmix finaliser of (token << 32 | position), a bijection. Both inputs [n] int64."""
     z = (tokens << 32).bitwise_or_(positions & MASK_32).add_(signed(keys.mix_key))
     z ^= (z >> 30).bitwise_and_(MASK_64 >> 30)  # the mask makes the shift logical
-    z *= signed(SPLITMIX_FIRST)
+    z *= SPLITMIX_FIRST
     z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
-    z *= signed(SPLITMIX_SECOND)
+    z *= SPLITMIX_SECOND
     z ^= (z >> 31).bitwise_and_(MASK_64 >> 31)
     return z
 
 
-def mix_host(token: Any, position: Any, keys: Keys) -> Any:
-    """`mix` of one pair in plain integers, unsigned; or of numpy arrays of uint64, element by element."""
-    return _finalise(((token & MASK_32) << 32 | position & MASK_32) + keys.mix_key)
+def mix_host(token: int, position: int, keys: Keys) -> int:
+    """`mix` of one pair in plain integers, unsigned."""
+    return mix_of(token, position, keys.mix_key) & MASK_64
 
 
 def chain_root(keys: Keys, role: str, salt: str = "", adapter: str = "") -> int:
@@ -186,12 +185,9 @@ def chain_of(mixed: Iterable[int], value: int, keys: Keys) -> list[int]:
     return list(accumulate(mixed, lambda chain, own: continue_chain(chain, own, keys), initial=value))[1:]
 
 
-def continue_chain(value: Any, mixed: Any, keys: Keys) -> Any:
-    """The chain value of an entry from its predecessor's and the `mix` of its own token, unsigned.
-
-    Plain integers, or numpy arrays of uint64, element by element.
-    """
-    return (keys.multiplier * value + mixed) & MASK_64
+def continue_chain(value: int, mixed: int, keys: Keys) -> int:
+    """The chain value of an entry from its predecessor's and the `mix` of its own token, unsigned."""
+    return chain_step(value, mixed, keys.multiplier) & MASK_64
 
 
 def signed(value: int) -> int:
@@ -233,9 +229,11 @@ def read_record(records: Tensor, slot: int) -> Record:
 
 def seal_host(record: Record, slot: int, pool_id: int, keys: Keys) -> int:
     """The seal that this identity should carry, unsigned."""
-    words = [record.token, record.position, record.chain & MASK_32, record.chain >> 32, record.request]
-    words += [record.generation, record.step, record.site, slot & MASK_32, pool_id & MASK_32]
-    return (keys.seal_start + sum(k * w for k, w in zip(keys.seal_keys, words, strict=True))) & MASK_64
+    pairs = (record.token, record.position), (record.request, record.generation), (record.step, record.site)
+    token_position, request_generation, step_site = (low | high << 32 for low, high in pairs)
+    columns, own = (token_position, record.chain, request_generation, step_site, slot | pool_id << 32), keys.seal_keys
+    sums = (seal_column(column, own[2 * i], own[2 * i + 1]) for i, column in enumerate(columns))
+    return (keys.seal_start + sum(sums)) & MASK_64
 
 
 def layers_bitmap(num_layers: int, device: torch.device | str = "cpu") -> Tensor:
@@ -249,11 +247,8 @@ def bitmap_columns(layers: int) -> tuple[int, int]:
     return layers & MASK_64, layers >> 64
 
 
-def _finalise(z: Any) -> Any:
-    z &= MASK_64
-    z = (z ^ z >> 30) * SPLITMIX_FIRST & MASK_64
-    z = (z ^ z >> 27) * SPLITMIX_SECOND & MASK_64
-    return z ^ z >> 31
+def _finalise(z: int) -> int:
+    return mix_of(z >> 32, z, 0) & MASK_64
 
 
 def _draws(seed: int, purpose: str) -> Iterator[int]:

@@ -32,6 +32,7 @@ from kvcanary_kernels.record.device import (
     SEAL,
     STEP_SITE,
     TOKEN_POSITION,
+    chain_step,
     high_word,
     low_word,
     pair,
@@ -472,7 +473,7 @@ def _walk_kernel(
         b_parent = tl.load(records + b_before * COLUMNS + CHAIN, mask=m_before, other=0)
         b_parent = tl.where(m_first, root, b_parent)
         b_position = high_word(b_token)
-        b_value = multiplier * b_parent + device_mix(low_word(b_token), b_position, constants)
+        b_value = chain_step(b_parent, device_mix(low_word(b_token), b_position, constants), multiplier)
         b_code = tl.full([BLOCK_N], -1, tl.int64)
         b_code = tl.where((o_n == past - 1) & (b_chain != seed) & is_known, 7, b_code)
         b_code = tl.where((b_value != b_chain) & (m_first | (o_n > first)), 6, b_code)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary_kernels.record.chain import chain_scan_torch
-from kvcanary_kernels.record.layout import POWER_BITS, Keys, chain_root, mix_host, signed
+from kvcanary_kernels.record.formulas import mix_of
+from kvcanary_kernels.record.layout import POWER_BITS, Keys, chain_root, signed
 
 KEPT = 1 << 10  # chains of prefixes, since what is shared comes often
 
@@ -57,7 +58,7 @@ class Prefixes:
         if n >= len(self._powers):
             self._powers = self._descending(n)
         powers = self._powers[-n - 1 :]
-        mixed = mix_host(tokens, np.arange(n, dtype=np.uint64), self.keys)
+        mixed = mix_of(tokens.view(np.int64), np.arange(n), signed(self.keys.mix_key)).view(np.uint64)
         return signed(int(np.dot(powers[1:], mixed)) + int(powers[0]) * root)
 
     def _descending(self, n: int) -> NDArray[np.uint64]:

@@ -189,7 +189,7 @@ def _is_dense(k: Tensor, v: Tensor) -> bool:
 
 
 def _heads_of(values: Tensor) -> NDArray[np.int64]:
-    """[6] int64 of values [batch, heads, n, dim]: `loops.sum_heads` says what."""
+    """HEADS (native/layout.py) of values [batch, heads, n, dim]."""
     size, (batch, head, entry, _), (_, heads, _, dim) = values.itemsize, values.stride(), values.shape
     if dim * size % WORD_BYTES:
         raise PlanError(f"heads must be whole 32-bit words, got {dim} elements of {size} B")

@@ -8,7 +8,7 @@ from itertools import chain, product
 import pytest
 import torch
 
-from kvcanary.native.layout import ROW_NUMBERS
+from kvcanary.native.layout import ROWS
 from kvcanary.native.request_lengths import spread_rows
 from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
 from spec_engine import SamplingParams
@@ -100,7 +100,7 @@ def test_a_feed_says_rows_of_several_sections_at_once() -> None:
         feed.set(before=[9], behind=[8, 7])
         rows = Rows(feed, "target", "own", "live", width, truth)
         for count in (3, 1, 0, 2):
-            known = [[10 * part + number for number in range(count)] for part in range(ROW_NUMBERS)]
+            known = [[10 * part + number for number in range(count)] for part in range(ROWS.size)]
             told, place = array("q", [*chain.from_iterable(known), 5]), rows.places[feed.turn]
             spread_rows(count, told.buffer_info()[0], place, 7 + count)
             feed.send()

@@ -35,9 +35,12 @@ class Bar:
     always_told: bool = False  # the reason, also where the goal is met
 
     def reached(self) -> float | None:
-        """As the record has it; None while there is none."""
+        """As the record has it; None while there is none, or it lacks the row."""
         record = read(self.record)
-        return None if record is None else round(self.figure(record), self.digits)
+        try:
+            return None if record is None else round(self.figure(record), self.digits)
+        except NoRowError:
+            return None
 
     @property
     def why(self) -> str:
@@ -57,9 +60,16 @@ def read(name: str) -> Record | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+class NoRowError(LookupError):
+    """A record in which a row is not measured yet."""
+
+
 def row_of(record: Record, **names: object) -> Record:
-    """The row that has these."""
-    (row,) = (row for row in record["rows"] if names.items() <= row.items())
+    """The row that has these; NoRowError where there is none."""
+    rows = [row for row in record["rows"] if names.items() <= row.items()]
+    if not rows:
+        raise NoRowError(f"a record must have a row of {names}, got none: measure it")
+    (row,) = rows
     return row
 
 
@@ -322,6 +332,16 @@ BARS = (
         "cpu_transformers",
         lambda record: record["ratios"]["rolling"],
         most=1.05,
+    ),
+    *by_requests(
+        "host work for the canary over the time of a drafted step, trees of 16 nodes",
+        "gpu_host_work",
+        lambda size: host_share(drafts="tree", batch=size),
+        {1: host_reason, 16: host_reason},
+        always_told=True,
+        most=MOST_HOST_WORK,
+        unit=" %",
+        digits=2,
     ),
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from kvcanary.dumps.event_schema import FORWARDS
+from kvcanary.dumps.event_schema import FORWARDS, plan_part
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary.pools.launch_site import site_name
@@ -56,9 +56,7 @@ def _trees(dump: Dump) -> list[dict[str, Any]]:
     if not forwards or not forwards[-1]["has_parents"]:
         return []
     event = forwards[-1]
-    n, rows, plan = event["entries"], event["rows"], event["plan"]
-    first = 4 * n + rows + 1
-    written, start, trees = plan[first : first + rows].tolist(), 0, []
+    written, start, trees = plan_part(event, "written").tolist(), 0, []
     found = {finding["slot"] for finding in dump.findings if finding["pool"] == event["pool"]}
     for number, count in enumerate(written):
         nodes = _nodes(event, start, count)
@@ -98,8 +96,8 @@ def _drawn(nodes: list[dict[str, Any]], found: set[int]) -> dict[str, Any]:
 
 def _nodes(event: Call, start: int, count: int) -> list[dict[str, Any]]:
     """The nodes of one tree in depth-first order, as deep as they lie below its root."""
-    n, plan = event["entries"], event["plan"]
-    slots, positions, parents = (plan[i * n + start : i * n + start + count].tolist() for i in (0, 2, 3))
+    parts = (plan_part(event, name)[start : start + count].tolist() for name in ("slots", "positions", "parents"))
+    slots, positions, parents = parts
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent - start if parent >= start and parent - start < node else -1, []).append(node)

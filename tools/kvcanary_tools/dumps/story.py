@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcanary.dumps.event_schema import FORWARDS, by_request
+from kvcanary.dumps.event_schema import FORWARDS, by_request, plan_part
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.ledger.page_history import phrase
 from kvcanary.ledger.page_states import STATE_NAMES
@@ -152,14 +152,13 @@ class _Follower:
             row[:] = [page for page in row if page not in gone]
 
     def _forward(self, step: int, event: Call) -> Iterator[Line]:
-        n, plan = event["entries"], event["plan"]
-        where = np.flatnonzero(plan[:n] == self._slot)
+        where, positions = np.flatnonzero(plan_part(event, "slots") == self._slot), plan_part(event, "positions")
         site = site_name(event["kind"], event["index"])
         for entry in where.tolist():
             self._readers.clear()
             row = _row_of(event, entry)
             writer = event["requests"][row // event["width"]]
-            position = int(plan[2 * n + entry])
+            position = int(positions[entry])
             yield Line(step, "wrote", f"slot {self._slot} written by {writer!r} at position {position}, {site}")
         for number, request in enumerate(event["requests"]):
             if request not in self._readers and self._reads(event, number, request):
@@ -168,10 +167,7 @@ class _Follower:
 
     def _reads(self, event: Call, number: int, request: str) -> bool:
         """Whether the row's prefix has the slot, as granted or as the row names it."""
-        size, prefix = (
-            self._dump.manifest["page_size"],
-            int(event["plan"][len(event["plan"]) - len(event["requests"]) + number]),
-        )
+        size, prefix = self._dump.manifest["page_size"], int(plan_part(event, "prefixes")[number])
         row = self._rows.get(request, [])
         if self._page in row and row.index(self._page) * size + self._slot % size < prefix:
             return True
@@ -190,9 +186,7 @@ class _Follower:
 
 def _row_of(event: Call, entry: int) -> int:
     """The row that writes this entry."""
-    n, rows, plan = event["entries"], event["rows"], event["plan"]
-    first = 4 * n + rows + 1
-    ends = np.cumsum(plan[first : first + rows])
+    ends = np.cumsum(plan_part(event, "written"))
     return int(np.searchsorted(ends, entry, side="right"))
 
 

@@ -1,7 +1,7 @@
 """What the host does for the canary in a captured step: ``python -m kvcanary_tools.bench.gpu.host_work``.
 
-The model, requests and settings of `kvcanary_tools.bench.gpu.step`, and chains of 3 drafts as in
-`kvcanary_tools.bench.gpu.drafted_step`, schedule overlap. Engines with and without a canary take turns, and a wait for
+The model, requests and settings of `kvcanary_tools.bench.gpu.step`, and chains of 3 drafts and trees of 16 nodes as in
+`kvcanary_tools.bench.gpu.drafted_step`, schedule overlap. Engines with and without a canary take turns, and every wait for
 the device keeps the host's time: what is left of a step the host works. It is the mean over a round, for some steps
 read bytes again and work more than the others, and the median of all rounds. What the canary adds is the median of the
 differences within rounds, for a host is slower at times, over the time of a step without one; where half of all
@@ -37,7 +37,7 @@ from spec_engine.graphs.hooks import Together
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 
-CASES = (("none", 1), ("none", 64), ("chain", 1), ("chain", 16))  # drafts, requests
+CASES = (("none", 1), ("none", 64), ("chain", 1), ("chain", 16), ("tree", 1), ("tree", 16))  # drafts, requests
 ROUNDS = {1: 36, 16: 30}  # by requests: the time of a shared host differs from round to round
 FEWEST = 20
 TURNS = 20_000  # of an empty loop
