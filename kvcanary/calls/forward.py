@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +63,7 @@ class Drafted(NamedTuple):
 
 
 SLOT_BYTES = 8  # of a slot id in an index array
+_layout_of = lru_cache(maxsize=256)(plan_layout)  # most steps are as large as the step before
 
 
 class Forward:
@@ -122,10 +123,7 @@ class Forward:
         width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
         lineage = write.lineage
         n, num_rows, written = write.slots.shape[0], len(requests) * width, read.num_written
-        who = array("q")
-        for request in requests:
-            who.extend((request.uid, request.committed_len))
-        self.layout = plan_layout(n, num_rows, len(requests))
+        self.layout = _layout_of(n, num_rows, len(requests))
         memory = np.empty(FORWARD.size + self.layout.end, np.int64)
         self.kind, self.index, self.pool, self.step, self.requests, self.width = (
             kind,
@@ -165,10 +163,6 @@ class Forward:
                 self.num_reads,
                 mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
                 -1 if mask is None else mask.shape[1],
-                0,
-                0,
-                0,
-                0,
                 slots.data_ptr(),
                 tokens.data_ptr(),
                 positions.data_ptr(),
@@ -179,9 +173,10 @@ class Forward:
                 0 if isinstance(written, Tensor) else written,
                 0 if starts is None else starts.data_ptr(),
                 prefixes.data_ptr(),
-                who.buffer_info()[0],
             ),
         )
+        for request in requests:
+            asked.extend((request.uid, request.committed_len))
         seen = pool.loops.take_plan(asked.buffer_info()[0], memory)
         if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
             refuse_contradiction(self)
@@ -208,7 +203,7 @@ class Forward:
 
     @cached_property
     def plan(self) -> Ints:
-        return self.memory[FORWARD.size :][: self.layout.who]
+        return self.memory[FORWARD.size : FORWARD.size + self.layout.who]
 
     @property
     def chains(self) -> Ints:
@@ -247,7 +242,8 @@ class Forward:
     @cached_property
     def planned(self) -> Planned:
         """The entries that it writes."""
-        return Planned(self.part("slots"), self.part("tokens"), self.part("positions"))
+        plan, at = self.plan, self.layout
+        return Planned(plan[: at.tokens], plan[at.tokens : at.positions], plan[at.positions : at.parents])
 
     @cached_property
     def write_slots(self) -> list[int]:

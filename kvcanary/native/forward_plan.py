@@ -11,7 +11,7 @@ from collections import namedtuple
 from typing import Any, cast
 
 from kvcanary.native.jit import asked_at, flags_at, forward_at, longs_at, loop, pool_at
-from kvcanary.native.layout import CONTRADICTS, FORWARD, GUESSES, REFUSES, PlanLayout, plan_layout
+from kvcanary.native.layout import ASKED, CONTRADICTS, FORWARD, GUESSES, REFUSES, PlanLayout, plan_layout
 from kvcanary.pools.slot_maps import first_visible
 
 Plan = cast(Any, namedtuple)("Plan", PlanLayout._fields[:-1])
@@ -95,8 +95,10 @@ def take_plan(given, memory):
     write, and where the loops do not know the pages. What a short row writes stands where its prefix says (R10).
     """
     head, asked = memory.ctypes.data, asked_at(given)
-    _copy(given, longs_at(head, FORWARD.size))
-    forward, pool, plan = forward_at(head), pool_at(asked.pool), plan_of(head)
+    forward, pool = forward_at(head), pool_at(asked.pool)
+    _copy(given, longs_at(head, FORWARD.lanes))
+    forward.lanes = forward.before = forward.num_before = forward.seen = 0
+    plan = plan_of(head)
     for row in range(asked.rows):
         plan.written[row], plan.starts[row] = asked.count, 0
     _copy(asked.slots, plan.slots)
@@ -107,7 +109,7 @@ def take_plan(given, memory):
     _copy(asked.written, plan.written)
     _copy(asked.starts, plan.starts)
     _copy(asked.prefixes, plan.prefixes)
-    _copy(asked.who, plan.who)
+    _copy(given + 8 * ASKED.size, plan.who)
     n, bounds, written, starts, window = asked.entries, plan.bounds, plan.written, plan.starts, pool.window
     wrong, short, first = bounds[0] != 0 or bounds[asked.rows] != asked.num_ids, False, 0
     ancestors = asked.index if asked.kind == GUESSES else 0

@@ -59,11 +59,13 @@ FORWARD = struct(
     "pool entries rows width requests kind index step site has_parents has_lineage ids num_ids mask nodes lanes before "
     "num_before seen",
 )
-#: What `loops.take_plan` makes such a plan of: the fields of FORWARD, then addresses of tensors, 0 where there is none;
-#: count: entries that every row writes, where `written` is 0;  who: of each request its uid and committed length
+#: What `loops.take_plan` makes such a plan of: fields of FORWARD as they become, then addresses of tensors, 0 where
+#: there is none; behind them of each request its uid and committed length.
+#: count: entries that every row writes, where `written` is 0
 ASKED = struct(
     "Asked",
-    f"{' '.join(FORWARD._fields[:-1])} slots tokens positions parents lineage indptr written count starts prefixes who",
+    " ".join(FORWARD._fields[: FORWARD.lanes])
+    + " slots tokens positions parents lineage indptr written count starts prefixes",
 )
 OTHER, GUESSES, LAGS = range(3)
 KINDS = {"draft": GUESSES, "extend": LAGS}

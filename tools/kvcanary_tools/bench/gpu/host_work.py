@@ -1,8 +1,8 @@
 """What the host does for the canary in a captured step: ``python -m kvcanary_tools.bench.gpu.host_work``.
 
 The model, requests and settings of `kvcanary_tools.bench.gpu.step`, and chains of 3 drafts and trees of 16 nodes as in
-`kvcanary_tools.bench.gpu.drafted_step`, schedule overlap. Engines with and without a canary take turns, and every wait for
-the device keeps the host's time: what is left of a step the host works. It is the mean over a round, for some steps
+`kvcanary_tools.bench.gpu.drafted_step`, schedule overlap. Engines with and without a canary take turns, and every wait
+for the device keeps the host's time: what is left of a step the host works. It is the mean over a round, for some steps
 read bytes again and work more than the others, and the median of all rounds. What the canary adds is the median of the
 differences within rounds, for a host is slower at times, over the time of a step without one; where half of all
 differences lie says how sure that is, and a turn of an empty loop how fast the host was, for what is shared with others
