@@ -13,8 +13,6 @@ import torch
 
 from kvcanary_kernels.content.attest import attest, attest_torch
 from kvcanary_kernels.content.check import check_content, check_content_torch
-from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
-from kvcanary_kernels.content.finish import finish, finish_torch
 from kvcanary_kernels.content.finite import finite_check, finite_check_torch
 from kvcanary_kernels.content.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
 from kvcanary_kernels.content.put import put, put_torch
@@ -53,8 +51,6 @@ class Ops:
     store: Operation
     put: Operation
     attest: Operation
-    fingerprint: Operation
-    finish: Operation
     move: Operation
     poison_fill: Operation
     poison_check: Operation
@@ -77,8 +73,6 @@ KERNELS = Ops(
     store=store,
     put=put,
     attest=attest,
-    fingerprint=fingerprint,
-    finish=finish,
     move=move,
     poison_fill=poison_fill,
     poison_check=poison_check,
@@ -100,8 +94,6 @@ REFERENCES = Ops(
     store=store_torch,
     put=put_torch,
     attest=attest_torch,
-    fingerprint=fingerprint_torch,
-    finish=finish_torch,
     move=move_torch,
     poison_fill=poison_fill_torch,
     poison_check=poison_check_torch,

@@ -167,7 +167,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels.content import attest, check, fingerprint, finish, finite, poison, store
+from kvcanary_kernels.content import attest, check, fingerprint, finite, poison, store
 from kvcanary_kernels.engine import attention
 from kvcanary_kernels.judge import count, move, verify
 from kvcanary_kernels.record import chain, seal

@@ -76,7 +76,7 @@ def run_plan(operation, forward: ForwardPlan, world: World, **changes: int) -> N
     operation(forward, world.planned, **(arrays | world.truth | options))
 
 
-def run_settle(operation, forward: ForwardPlan, world: World, stored: Tensor | None = None) -> None:
+def run_settle(operation, forward: ForwardPlan, world: World) -> None:
     operation(
         forward,
         world.planned,
@@ -88,7 +88,6 @@ def run_settle(operation, forward: ForwardPlan, world: World, stored: Tensor | N
         codes=world.codes,
         runs=world.runs,
         null_slots=NULL_SLOTS,
-        stored=stored,
     )
 
 
@@ -147,9 +146,8 @@ def test_kernels_equal_their_references(device, seed, is_tree, page):
     run_plan(plan, forward, ours)
     run_plan(plan_torch, forward, twin)
     assert all(torch.equal(a, b) for a, b in zip(ours.outputs(), twin.outputs(), strict=True))
-    stored = torch.arange(2 * forward.num_entries, device=device).view(-1, 2) if seed % 2 else None
-    run_settle(settle, forward, ours, stored)
-    run_settle(settle_torch, forward, twin, stored)
+    run_settle(settle, forward, ours)
+    run_settle(settle_torch, forward, twin)
     assert all(torch.equal(a, b) for a, b in zip(ours.outputs(), twin.outputs(), strict=True))
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvcanary_kernels.content.check import check_content_torch
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
-from kvcanary_kernels.content.finish import finish_torch
 from kvcanary_kernels.content.poison import poison_check_torch, poison_fill_torch
 from kvcanary_kernels.engine.index import index_rows_torch
 from kvcanary_kernels.judge.count import NUM_BITS, count_torch
@@ -51,11 +50,6 @@ CASES = {
         {name: ints(N) for name in ("slots", "tokens", "positions", "chains")}
         | {name: ints(N) for name in ("requests", "generations", "step", "sites")}
         | {"records": RECORDS, "num_live": ints(1), "pool_id": 0, "keys": KEYS},
-    ),
-    "finish": (
-        finish_torch,
-        {"records": RECORDS, "content_a": CONTENT_A, "slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N)}
-        | {"layers": ints(2), "num_live": ints(1)},
     ),
     "move": (
         move_torch,
@@ -115,7 +109,7 @@ CASES = {
     "settle": (
         settle_torch,
         {"records": RECORDS, "expected": RECORDS.clone(), "layers": ints(2), "claims": ints(SLOTS), "twice": ints(N)}
-        | {"codes": ints(4), "runs": ints(NUM_RUNS), "stored": ints(N, 2), "null_slots": 0},
+        | {"codes": ints(4), "runs": ints(NUM_RUNS), "null_slots": 0},
     ),
 }
 ARRAYS = [
@@ -170,8 +164,6 @@ def test_what_else_is_refused() -> None:
     for scratch in (ints(N - 1, 10), ints(N, 9), ints(10, N).t()):
         words = f"scratch must be contiguous [>= 3, 10] int64, got {list(scratch.shape)}"
         assert words_of("move", scratch=scratch) == words
-    for stored in (ints(N, 3), ints(N + 1, 2)):
-        assert words_of("settle", stored=stored) == f"stored must be [3, 2] int64, got {list(stored.shape)} torch.int64"
     for first in (ints(NUM_BITS, 3), ints(4, NUM_BITS).t()):
         words = f"first must be contiguous [{NUM_BITS}, 4] int64, got {list(first.shape)} torch.int64"
         assert words_of("count", first=first) == words

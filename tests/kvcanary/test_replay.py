@@ -8,7 +8,8 @@ import torch
 from kvcanary import PlanError
 from kvcanary.captured.buffers import StaticBuffers
 from kvcanary.captured.readback import CoverageGap
-from kvcanary.faults.static_replay import CudaGraphReplay, StaticReplay
+from kvcanary.faults.static_replay import StaticReplay
+from spec_engine.graphs.program import Recorder
 
 BUCKET, POISON = 5, -77
 PROMPTS = {uid: [4 * uid, 4 * uid + 1] for uid in range(1, BUCKET + 1)}  # request uid owns page uid
@@ -203,7 +204,7 @@ def test_a_cuda_graph_of_the_hooks(make_static, static_row):
     for uid in PROMPTS:
         rig.grant(uid, uid)
     prefill(rig, static_row)
-    replay = CudaGraphReplay(rig.bank)
+    replay = StaticReplay(rig.bank, Recorder(rig.pool.records.device).record)
     substep = capture(rig, replay)
     rig.bank.arm()
     for step, live in enumerate((BUCKET, 3, 1, 0, BUCKET), 2):

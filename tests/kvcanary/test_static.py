@@ -426,30 +426,6 @@ def test_draft_rows_read_their_ancestors(rig, decode, static_row):
     assert ("R10", 0, -1, -1, -1) in told(rig.run(second, rig.batch(grown[1:]), step=2))
 
 
-def test_the_engines_own_store(rig, decode, rows):
-    """Slots are poisoned at open and read at close: right bytes get right lanes, a layer left out is R12."""
-    substep = rig.add("extend", has_truths=True, engine_stores=True)
-
-    def engine_stores(layers: list[int]):
-        slots = substep.forward.slots[:2]
-        for layer in layers:
-            rig.kv[layer, slots, 0], rig.kv[layer, slots, 1] = rig.values(
-                layer, substep.forward.tokens[:2], substep.forward.positions[:2]
-            )
-
-    rig.before_close = lambda: engine_stores([0, 1])
-    assert told(rig.run(substep, clean(rig, rows), step=2)) == []
-    assert torch.equal(rig.pool.records, rig.pool.expected)
-    lanes = rig.pool.content_a[:, 9].clone(), rig.pool.records[9, record.CONTENT_B].clone()
-    rig.before_close = lambda: None
-    rig.run(decode, clean(rig, rows), step=3)
-    assert torch.equal(lanes[0], rig.pool.content_a[:, 9])
-    assert torch.equal(lanes[1], rig.pool.records[9, record.CONTENT_B])
-    rig.before_close = lambda: engine_stores([1])
-    assert told(rig.run(substep, clean(rig, rows), step=4)) == [("R12", 0, 0, -1, 9), ("R12", 1, 1, -1, 15)]
-    assert record.read_record(rig.pool.records.cpu(), 9).layers == 0b10
-
-
 def test_rows_along_a_page_table(rig, decode, rows):
     """The table that attention reads is judged in place, with the places of its rows."""
     table = torch.zeros(4, 3, dtype=torch.int32, device=rig.device)

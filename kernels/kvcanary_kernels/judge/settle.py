@@ -49,7 +49,6 @@ def settle(
     codes: Tensor,
     runs: Tensor,
     null_slots: int,
-    stored: Tensor | None = None,
 ) -> None:
     """Judge layers (R12, W4), own entries and lineages (R5), and row truths (R6) of live rows. May be captured; after
     verify.
@@ -64,10 +63,8 @@ def settle(
                 with another chain, and where what it reads before its own entries is not what its lineage goes on from
                 (planned.seeds); R6 at the last entry of a prefix that is not the row's truth
     runs:       [NUM_RUNS] int64, += rows, entries written, entries read of live rows
-    stored:     [entries, 2] int64, bitmap of the layers that each entry stored, where the engine's own store is used;
-                it goes into the record. None: records say it
     """
-    _check(forward, planned, records, expected, layers, claims, twice, codes, runs, stored)
+    _check(forward, planned, records, expected, layers, claims, twice, codes, runs)
     if forward.num_rows == 0:
         return
     table = forward.table
@@ -96,7 +93,6 @@ def settle(
         twice,
         codes,
         runs,
-        twice if stored is None else stored,
         forward.num_rows,
         forward.num_entries,
         codes.numel(),
@@ -109,7 +105,6 @@ def settle(
         HAS_ROWS=table.rows is not None,
         HAS_TRUTHS=forward.truths is not None,
         HAS_LINEAGE=forward.lineage is not None,
-        HAS_STORED=stored is not None,
         BLOCK_N=BLOCK,
     )
 
@@ -126,10 +121,9 @@ def settle_torch(
     codes: Tensor,
     runs: Tensor,
     null_slots: int,
-    stored: Tensor | None = None,
 ) -> None:
     """The torch reference of `settle`."""
-    _check(forward, planned, records, expected, layers, claims, twice, codes, runs, stored)
+    _check(forward, planned, records, expected, layers, claims, twice, codes, runs)
     live = min(max(int(forward.num_live), 0), forward.num_rows)
     n, num_slots = int(planned.live_entries), records.shape[0]
     runs += torch.stack((forward.num_live.new_tensor(live), planned.live_entries[0], planned.row_lengths[:live].sum()))
@@ -146,8 +140,6 @@ def settle_torch(
     sealed = (safe >= 0).nonzero().flatten()
     slots = safe[sealed]
     bitmaps = slice(record.LAYERS_LOW, record.LAYERS_HIGH + 1)
-    if stored is not None:
-        records[slots, bitmaps] = stored[sealed] & layers
     missing = ((records[slots, bitmaps] & layers) != layers).any(1)
     planned.codes[sealed[missing]] |= CODE_BITS["R12"]
     expected[slots] = records[slots]
@@ -186,7 +178,6 @@ def _settle_kernel(
     twice,
     codes,
     runs,
-    stored,
     num_rows,
     num_entries,
     num_codes,
@@ -199,7 +190,6 @@ def _settle_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_TRUTHS: tl.constexpr,
     HAS_LINEAGE: tl.constexpr,
-    HAS_STORED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
@@ -245,14 +235,8 @@ def _settle_kernel(
         m_claimed = m_e & (claimed >= 0) & (claimed < num_slots)
         tl.store(claims + claimed, tl.zeros_like(slot) + DEVICE_NO_CLAIM, mask=m_claimed)
         row = slot * COLUMNS
-        if HAS_STORED:
-            low_bits = tl.load(stored + 2 * o_e, mask=m_sealed, other=0) & low
-            high_bits = tl.load(stored + 2 * o_e + 1, mask=m_sealed, other=0) & high
-            tl.store(records + row + LAYERS_LOW, low_bits, mask=m_sealed)
-            tl.store(records + row + LAYERS_HIGH, high_bits, mask=m_sealed)
-        else:
-            low_bits = tl.load(records + row + LAYERS_LOW, mask=m_sealed, other=0)
-            high_bits = tl.load(records + row + LAYERS_HIGH, mask=m_sealed, other=0)
+        low_bits = tl.load(records + row + LAYERS_LOW, mask=m_sealed, other=0)
+        high_bits = tl.load(records + row + LAYERS_HIGH, mask=m_sealed, other=0)
         missing = m_sealed & (((low & ~low_bits) != 0) | ((high & ~high_bits) != 0))
         again = tl.load(twice + o_e, mask=m_e, other=0) != 0
         tl.store(twice + o_e, tl.zeros_like(slot), mask=m_e & again)
@@ -268,12 +252,7 @@ def _settle_kernel(
         astray = m_read & (tl.load(records + read * COLUMNS + CHAIN, mask=m_read, other=0) != chain)
         tl.store(codes + where, tl.load(codes + where, mask=astray, other=0) | R5, mask=astray)
         for i_column in tl.static_range(COLUMNS):
-            if HAS_STORED and i_column == LAYERS_LOW:
-                value = low_bits
-            elif HAS_STORED and i_column == LAYERS_HIGH:
-                value = high_bits
-            else:
-                value = tl.load(records + row + i_column, mask=m_sealed, other=0)
+            value = tl.load(records + row + i_column, mask=m_sealed, other=0)
             tl.store(expected + row + i_column, value, mask=m_sealed)
 
 
@@ -317,7 +296,6 @@ def _check(
     twice: Tensor,
     codes: Tensor,
     runs: Tensor,
-    stored: Tensor | None,
 ) -> None:
     entries = forward.num_entries
     expect_records(records)
@@ -327,5 +305,3 @@ def _check(
     expect_int64(entries, twice=twice, safe_slots=planned.safe_slots)
     expect_int64(codes.numel(), codes=codes)
     expect_int64(NUM_RUNS, runs=runs)
-    if stored is not None and (stored.shape != (entries, 2) or stored.dtype is not torch.int64):
-        raise ValueError(f"stored must be [{entries}, 2] int64, got {list(stored.shape)} {stored.dtype}")
