@@ -21,7 +21,6 @@ from kvcanary_kernels.judge.forward import ForwardPlan, Planned, Room, new_plann
 from kvcanary_kernels.judge.settle import NUM_RUNS
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT
 from kvcanary_kernels.record.layout import MASK_32, signed
-from kvcanary_kernels.record.table import PageTable
 
 PLANNED, READ = range(2)  # sides of a header: codes of the plan, codes of what was read
 HEADER = 2 * NUM_BITS + NUM_RUNS
@@ -59,8 +58,6 @@ class Settings:
 
     width:         rows a request: 1, or the tree width of a draft forward
     max_depth:     of the trees that are written, in steps from a node to its row
-    grants:        of the shape of the index array or table, int64, generation granted of each page read there;
-                   None: R7 is judged by the states of pages alone
     tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
     puts:          values are fingerprinted as they are stored (put), and slots sealed before: no copies are kept, of
                    what may be many entries
@@ -73,7 +70,6 @@ class Settings:
 
     width: int = 1
     max_depth: int = 0
-    grants: Tensor | None = None
     tree_mask: Tensor | None = None
     puts: bool = False
     attends: bool = False
@@ -85,7 +81,7 @@ class Settings:
 class Workspace:
     """What a substep writes besides records: all of it is allocated here.
 
-    codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
+    codes:          [nnz] int64, read codes
     firsts:         first findings of both sides, [64, 4] int64 each (count)
     arrivals:       [1] int64, of count
     kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where
@@ -103,7 +99,7 @@ class Workspace:
             return new(torch.full((n,), value))
 
         self.planned: Planned = new_planned(forward, new)
-        self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
+        self.codes = new(forward.capacity)
         firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
         self.firsts = firsts[PLANNED], firsts[READ]
         self.arrivals = new(1)
@@ -155,7 +151,6 @@ class Launches:
         self._judged: dict[str, Any] = {
             "layers": pool.layers,
             "codes": work.codes,
-            "grants": None if settings.grants is None else settings.grants.view(forward.table.pages.shape),
             "step": shared.step,
             **self._seal_of,
             **self._truth,
@@ -228,7 +223,7 @@ class Launches:
         return partial(
             self._ops.verify,
             self._pool.records,
-            self._forward.table,
+            self._forward.indices,
             starts=work.planned.starts,
             lengths=work.planned.read_lengths,
             first_positions=work.no_positions,
@@ -242,14 +237,11 @@ class Launches:
 
     def _verify_own(self) -> Launch:
         """What this forward wrote, where its rows read it: one segment an entry, since parents give its place."""
-        work, table = self._work, self._forward.table
-        planned = work.planned
-        if table.rows is not None:
-            table = PageTable(table.pages, table.page_size, planned.table_rows, planned.code_places)
+        work, planned = self._work, self._work.planned
         return partial(
             self._ops.verify,
             self._pool.records,
-            table,
+            self._forward.indices,
             starts=planned.places,
             lengths=planned.own_lengths,
             first_positions=self._forward.positions,
@@ -349,7 +341,7 @@ class Launches:
         return partial(
             self._ops.count,
             work.codes,
-            self._forward.table,
+            self._forward.indices,
             starts=work.planned.starts,
             lengths=work.planned.row_lengths,
             counts=counts,

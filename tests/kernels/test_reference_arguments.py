@@ -22,7 +22,6 @@ from kvcanary_kernels.record.chain import chain_scan_torch, chain_tree_torch
 from kvcanary_kernels.record.layout import COLUMNS, POWERS, make_keys
 from kvcanary_kernels.record.rows import pool_rows
 from kvcanary_kernels.record.seal import seal_torch
-from kvcanary_kernels.record.table import as_table
 
 SLOTS, LAYERS, N, ROWS = 8, 2, 3, 2
 KEYS = make_keys(3, LAYERS, 4)
@@ -37,7 +36,7 @@ def a_forward() -> ForwardPlan:
     rows, entries = ("row_starts", "row_ends", "prefix_lens", "uids"), ("slots", "tokens", "positions")
     arrays = {name: ints(ROWS) for name in rows} | {name: ints(N) for name in entries}
     return ForwardPlan(
-        table=as_table(ints(4)), bounds=torch.tensor([0, 2, 3]), parents=None, truths=None, num_live=ints(1), **arrays
+        indices=ints(4), bounds=torch.tensor([0, 2, 3]), parents=None, truths=None, num_live=ints(1), **arrays
     )
 
 
@@ -112,12 +111,7 @@ CASES = {
         | {"codes": ints(4), "runs": ints(NUM_RUNS), "null_slots": 0},
     ),
 }
-ARRAYS = [
-    (case, name)
-    for case, (_, given) in CASES.items()
-    for name, value in given.items()
-    if torch.is_tensor(value) and name != "indices"  # an engine's table may be int32
-]
+ARRAYS = [(case, name) for case, (_, given) in CASES.items() for name, value in given.items() if torch.is_tensor(value)]
 #: Told in the words of another.
 SAID = {("settle", "expected"): "records"}
 
