@@ -40,7 +40,8 @@ class Step:
         self.parents, self.seeds, self.one = tensor([-1] * ROWS), tensor(range(ROWS)), tensor([1])
         self.generations, self.layers = tensor([1] * (NUM_SLOTS // PAGE_SIZE)), layers_bitmap(LAYERS, "cuda")
         self.scan, self.tree, self.lane_b, self.codes = (torch.empty_like(self.slots) for _ in range(4))
-        self.twice = torch.zeros_like(self.slots)
+        self.twice, self.into, self.arrived = (torch.zeros_like(self.slots) for _ in range(3))
+        self.nowhere = tensor([-1])
         self.lane_a = torch.empty(LAYERS, ROWS, dtype=torch.int64, device="cuda")
         self.mismatch = torch.empty(ROWS, 2, dtype=torch.int64, device="cuda")
         self.scratch = torch.empty(ROWS, 8 + LAYERS, dtype=torch.int64, device="cuda")
@@ -58,12 +59,15 @@ class Step:
         written = {"tokens": self.tokens, "positions": self.positions, "chains": self.scan, "requests": self.one}
         seal(self.records, self.slots, **written, **sites, **live)
         lanes = {"lane_a": self.lane_a, "lane_b": self.lane_b}
-        fingerprint(self.rows, self.slots, keys, **lanes, **live)
+        fingerprint(self.rows, self.slots, keys, **lanes)
         stored = {"records": self.records, "content_a": self.content_a, "twice": self.twice}
         for layer in range(LAYERS):
             put(self.rows, layer, self.slots, self.k, self.v, keys=keys, **stored, **live)
         check_content(self.rows, self.slots, keys, self.content_a, mismatch=self.mismatch, **live)
-        move(self.records, self.content_a, self.slots, self.moved, **sites, scratch=self.scratch, **live)
+        torch.where(self.starts < self.live, self.moved, self.nowhere, out=self.into)
+        granted = {"page_generations": self.generations, "page_size": PAGE_SIZE, "arrived": self.arrived}
+        own = {"requests": self.one, "scratch": self.scratch}
+        move(self.records, self.content_a, self.slots, self.into, **sites, **own, **granted)
         verify(
             self.records,
             self.moved,

@@ -52,8 +52,9 @@ CASES = {
     ),
     "move": (
         move_torch,
-        {name: ints(N) for name in ("src", "dst", "generations", "step", "sites", "requests")}
-        | {"records": RECORDS, "content_a": CONTENT_A, "num_live": ints(1), "pool_id": 0, "keys": KEYS},
+        {name: ints(N) for name in ("src", "dst", "generations", "step", "sites", "requests", "arrived")}
+        | {"records": RECORDS, "content_a": CONTENT_A, "page_generations": ints(SLOTS // 4), "page_size": 4}
+        | {"pool_id": 0, "keys": KEYS, "scratch": ints(N, COLUMNS + LAYERS)},
     ),
     "chain_scan": (
         chain_scan_torch,
@@ -78,18 +79,17 @@ CASES = {
     ),
     "fingerprint": (
         fingerprint_torch,
-        {"slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N), "num_live": ints(1)}
-        | {"rows": POOL, "keys": KEYS},
+        {"slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N)} | {"rows": POOL, "keys": KEYS},
     ),
     "index": (
         index_rows_torch,
         {"table": ints(4, 5), "rows": ints(1), "prefix_lens": ints(1), "tails": ints(N, 2), "tail_lens": ints(N)}
         | {"kv_indptr": ints(N + 1), "kv_indices": ints(3 * 7), "num_slots": SLOTS},
     ),
-    "poison_fill": (poison_fill_torch, {"slots": ints(N), "num_live": ints(1), "rows": POOL}),
+    "poison_fill": (poison_fill_torch, {"slots": ints(N), "rows": POOL}),
     "poison_check": (
         poison_check_torch,
-        {"slots": ints(N), "mismatch": ints(N, 2), "num_live": ints(1), "rows": POOL},
+        {"slots": ints(N), "mismatch": ints(N, 2), "rows": POOL},
     ),
     "verify": (
         verify_torch,
@@ -156,7 +156,7 @@ def test_what_else_is_refused() -> None:
     many = torch.zeros(1, dtype=torch.int64).expand(POWERS * POWERS)
     assert words_of("chain_scan", tokens=many) == f"a scan takes fewer than {1 << 24} entries, got {1 << 24}"
     for scratch in (ints(N - 1, 10), ints(N, 9), ints(10, N).t()):
-        words = f"scratch must be contiguous [>= 3, 10] int64, got {list(scratch.shape)}"
+        words = f"scratch must be contiguous [>= 3, 10] int64, got {list(scratch.shape)} torch.int64"
         assert words_of("move", scratch=scratch) == words
     for first in (ints(NUM_BITS, 3), ints(4, NUM_BITS).t()):
         words = f"first must be contiguous [{NUM_BITS}, 4] int64, got {list(first.shape)} torch.int64"
@@ -175,6 +175,6 @@ def test_one_value_for_all_stands_only_where_it_may(case: str) -> None:
     entries = [name for name, value in CASES[case][1].items() if torch.is_tensor(value) and value.shape == (N,)]
     for name in entries:
         if name in shared:
-            call(case, **{name: ints(1)}, num_live=ints(1))
+            call(case, **{name: ints(1)})
         elif name not in ("slots", "src", "tokens"):  # these say how many entries there are
             assert words_of(case, **{name: ints(1)}).startswith(f"{name} must be contiguous [3] int64, got [1]")
