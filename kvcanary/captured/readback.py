@@ -62,7 +62,7 @@ class CapturedHit:
 class CoverageGap:
     """H1: since the last harvest a forward covered other numbers than the host planned; none of them is a launch.
 
-    Entries are those written, reads those that rows read (as planned where the host left it to the device).
+    Entries are those written, reads those that rows read.
     """
 
     pool: str

@@ -234,7 +234,7 @@ class CapturedStep:
 
         Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
         """
-        launches, (headers, once, planned, _, _, cards), hearing = told.launches, told.snapshot, self._hearing
+        launches, (headers, once, planned, _, cards), hearing = told.launches, told.snapshot, self._hearing
         self._num_heard = 0
         if not launches or told.moves or once or headers is not None:
             return False

@@ -131,16 +131,6 @@ def test_a_live_count_of_another_batch_is_a_gap(rig, static_row):
     assert (gap.planned_rows, gap.run_rows, gap.planned_entries, gap.run_entries) == (3, 2, 3, 2)
 
 
-def test_reads_that_only_the_device_knows_are_not_compared(rig, static_row):
-    """Where the host plans no number of reads, the device's stands."""
-    prefill(rig, static_row)
-    substep = rig.add("decode", rows=BUCKET)
-    substep.buffers.fill(rig.batch(rows_of(static_row, 3)))
-    rig.bank.expect(substep, 3, 3)
-    rig.body(substep)
-    assert rig.bank.harvest().gaps == []
-
-
 def test_two_forwards_in_one_body(rig, static_row):
     """A captured step holds several substeps, each with its own batch and counters."""
     prefill(rig, static_row)
