@@ -13,10 +13,7 @@ from kvcanary.captured.arena import ALIGNMENT, Arena
 from kvcanary.captured.buffers import NULL_SLOT
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
 from kvcanary.captured.substep import CapturedSubstep
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.records.graph_cache import Replays
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS, UNSET
