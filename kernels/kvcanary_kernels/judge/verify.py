@@ -103,25 +103,7 @@ def verify(
     readers:         [segments] int64, uid of the request that reads; with `owners`
     step:            [1] int64, step of the reader; the low 32 bits count. A record of a later one is R11
     """
-    _check(
-        records,
-        indices,
-        starts,
-        lengths,
-        first_positions,
-        predecessors,
-        seeds,
-        generations,
-        layers,
-        page_size,
-        codes,
-        states,
-        owners,
-        readers,
-        step,
-        num_live,
-        group,
-    )
+    _check(**locals())
     if starts.numel() == 0:
         return
     programs = programs_for(codes.numel() if longest is None else longest)
@@ -182,25 +164,7 @@ def verify_torch(
     longest: int | None = None,
 ) -> None:
     """The torch reference of `verify`."""
-    _check(
-        records,
-        indices,
-        starts,
-        lengths,
-        first_positions,
-        predecessors,
-        seeds,
-        generations,
-        layers,
-        page_size,
-        codes,
-        states,
-        owners,
-        readers,
-        step,
-        num_live,
-        group,
-    )
+    _check(**locals())
     live = starts.numel() if num_live is None else max(int(num_live), 0)
     counts = lengths[:live].tolist()
     if not all(counts) or live < starts.numel():
@@ -458,7 +422,9 @@ def _check(
     step: Tensor | None,
     num_live: Tensor | None,
     group: int,
+    **others: object,
 ) -> None:
+    """`others`: arguments that may be anything of their types."""
     n = starts.numel()
     if group < 1 or n % group:
         raise ValueError(f"group must divide {n} segments, got {group}")
