@@ -2,130 +2,18 @@
 
 They are exceptions, not ``assert``, so that ``python -O`` keeps them; they are pure functions of plain numbers, cost a
 few comparisons a step and stay on with the canary off. What only the device can see is a check of the canary.
+
+An engine imports them from here: every check and error of these files.
 """
 
 from __future__ import annotations
 
-from kvcanary.invariants.drafting import (
-    check_accepted,
-    check_branch_shape,
-    check_branches,
-    check_candidates,
-    check_chain,
-    check_chain_constants,
-    check_chain_nodes,
-    check_chain_views,
-    check_draft_indices,
-    check_emitted,
-    check_index_buffer,
-    check_lineage,
-    check_parents,
-    check_path,
-    check_proposals,
-    check_relay,
-    check_root,
-    check_siblings,
-    check_staging,
-    check_staging_room,
-    check_state_commit,
-    check_state_settled,
-    check_tree_array,
-    check_window,
-)
-from kvcanary.invariants.errors import (
-    AcceptanceError,
-    BranchLayoutError,
-    ChainConstantsError,
-    ChunkError,
-    CommitError,
-    DoubleFreeError,
-    EstimateError,
-    EstimateMismatchError,
-    HostBlockError,
-    HostCapacityError,
-    IndexBufferError,
-    IndexLengthError,
-    IndexOverflowError,
-    InvariantError,
-    LengthOrderError,
-    MissingHooksError,
-    NotRunningError,
-    NullPageError,
-    PageAliasError,
-    PageLeakError,
-    PageSizeError,
-    PagesQuarantinedError,
-    PoolExhaustedError,
-    PoolSizeError,
-    PrefixLockError,
-    RecurrentStateError,
-    ReferenceCountError,
-    RelayError,
-    ReserveError,
-    ResidencyError,
-    RowGapError,
-    RowOverflowError,
-    RowOwnershipError,
-    RowsExhaustedError,
-    StagingError,
-    StalePageError,
-    StalledError,
-    TreeShapeError,
-    WindowMapError,
-    WritablePageError,
-)
-from kvcanary.invariants.lengths import (
-    check_chunk,
-    check_chunk_feed,
-    check_commit,
-    check_index_lengths,
-    check_known_tokens,
-    check_progress,
-    check_run_pages,
-    check_running,
-)
-from kvcanary.invariants.pages import (
-    check_generations,
-    check_pages_add_up,
-    check_pages_available,
-    check_pages_final,
-    check_pages_freed,
-    check_pages_granted,
-    check_pages_ready,
-    check_pages_shared,
-    check_pages_uncached,
-    check_prefix_lock,
-    check_references,
-)
-from kvcanary.invariants.programs import check_hooked
-from kvcanary.invariants.rows import (
-    check_row_continues,
-    check_row_covers,
-    check_row_fits,
-    check_row_held,
-    check_row_width,
-    check_rows_available,
-    check_rows_distinct,
-)
-from kvcanary.invariants.sizes import (
-    MAX_FLAT_INDEX,
-    check_estimate,
-    check_flat_indices,
-    check_lengths,
-    check_page_sizes,
-    check_pool_slots,
-    check_reserve,
-    check_step_estimate,
-)
-from kvcanary.invariants.standstill import Pressure, Standstill
-from kvcanary.invariants.tiers import (
-    check_device_pages,
-    check_device_room,
-    check_host_block,
-    check_host_capacity,
-    check_protected,
-    check_resident,
-    check_window_mapped,
-    check_window_pages,
-    check_window_slide,
-)
+from kvcanary.invariants.drafting import *
+from kvcanary.invariants.errors import *
+from kvcanary.invariants.lengths import *
+from kvcanary.invariants.pages import *
+from kvcanary.invariants.programs import *
+from kvcanary.invariants.rows import *
+from kvcanary.invariants.sizes import *
+from kvcanary.invariants.standstill import *
+from kvcanary.invariants.tiers import *
