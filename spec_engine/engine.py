@@ -67,6 +67,10 @@ class Engine(Intake):
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._pending) or self._corruption is not None
 
+    @property
+    def _still_steps(self) -> int:
+        return self.progress.still_steps
+
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now and free all that it holds; its last event, or None when it is not there any more."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
