@@ -10,7 +10,6 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 from kvcanary.native.layout import UNKNOWN
 from kvcanary_kernels.judge.forward import ForwardPlan
-from kvcanary_kernels.record.table import as_table
 
 NULL_SLOT = 0
 
@@ -100,7 +99,7 @@ class StaticBuffers(Batch):
     def plan(self) -> ForwardPlan:
         """The same tensors as kernels take them."""
         return ForwardPlan(
-            as_table(self.indices),
+            self.indices,
             self.indptr[:-1],
             self.indptr[1:],
             self.bounds,

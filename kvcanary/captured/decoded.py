@@ -155,7 +155,7 @@ class DecodedForward:
         self.accepted, self.requests = accepted, requests
         bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, words, *_, header = written
         self.has_read_hits = np.count_nonzero(header[NUM_BITS : 2 * NUM_BITS]) > 0
-        self._indices, self._spans = substep.forward.table.pages, (starts, ends)
+        self._indices, self._spans = substep.forward.indices, (starts, ends)
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
         self.step, self.width = step, substep.width
@@ -248,7 +248,7 @@ class DecodedForward:
 
     def rows(self) -> list[Ints]:
         """The slots that each row names, of a forward that came once; waits for the device."""
-        indices, (starts, ends) = self._indices[0].cpu().numpy(), self._spans
+        indices, (starts, ends) = self._indices.cpu().numpy(), self._spans
         spans = zip(starts[: self.num_rows], ends[: self.num_rows], strict=True)
         return [indices[start:end] for start, end in spans]
 

@@ -21,7 +21,6 @@ from kvcanary_kernels.judge.forward import ForwardPlan, Planned, Room, new_plann
 from kvcanary_kernels.judge.settle import NUM_RUNS
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT
 from kvcanary_kernels.record.layout import MASK_32, signed
-from kvcanary_kernels.record.table import PageTable
 
 PLANNED, READ = range(2)  # sides of a header: codes of the plan, codes of what was read
 HEADER = 2 * NUM_BITS + NUM_RUNS
@@ -59,9 +58,6 @@ class Settings:
 
     width:         rows a request: 1, or the tree width of a draft forward
     max_depth:     of the trees that are written, in steps from a node to its row
-    grants:        of the shape of the index array or table, int64, generation granted of each page read there;
-                   None: R7 is judged by the states of pages alone
-    engine_stores: the engine writes K and V by itself: slots are poisoned at open and read at close
     tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
     puts:          values are fingerprinted as they are stored (put), and slots sealed before: no copies are kept, of
                    what may be many entries
@@ -74,8 +70,6 @@ class Settings:
 
     width: int = 1
     max_depth: int = 0
-    grants: Tensor | None = None
-    engine_stores: bool = False
     tree_mask: Tensor | None = None
     puts: bool = False
     attends: bool = False
@@ -87,11 +81,11 @@ class Settings:
 class Workspace:
     """What a substep writes besides records: all of it is allocated here.
 
-    codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
+    codes:          [nnz] int64, read codes
     firsts:         first findings of both sides, [64, 4] int64 each (count)
     arrivals:       [1] int64, of count
-    kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where the
-                    engine stores, and where values are fingerprinted as they are put
+    kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where
+                    values are fingerprinted as they are put
     root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
     sums:           as `codes`, lanes of what attention reads, over its layers; empty where nobody compares them
     """
@@ -105,7 +99,7 @@ class Workspace:
             return new(torch.full((n,), value))
 
         self.planned: Planned = new_planned(forward, new)
-        self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
+        self.codes = new(forward.capacity)
         firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
         self.firsts = firsts[PLANNED], firsts[READ]
         self.arrivals = new(1)
@@ -116,10 +110,7 @@ class Workspace:
         self.root_seeds = filled(signed(pool.root), rows) if forward.roots is None else forward.roots
         layers = pool.view.num_layers
         self.sums = new(0 if settings.read_keys is None else self.codes.numel())
-        stored = entries if settings.engine_stores else 0
-        self.stored, self.lane_b = new(2 * stored).view(stored, 2), new(stored)
-        self.lane_a = new(layers * stored).view(layers, stored)
-        kept = 0 if settings.engine_stores or settings.puts else entries
+        kept = 0 if settings.puts else entries
         self.times = new(layers * kept).view(layers, kept)
         self.kept = torch.zeros(layers, kept, pool.rows.words_per_row, dtype=torch.int32, device=pool.records.device)
 
@@ -160,7 +151,6 @@ class Launches:
         self._judged: dict[str, Any] = {
             "layers": pool.layers,
             "codes": work.codes,
-            "grants": None if settings.grants is None else settings.grants.view(forward.table.pages.shape),
             "step": shared.step,
             **self._seal_of,
             **self._truth,
@@ -170,7 +160,6 @@ class Launches:
         self.plan = self._plan(site)
         self.chain = self._chain()
         self.seal = self._seal()
-        self.poison = partial(self._ops.poison_fill, pool.rows, work.planned.safe_slots, **self._entries)
         self.verify_prefixes = self._verify_prefixes()
         self.store = self._store()
         self.put = self._put()
@@ -234,7 +223,7 @@ class Launches:
         return partial(
             self._ops.verify,
             self._pool.records,
-            self._forward.table,
+            self._forward.indices,
             starts=work.planned.starts,
             lengths=work.planned.read_lengths,
             first_positions=work.no_positions,
@@ -248,14 +237,11 @@ class Launches:
 
     def _verify_own(self) -> Launch:
         """What this forward wrote, where its rows read it: one segment an entry, since parents give its place."""
-        work, table = self._work, self._forward.table
-        planned = work.planned
-        if table.rows is not None:
-            table = PageTable(table.pages, table.page_size, planned.table_rows, planned.code_places)
+        work, planned = self._work, self._work.planned
         return partial(
             self._ops.verify,
             self._pool.records,
-            table,
+            self._forward.indices,
             starts=planned.places,
             lengths=planned.own_lengths,
             first_positions=self._forward.positions,
@@ -290,8 +276,6 @@ class Launches:
     def _attest(self) -> Launch:
         """Fingerprints of what was stored, and not put."""
         work = self._work
-        if self._settings.engine_stores:
-            return self._fingerprint()
         if self._settings.puts:
             return _nothing
         return partial(
@@ -306,23 +290,6 @@ class Launches:
             **self._entries,
         )
 
-    def _fingerprint(self) -> Launch:
-        """Lanes of the bytes that lie in the pool now; a layer that still holds poison stored nothing."""
-        pool, work = self._pool, self._work
-        slots, lanes = work.planned.safe_slots, {"lane_a": work.lane_a, "lane_b": work.lane_b}
-        check = partial(self._ops.poison_check, pool.rows, slots, mismatch=work.stored, **self._entries)
-        read = partial(self._ops.fingerprint, pool.rows, slots, pool.keys, **lanes, **self._entries)
-        finish = partial(
-            self._ops.finish, pool.records, pool.content_a, slots, **lanes, layers=pool.layers, **self._entries
-        )
-
-        def launch() -> None:
-            check()
-            read()
-            finish()
-
-        return launch
-
     def _settle(self, runs: Tensor) -> Launch:
         return partial(
             self._ops.settle,
@@ -336,7 +303,6 @@ class Launches:
             codes=self._work.codes,
             runs=runs,
             null_slots=self._pool.view.null_slots,
-            stored=self._work.stored if self._settings.engine_stores else None,
         )
 
     def _judge_reads(self) -> Launch:
@@ -375,7 +341,7 @@ class Launches:
         return partial(
             self._ops.count,
             work.codes,
-            self._forward.table,
+            self._forward.indices,
             starts=work.planned.starts,
             lengths=work.planned.row_lengths,
             counts=counts,

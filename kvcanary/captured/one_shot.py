@@ -13,21 +13,17 @@ from kvcanary.captured.arena import ALIGNMENT, Arena
 from kvcanary.captured.buffers import NULL_SLOT
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
 from kvcanary.captured.substep import CapturedSubstep
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.records.graph_cache import Replays
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS, UNSET
 from kvcanary_kernels.judge.forward import NO_SLOT, ForwardPlan
-from kvcanary_kernels.record.table import PageTable
 
 if TYPE_CHECKING:
     from kvcanary.ledger.row_truth import RowTruth
 
 #: Tensors that a forward has, and rather more: an arena's room. The last: what the host knows, by row.
-ENTRY_TENSORS, ROW_TENSORS, READ_TENSORS, TOLD_TENSORS = 22, 10, 3, 20
+ENTRY_TENSORS, ROW_TENSORS, READ_TENSORS, TOLD_TENSORS = 20, 10, 3, 20
 LEAST_SIZE, SPARE_BITS = 64, 4  # what is written is rounded up by an eighth at most, what is read to a power of two
 MOST_IDLE_BYTES = 32 << 20  # of substeps that no forward has
 
@@ -79,7 +75,7 @@ class OneShotSubstep(CapturedSubstep):
             (num_live, step), (self._told_live, self._told_step) = zip(*map(room.numbers, (1, 1)), strict=True)
             self._indices, self._slots, self._tokens, self._positions = map(room, (reads, entries, entries, entries))
             plan = ForwardPlan(
-                PageTable(self._indices.as_strided((1, reads), (ALIGNMENT, 1)), 1),  # one row: no kernel is for a width
+                self._indices,
                 self._starts[:-1],
                 self._starts[1:],
                 bounds,

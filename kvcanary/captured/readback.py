@@ -21,7 +21,7 @@ from kvcanary.records.mailbox import Line
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import ENTRY, ROW, SLOT, STEP
 from kvcanary_kernels.record.layout import CODE_BITS, MASK_32, signed
-from kvcanary_kernels.record.table import slot_at
+from kvcanary_kernels.record.table import entry_at
 
 MOST_ROWS = 16  # of a forward in which something fired
 HITS_PER_CHECK = 64  # of each side of a forward; the others are counted
@@ -62,7 +62,7 @@ class CapturedHit:
 class CoverageGap:
     """H1: since the last harvest a forward covered other numbers than the host planned; none of them is a launch.
 
-    Entries are those written, reads those that rows read (as planned where the host left it to the device).
+    Entries are those written, reads those that rows read.
     """
 
     pool: str
@@ -201,14 +201,13 @@ def _read_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Itera
     """Read codes of live rows."""
     if not new_counts.any():
         return
-    planned, table = substep.work.planned, substep.forward.table
-    lengths = planned.row_lengths.cpu()
-    code_starts = (planned.starts if table.code_starts is None else table.code_starts).cpu()
-    order = code_starts.argsort()
+    planned = substep.work.planned
+    starts, lengths = planned.starts.cpu(), planned.row_lengths.cpu()
+    order = starts.argsort()
     order = order[lengths[order] > 0]
     if not len(order):  # the last forward had padding only
         return
-    begins, ends = code_starts[order], (code_starts + lengths)[order]
+    begins, ends = starts[order], (starts + lengths)[order]
 
     def is_live(where: Tensor) -> Tensor:
         nth = torch.searchsorted(begins, where, right=True) - 1
@@ -216,18 +215,16 @@ def _read_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Itera
 
     for code, where in _first_places(substep.work.codes.cpu(), new_counts, is_live):
         rows = order[torch.searchsorted(begins, torch.tensor(where, dtype=torch.int64), right=True) - 1]
-        places = torch.tensor(where, dtype=torch.int64) - code_starts[rows]
+        places = torch.tensor(where, dtype=torch.int64) - starts[rows]
         slots = _slots(substep, rows, places)
         for row, place, slot in zip(rows.tolist(), places.tolist(), slots.tolist(), strict=True):
             yield _hit(substep, code, row, NOWHERE, place, slot, step)
 
 
 def _slots(substep: CapturedSubstep, rows: Tensor, places: Tensor) -> Tensor:
-    """[n] int64 on the host: what the table names at these places of these rows, as it lies on the device now."""
-    table, starts = substep.forward.table, substep.work.planned.starts
-    where = rows.to(starts.device)
-    table_rows = None if table.rows is None else table.rows[where]
-    return slot_at(table, table_rows, starts[where] + places.to(starts.device)).cpu()
+    """[n] int64 on the host: what indices name at these places of these rows, as it lies on the device now."""
+    starts = substep.work.planned.starts
+    return entry_at(substep.forward.indices, starts[rows.to(starts.device)] + places.to(starts.device)).cpu()
 
 
 def _first_places(
@@ -256,18 +253,11 @@ def _first_hits(
             entry, row = first[ENTRY], first[ROW]
             place = NOWHERE
             if side == READ:
-                place, entry = entry - _code_start(substep, row, ran), NOWHERE
+                starts = substep.work.planned.starts if ran is None else ran.row_starts
+                place, entry = entry - int(starts[row]), NOWHERE
             elif entry >= forward.num_entries:
                 entry = NOWHERE
             yield _hit(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP], ran)
-
-
-def _code_start(substep: CapturedSubstep, row: int, ran: Ran | None) -> int:
-    """Where the codes of a row begin."""
-    table = substep.forward.table
-    if table.code_starts is not None:
-        return int(table.code_starts[row])
-    return int((substep.work.planned.starts if ran is None else ran.row_starts)[row])
 
 
 def _hit(

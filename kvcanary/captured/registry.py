@@ -44,7 +44,6 @@ class Snapshot(NamedTuple):
     headers:       by number of the substep, [HEADER] int64, None: as runs say; those not there have not run
     once:          substeps of forwards that came once, each with its header
     planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
-    reads_unknown: substeps whose reads were not
     launches:      of numbered substeps, in their order
     cards:         of their runs, and of those that came once, [runs, RUN.size] (native/layout.py)
     """
@@ -52,7 +51,6 @@ class Snapshot(NamedTuple):
     headers: dict[int, Ints] | None
     once: Sequence[tuple[OneShotSubstep, Ints]]
     planned: array[int]
-    reads_unknown: frozenset[int]
     launches: Sequence[Launch]
     cards: array[int]
 
@@ -102,7 +100,6 @@ class SubstepRegistry:
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
         self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
-        self._reads_unknown: set[int] = set()
         self._expected: set[int] = set()  # numbers of substeps
 
     def __iter__(self) -> Iterator[CapturedSubstep]:
@@ -197,20 +194,9 @@ class SubstepRegistry:
         self._headers.zero_()
         self._seen.fill(0)
         self._planned = self._unplanned[:]
-        self._reads_unknown.clear()
         self._expected.clear()
         for substep in self._in_order:
             substep.work.forget_firsts(self.now & MASK_32)
-
-    def get(self, pool: str, kind: str, index: int, bucket: int) -> CapturedSubstep:
-        """The substep of this bucket."""
-        found = self._substeps.get((pool, kind, index, bucket))
-        if found is None:
-            raise PlanError(
-                f"no substep was made for {site_name(kind, index)} of the {pool} pool with {bucket} rows: "
-                "add() it before arm()"
-            )
-        return found
 
     def begin_step(self, step: int) -> None:
         """The number that records and findings carry from here on, on the stream of the forwards."""
@@ -219,11 +205,8 @@ class SubstepRegistry:
         if self._reads_step:
             self.step.fill_(self.now)
 
-    def expect(self, substep: CapturedSubstep, rows: int, entries: int, reads: int | None = None) -> None:
-        """The host launches this forward now, with so many live rows, entries written, and entries of rows read.
-
-        `reads` None: lengths are known to the device alone, and are not compared.
-        """
+    def expect(self, substep: CapturedSubstep, rows: int, entries: int, reads: int) -> None:
+        """The host launches this forward now, with so many live rows, entries written, and entries of rows read."""
         self.publish()
         number, planned = substep.number, self._planned
         if number is None:
@@ -232,10 +215,7 @@ class SubstepRegistry:
         self._expected.add(number)
         planned[first + RUN_ROWS] += rows
         planned[first + RUN_WRITTEN] += entries
-        if reads is None:
-            self._reads_unknown.add(number)
-        else:
-            planned[first + RUN_READ] += reads
+        planned[first + RUN_READ] += reads
 
     def load(self, substep: CapturedSubstep, batch: Batch) -> None:
         """Fill the buffers of a forward that runs next, and expect it to run."""
@@ -258,15 +238,13 @@ class SubstepRegistry:
         """
         if self.shared.opened:
             raise self._not_closed("harvest()")
-        planned, unknown, headers = self._planned, _NO_NUMBERS, None
+        planned, headers = self._planned, None
         self._planned = self._unplanned[:]
-        if self._reads_unknown:
-            unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         if self._expected or not launches:
             if self._in_order and (not launches or self._expected - _numbers_of(launches)):
                 headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
             self._expected.clear()
-        own = headers, once, planned, unknown, launches, array("q") if cards is None else cards
+        own = headers, once, planned, launches, array("q") if cards is None else cards
         return tuple.__new__(Snapshot, own)  # as `Snapshot(*own)`, without a call
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Readback:
@@ -337,8 +315,6 @@ class SubstepRegistry:
             new = header - self._seen[number]
             self._seen[number] = header
             planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
-            if number in snapshot.reads_unknown:
-                planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
             with torch.inference_mode():
                 self._take(self._in_order[number], new, planned, totals, harvest, step, runs.get(number))
 
@@ -386,6 +362,3 @@ def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:
 
 def _nobody() -> None:
     """Who publishes pages where nobody keeps books of them."""
-
-
-_NO_NUMBERS: frozenset[int] = frozenset()

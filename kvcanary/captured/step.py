@@ -235,7 +235,7 @@ class CapturedStep:
 
         Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
         """
-        _, launches, moves, move_cards, (headers, once, planned, _, _, cards), num_kept = told
+        _, launches, moves, move_cards, (headers, once, planned, _, cards), num_kept = told
         self._num_heard = 0
         if not launches or once or headers is not None:
             return False

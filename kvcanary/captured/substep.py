@@ -71,7 +71,7 @@ class CapturedSubstep:
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
         self.num_kept = int(self.written.line_of(0).where[MASKS].stop)
-        self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
+        self._num_layers = pool.view.num_layers
         self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
@@ -125,21 +125,17 @@ class CapturedSubstep:
             if self._beside.owes(self.pool.name):
                 self._beside.catch_up()
             self._launch.plan()
-        if self._engine_stores:
-            self._beside.join()
-            self._launch.poison()
 
     def store(
         self,
         layer: int,
-        k: Tensor | None = None,
+        k: Tensor,
         v: Tensor | None = None,
         *extras: Tensor,
         slots: Tensor | None = None,
     ) -> None:
         """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
 
-        Where the engine stores by itself only the order of hooks is looked at, and values are not needed.
         slots: [entries] int64, where the engine would store them, in its own words; None: where they were planned
         """
         if not self.is_open:
@@ -149,15 +145,12 @@ class CapturedSubstep:
         if self._has_judged:
             raise HookOrderError(f"a captured body must store as often as before its capture, got more for {self}")
         waited = not self.layers and self._beside.join()  # for the plan, which says where
-        if not self._engine_stores:
-            if k is None:
-                raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-            is_settled = (bool(self.layers) or self.is_postponed) and not waited and layer not in self.layers
-            self._write(layer, slots, k, v, extras, is_settled)
+        is_settled = (bool(self.layers) or self.is_postponed) and not waited and layer not in self.layers
+        self._write(layer, slots, k, v, extras, is_settled)
         self.layers += (layer,)
         if self.is_postponed:
             return
-        is_last = len(self.layers) == self._stores and not self._engine_stores and self._beside.is_captured
+        is_last = len(self.layers) == self._stores and self._beside.is_captured
         is_last = is_last and not self.judges_bytes  # this layer's attention is still to come
         # a graph that begins with branches begins late
         begins = layer >= self._num_layers // 2 and not self._has_looked

@@ -31,11 +31,6 @@ class ReadQueue:
         """Positions [0, length) are in the queue."""
         return self._card[QUEUE.length]
 
-    @property
-    def ranges(self) -> list[Range]:
-        """All of them, as they are now."""
-        return [(start, end, step) for start, end, step in self.numbers().tolist()]
-
     def make_room(self) -> None:
         """For what joins in a step, and for what a look cuts off."""
         if self._card[QUEUE.num_ranges] + RANGES_TO_SPARE > self._card[QUEUE.room]:
@@ -65,7 +60,7 @@ class ReadQueue:
 
     def looks(self) -> tuple[Range, ...]:
         """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
-        return tuple(self.ranges)
+        return tuple((start, end, step) for start, end, step in self.numbers().tolist())
 
     def numbers(self) -> Ints:
         """[ranges, RANGE.size] int64 in their order, a copy: `looks` as one array."""
@@ -85,7 +80,7 @@ class ReadQueue:
 
     def last_look(self, position: int) -> int:
         """The step in which the bytes at this position were known good; -1: in none."""
-        return next((step for start, end, step in self.ranges if start <= position < end), -1)
+        return next((step for start, end, step in self.looks() if start <= position < end), -1)
 
     def clear(self) -> None:
         self.put([])

@@ -13,8 +13,6 @@ import torch
 
 from kvcanary_kernels.content.attest import attest, attest_torch
 from kvcanary_kernels.content.check import check_content, check_content_torch
-from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
-from kvcanary_kernels.content.finish import finish, finish_torch
 from kvcanary_kernels.content.finite import finite_check, finite_check_torch
 from kvcanary_kernels.content.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
 from kvcanary_kernels.content.put import put, put_torch
@@ -53,8 +51,6 @@ class Ops:
     store: Operation
     put: Operation
     attest: Operation
-    fingerprint: Operation
-    finish: Operation
     move: Operation
     poison_fill: Operation
     poison_check: Operation
@@ -67,52 +63,29 @@ class Ops:
     judge_reads: Operation
 
 
-KERNELS = Ops(
-    admit=admit,
-    plan=plan,
-    chain_scan=chain_scan,
-    chain_tree=chain_tree,
-    seal=seal,
-    verify=verify,
-    store=store,
-    put=put,
-    attest=attest,
-    fingerprint=fingerprint,
-    finish=finish,
-    move=move,
-    poison_fill=poison_fill,
-    poison_check=poison_check,
-    finite_check=finite_check,
-    settle=settle,
-    count=count,
-    post=post,
-    advance=advance,
-    check_content=check_content,
-    judge_reads=judge_reads,
-)
-REFERENCES = Ops(
-    admit=admit_torch,
-    plan=plan_torch,
-    chain_scan=chain_scan_torch,
-    chain_tree=chain_tree_torch,
-    seal=seal_torch,
-    verify=verify_torch,
-    store=store_torch,
-    put=put_torch,
-    attest=attest_torch,
-    fingerprint=fingerprint_torch,
-    finish=finish_torch,
-    move=move_torch,
-    poison_fill=poison_fill_torch,
-    poison_check=poison_check_torch,
-    finite_check=finite_check_torch,
-    settle=settle_torch,
-    count=count_torch,
-    post=post_torch,
-    advance=advance_torch,
-    check_content=check_content_torch,
-    judge_reads=judge_reads_torch,
-)
+#: By name each operation's kernel, and its twin.
+_BOTH: dict[str, tuple[Operation, Operation]] = {
+    "admit": (admit, admit_torch),
+    "plan": (plan, plan_torch),
+    "chain_scan": (chain_scan, chain_scan_torch),
+    "chain_tree": (chain_tree, chain_tree_torch),
+    "seal": (seal, seal_torch),
+    "verify": (verify, verify_torch),
+    "store": (store, store_torch),
+    "put": (put, put_torch),
+    "attest": (attest, attest_torch),
+    "move": (move, move_torch),
+    "poison_fill": (poison_fill, poison_fill_torch),
+    "poison_check": (poison_check, poison_check_torch),
+    "finite_check": (finite_check, finite_check_torch),
+    "settle": (settle, settle_torch),
+    "count": (count, count_torch),
+    "post": (post, post_torch),
+    "advance": (advance, advance_torch),
+    "check_content": (check_content, check_content_torch),
+    "judge_reads": (judge_reads, judge_reads_torch),
+}
+KERNELS, REFERENCES = (Ops(**{name: both[which] for name, both in _BOTH.items()}) for which in (0, 1))
 
 
 @dataclass(frozen=True)

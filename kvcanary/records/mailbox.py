@@ -24,11 +24,12 @@ class Mailbox:
     device: what is sent
     """
 
-    def __init__(self, device: Tensor, turns: int = IN_THE_AIR) -> None:
-        """`turns`: buffers, as many as are sent before the first of them is read."""
+    def __init__(self, device: Tensor) -> None:
         self.device = device
         with torch.inference_mode(False):
-            buffers = [torch.zeros(device.shape, dtype=device.dtype, pin_memory=device.is_cuda) for _ in range(turns)]
+            buffers = [
+                torch.zeros(device.shape, dtype=device.dtype, pin_memory=device.is_cuda) for _ in range(IN_THE_AIR)
+            ]
         self._buffers = deque((buffer, buffer.numpy()) for buffer in buffers)
 
     def send(self) -> NDArray[Any]:
@@ -52,9 +53,6 @@ class Line:
 
     def __getitem__(self, part: int) -> NDArray[np.int64]:
         return self.numbers[self.where[part]]
-
-    def address(self, part: int) -> int:
-        return self.at + 8 * int(self.where[part].start)
 
     def parts(self) -> list[NDArray[np.int64]]:
         return [self.numbers[where] for where in self.where]

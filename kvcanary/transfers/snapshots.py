@@ -15,21 +15,12 @@ from kvcanary.errors import ContradictionError, ForeignParcelError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
-from kvcanary.provenance.arrival import (
-    Arrival,
-    Landed,
-    Sent,
-    Trip,
-)
+from kvcanary.provenance.arrival import Arrival, Landed, Sent, Trip
 from kvcanary.records.fingerprints import lanes_of_slots
 from kvcanary.records.record_store import RecordStore, Words, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
-from kvcanary.transfers.recent_snapshots import (
-    Departed,
-    Departures,
-    Lanes,
-)
+from kvcanary.transfers.recent_snapshots import Departed, Departures, Lanes
 from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
 from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, SEAL, STEP_SITE, TOKEN_POSITION
 

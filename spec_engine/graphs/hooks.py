@@ -18,7 +18,6 @@ from kvcanary.faults import seam
 from kvcanary.invariants import check_hooked
 from kvcanary_kernels.engine.attention import attention_workspace, paged_attention, paged_attention_torch
 from kvcanary_kernels.judge.forward import ForwardPlan
-from kvcanary_kernels.record.table import as_table
 from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward
 from spec_engine.memory.pools.pool import KVPool
@@ -175,7 +174,7 @@ class StaticForwards:
         if rows.truth is not None:
             prefix_lens, truths = rows.truth.prefix_lens, rows.truth.truths
         plan = ForwardPlan(
-            as_table(forward.indices),
+            forward.indices,
             forward.indptr[:-1],
             forward.indptr[1:],
             forward.bounds,

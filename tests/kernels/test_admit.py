@@ -11,7 +11,6 @@ from kvcanary_kernels.judge.admit import BLOCK, BLOCK_OTHERS, admit, admit_torch
 from kvcanary_kernels.judge.forward import NO_SLOT, ForwardPlan, new_planned
 from kvcanary_kernels.judge.plan import NO_CLAIM, plan_torch
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.table import as_table
 
 NUM_SLOTS, PAGE_SIZE, NULL_SLOTS, POISON = 64, 4, 4, -77
 both = pytest.mark.parametrize("operation", [admit, admit_torch], ids=["triton", "torch"])
@@ -27,7 +26,7 @@ def make_forward(device: str, written: list[int], slots: list[int], live: int) -
     bounds = [sum(written[:row]) for row in range(rows + 1)]
     positions = [nth for count in written for nth in range(count)]
     positions += [0] * (len(slots) - len(positions))
-    tables = {"table": as_table(ints([5] * max(len(slots), 1))), "row_starts": ints(bounds[:-1])}
+    tables = {"indices": ints([5] * max(len(slots), 1)), "row_starts": ints(bounds[:-1])}
     own = {"bounds": ints(bounds), "slots": ints(slots), "tokens": ints(positions), "positions": ints(positions)}
     known = {"prefix_lens": ints([0] * rows), "uids": ints([row % 3 for row in range(rows)]), "num_live": ints([live])}
     return ForwardPlan(row_ends=ints(bounds[1:]), parents=None, truths=None, **tables, **own, **known)

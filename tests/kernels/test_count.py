@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.judge.count import UNSET, count, count_torch, unset_first
-from kvcanary_kernels.record.table import PageTable
 
 POISON = -77
 R1, R3, R4, R5, R12, W9 = 1, 4, 8, 16, 2048, 1 << 40
@@ -106,24 +105,6 @@ def test_count_shows_the_slot_that_was_asked_for(operation, slot: int, device: s
     given = {"starts": tensor([1]), "lengths": tensor([1]), "step": tensor([1])}
     operation(tensor([R1, R1]), tensor([3, slot]), **given, **found.outputs())
     assert found.first[0].tolist() == [1, slot, 0, 1]
-
-
-@both
-def test_count_follows_a_page_table(operation, device: str, tensor) -> None:
-    """Slots come out of the pages; rows of the table are not rows of the batch; a slot out of range is as asked for."""
-    pages = torch.tensor([[9, -3, POISON], [7, 6, POISON]], dtype=torch.int32, device=device)[:, :2]
-    table = PageTable(pages, 4, rows=tensor([1, 0]), code_starts=tensor([5, 0]))
-    codes = [0, R1, 0, R1, POISON, 0, R5, R5 | R3, POISON]
-    header, found = Header(2), Device(2, device)
-    given = {"starts": tensor([2, 3]), "lengths": tensor([3, 4]), "row_ids": tensor([0, 1]), "step": tensor([2])}
-    operation(tensor(codes), table, **given, **found.outputs())
-    header.add([(1, -12, 1, R1), (3, -10, 1, R1), (6, 31, 0, R5), (7, 24, 0, R5 | R3)], 2)
-    assert found.equals(header)
-    outside = PageTable(pages, 4, rows=tensor([0]), code_starts=tensor([1]))
-    given = {"starts": tensor([8]), "lengths": tensor([1]), "step": tensor([2])}
-    found = Device(2, device)
-    operation(tensor(codes), outside, **given, **found.outputs())
-    assert found.first[0].tolist() == [1, -1, 0, 2]
 
 
 @both

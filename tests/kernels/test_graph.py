@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcanary_kernels.content.attest import attest, kept_rows
 from kvcanary_kernels.content.check import check_content
 from kvcanary_kernels.content.fingerprint import fingerprint
-from kvcanary_kernels.content.finish import finish
+from kvcanary_kernels.content.put import put
 from kvcanary_kernels.content.store import store
 from kvcanary_kernels.judge.move import move
 from kvcanary_kernels.judge.verify import verify
@@ -30,6 +30,7 @@ class Step:
             return torch.tensor(list(values), device="cuda")
 
         self.kv = torch.randn(LAYERS, NUM_SLOTS, 2, 2, 8, device="cuda")
+        self.k, self.v = torch.randn(2, ROWS, 2, 8, device="cuda")
         self.rows = pool_rows([kv[:, 0] for kv in self.kv], [kv[:, 1] for kv in self.kv])
         self.keys = make_keys(4, LAYERS, self.rows.words_per_row, "cuda")
         self.live = tensor([ROWS])
@@ -39,6 +40,8 @@ class Step:
         self.parents, self.seeds, self.one = tensor([-1] * ROWS), tensor(range(ROWS)), tensor([1])
         self.generations, self.layers = tensor([1] * (NUM_SLOTS // PAGE_SIZE)), layers_bitmap(LAYERS, "cuda")
         self.scan, self.tree, self.lane_b, self.codes = (torch.empty_like(self.slots) for _ in range(4))
+        self.twice, self.into, self.arrived = (torch.zeros_like(self.slots) for _ in range(3))
+        self.nowhere = tensor([-1])
         self.lane_a = torch.empty(LAYERS, ROWS, dtype=torch.int64, device="cuda")
         self.mismatch = torch.empty(ROWS, 2, dtype=torch.int64, device="cuda")
         self.scratch = torch.empty(ROWS, 8 + LAYERS, dtype=torch.int64, device="cuda")
@@ -56,10 +59,15 @@ class Step:
         written = {"tokens": self.tokens, "positions": self.positions, "chains": self.scan, "requests": self.one}
         seal(self.records, self.slots, **written, **sites, **live)
         lanes = {"lane_a": self.lane_a, "lane_b": self.lane_b}
-        fingerprint(self.rows, self.slots, keys, **lanes, **live)
-        finish(self.records, self.content_a, self.slots, **lanes, layers=self.layers, **live)
+        fingerprint(self.rows, self.slots, keys, **lanes)
+        stored = {"records": self.records, "content_a": self.content_a, "twice": self.twice}
+        for layer in range(LAYERS):
+            put(self.rows, layer, self.slots, self.k, self.v, keys=keys, **stored, **live)
         check_content(self.rows, self.slots, keys, self.content_a, mismatch=self.mismatch, **live)
-        move(self.records, self.content_a, self.slots, self.moved, **sites, scratch=self.scratch, **live)
+        torch.where(self.starts < self.live, self.moved, self.nowhere, out=self.into)
+        granted = {"page_generations": self.generations, "page_size": PAGE_SIZE, "arrived": self.arrived}
+        own = {"requests": self.one, "scratch": self.scratch}
+        move(self.records, self.content_a, self.slots, self.into, **sites, **own, **granted)
         verify(
             self.records,
             self.moved,

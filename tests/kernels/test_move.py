@@ -40,8 +40,11 @@ def oracle(records: Tensor, content_a: Tensor, src: list[int], dst: list[int], n
 
 
 def run(operation, records: Tensor, content_a: Tensor, src: Tensor, dst: Tensor, keys: Keys, **given) -> None:
+    """The writer stays, and every source was written since its page was granted, unless `given` says more."""
     scratch = torch.full((src.numel(), 8 + LAYERS), POISON, device=src.device)
-    operation(records, content_a, src, dst, **given, pool_id=POOL_ID, keys=keys, scratch=scratch)
+    given.setdefault("requests", records[src.clamp(0, NUM_SLOTS - 1), 2])
+    truth = {"page_generations": records[:, 2] >> 32, "page_size": 1, "arrived": torch.full_like(src, POISON)} | given
+    operation(records, content_a, src, dst, **truth, pool_id=POOL_ID, keys=keys, scratch=scratch)
 
 
 WINDOWS = {
@@ -96,14 +99,14 @@ def test_a_damaged_source_stays_damaged(operation, column: int, device: str, ten
 
 
 @both
-def test_move_writes_nothing_for_padding_and_bad_slots(operation, device: str, tensor) -> None:
-    """An entry whose source or destination is outside the pool is refused whole, padding too."""
+def test_move_writes_nothing_for_bad_slots(operation, device: str, tensor) -> None:
+    """An entry whose source or destination is outside the pool is refused whole."""
     keys = make_keys(2, LAYERS, 4, device)
     records, content_a = sealed_pool(keys, device)
-    src, dst, new = [4, -1, 5, 6, 24, 7], [1, 2, 24, 3, 8, 9], {"generation": 1, "step": 2, "site": 3}
+    src, dst, new = [4, -1, 5, 6, 24], [1, 2, 24, 3, 8], {"generation": 1, "step": 2, "site": 3}
     expected = oracle(records, content_a, [4, 6], [1, 3], [new | {"request": 100}, new | {"request": 103}], keys)
-    given = {"generations": tensor([1] * 6), "step": tensor([2]), "sites": tensor([3]), "num_live": tensor([5])}
-    given["requests"] = tensor([100, 101, 102, 103, 104, 105])
+    given = {"generations": tensor([1] * 5), "step": tensor([2]), "sites": tensor([3])}
+    given["requests"] = tensor([100, 101, 102, 103, 104])
     run(operation, records, content_a, tensor(src), tensor(dst), keys, **given)
     assert (records.tolist(), content_a.T.tolist()) == expected
 
@@ -141,8 +144,7 @@ def test_move_needs_scratch(device: str, tensor) -> None:
     keys = make_keys(2, LAYERS, 4, device)
     records, content_a = sealed_pool(keys, device)
     one = tensor([1])
-    given = {"generations": one, "step": one, "sites": one, "pool_id": 0, "keys": keys}
-    with pytest.raises(ValueError, match=r"scratch must be \[1, 11\] int64, got None"):
-        move(records, content_a, one, one, **given)
+    given = {"generations": one, "step": one, "sites": one, "requests": one, "pool_id": 0, "keys": keys}
+    given |= {"page_generations": one, "page_size": NUM_SLOTS, "arrived": one}
     with pytest.raises(ValueError, match=r"scratch must be contiguous \[>= 1, 11\] int64, got \[1, 8\]"):
         move(records, content_a, one, one, **given, scratch=torch.zeros(1, 8, dtype=torch.int64, device=device))

@@ -13,7 +13,6 @@ from kvcanary_kernels.judge.forward import NO_SLOT, ForwardPlan, Planned, new_pl
 from kvcanary_kernels.judge.plan import NO_CLAIM, plan, plan_torch
 from kvcanary_kernels.judge.settle import settle, settle_torch
 from kvcanary_kernels.record.layout import CODE_BITS, LOAD_FAILED, RESERVED, WRITTEN, layers_bitmap
-from kvcanary_kernels.record.table import PageTable, as_table
 
 NUM_SLOTS, PAGE_SIZE, NULL_SLOTS, LAYERS, POISON = 64, 4, 4, 3, -77
 NUM_PAGES = NUM_SLOTS // PAGE_SIZE
@@ -58,14 +57,10 @@ def make_world(forward: ForwardPlan, device: str, seed: int = 0) -> World:
         truth={"generations": draw(1, 9, NUM_PAGES), "states": draw(0, 9, NUM_PAGES), "owners": draw(-2, 3, NUM_PAGES)},
         claims=torch.full((NUM_SLOTS,), NO_CLAIM, device=device),
         twice=draw(0, 2, forward.num_entries),
-        codes=torch.full((as_codes(forward),), POISON, device=device),
+        codes=torch.full((forward.capacity,), POISON, device=device),
         runs=torch.zeros(3, dtype=torch.int64, device=device),
         planned=planned,
     )
-
-
-def as_codes(forward: ForwardPlan) -> int:
-    return forward.capacity * (1 if forward.table.rows is None else forward.num_rows)
 
 
 def run_plan(operation, forward: ForwardPlan, world: World, **changes: int) -> None:
@@ -76,7 +71,7 @@ def run_plan(operation, forward: ForwardPlan, world: World, **changes: int) -> N
     operation(forward, world.planned, **(arrays | world.truth | options))
 
 
-def run_settle(operation, forward: ForwardPlan, world: World, stored: Tensor | None = None) -> None:
+def run_settle(operation, forward: ForwardPlan, world: World) -> None:
     operation(
         forward,
         world.planned,
@@ -88,11 +83,10 @@ def run_settle(operation, forward: ForwardPlan, world: World, stored: Tensor | N
         codes=world.codes,
         runs=world.runs,
         null_slots=NULL_SLOTS,
-        stored=stored,
     )
 
 
-def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int | None = None) -> ForwardPlan:
+def make_forward(device: str, seed: int, is_tree: bool, live: int | None = None) -> ForwardPlan:
     """A random forward of five rows, with ids, bounds of rows, parents and positions right and wrong."""
     draw = random.Random(seed)
 
@@ -109,18 +103,11 @@ def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int
     ]
     starts = [sum(lengths[:row]) for row in range(5)]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    table = as_table(ints(ids))
-    if page:
-        width = 4
-        pages = ints([draw.randrange(-1, NUM_SLOTS // page + 1) for _ in range(7 * width)]).view(7, width)
-        rows = ints([draw.randrange(7) for _ in range(5)])
-        table = PageTable(pages, page, rows, ints([row * width * page for row in range(5)]))
-        starts, ends = [0] * 5, lengths
     if draw.random() < 0.5:
         broken = draw.randrange(5)
         ends[broken] = draw.choice([-3, starts[broken] - 1, 10**12, ends[broken]])
     return ForwardPlan(
-        table=table,
+        indices=ints(ids),
         row_starts=ints(starts),
         row_ends=ints(ends),
         bounds=ints(bounds),
@@ -137,19 +124,17 @@ def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int
     )
 
 
-@pytest.mark.parametrize("page", [0, 1, 4])
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("seed", range(3))
-def test_kernels_equal_their_references(device, seed, is_tree, page):
+@pytest.mark.parametrize("seed", range(9))
+def test_kernels_equal_their_references(device, seed, is_tree):
     """Every output of both, poison where nothing is written included, over forwards full of wrong numbers."""
-    forward = make_forward(device, seed + 10 * is_tree + 100 * page, is_tree, page)
+    forward = make_forward(device, seed + 10 * is_tree, is_tree)
     ours, twin = (make_world(forward, device, seed) for _ in range(2))
     run_plan(plan, forward, ours)
     run_plan(plan_torch, forward, twin)
     assert all(torch.equal(a, b) for a, b in zip(ours.outputs(), twin.outputs(), strict=True))
-    stored = torch.arange(2 * forward.num_entries, device=device).view(-1, 2) if seed % 2 else None
-    run_settle(settle, forward, ours, stored)
-    run_settle(settle_torch, forward, twin, stored)
+    run_settle(settle, forward, ours)
+    run_settle(settle_torch, forward, twin)
     assert all(torch.equal(a, b) for a, b in zip(ours.outputs(), twin.outputs(), strict=True))
 
 
@@ -169,7 +154,7 @@ def one_row(device: str, **changes: list[int] | None) -> tuple[ForwardPlan, Worl
         "num_live": [1],
     } | {name: values for name, values in changes.items() if name != "ids"}
     tensors = {name: None if v is None else torch.tensor(v, device=device) for name, v in arrays.items()}
-    forward = ForwardPlan(as_table(torch.tensor(changes.get("ids", [8, 9, 10, 11]), device=device)), **tensors)
+    forward = ForwardPlan(torch.tensor(changes.get("ids", [8, 9, 10, 11]), device=device), **tensors)
     world = make_world(forward, device)
     world.truth["states"].fill_(5)
     world.truth["owners"].fill_(7)
@@ -250,31 +235,19 @@ def test_settle_withdraws_every_claim(device):
     assert bool((world.claims == NO_CLAIM).all())
 
 
-def test_a_table_of_rows_needs_code_starts(device):
-    """Without them the codes of two rows would lie on each other."""
-    forward = make_forward(device, 0, False, 4)
-    with pytest.raises(ValueError) as caught:
-        ForwardPlan(
-            PageTable(forward.table.pages, 4, forward.table.rows),
-            **{field.name: getattr(forward, field.name) for field in fields(ForwardPlan) if field.name != "table"},
-        )
-    words = "a table of several rows needs code_starts, got None: the codes of its rows would overlap"
-    assert str(caught.value) == words
-
-
 @both
 def test_a_row_reads_what_it_writes_at_its_end(operation, device) -> None:
-    """Entries stand behind the prefix, in order, in the table and in the codes; a row of nothing else is whole too."""
+    """Entries stand behind the prefix, in order; a row of nothing else is whole too."""
     forward, world = one_row(device)
     run_plan(operation, forward, world)
-    assert (world.planned.places.tolist(), world.planned.code_places.tolist()) == ([2, 3], [2, 3])
+    assert world.planned.places.tolist() == [2, 3]
     forward, world = one_row(device, ids=[10, 11], row_ends=[2], prefix_lens=[0], positions=[0, 1])
     run_plan(operation, forward, world)
     assert (world.planned.codes.tolist(), world.planned.places.tolist()) == ([0, 0, 0], [0, 1])
     assert world.planned.seeds.tolist() == [99]
     forward, world = one_row(device, row_ends=[5])
     run_plan(operation, forward, world)
-    assert (world.planned.places.tolist(), world.planned.code_places.tolist()) == ([-1, -1], [-1, -1])
+    assert world.planned.places.tolist() == [-1, -1]
 
 
 @both
@@ -321,7 +294,7 @@ def branches(device: str, **changes) -> tuple[ForwardPlan, World]:
     } | {name: values for name, values in changes.items() if name != "ids"}
     tensors = {name: None if v is None else torch.tensor(v, device=device) for name, v in arrays.items()}
     ids = changes.get("ids", [8, 16, 9, 17, 10, 18, 11, 19])
-    forward = ForwardPlan(as_table(torch.tensor(ids, device=device)), **tensors, ancestors=1)
+    forward = ForwardPlan(torch.tensor(ids, device=device), **tensors, ancestors=1)
     world = make_world(forward, device)
     world.truth["states"].fill_(5)
     world.truth["owners"].fill_(7)
@@ -440,21 +413,10 @@ def test_a_row_that_writes_nothing_reads_all_of_itself(operation, device) -> Non
 
 @both
 def test_a_padding_row_is_looked_at_from_its_first_place(operation, device) -> None:
-    """Also where it begins before the table does."""
+    """Also where it begins before the index array does."""
     forward, world = one_row(device, num_live=[0], slots=[0, 0], row_starts=[-2], row_ends=[1], ids=[9, 0, 1, 2])
     run_plan(operation, forward, world)
     assert world.planned.codes.tolist() == [0, 0, CODE_BITS["W9"]]
-
-
-@both
-@pytest.mark.parametrize(("row", "code"), [(0, 0), (1, CODE_BITS["R10"]), (-1, CODE_BITS["R10"])])
-def test_a_row_that_no_table_has_is_no_row(operation, device, row: int, code: int) -> None:
-    """R10: it has no place for a single entry."""
-    forward, world = one_row(device)
-    pages, rows = (torch.tensor(values, device=device) for values in ([[2, 3]], [row]))
-    forward = replace(forward, table=PageTable(pages, PAGE_SIZE, rows, torch.zeros_like(rows)))
-    run_plan(operation, forward, world)
-    assert world.planned.codes.tolist() == [0, 0, code]
 
 
 @settles

@@ -16,7 +16,6 @@ from kvcanary_kernels.engine.attention import paged_attention, paged_attention_t
 from kvcanary_kernels.judge.forward import ForwardPlan, new_planned
 from kvcanary_kernels.record.layout import CODE_BITS, make_keys
 from kvcanary_kernels.record.rows import pool_rows
-from kvcanary_kernels.record.table import as_table
 
 KV_HEADS, SLOTS, LAYERS, POISON = 2, 256, 2, -77
 E4M3 = torch.float8_e4m3fn
@@ -210,7 +209,7 @@ class Judged:
         bounds = world.tensor([sum(world.new[:row]) for row in range(rows + 1)])
         entries, some = world.tensor([0] * sum(world.new)), world.tensor([0] * rows)
         plan = ForwardPlan(
-            as_table(world.tensor([page for row in world.pages for page in row])),
+            world.tensor([page for row in world.pages for page in row]),
             firsts[:-1],
             firsts[1:],
             bounds,

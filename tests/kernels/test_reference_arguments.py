@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvcanary_kernels.content.check import check_content_torch
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
-from kvcanary_kernels.content.finish import finish_torch
 from kvcanary_kernels.content.poison import poison_check_torch, poison_fill_torch
 from kvcanary_kernels.engine.index import index_rows_torch
 from kvcanary_kernels.judge.count import NUM_BITS, count_torch
@@ -23,7 +22,6 @@ from kvcanary_kernels.record.chain import chain_scan_torch, chain_tree_torch
 from kvcanary_kernels.record.layout import COLUMNS, POWERS, make_keys
 from kvcanary_kernels.record.rows import pool_rows
 from kvcanary_kernels.record.seal import seal_torch
-from kvcanary_kernels.record.table import as_table
 
 SLOTS, LAYERS, N, ROWS = 8, 2, 3, 2
 KEYS = make_keys(3, LAYERS, 4)
@@ -38,7 +36,7 @@ def a_forward() -> ForwardPlan:
     rows, entries = ("row_starts", "row_ends", "prefix_lens", "uids"), ("slots", "tokens", "positions")
     arrays = {name: ints(ROWS) for name in rows} | {name: ints(N) for name in entries}
     return ForwardPlan(
-        table=as_table(ints(4)), bounds=torch.tensor([0, 2, 3]), parents=None, truths=None, num_live=ints(1), **arrays
+        indices=ints(4), bounds=torch.tensor([0, 2, 3]), parents=None, truths=None, num_live=ints(1), **arrays
     )
 
 
@@ -52,15 +50,11 @@ CASES = {
         | {name: ints(N) for name in ("requests", "generations", "step", "sites")}
         | {"records": RECORDS, "num_live": ints(1), "pool_id": 0, "keys": KEYS},
     ),
-    "finish": (
-        finish_torch,
-        {"records": RECORDS, "content_a": CONTENT_A, "slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N)}
-        | {"layers": ints(2), "num_live": ints(1)},
-    ),
     "move": (
         move_torch,
-        {name: ints(N) for name in ("src", "dst", "generations", "step", "sites", "requests")}
-        | {"records": RECORDS, "content_a": CONTENT_A, "num_live": ints(1), "pool_id": 0, "keys": KEYS},
+        {name: ints(N) for name in ("src", "dst", "generations", "step", "sites", "requests", "arrived")}
+        | {"records": RECORDS, "content_a": CONTENT_A, "page_generations": ints(SLOTS // 4), "page_size": 4}
+        | {"pool_id": 0, "keys": KEYS, "scratch": ints(N, COLUMNS + LAYERS)},
     ),
     "chain_scan": (
         chain_scan_torch,
@@ -85,18 +79,17 @@ CASES = {
     ),
     "fingerprint": (
         fingerprint_torch,
-        {"slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N), "num_live": ints(1)}
-        | {"rows": POOL, "keys": KEYS},
+        {"slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N)} | {"rows": POOL, "keys": KEYS},
     ),
     "index": (
         index_rows_torch,
         {"table": ints(4, 5), "rows": ints(1), "prefix_lens": ints(1), "tails": ints(N, 2), "tail_lens": ints(N)}
         | {"kv_indptr": ints(N + 1), "kv_indices": ints(3 * 7), "num_slots": SLOTS},
     ),
-    "poison_fill": (poison_fill_torch, {"slots": ints(N), "num_live": ints(1), "rows": POOL}),
+    "poison_fill": (poison_fill_torch, {"slots": ints(N), "rows": POOL}),
     "poison_check": (
         poison_check_torch,
-        {"slots": ints(N), "mismatch": ints(N, 2), "num_live": ints(1), "rows": POOL},
+        {"slots": ints(N), "mismatch": ints(N, 2), "rows": POOL},
     ),
     "verify": (
         verify_torch,
@@ -115,15 +108,10 @@ CASES = {
     "settle": (
         settle_torch,
         {"records": RECORDS, "expected": RECORDS.clone(), "layers": ints(2), "claims": ints(SLOTS), "twice": ints(N)}
-        | {"codes": ints(4), "runs": ints(NUM_RUNS), "stored": ints(N, 2), "null_slots": 0},
+        | {"codes": ints(4), "runs": ints(NUM_RUNS), "null_slots": 0},
     ),
 }
-ARRAYS = [
-    (case, name)
-    for case, (_, given) in CASES.items()
-    for name, value in given.items()
-    if torch.is_tensor(value) and name != "indices"  # an engine's table may be int32
-]
+ARRAYS = [(case, name) for case, (_, given) in CASES.items() for name, value in given.items() if torch.is_tensor(value)]
 #: Told in the words of another.
 SAID = {("settle", "expected"): "records"}
 
@@ -168,10 +156,8 @@ def test_what_else_is_refused() -> None:
     many = torch.zeros(1, dtype=torch.int64).expand(POWERS * POWERS)
     assert words_of("chain_scan", tokens=many) == f"a scan takes fewer than {1 << 24} entries, got {1 << 24}"
     for scratch in (ints(N - 1, 10), ints(N, 9), ints(10, N).t()):
-        words = f"scratch must be contiguous [>= 3, 10] int64, got {list(scratch.shape)}"
+        words = f"scratch must be contiguous [>= 3, 10] int64, got {list(scratch.shape)} torch.int64"
         assert words_of("move", scratch=scratch) == words
-    for stored in (ints(N, 3), ints(N + 1, 2)):
-        assert words_of("settle", stored=stored) == f"stored must be [3, 2] int64, got {list(stored.shape)} torch.int64"
     for first in (ints(NUM_BITS, 3), ints(4, NUM_BITS).t()):
         words = f"first must be contiguous [{NUM_BITS}, 4] int64, got {list(first.shape)} torch.int64"
         assert words_of("count", first=first) == words
@@ -189,6 +175,6 @@ def test_one_value_for_all_stands_only_where_it_may(case: str) -> None:
     entries = [name for name, value in CASES[case][1].items() if torch.is_tensor(value) and value.shape == (N,)]
     for name in entries:
         if name in shared:
-            call(case, **{name: ints(1)}, num_live=ints(1))
+            call(case, **{name: ints(1)})
         elif name not in ("slots", "src", "tokens"):  # these say how many entries there are
             assert words_of(case, **{name: ints(1)}).startswith(f"{name} must be contiguous [3] int64, got [1]")

@@ -1,4 +1,4 @@
-"""Seal and finish: what a slot's record says after a write."""
+"""Seal: what a slot's record says after a write."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.finish import finish, finish_torch
-from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import Keys, make_keys, read_record, seal_host
 from kvcanary_kernels.record.seal import seal, seal_torch
 
@@ -15,7 +13,6 @@ MASK = 2**64 - 1
 POISON = -77
 NUM_SLOTS = 24
 both = pytest.mark.parametrize("operation", [seal, seal_torch], ids=["triton", "torch"])
-both_finish = pytest.mark.parametrize("operation", [finish, finish_torch], ids=["triton", "torch"])
 
 
 def oracle(fields: dict[str, int], slot: int, pool_id: int, keys: Keys) -> list[int]:
@@ -110,34 +107,3 @@ def test_seal_refuses_wrong_shapes(operation, device: str, tensor) -> None:
         operation(records, tensor([3]), **given, pool_id=0, keys=keys)
     with pytest.raises(ValueError, match=r"records must be \[num_slots, 8\] int64, got \[24, 7\]"):
         operation(records[:, :7], tensor([3, 4]), **given, pool_id=0, keys=keys)
-
-
-@both_finish
-@pytest.mark.parametrize("n", [0, 1, 5])
-def test_finish_adds_lanes_and_layers(operation, n: int, device: str, tensor) -> None:
-    """Content columns, bitmap and lane a of the given slots are written, everything else stays."""
-    slots, layers = [23, 0, 5, 7, 6][:n], 70
-    records = torch.full((NUM_SLOTS, 8), POISON, device=device)
-    content_a = torch.full((layers, NUM_SLOTS), POISON, device=device)
-    lane_a = torch.arange(layers * n, device=device).view(layers, n) - 99
-    lane_b = torch.arange(n, device=device) - 2**40
-    bitmap = record.layers_bitmap(layers, device)
-    operation(records, content_a, tensor(slots), lane_a=lane_a, lane_b=lane_b, layers=bitmap)
-    rows, lanes = records.tolist(), content_a.tolist()
-    for slot in range(NUM_SLOTS):
-        i = slots.index(slot) if slot in slots else None
-        stored = [POISON] * 3 if i is None else [i - 2**40, -1, 63]
-        assert rows[slot] == [POISON] * 4 + stored + [POISON]
-        assert [lane[slot] for lane in lanes] == [POISON if i is None else j * n + i - 99 for j in range(layers)]
-
-
-@both_finish
-def test_finish_writes_nothing_for_padding_and_bad_slots(operation, device: str, tensor) -> None:
-    """As for the seal."""
-    records = torch.full((NUM_SLOTS, 8), POISON, device=device)
-    content_a = torch.full((2, NUM_SLOTS), POISON, device=device)
-    lanes, bitmap = torch.zeros(2, 4, dtype=torch.int64, device=device), record.layers_bitmap(2, device)
-    live = tensor([3])
-    operation(records, content_a, tensor([-1, 6, 24, 8]), lane_a=lanes, lane_b=lanes[0], layers=bitmap, num_live=live)
-    assert (records != POISON).any(1).nonzero().tolist() == [[6]]
-    assert (content_a != POISON).any(0).nonzero().tolist() == [[6]]

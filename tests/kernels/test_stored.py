@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcanary_kernels.content import attest, put
 from kvcanary_kernels.content.check import check_content_torch
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
-from kvcanary_kernels.content.finish import finish_torch
+from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import layers_bitmap
 from stored_pool import POISON, WAYS, as_given
 
@@ -80,8 +80,8 @@ def test_the_bits_of_all_128_layers(store, make_stored, make_content) -> None:
 
 
 @every_way
-def test_tables_are_those_of_fingerprint_and_finish(store, make_stored, make_content) -> None:
-    """After all layers the tables are those of the separate operations, and the content check agrees."""
+def test_tables_are_those_of_fingerprint(store, make_stored, make_content) -> None:
+    """After all layers the tables hold the lanes of the rows and every layer's bit, and the content check agrees."""
     pool, values = make_stored(12, "hnd", 4), make_content(3, seed=1)
     slots = torch.tensor([11, 4, 0], device=pool.device)
     records, content_a = pool.records.clone(), pool.content_a.clone()
@@ -89,7 +89,8 @@ def test_tables_are_those_of_fingerprint_and_finish(store, make_stored, make_con
         store(pool, layer, slots.tolist(), values)
     lane_a, lane_b = torch.empty(2, 3, dtype=torch.int64, device=pool.device), torch.empty_like(slots)
     fingerprint_torch(pool.rows, slots, pool.keys, lane_a=lane_a, lane_b=lane_b)
-    finish_torch(records, content_a, slots, lane_a=lane_a, lane_b=lane_b, layers=layers_bitmap(2, pool.device))
+    content_a[:, slots], records[slots, record.CONTENT_B] = lane_a, lane_b
+    records[slots, record.LAYERS_LOW : record.LAYERS_HIGH + 1] = layers_bitmap(2, pool.device)
     assert torch.equal(records, pool.records)
     assert torch.equal(content_a, pool.content_a)
     mismatch = torch.full((3, 2), POISON, device=pool.device)

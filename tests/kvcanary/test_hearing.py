@@ -71,7 +71,7 @@ class World:
             self.ledger.grant(name, pages, 0)
 
     def run(self, kind: str, line: Line, is_tree: bool, has_lineage: bool = False) -> Launched:
-        forward = {"num_entries": 9, "num_rows": ROOM, "ancestors": 0, "table": SimpleNamespace(pages=[None])}
+        forward = {"num_entries": 9, "num_rows": ROOM, "ancestors": 0, "indices": None}
         substep = SimpleNamespace(
             site=(kind, 0),
             number=0,

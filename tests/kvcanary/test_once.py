@@ -123,7 +123,7 @@ def test_what_lies_behind_a_forward_is_padding(prefills):
     assert plan.row_starts.tolist() == [0, 21] + [26] * 14
     assert plan.row_ends.tolist() == [21] + [26] * 15
     assert plan.slots[26:].tolist() == [0] * 38
-    assert plan.table.pages[0, 26:].tolist() == [-1] * 38
+    assert plan.indices[26:].tolist() == [-1] * 38
 
 
 def test_a_row_that_ends_behind_the_indices_reads_nothing_of_the_last_forward(prefills):

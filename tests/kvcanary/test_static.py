@@ -10,7 +10,7 @@ import torch
 
 from kvcanary import HookOrderError, PlanError
 from kvcanary.captured import kernel_launches as launches_module
-from kvcanary.captured.buffers import Batch, StaticBuffers
+from kvcanary.captured.buffers import Batch
 from kvcanary.captured.readback import HITS_PER_CHECK
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import KERNELS
@@ -19,7 +19,6 @@ from kvcanary_kernels.judge.plan import NO_CLAIM
 from kvcanary_kernels.judge.verify import ROOT, verify_torch
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import chain_host, chain_root, signed
-from kvcanary_kernels.record.table import PageTable
 
 ANN, BOB = 11, 22
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the cuda variant runs")
@@ -199,14 +198,6 @@ def test_a_record_of_a_later_step_is_future(rig, decode, rows):
     harvest = rig.run(decode, clean(rig, rows), step=0)
     assert {hit.code for hit in harvest.hits} == {"R11"}
     assert len(harvest.hits) == harvest.totals["R11", "target", ("decode", 0)] == 8
-
-
-def test_a_grant_that_is_not_current_is_stale(rig, decode, rows):
-    """R7 by the generations that the rows were granted, entry by entry."""
-    grants = torch.ones(64, dtype=torch.int64, device=rig.device)
-    grants[1] = 5
-    substep = rig.add("extend", has_truths=True, grants=grants)
-    assert told(rig.run(substep, clean(rig, rows), step=2)) == [("R7", 0, -1, 1, 5)]
 
 
 def test_a_layer_that_stores_twice_is_a_duplicate(rig, decode, rows):
@@ -424,64 +415,6 @@ def test_draft_rows_read_their_ancestors(rig, decode, static_row):
     assert told(rig.run(second, rig.batch(grown[:1]), step=2)) == []
     assert record.read_record(rig.pool.records.cpu(), 10).site == pack_site("draft", 0, 1)
     assert ("R10", 0, -1, -1, -1) in told(rig.run(second, rig.batch(grown[1:]), step=2))
-
-
-def test_the_engines_own_store(rig, decode, rows):
-    """Slots are poisoned at open and read at close: right bytes get right lanes, a layer left out is R12."""
-    substep = rig.add("extend", has_truths=True, engine_stores=True)
-
-    def engine_stores(layers: list[int]):
-        slots = substep.forward.slots[:2]
-        for layer in layers:
-            rig.kv[layer, slots, 0], rig.kv[layer, slots, 1] = rig.values(
-                layer, substep.forward.tokens[:2], substep.forward.positions[:2]
-            )
-
-    rig.before_close = lambda: engine_stores([0, 1])
-    assert told(rig.run(substep, clean(rig, rows), step=2)) == []
-    assert torch.equal(rig.pool.records, rig.pool.expected)
-    lanes = rig.pool.content_a[:, 9].clone(), rig.pool.records[9, record.CONTENT_B].clone()
-    rig.before_close = lambda: None
-    rig.run(decode, clean(rig, rows), step=3)
-    assert torch.equal(lanes[0], rig.pool.content_a[:, 9])
-    assert torch.equal(lanes[1], rig.pool.records[9, record.CONTENT_B])
-    rig.before_close = lambda: engine_stores([1])
-    assert told(rig.run(substep, clean(rig, rows), step=4)) == [("R12", 0, 0, -1, 9), ("R12", 1, 1, -1, 15)]
-    assert record.read_record(rig.pool.records.cpu(), 9).layers == 0b10
-
-
-def test_rows_along_a_page_table(rig, decode, rows):
-    """The table that attention reads is judged in place, with the places of its rows."""
-    table = torch.zeros(4, 3, dtype=torch.int32, device=rig.device)
-    table[0, :2], table[1, :1] = torch.tensor([1, 2]), torch.tensor([3])
-    lengths, row = torch.zeros(4, dtype=torch.int64, device=rig.device), torch.arange(4, device=rig.device)
-    buffers = StaticBuffers.allocate(4, 8, 64, device=rig.device)
-    flat = buffers.plan()
-    pages = PageTable(table, 4, row, row * 12)
-    fields = {name: getattr(flat, name) for name in ("bounds", "slots", "tokens", "positions", "parents")}
-    fields |= {name: getattr(flat, name) for name in ("prefix_lens", "truths", "uids", "num_live")}
-    forward = type(flat)(pages, torch.zeros_like(lengths), lengths, **fields)
-    substep = rig.bank.add("target", "verify", 0, forward)
-
-    def run(step: int) -> list[tuple]:
-        rig.bank.begin_step(step)
-        buffers.fill(rig.batch(rows))
-        lengths[:2] = torch.tensor([6, 4])
-        rig.bank.expect(substep, 2, 2, 10)
-        rig.body(substep)
-        harvest = rig.bank.harvest()
-        assert harvest.gaps == []
-        return told(harvest)
-
-    assert run(2) == []
-    table[1, 0] = 24
-    found = run(3)
-    assert ("R1", 1, -1, 2, 98) in found
-    assert {hit[1] for hit in found} == {1}
-    with pytest.raises(PlanError) as caught:
-        rig.bank.load(substep, rig.batch(rows))
-    words = "load() needs StaticBuffers: verify of the target pool, bucket of 4 rows reads the engine's own tensors"
-    assert str(caught.value) == f"{words}, expect() it"
 
 
 def test_row_violations_are_those_of_the_last_forward(rig, decode, rows):

@@ -45,7 +45,7 @@ class _Watch(TorchDispatchMode):
 VIEWS = {"view", "detach", "slice", "select", "unsqueeze", "as_strided", "_reshape_alias", "_unsafe_view", "unbind"}
 
 
-@pytest.mark.parametrize("settings", [{}, {"engine_stores": True}, {"is_tree": True, "max_depth": 3}])
+@pytest.mark.parametrize("settings", [{}, {"is_tree": True, "max_depth": 3}])
 def test_hooks_run_no_torch_operation_but_launches(make_static, monkeypatch, settings):
     """Around the kernels there are views: no look at a value."""
     monkeypatch.setattr(launches_module, "ops_for", lambda device: KERNELS)
@@ -142,15 +142,14 @@ def test_hooks_have_one_order(make_static):
     substep = rig.add("draft", 2)
     name = "draft[2] of the target pool, bucket of 4 rows"
     assert refused(HookOrderError, substep.close) == f"close() must follow open(): {name} is closed"
-    words = refused(HookOrderError, substep.store, 0)
+    values = rig.values(0, substep.forward.tokens, substep.forward.positions)
+    words = refused(HookOrderError, substep.store, 0, *values)
     assert words == f"store(layer=0) belongs between open() and close(): {name} is closed"
     substep.open()
     assert refused(HookOrderError, substep.open) == f"open() must follow close(): {name} is open"
     assert refused(HookOrderError, rig.bank.harvest) == f"harvest() must wait for close() of {name}"
     assert refused(HookOrderError, rig.bank.arm) == f"arm() must wait for close() of {name}"
-    assert refused(PlanError, substep.store, 2) == f"layer must be in [0, 2) for {name}, got 2"
-    words = refused(PlanError, substep.store, 1)
-    assert words == f"k must be given, for {name} stores it, got None: or add() it with engine_stores=True"
+    assert refused(PlanError, substep.store, 2, *values) == f"layer must be in [0, 2) for {name}, got 2"
     substep.close()
 
 
@@ -189,13 +188,10 @@ def test_records_are_sealed_behind_the_store_of_the_middle_layer(make_static, st
 
 
 def test_a_bank_is_filled_before_it_is_armed(make_static):
-    """Substeps are found by pool, kind, index and bucket; a missing, repeated or late one is refused."""
+    """A repeated or late substep is refused."""
     rig = make_static()
     substep = rig.add("decode", rows=2)
-    assert rig.bank.get("target", "decode", 0, 2) is substep
     assert list(rig.bank) == [substep]
-    words = refused(PlanError, rig.bank.get, "target", "draft", 1, 8)
-    assert words == "no substep was made for draft[1] of the target pool with 8 rows: add() it before arm()"
     words = refused(PlanError, rig.add, "decode", rows=2)
     assert words == "a bank holds each substep once, got decode of the target pool, bucket of 2 rows twice"
     assert refused(PlanError, rig.add, "dance").startswith("kind must be one of prefill, decode, draft")

@@ -36,7 +36,7 @@ def attest(
 ) -> None:
     """Enter both lanes and the bit of every layer that `store` was called for since the last time. May be captured.
 
-    After every layer was stored once since `seal`, the records are what `fingerprint` and `finish` make of the rows.
+    After every layer was stored once since `seal`, the records hold the lanes that `fingerprint` finds, and all layers.
 
     kept:      `kept_rows`
     slots:     [n] int64, distinct; a slot outside the pool is refused

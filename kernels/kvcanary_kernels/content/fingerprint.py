@@ -22,7 +22,6 @@ from kvcanary_kernels.record.device import (
     TILE_WARPS,
     UNROLL,
     WORDS_FIELD,
-    live_count,
     low_word,
     tl,
     triton,
@@ -40,16 +39,14 @@ def fingerprint(
     *,
     lane_a: Tensor,
     lane_b: Tensor | None = None,
-    num_live: Tensor | None = None,
 ) -> None:
-    """Write the content lanes of `slots`. May be captured: fixed grid, live count read on the device.
+    """Write the content lanes of `slots`. May be captured.
 
     slots:    [n] int64; a slot outside the pool leaves its outputs as they are
     lane_a:   [layers, n] int64 out, lane a of each layer
     lane_b:   [n] int64 out, lane b summed over all layers; None skips it
-    num_live: [1] int64, entries at and after it are padding and stay as they are; None: all live
     """
-    _check(rows, slots, keys, lane_a, lane_b, num_live)
+    _check(rows, slots, keys, lane_a, lane_b)
     n = slots.numel()
     if n == 0:
         return
@@ -59,11 +56,9 @@ def fingerprint(
             slots,
             keys.constants,
             lane_b,
-            slots if num_live is None else num_live,
             n,
             rows.num_slots,
             BLOCK_N=BLOCK,
-            HAS_LIVE=num_live is not None,
         )
     _fingerprint_kernel[(tiles, rows.num_layers)](
         rows.ptrs,
@@ -73,7 +68,6 @@ def fingerprint(
         keys.start_a,
         lane_a,
         lane_a if lane_b is None else lane_b,
-        slots if num_live is None else num_live,
         n,
         rows.num_slots,
         rows.num_layers,
@@ -84,7 +78,6 @@ def fingerprint(
         TILE=rows.tile,
         CHUNK=rows.chunk,
         HAS_LANE_B=lane_b is not None,
-        HAS_LIVE=num_live is not None,
         num_warps=TILE_WARPS,
     )
 
@@ -96,11 +89,10 @@ def fingerprint_torch(
     *,
     lane_a: Tensor,
     lane_b: Tensor | None = None,
-    num_live: Tensor | None = None,
 ) -> None:
     """The torch reference of `fingerprint`: sums of 32-bit words times key pieces are exact in float64."""
-    _check(rows, slots, keys, lane_a, lane_b, num_live)
-    entries = live_indices(slots, rows.num_slots, num_live)
+    _check(rows, slots, keys, lane_a, lane_b)
+    entries = live_indices(slots, rows.num_slots)
     if entries is not None:
         slots = slots[entries]
     n, pieces = slots.numel(), keys.pieces.shape[2] // 2
@@ -116,11 +108,9 @@ def fingerprint_torch(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _start_lane_b_kernel(
-    slots, constants, lane_b, num_live, n, num_slots, BLOCK_N: tl.constexpr, HAS_LIVE: tl.constexpr
-):
+def _start_lane_b_kernel(slots, constants, lane_b, n, num_slots, BLOCK_N: tl.constexpr):
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    m_n = o_n < n
     b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
     tl.store(lane_b + o_n, tl.load(constants + START_B), mask=m_n)
@@ -135,7 +125,6 @@ def _fingerprint_kernel(
     start_a,
     lane_a,
     lane_b,
-    num_live,
     n,
     num_slots,
     num_layers,
@@ -146,10 +135,9 @@ def _fingerprint_kernel(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_LANE_B: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
 ):
     o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    m_n = o_n < n
     b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
     if tl.max(m_n.to(tl.int32)) == 0:
@@ -258,12 +246,10 @@ def _check(
     keys: Keys,
     lane_a: Tensor,
     lane_b: Tensor | None,
-    num_live: Tensor | None,
 ) -> None:
     n = slots.numel()
     expect_keys(rows, keys)
     expect_int64(n, slots=slots, lane_b=lane_b)
-    expect_int64(1, num_live=num_live)
     expect_layered(rows.num_layers, n, lane_a=lane_a)
 
 

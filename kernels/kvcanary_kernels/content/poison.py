@@ -19,7 +19,6 @@ from kvcanary_kernels.record.device import (
     FIRST_FIELD,
     PIECE_FIELDS,
     WORDS_FIELD,
-    live_count,
     poison_of,
     tl,
     triton,
@@ -34,52 +33,45 @@ DEVICE_FINITE_BITS = tl.constexpr(FINITE_BITS)
 DEVICE_NAN_WORD = tl.constexpr(NAN_WORD)
 
 
-def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False, num_live: Tensor | None = None) -> None:
+def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False) -> None:
     """Write the pattern into the K and V rows of `slots`, in every layer. May be captured.
 
     slots:    [n] int64; a slot outside the pool is refused, nothing is written for it
     nan:      the same NaN in every word instead: a debug mode, for one wrong read then ruins the reader's output
-    num_live: [1] int64, entries at and after it are padding and write nothing; None: all live
     """
-    _check(slots, num_live)
+    expect_int64(slots.numel(), slots=slots)
     n = slots.numel()
     if n == 0:
         return
     _poison_fill_kernel[(n, rows.num_layers)](
         rows.ptrs,
         slots,
-        slots if num_live is None else num_live,
-        n,
         rows.num_slots,
         rows.num_layers,
         WORDS=rows.words_per_row,
         PIECES=rows.constants,
         NAN=nan,
-        HAS_LIVE=num_live is not None,
     )
 
 
-def poison_fill_torch(rows: PoolRows, slots: Tensor, *, nan: bool = False, num_live: Tensor | None = None) -> None:
+def poison_fill_torch(rows: PoolRows, slots: Tensor, *, nan: bool = False) -> None:
     """The torch reference of `poison_fill`."""
-    _check(slots, num_live)
-    entries = live_indices(slots, rows.num_slots, num_live)
+    expect_int64(slots.numel(), slots=slots)
+    entries = live_indices(slots, rows.num_slots)
     if entries is not None:
         slots = slots[entries]
     for layer in range(rows.num_layers):
         rows.scatter_layer(layer, slots, poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan))
 
 
-def poison_check(
-    rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False, num_live: Tensor | None = None
-) -> None:
+def poison_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False) -> None:
     """Compare the K and V rows of `slots` with the pattern (P1). May be captured.
 
     slots:    [n] int64; a slot outside the pool leaves its output as it is
     mismatch: [n, 2] int64 out, bit l of the 128: a word of layer l differs (columns: layers 0 to 63, 64 to 127)
     nan:      which pattern, as it was filled
-    num_live: [1] int64, entries at and after it are padding and stay as they are; None: all live
     """
-    _check(slots, num_live, mismatch)
+    _check(slots, mismatch)
     n = slots.numel()
     if n == 0:
         return
@@ -87,8 +79,6 @@ def poison_check(
         rows.ptrs,
         slots,
         mismatch,
-        slots if num_live is None else num_live,
-        n,
         rows.num_slots,
         rows.num_layers,
         WORDS=rows.words_per_row,
@@ -97,16 +87,13 @@ def poison_check(
         ALIGNMENT=rows.alignment,
         LAYERS=layers_at_once(rows.num_layers),
         CHUNK=rows.chunk,
-        HAS_LIVE=num_live is not None,
     )
 
 
-def poison_check_torch(
-    rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False, num_live: Tensor | None = None
-) -> None:
+def poison_check_torch(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False) -> None:
     """The torch reference of `poison_check`."""
-    _check(slots, num_live, mismatch)
-    entries = live_indices(slots, rows.num_slots, num_live)
+    _check(slots, mismatch)
+    entries = live_indices(slots, rows.num_slots)
     if entries is not None:
         slots = slots[entries]
     bitmaps = torch.zeros(slots.numel(), 2, dtype=torch.int64, device=slots.device)
@@ -117,23 +104,18 @@ def poison_check_torch(
     mismatch[slice(None) if entries is None else entries] = bitmaps
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def _poison_fill_kernel(
     ptrs,
     slots,
-    num_live,
-    n,
     num_slots,
     num_layers,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
     NAN: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
     i_layer = tl.program_id(1).to(tl.int64)
-    if i_n >= live_count(num_live, n, HAS_LIVE):
-        return
     slot = tl.load(slots + i_n)
     if (slot < 0) | (slot >= num_slots):
         return
@@ -153,13 +135,11 @@ def _fill_piece(base, slot, first, PIECES: tl.constexpr, I_PIECE: tl.constexpr, 
         tl.store(base + word_offsets(slot, o_w, PIECES, I_PIECE), b_word, mask=o_w < WORDS)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def _poison_check_kernel(
     ptrs,
     slots,
     mismatch,
-    num_live,
-    n,
     num_slots,
     num_layers,
     WORDS: tl.constexpr,
@@ -168,11 +148,8 @@ def _poison_check_kernel(
     ALIGNMENT: tl.constexpr,
     LAYERS: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
-    if i_n >= live_count(num_live, n, HAS_LIVE):
-        return
     slot = tl.load(slots + i_n)
     if (slot < 0) | (slot >= num_slots):
         return
@@ -209,9 +186,6 @@ def poison_words(slots: Tensor, first: int, num_words: int, nan: bool = False) -
     return (z >> 32).bitwise_and_(FINITE_BITS).to(torch.int32)
 
 
-def _check(slots: Tensor, num_live: Tensor | None, mismatch: Tensor | None = None) -> None:
-    n = slots.numel()
-    expect_int64(n, slots=slots)
-    expect_int64(1, num_live=num_live)
-    if mismatch is not None:
-        expect_bitmap(n, mismatch)
+def _check(slots: Tensor, mismatch: Tensor) -> None:
+    expect_int64(slots.numel(), slots=slots)
+    expect_bitmap(slots.numel(), mismatch)

@@ -56,10 +56,10 @@ def put(
 ) -> None:
     """Write values into the rows of `slots` in one layer, with lane a, their part of lane b and the layer's bit.
 
-    After every layer was stored once since `seal`, the records are what `fingerprint` and `finish` would have made
-    them. May be captured. A layer that is stored again is reported (W4) and stored all the same: bytes and both lanes
-    are those of the new values. Entries of one call that share a slot are taken in order by the reference; on a GPU
-    they race, and then only the report is certain, one for each entry beyond the first.
+    After every layer was stored once since `seal`, the records hold the lanes that `fingerprint` finds in the rows, and
+    all layers. May be captured. A layer that is stored again is reported (W4) and stored all the same: bytes and both
+    lanes are those of the new values. Entries of one call that share a slot are taken in order by the reference; on a
+    GPU they race, and then only the report is certain, one for each entry beyond the first.
 
     slots:     [n] int64; a slot outside the pool is refused, nothing is written for it
     k, v:      [n, ...] values, each row dense in the pool's element size, any row stride; v None for latent rows

@@ -21,7 +21,7 @@ from kvcanary_kernels.record.arguments import expect_int64, expect_layered
 from kvcanary_kernels.record.device import BLOCK, live_count, low_word, programs_for, tl, triton
 from kvcanary_kernels.record.layout import CODE_BITS, MASK_32, Keys
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
-from kvcanary_kernels.record.table import device_slot_at, segment_entries, slot_at
+from kvcanary_kernels.record.table import device_entry_at, entry_at, segment_entries
 
 SHIFTS = 16  # powers of BASE below 2^64
 BASE, DIGITS = 16, 9  # signed digits that a 32-bit key needs
@@ -109,8 +109,7 @@ def judge_reads(
 ) -> None:
     """R9 for every entry of live rows whose bytes, as attention read them, are not those of the record.
 
-    May be captured; after `settle`. Rows that write nothing were not read. Where the forward's table is flat, and
-    attention read along it.
+    May be captured; after `settle`. Rows that write nothing were not read.
 
     sums:      [nnz] int64, of all layers (ReadSums); zero again afterwards
     content_a: [layers, num_slots] int64, stored lanes;  start_a: [layers] int64, what they begin with
@@ -119,9 +118,8 @@ def judge_reads(
     _check(forward, sums, content_a, start_a, codes)
     if forward.num_rows == 0:
         return
-    table = forward.table
     _judge_reads_kernel[(forward.num_rows, programs_for(forward.capacity) * PROGRAMS)](
-        table.pages,
+        forward.indices,
         forward.bounds,
         forward.num_live,
         planned.starts,
@@ -131,12 +129,11 @@ def judge_reads(
         start_a,
         codes,
         forward.num_rows,
-        table.pages.shape[1],
+        forward.capacity,
         content_a.shape[1],
         content_a.shape[0],
         content_a.stride(0),
         null_slots,
-        PAGE=table.page_size,
         BLOCK_N=BLOCK,
         BLOCK_L=LAYERS_AT_ONCE,
     )
@@ -158,7 +155,7 @@ def judge_reads_torch(
     live = min(max(int(forward.num_live), 0), forward.num_rows)
     lengths = torch.where(forward.bounds.diff() > 0, planned.row_lengths, 0)[:live]
     (places,) = segment_entries(lengths, int(lengths.sum()), planned.starts[:live])
-    slots = slot_at(forward.table, None, places)
+    slots = entry_at(forward.indices, places)
     own = (slots >= null_slots) & (slots < content_a.shape[1])
     places, slots = places[own], slots[own]
     wrong = (content_a[:, slots] - start_a[:, None]).sum(0) != sums[places]
@@ -166,9 +163,9 @@ def judge_reads_torch(
     sums.zero_()
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_width", "num_slots", "num_layers", "null_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_indices", "num_slots", "num_layers", "null_slots"])
 def _judge_reads_kernel(
-    pages,
+    indices,
     bounds,
     num_live,
     starts,
@@ -178,12 +175,11 @@ def _judge_reads_kernel(
     start_a,
     codes,
     num_rows,
-    table_width,
+    num_indices,
     num_slots,
     num_layers,
     content_stride,
     null_slots,
-    PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
@@ -197,7 +193,7 @@ def _judge_reads_kernel(
     for i_n in range(tl.program_id(1) * BLOCK_N, length, tl.num_programs(1) * BLOCK_N):
         o_n = first + i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < first + length
-        slot = device_slot_at(pages, o_n, m_n, table_width, PAGE)
+        slot = device_entry_at(indices, o_n, m_n, num_indices)
         m_n &= (slot >= null_slots) & (slot < num_slots)
         b_sum = tl.load(sums + o_n, mask=m_n, other=0)
         for i_layer in range(0, num_layers, BLOCK_L):
@@ -297,8 +293,6 @@ def scale_sums(scales, slots, stride, m_n, key, i_head):
 
 
 def _check(forward: ForwardPlan, sums: Tensor, content_a: Tensor, start_a: Tensor, codes: Tensor) -> None:
-    if forward.table.rows is not None:
-        raise ValueError("the forward's table must be flat, got one of several rows: attention sums by flat places")
     expect_int64(forward.capacity, sums=sums, codes=codes)
     expect_layered(content_a.shape[0], content_a.shape[1], content_a=content_a)
     expect_int64(content_a.shape[0], start_a=start_a)

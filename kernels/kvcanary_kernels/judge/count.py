@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcanary_kernels.record.arguments import expect_int64
 from kvcanary_kernels.record.device import live_count, low_word, programs_for, tl, triton
 from kvcanary_kernels.record.layout import MASK_32
-from kvcanary_kernels.record.table import PageTable, as_table, device_slot_at, expect_table, segment_entries, slot_at
+from kvcanary_kernels.record.table import segment_entries
 
 NUM_BITS = 64
 ENTRY, SLOT, ROW, STEP = range(4)  # columns of `first`
@@ -27,7 +27,7 @@ NO_ENTRY = tl.constexpr(UNSET[ENTRY])
 
 def count(
     codes: Tensor,
-    indices: Tensor | PageTable,
+    indices: Tensor,
     *,
     starts: Tensor,
     lengths: Tensor,
@@ -54,15 +54,13 @@ def count(
                      segment s is row s
     num_live:        [1] int64, segments at and after it are padding; None: all live
     """
-    table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
+    _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
     if starts.numel() == 0:
         return
     programs = max(1, min(programs_for(codes.numel(), SCAN_N), MOST_PROGRAMS // starts.numel()))
     _count_kernel[(starts.numel(), programs)](
         codes,
-        table.pages,
-        starts if table.rows is None else table.rows,
-        starts if table.code_starts is None else table.code_starts,
+        indices,
         starts,
         lengths,
         step,
@@ -75,11 +73,6 @@ def count(
         starts.numel(),
         codes.numel(),
         row_violations.numel(),
-        table.pages.shape[0],
-        table.pages.shape[1],
-        table.pages.stride(0),
-        PAGE=table.page_size,
-        HAS_ROWS=table.rows is not None,
         HAS_ROW_IDS=row_ids is not None,
         SCAN_N=SCAN_N,
         HAS_LIVE=num_live is not None,
@@ -88,7 +81,7 @@ def count(
 
 def count_torch(
     codes: Tensor,
-    indices: Tensor | PageTable,
+    indices: Tensor,
     *,
     starts: Tensor,
     lengths: Tensor,
@@ -101,16 +94,15 @@ def count_torch(
     num_live: Tensor | None = None,
 ) -> None:
     """The torch reference of `count`."""
-    table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
+    _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
     live = starts.numel() if num_live is None else max(int(num_live), 0)
     starts, lengths = starts[:live], lengths[:live]
-    code_starts = starts if table.code_starts is None else table.code_starts[:live]
     segments = torch.arange(starts.numel(), device=starts.device).repeat_interleave(lengths)
-    places, entries = segment_entries(lengths, segments.numel(), starts, code_starts)
+    (entries,) = segment_entries(lengths, segments.numel(), starts)
     hit = codes[entries].nonzero().squeeze(1)
     if not hit.numel():
         return
-    places, entries, segments = places[hit], entries[hit], segments[hit]
+    entries, segments = entries[hit], segments[hit]
     rows = segments if row_ids is None else row_ids[segments]
     counted = rows[(rows >= 0) & (rows < row_violations.numel())]
     row_violations.index_add_(0, counted, torch.ones_like(counted))
@@ -120,18 +112,15 @@ def count_torch(
     new = (fired.any(0) & (first[:, STEP] < 0)).nonzero().squeeze(1)
     smallest = torch.where(fired[:, new] == 1, entries[:, None], UNSET[ENTRY]).argmin(0)
     first[new, ENTRY] = entries[smallest]
-    table_rows = None if table.rows is None else table.rows[segments[smallest]]
-    first[new, SLOT] = slot_at(table, table_rows, places[smallest])
+    first[new, SLOT] = indices[entries[smallest]]
     first[new, ROW] = rows[smallest]
     first[new, STEP] = step & MASK_32
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_codes", "num_row_ids", "num_rows", "width"])
+@triton.jit(do_not_specialize=["num_segments", "num_codes", "num_row_ids"])
 def _count_kernel(
     codes,
-    pages,
-    rows,
-    code_starts,
+    indices,
     starts,
     lengths,
     step,
@@ -144,11 +133,6 @@ def _count_kernel(
     num_segments,
     num_codes,
     num_row_ids,
-    num_rows,
-    width,
-    page_stride,
-    PAGE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     HAS_ROW_IDS: tl.constexpr,
     SCAN_N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
@@ -161,11 +145,11 @@ def _count_kernel(
     i_segment = tl.program_id(0).to(tl.int64)
     live = live_count(num_live, num_segments, HAS_LIVE).to(tl.int64)
     m_live = i_segment < live
-    code_start = tl.load(code_starts + i_segment, mask=m_live, other=0)
+    start = tl.load(starts + i_segment, mask=m_live, other=0)
     length = tl.load(lengths + i_segment, mask=m_live, other=0)
     for i_scan in range(tl.program_id(1).to(tl.int64) * SCAN_N, length, tl.num_programs(1) * SCAN_N):
         o_j = i_scan + tl.arange(0, SCAN_N)
-        o_n = code_start + o_j
+        o_n = start + o_j
         m_n = (o_j < length) & (o_n >= 0) & (o_n < num_codes)
         code = tl.load(codes + o_n, mask=m_n, other=0)
         num_hits = tl.sum((code != 0).to(tl.int32), 0)
@@ -195,16 +179,10 @@ def _count_kernel(
             segment = tl.zeros([], tl.int64)
             for i_block in range(0, live, SCAN_N):
                 o_s = i_block + tl.arange(0, SCAN_N)
-                place = entry - tl.load(code_starts + o_s, mask=o_s < live, other=0)
+                place = entry - tl.load(starts + o_s, mask=o_s < live, other=0)
                 is_in = (place >= 0) & (place < tl.load(lengths + o_s, mask=o_s < live, other=0))
                 segment += tl.sum(tl.where(is_in, o_s, 0), 0)
-            i_row = tl.zeros([], tl.int64)
-            if HAS_ROWS:
-                i_row = tl.load(rows + segment)
-            row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
-            place = tl.load(starts + segment) + entry - tl.load(code_starts + segment)
-            slot = device_slot_at(pages + i_row * page_stride, place, True, row_width, PAGE)
-            tl.store(own + DEVICE_SLOT, slot)
+            tl.store(own + DEVICE_SLOT, tl.load(indices + entry))
             tl.store(own + DEVICE_ROW, _row_of(row_ids, segment, HAS_ROW_IDS))
             tl.store(own + DEVICE_STEP, low_word(tl.load(step)))
 
@@ -223,7 +201,7 @@ def unset_first(device: torch.device | str = "cpu") -> Tensor:
 
 def _check(
     codes: Tensor,
-    indices: Tensor | PageTable,
+    indices: Tensor,
     starts: Tensor,
     lengths: Tensor,
     step: Tensor,
@@ -233,15 +211,12 @@ def _check(
     arrivals: Tensor,
     row_ids: Tensor | None,
     num_live: Tensor | None,
-) -> PageTable:
+) -> None:
     n = starts.numel()
-    table = as_table(indices)
-    expect_table(table, n)
-    expect_int64(codes.numel() if table is indices else table.pages.numel(), codes=codes)
+    expect_int64(indices.numel(), indices=indices, codes=codes)
     expect_int64(n, starts=starts, lengths=lengths, row_ids=row_ids)
     expect_int64(1, step=step, arrivals=arrivals, num_live=num_live)
     expect_int64(NUM_BITS, counts=counts)
     expect_int64(row_violations.numel(), row_violations=row_violations)
     if first.shape != (NUM_BITS, 4) or first.dtype is not torch.int64 or not first.is_contiguous():
         raise ValueError(f"first must be contiguous [{NUM_BITS}, 4] int64, got {list(first.shape)} {first.dtype}")
-    return table

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.record.arguments import expect_int64
-from kvcanary_kernels.record.table import PageTable, expect_table
 
 NO_SLOT = -1
 NO_PARENT = -2  # the parent is no earlier entry of the row: no chain to continue
@@ -18,12 +17,11 @@ ROOT = -1  # of a parent: the entry continues its row
 
 @dataclass(frozen=True, eq=False)
 class ForwardPlan:
-    """One forward as the engine and the host describe it, in tensors at fixed addresses; all int64 but the table.
+    """One forward as the engine and the host describe it, in tensors at fixed addresses; all int64.
 
-    table:       what attention reads (table.as_table of a flat index array); row r of the forward is row
-                 table.rows[r] of it, or the only one
-    row_starts, row_ends: [rows], half-open: where each row lies in its row of the table, in position order; the last
-                 entries are those that the row writes
+    indices:     [nnz], slots: what attention reads
+    row_starts, row_ends: [rows], half-open: where each row lies in `indices`, in position order; the last entries are
+                 those that the row writes
     bounds:      [rows + 1], never falling from 0: entries [bounds[r], bounds[r + 1]) are written by row r
     slots, tokens, positions: [entries], the write plan
     parents:     [entries], tree parent as an entry of the forward, ROOT (-1) where an entry continues the row; None:
@@ -38,7 +36,7 @@ class ForwardPlan:
     ancestors:   entries of a row between its prefix and what it writes
     """
 
-    table: PageTable
+    indices: Tensor
     row_starts: Tensor
     row_ends: Tensor
     bounds: Tensor
@@ -56,14 +54,12 @@ class ForwardPlan:
 
     def __post_init__(self) -> None:
         rows, entries = self.num_rows, self.num_entries
-        expect_table(self.table, rows)
+        expect_int64(self.capacity, indices=self.indices)
         expect_int64(rows, row_starts=self.row_starts, row_ends=self.row_ends, prefix_lens=self.prefix_lens)
         expect_int64(rows, truths=self.truths, uids=self.uids, roots=self.roots, lineage=self.lineage)
         expect_int64(rows + 1, bounds=self.bounds)
         expect_int64(entries, slots=self.slots, tokens=self.tokens, positions=self.positions, parents=self.parents)
         expect_int64(1, num_live=self.num_live)
-        if self.table.rows is not None and self.table.code_starts is None:
-            raise ValueError("a table of several rows needs code_starts, got None: the codes of its rows would overlap")
 
     @property
     def num_rows(self) -> int:
@@ -75,8 +71,8 @@ class ForwardPlan:
 
     @property
     def capacity(self) -> int:
-        """Places in a row of the table."""
-        return self.table.pages.shape[1] * self.table.page_size
+        """Entries that all rows together may read."""
+        return self.indices.numel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +88,7 @@ class Planned:
     entry_seeds:  [entries], the same by entry
     parents:      [entries], those of the forward, NO_PARENT where one is no earlier entry of the row
     safe_slots:   [entries], NO_SLOT where the write is refused: everything but W5 refuses
-    places, code_places: [entries], where the row should read what the entry writes, in the table and in the codes
-    table_rows:   [entries], row of the table in which that is
+    places:       [entries], where in `indices` the row should read what the entry writes
     own_lengths:  [entries], 1 where there is such a place
     ancestors:    [rows, n], slots that the row names between its prefix and what it writes; NO_SLOT where it does not
     row_violations: [rows], zero, for count to add to
@@ -113,8 +108,6 @@ class Planned:
     parents: Tensor
     safe_slots: Tensor
     places: Tensor
-    code_places: Tensor
-    table_rows: Tensor
     own_lengths: Tensor
     ancestors: Tensor
     row_violations: Tensor
@@ -151,8 +144,6 @@ def new_planned(forward: ForwardPlan, room: Room | None = None) -> Planned:
         parents=new(entries),
         safe_slots=new(entries),
         places=new(entries),
-        code_places=new(entries),
-        table_rows=new(entries),
         own_lengths=new(entries),
         ancestors=new(rows * forward.ancestors).view(rows, forward.ancestors),
         row_violations=new(rows),

@@ -19,7 +19,6 @@ from kvcanary_kernels.record.device import (
     STEP_SITE,
     TOKEN_POSITION,
     high_word,
-    live_count,
     low_word,
     pair,
     seal_of,
@@ -40,47 +39,34 @@ def move(
     generations: Tensor,
     step: Tensor,
     sites: Tensor,
-    requests: Tensor | None = None,
-    page_generations: Tensor | None = None,
-    page_size: int = 1,
-    arrived: Tensor | None = None,
+    requests: Tensor,
+    page_generations: Tensor,
+    page_size: int,
+    arrived: Tensor,
     pool_id: int,
     keys: Keys,
-    scratch: Tensor | None = None,
-    num_live: Tensor | None = None,
+    scratch: Tensor,
 ) -> None:
     """Let records follow moved bytes; every source is read before any destination is written.
 
-    Token, position, chain and content stay; generation, step, site (and request, if given) are new. The seal is
-    carried over by difference, so that a damaged source stays damaged. A source that nobody has written since its page
-    was granted arrives blank, as a slot that was never written. May be captured.
+    Token, position, chain and content stay; request, generation, step and site are new. The seal is carried over by
+    difference, so that a damaged source stays damaged. A source that nobody has written since its page was granted
+    arrives blank, as a slot that was never written. May be captured.
 
     records:     [num_slots, 8] int64;  content_a: [layers, num_slots] int64
     src, dst:    [n] int64, each distinct, they may overlap; an entry with either outside the pool writes nothing
-    generations, step, sites, requests: [n] or [1] int64; requests None keeps the writer
-    page_generations: [num_pages] int64, current grant of the pages of the sources; None: all of them are current
+    generations, step, sites, requests: [n] or [1] int64
+    page_generations: [num_pages] int64, current grant of the pages of the sources
     arrived:     [n] int64 out: `dst`, or -1 where nothing is written or a blank has arrived
     scratch:     [>= n, 8 + layers] int64, needed by the kernel, not by the reference
-    num_live:    [1] int64, entries at and after it write nothing; None: all live
     """
-    _check(records, content_a, src, dst, generations, step, sites, requests, arrived, scratch, num_live)
-    if scratch is None:
-        raise ValueError(f"scratch must be [{src.numel()}, {record.COLUMNS + content_a.shape[0]}] int64, got None")
+    _check(records, content_a, src, dst, generations, step, sites, requests, page_generations, arrived, scratch)
     n = src.numel()
     if n == 0:
         return
     grid = (triton.cdiv(n, BLOCK),)
-    common = (
-        src,
-        dst,
-        src if num_live is None else num_live,
-        n,
-        records.shape[0],
-        content_a.shape[0],
-        content_a.stride(0),
-    )
-    flags = {"BLOCK_N": BLOCK, "HAS_LIVE": num_live is not None}
-    _take_kernel[grid](records, content_a, scratch, *common, **flags)
+    common = src, dst, n, records.shape[0], content_a.shape[0], content_a.stride(0)
+    _take_kernel[grid](records, content_a, scratch, *common, BLOCK_N=BLOCK)
     _put_kernel[grid](
         records,
         content_a,
@@ -89,20 +75,17 @@ def move(
         generations,
         step,
         sites,
-        generations if requests is None else requests,
-        generations if page_generations is None else page_generations,
-        src if arrived is None else arrived,
+        requests,
+        page_generations,
+        arrived,
         keys.constants,
         stride_of(generations),
         stride_of(step),
         stride_of(sites),
-        1 if requests is None else stride_of(requests),
+        stride_of(requests),
         pool_id,
         page_size,
-        HAS_REQUESTS=requests is not None,
-        HAS_PAGES=page_generations is not None,
-        HAS_ARRIVED=arrived is not None,
-        **flags,
+        BLOCK_N=BLOCK,
     )
 
 
@@ -115,38 +98,31 @@ def move_torch(
     generations: Tensor,
     step: Tensor,
     sites: Tensor,
-    requests: Tensor | None = None,
-    page_generations: Tensor | None = None,
-    page_size: int = 1,
-    arrived: Tensor | None = None,
+    requests: Tensor,
+    page_generations: Tensor,
+    page_size: int,
+    arrived: Tensor,
     pool_id: int,
     keys: Keys,
-    scratch: Tensor | None = None,
-    num_live: Tensor | None = None,
+    scratch: Tensor,
 ) -> None:
     """The torch reference of `move`."""
-    _check(records, content_a, src, dst, generations, step, sites, requests, arrived, scratch, num_live)
+    _check(records, content_a, src, dst, generations, step, sites, requests, page_generations, arrived, scratch)
     inside = (dst >= 0) & (dst < records.shape[0])
-    entries = live_indices(torch.where(inside, src, -1), records.shape[0], num_live)
+    entries = live_indices(torch.where(inside, src, -1), records.shape[0])
     own = slice(None) if entries is None else entries
-    if arrived is not None:
-        arrived.fill_(-1)
+    arrived.fill_(-1)
     if entries is not None:
         src, dst, generations = src[entries], dst[entries], take(generations, entries)
-        step, sites = take(step, entries), take(sites, entries)
-        requests = None if requests is None else take(requests, entries)
+        step, sites, requests = take(step, entries), take(sites, entries), take(requests, entries)
     rows, lanes = records.index_select(0, src), content_a.index_select(1, src)
     seals = rows[:, record.SEAL] - seal_values(identity_words(rows), src, pool_id, keys)
     held = rows[:, record.REQUEST_GENERATION] >> 32 & MASK_32
-    if requests is None:
-        requests = rows[:, record.REQUEST_GENERATION]
     rows[:, record.REQUEST_GENERATION] = pair_columns(requests, generations)
     rows[:, record.STEP_SITE] = pair_columns(step, sites)
-    if page_generations is not None:
-        is_blank = held != page_generations[src // page_size] & MASK_32
-        rows[is_blank, : record.SEAL], lanes[:, is_blank] = 0, 0
-    if arrived is not None:
-        arrived[own] = dst if page_generations is None else torch.where(is_blank, -1, dst)
+    is_blank = held != page_generations[src // page_size] & MASK_32
+    rows[is_blank, : record.SEAL], lanes[:, is_blank] = 0, 0
+    arrived[own] = torch.where(is_blank, -1, dst)
     rows[:, record.SEAL] = seals + seal_values(identity_words(rows), dst, pool_id, keys)
     records.index_copy_(0, dst, rows)
     content_a.index_copy_(1, dst, lanes)
@@ -159,19 +135,16 @@ def _take_kernel(
     scratch,
     src,
     dst,
-    num_live,
     n,
     num_slots,
     num_layers,
     content_stride,
     BLOCK_N: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
 ):
     """Copy every source into scratch; the launch boundary is what keeps all reads before all writes."""
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_n = o_n < live_count(num_live, n, HAS_LIVE)
-    source = tl.load(src + o_n, mask=m_n, other=-1)
-    m_n &= (source >= 0) & (source < num_slots)
+    source = tl.load(src + o_n, mask=o_n < n, other=-1)
+    m_n = (source >= 0) & (source < num_slots)
     held = scratch + o_n * (COLUMNS + num_layers)
     for i_column in range(COLUMNS):
         tl.store(held + i_column, tl.load(records + source * COLUMNS + i_column, mask=m_n), mask=m_n)
@@ -188,7 +161,6 @@ def _put_kernel(
     scratch,
     src,
     dst,
-    num_live,
     n,
     num_slots,
     num_layers,
@@ -206,33 +178,24 @@ def _put_kernel(
     request_stride,
     pool_id,
     page_size,
-    HAS_REQUESTS: tl.constexpr,
-    HAS_PAGES: tl.constexpr,
-    HAS_ARRIVED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
 ):
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_all = o_n < n
-    m_n = o_n < live_count(num_live, n, HAS_LIVE)
-    source = tl.load(src + o_n, mask=m_n, other=-1)
-    target = tl.load(dst + o_n, mask=m_n, other=-1)
-    m_n &= (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots)
+    source = tl.load(src + o_n, mask=m_all, other=-1)
+    target = tl.load(dst + o_n, mask=m_all, other=-1)
+    m_n = (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots)
     held = scratch + o_n * (COLUMNS + num_layers)
     token_position = tl.load(held + TOKEN_POSITION, mask=m_n, other=0)
     chain = tl.load(held + CHAIN, mask=m_n, other=0)
     old_owner = tl.load(held + REQUEST_GENERATION, mask=m_n, other=0)
     old_site = tl.load(held + STEP_SITE, mask=m_n, other=0)
-    request = low_word(old_owner)
-    if HAS_REQUESTS:
-        request = tl.load(requests + o_n * request_stride, mask=m_n, other=0)
+    request = tl.load(requests + o_n * request_stride, mask=m_n, other=0)
     owner = pair(request, tl.load(generations + o_n * generation_stride, mask=m_n, other=0))
     b_step = tl.load(step + o_n * step_stride, mask=m_n, other=0)
     site = pair(b_step, tl.load(sites + o_n * site_stride, mask=m_n, other=0))
-    is_blank = o_n < 0  # none
-    if HAS_PAGES:
-        current = tl.load(page_generations + source // page_size, mask=m_n, other=0)
-        is_blank = high_word(old_owner) != low_word(current)
+    current = tl.load(page_generations + source // page_size, mask=m_n, other=0)
+    is_blank = high_word(old_owner) != low_word(current)
     value = tl.load(held + SEAL, mask=m_n, other=0)
     value -= seal_of(token_position, chain, old_owner, old_site, source, pool_id, constants)
     token_position, chain = tl.where(is_blank, 0, token_position), tl.where(is_blank, 0, chain)
@@ -251,8 +214,7 @@ def _put_kernel(
         lane = tl.load(held + COLUMNS + i_layer, mask=m_n, other=0)
         tl.store(content, tl.where(is_blank, 0, lane), mask=m_n)
         content += content_stride
-    if HAS_ARRIVED:
-        tl.store(arrived + o_n, tl.where(m_n & (is_blank == 0), target, -1), mask=m_all)
+    tl.store(arrived + o_n, tl.where(m_n & (is_blank == 0), target, -1), mask=m_all)
 
 
 def _check(
@@ -263,17 +225,19 @@ def _check(
     generations: Tensor,
     step: Tensor,
     sites: Tensor,
-    requests: Tensor | None,
-    arrived: Tensor | None,
-    scratch: Tensor | None,
-    num_live: Tensor | None,
+    requests: Tensor,
+    page_generations: Tensor,
+    arrived: Tensor,
+    scratch: Tensor,
 ) -> None:
     n = src.numel()
     expect_records(records)
     expect_int64(n, src=src, dst=dst, arrived=arrived)
     expect_int64(n, may_broadcast=True, generations=generations, step=step, sites=sites, requests=requests)
-    expect_int64(1, num_live=num_live)
+    expect_int64(page_generations.numel(), page_generations=page_generations)
     expect_layered(content_a.shape[0], records.shape[0], content_a=content_a)
     width = record.COLUMNS + content_a.shape[0]
-    if scratch is not None and (scratch.shape[0] < n or scratch.shape[1] != width or not scratch.is_contiguous()):
-        raise ValueError(f"scratch must be contiguous [>= {n}, {width}] int64, got {list(scratch.shape)}")
+    is_right = scratch.shape[0] >= n and scratch.shape[1] == width and scratch.dtype is torch.int64
+    if not is_right or not scratch.is_contiguous():
+        shape = f"{list(scratch.shape)} {scratch.dtype}"
+        raise ValueError(f"scratch must be contiguous [>= {n}, {width}] int64, got {shape}")

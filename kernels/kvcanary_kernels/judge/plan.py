@@ -32,7 +32,7 @@ from kvcanary_kernels.record.device import (
 )
 from kvcanary_kernels.record.layout import CODE_BITS
 from kvcanary_kernels.record.overlap import overlap_options
-from kvcanary_kernels.record.table import device_slot_at, segment_entries, slot_at
+from kvcanary_kernels.record.table import device_entry_at, entry_at, segment_entries
 
 NO_CLAIM = 2**63 - 1  # of a slot that no entry of a running forward writes
 NODE_SHIFT = 16  # of a branch or node in the site word
@@ -69,7 +69,7 @@ def plan(
                  on from these, and not from what they read (settle compares); a branch that is none has chain 0
     """
     _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width, before)
-    rows, entries, table = forward.num_rows, forward.num_entries, forward.table
+    rows, entries = forward.num_rows, forward.num_entries
     if entries:
         _claim_kernel[(triton.cdiv(entries, BLOCK),)](
             forward.bounds,
@@ -91,9 +91,7 @@ def plan(
     if rows == 0:
         return
     _plan_kernel[(rows, programs_for(entries))](
-        table.pages,
-        forward.row_starts if table.rows is None else table.rows,
-        forward.row_starts if table.code_starts is None else table.code_starts,
+        forward.indices,
         forward.row_starts,
         forward.row_ends,
         forward.bounds,
@@ -119,8 +117,6 @@ def plan(
         planned.parents,
         planned.safe_slots,
         planned.places,
-        planned.code_places,
-        planned.table_rows,
         planned.own_lengths,
         planned.ancestors,
         planned.row_violations,
@@ -133,9 +129,7 @@ def plan(
         planned.counted_lengths,
         rows,
         entries,
-        table.pages.shape[0],
-        table.pages.shape[1],
-        table.pages.stride(0),
+        forward.capacity,
         forward.ancestors,
         site,
         width,
@@ -143,8 +137,6 @@ def plan(
         records.shape[0],
         page_size,
         null_slots,
-        PAGE=table.page_size,
-        HAS_ROWS=table.rows is not None,
         IS_TREE=forward.parents is not None,
         HAS_LINEAGE=forward.lineage is not None,
         BLOCK_N=BLOCK,
@@ -202,10 +194,7 @@ def plan_torch(
     bits = torch.tensor([CODE_BITS[code] for code in fired], device=slots.device)
     planned.codes[own] = (torch.stack(tuple(fired.values())) * bits[:, None]).sum(0)
     planned.safe_slots[own] = torch.where(refused, NO_SLOT, slots)
-    code_starts = forward.row_starts if forward.table.code_starts is None else forward.table.code_starts
     planned.places[own] = torch.where(whole, forward.row_starts[row] + prefix + nth, -1)
-    planned.code_places[own] = torch.where(whole, code_starts[row] + prefix + nth, -1)
-    planned.table_rows[own] = 0 if forward.table.rows is None else forward.table.rows[row]
     planned.own_lengths[own] = whole.to(torch.int64)
     planned.entry_seeds[own] = planned.seeds[row]
     planned.generations[own] = generations[page]
@@ -251,13 +240,9 @@ def _claim_kernel(
         tl.store(counted_lengths + 2 * num_rows, num_entries - live)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_entries", "num_table_rows", "table_width", "ancestors", "site", "num_before"]
-)
+@triton.jit(do_not_specialize=["num_rows", "num_entries", "num_indices", "ancestors", "site", "num_before"])
 def _plan_kernel(
-    pages,
-    rows,
-    code_starts,
+    indices,
     row_starts,
     row_ends,
     bounds,
@@ -283,8 +268,6 @@ def _plan_kernel(
     clean_parents,
     safe_slots,
     places,
-    code_places,
-    table_rows,
     own_lengths,
     row_ancestors,
     row_violations,
@@ -297,9 +280,7 @@ def _plan_kernel(
     counted_lengths,
     num_rows,
     num_entries,
-    num_table_rows,
-    table_width,
-    page_stride,
+    num_indices,
     ancestors,
     site,
     width,
@@ -307,8 +288,6 @@ def _plan_kernel(
     num_slots,
     page_size,
     null_slots,
-    PAGE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     IS_TREE: tl.constexpr,
     HAS_LINEAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -318,19 +297,14 @@ def _plan_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_part = tl.program_id(1).to(tl.int64)
     is_live = i_row < live_count(num_live, num_rows, True)
-    i_table = tl.zeros([], tl.int64)
-    if HAS_ROWS:
-        i_table = tl.load(rows + i_row)
-    row_width = tl.where((i_table >= 0) & (i_table < num_table_rows), table_width, 0)
-    row_pages = pages + i_table * page_stride
     start = tl.load(row_starts + i_row)
     end = tl.load(row_ends + i_row)
     first = tl.load(bounds + i_row)
     written = tl.maximum(tl.load(bounds + i_row + 1) - first, 0)
-    is_whole = (start >= 0) & (end - start >= written) & (end <= row_width * PAGE)
+    is_whole = (start >= 0) & (end - start >= written) & (end <= num_indices)
     judged = is_whole & is_live
     prefix = tl.where(judged, end - start - written, 0)
-    slot_before = device_slot_at(row_pages, start + prefix - 1, prefix > 0, row_width, PAGE)
+    slot_before = device_entry_at(indices, start + prefix - 1, prefix > 0, num_indices)
     m_before = (prefix > 0) & (slot_before >= null_slots) & (slot_before < num_slots)
     continued = tl.load(records + slot_before * COLUMNS + CHAIN, mask=m_before, other=0)
     if HAS_LINEAGE:
@@ -347,7 +321,7 @@ def _plan_kernel(
         tl.store(row_violations + i_row, tl.zeros([], tl.int64))
         for i_ancestor in range(ancestors):
             place = prefix - ancestors + i_ancestor
-            slot = device_slot_at(row_pages, start + place, place >= 0, row_width, PAGE)
+            slot = device_entry_at(indices, start + place, place >= 0, num_indices)
             tl.store(row_ancestors + i_row * ancestors + i_ancestor, slot)
         tl.store(counted_starts + i_row, first)
         tl.store(counted_lengths + i_row, tl.where(is_live, written, 0))
@@ -356,14 +330,13 @@ def _plan_kernel(
         code = tl.where(is_live & (is_long | (is_whole == 0)), R10, 0).to(tl.int64)
         stray = tl.zeros([], tl.int64) + DEVICE_NO_SLOT
         if is_live == 0:
-            code, stray = _judge_padding_row(row_pages, start, end, row_width, null_slots, PAGE, BLOCK_N)
+            code, stray = _judge_padding_row(indices, start, end, num_indices, null_slots, BLOCK_N)
         tl.store(codes + num_entries + i_row, code)
         tl.store(asked + num_entries + i_row, stray)
     if is_live == 0:
         return
 
     uid = tl.load(uids + i_row)
-    code_start = tl.load(code_starts + i_row)
     for i_block in range(i_part * BLOCK_N, written, tl.num_programs(1) * BLOCK_N):
         o_j = i_block + tl.arange(0, BLOCK_N)
         o_e = first + o_j
@@ -388,10 +361,7 @@ def _plan_kernel(
         code += tl.where(is_whole & (position != wanted), W5, 0)
         tl.store(codes + o_e, code, mask=m_e)
         tl.store(safe_slots + o_e, tl.where(refused, DEVICE_NO_SLOT, slot), mask=m_e)
-        own = prefix + o_j
-        tl.store(places + o_e, tl.where(is_whole, start + own, -1), mask=m_e)
-        tl.store(code_places + o_e, tl.where(is_whole, code_start + own, -1), mask=m_e)
-        tl.store(table_rows + o_e, tl.zeros_like(o_e) + i_table, mask=m_e)
+        tl.store(places + o_e, tl.where(is_whole, start + prefix + o_j, -1), mask=m_e)
         tl.store(own_lengths + o_e, tl.zeros_like(o_e) + is_whole.to(tl.int64), mask=m_e)
         tl.store(entry_seeds + o_e, tl.zeros_like(o_e) + seed, mask=m_e)
         tl.store(requests + o_e, tl.zeros_like(o_e) + uid, mask=m_e)
@@ -402,18 +372,18 @@ def _plan_kernel(
 
 
 @triton.jit
-def _judge_padding_row(row_pages, start, end, row_width, null_slots, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _judge_padding_row(indices, start, end, num_indices, null_slots, BLOCK_N: tl.constexpr):
     """Code and first stray slot of a padding row: what it reads must lie in null slots."""
     start = tl.maximum(start, 0)
-    end = tl.minimum(end, row_width * PAGE)
+    end = tl.minimum(end, num_indices)
     i_stray = end
     for i_block in range(start, end, BLOCK_N):
         o_n = i_block + tl.arange(0, BLOCK_N)
-        slot = device_slot_at(row_pages, o_n, o_n < end, row_width, PAGE)
+        slot = device_entry_at(indices, o_n, o_n < end, num_indices)
         stray = (o_n < end) & ((slot < 0) | (slot >= null_slots))
         i_stray = tl.minimum(i_stray, tl.min(tl.where(stray, o_n, end)))
     is_stray = i_stray < end
-    return tl.where(is_stray, W9, 0).to(tl.int64), device_slot_at(row_pages, i_stray, is_stray, row_width, PAGE)
+    return tl.where(is_stray, W9, 0).to(tl.int64), device_entry_at(indices, i_stray, is_stray, num_indices)
 
 
 def _claim(slots: Tensor, claims: Tensor, num_slots: int, null_slots: int) -> None:
@@ -436,10 +406,10 @@ def _plan_padding(forward: ForwardPlan, planned: Planned, live: int, live_entrie
     planned.codes[entries:] = 0
 
     starts = forward.row_starts[live:].clamp(min=0)
-    lengths = (torch.minimum(forward.row_ends, _capacities(forward))[live:] - starts).clamp_(min=0)
+    lengths = (forward.row_ends[live:].clamp(max=forward.capacity) - starts).clamp_(min=0)
     rows = torch.arange(live, forward.num_rows, device=starts.device).repeat_interleave(lengths)
     (places,) = segment_entries(lengths, rows.numel(), starts)
-    slots = slot_at(forward.table, None if forward.table.rows is None else forward.table.rows[rows], places)
+    slots = entry_at(forward.indices, places)
     for nth in ((slots < 0) | (slots >= null_slots)).nonzero().flatten().flip(0).tolist():  # the first one last
         planned.codes[entries + rows[nth]] = CODE_BITS["W9"]
         planned.asked[entries + rows[nth]] = slots[nth]
@@ -450,7 +420,7 @@ def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> Tensor:
     rows, entries = forward.num_rows, forward.num_entries
     written = forward.bounds.diff().clamp_(min=0)
     lengths = forward.row_ends - forward.row_starts
-    is_whole = (forward.row_starts >= 0) & (lengths >= written) & (forward.row_ends <= _capacities(forward))
+    is_whole = (forward.row_starts >= 0) & (lengths >= written) & (forward.row_ends <= forward.capacity)
     is_live = torch.arange(rows, device=written.device) < live
     judged = is_whole & is_live
     prefixes = torch.where(judged, lengths - written, 0)
@@ -464,19 +434,11 @@ def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> Tensor:
     return is_whole
 
 
-def _capacities(forward: ForwardPlan) -> Tensor:
-    """[rows] int64: places in the table's row of each row, none where it has no such row."""
-    capacities = torch.full_like(forward.row_ends, forward.capacity)
-    rows = forward.table.rows
-    return capacities if rows is None else capacities * ((rows >= 0) & (rows < forward.table.pages.shape[0]))
-
-
 def _ancestors(forward: ForwardPlan, planned: Planned) -> Tensor:
     """[rows, ancestors] int64: slots that each row names in front of what it writes, NO_SLOT where it is shorter."""
     places = planned.read_lengths[:, None] + torch.arange(-forward.ancestors, 0, device=planned.starts.device)
-    rows = None if forward.table.rows is None else forward.table.rows[:, None].expand_as(places).flatten()
     inside = torch.where(places >= 0, planned.starts[:, None] + places, -1)
-    return slot_at(forward.table, rows, inside.flatten()).view_as(places)
+    return entry_at(forward.indices, inside.flatten()).view_as(places)
 
 
 def _seeds(
@@ -490,7 +452,7 @@ def _seeds(
 ) -> Tensor:
     """[rows] int64: the chain of the entry before the first that the row writes, or the row's root."""
     prefixes, num_slots = planned.read_lengths, records.shape[0]
-    slots = slot_at(forward.table, forward.table.rows, torch.where(prefixes > 0, planned.starts + prefixes - 1, -1))
+    slots = entry_at(forward.indices, torch.where(prefixes > 0, planned.starts + prefixes - 1, -1))
     found = (slots >= null_slots) & (slots < num_slots)
     chains = torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
     is_live = torch.arange(len(slots), device=slots.device) < live

@@ -27,7 +27,7 @@ from kvcanary_kernels.record.device import (
     triton,
 )
 from kvcanary_kernels.record.layout import CODE_BITS
-from kvcanary_kernels.record.table import device_slot_at, slot_at
+from kvcanary_kernels.record.table import device_entry_at, entry_at
 
 RUN_ROWS, RUN_WRITTEN, RUN_READ = range(3)  # of `runs`
 NUM_RUNS = 3
@@ -49,7 +49,6 @@ def settle(
     codes: Tensor,
     runs: Tensor,
     null_slots: int,
-    stored: Tensor | None = None,
 ) -> None:
     """Judge layers (R12, W4), own entries and lineages (R5), and row truths (R6) of live rows. May be captured; after
     verify.
@@ -64,18 +63,13 @@ def settle(
                 with another chain, and where what it reads before its own entries is not what its lineage goes on from
                 (planned.seeds); R6 at the last entry of a prefix that is not the row's truth
     runs:       [NUM_RUNS] int64, += rows, entries written, entries read of live rows
-    stored:     [entries, 2] int64, bitmap of the layers that each entry stored, where the engine's own store is used;
-                it goes into the record. None: records say it
     """
-    _check(forward, planned, records, expected, layers, claims, twice, codes, runs, stored)
+    _check(forward, planned, records, expected, layers, claims, twice, codes, runs)
     if forward.num_rows == 0:
         return
-    table = forward.table
     starts = forward.row_starts
     _settle_kernel[(forward.num_rows, programs_for(forward.num_entries))](
-        table.pages,
-        starts if table.rows is None else table.rows,
-        starts if table.code_starts is None else table.code_starts,
+        forward.indices,
         starts,
         forward.bounds,
         forward.prefix_lens,
@@ -87,7 +81,6 @@ def settle(
         planned.safe_slots,
         planned.asked,
         planned.places,
-        planned.code_places,
         planned.codes,
         records,
         expected,
@@ -96,20 +89,13 @@ def settle(
         twice,
         codes,
         runs,
-        twice if stored is None else stored,
         forward.num_rows,
         forward.num_entries,
         codes.numel(),
-        table.pages.shape[0],
-        table.pages.shape[1],
-        table.pages.stride(0),
         records.shape[0],
         null_slots,
-        PAGE=table.page_size,
-        HAS_ROWS=table.rows is not None,
         HAS_TRUTHS=forward.truths is not None,
         HAS_LINEAGE=forward.lineage is not None,
-        HAS_STORED=stored is not None,
         BLOCK_N=BLOCK,
     )
 
@@ -126,10 +112,9 @@ def settle_torch(
     codes: Tensor,
     runs: Tensor,
     null_slots: int,
-    stored: Tensor | None = None,
 ) -> None:
     """The torch reference of `settle`."""
-    _check(forward, planned, records, expected, layers, claims, twice, codes, runs, stored)
+    _check(forward, planned, records, expected, layers, claims, twice, codes, runs)
     live = min(max(int(forward.num_live), 0), forward.num_rows)
     n, num_slots = int(planned.live_entries), records.shape[0]
     runs += torch.stack((forward.num_live.new_tensor(live), planned.live_entries[0], planned.row_lengths[:live].sum()))
@@ -146,26 +131,21 @@ def settle_torch(
     sealed = (safe >= 0).nonzero().flatten()
     slots = safe[sealed]
     bitmaps = slice(record.LAYERS_LOW, record.LAYERS_HIGH + 1)
-    if stored is not None:
-        records[slots, bitmaps] = stored[sealed] & layers
     missing = ((records[slots, bitmaps] & layers) != layers).any(1)
     planned.codes[sealed[missing]] |= CODE_BITS["R12"]
     expected[slots] = records[slots]
 
-    table = forward.table
-    read = slot_at(table, None if table.rows is None else planned.table_rows[:n], planned.places[:n])[sealed]
-    where = planned.code_places[:n][sealed]
-    judged = (read >= null_slots) & (read < num_slots) & (where >= 0) & (where < codes.numel())
+    places = planned.places[:n][sealed]
+    read = entry_at(forward.indices, places)
+    judged = (read >= null_slots) & (read < num_slots)
     chains = records[:, record.CHAIN]
     astray = judged & (chains[read.clamp(0, num_slots - 1)] != chains[slots])
-    codes[where[astray]] |= CODE_BITS["R5"]
+    codes[places[astray]] |= CODE_BITS["R5"]
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_entries", "num_codes", "num_table_rows", "table_width"])
+@triton.jit(do_not_specialize=["num_rows", "num_entries", "num_codes"])
 def _settle_kernel(
-    pages,
-    rows,
-    code_starts,
+    indices,
     row_starts,
     bounds,
     prefix_lens,
@@ -177,7 +157,6 @@ def _settle_kernel(
     safe_slots,
     asked,
     places,
-    code_places,
     plan_codes,
     records,
     expected,
@@ -186,31 +165,19 @@ def _settle_kernel(
     twice,
     codes,
     runs,
-    stored,
     num_rows,
     num_entries,
     num_codes,
-    num_table_rows,
-    table_width,
-    page_stride,
     num_slots,
     null_slots,
-    PAGE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     HAS_TRUTHS: tl.constexpr,
     HAS_LINEAGE: tl.constexpr,
-    HAS_STORED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_part = tl.program_id(1).to(tl.int64)
     if i_row >= live_count(num_live, num_rows, True):
         return
-    i_table = tl.zeros([], tl.int64)
-    if HAS_ROWS:
-        i_table = tl.load(rows + i_row)
-    row_width = tl.where((i_table >= 0) & (i_table < num_table_rows), table_width, 0)
-    row_pages = pages + i_table * page_stride
     first = tl.load(bounds + i_row)
     written = tl.maximum(tl.load(bounds + i_row + 1) - first, 0)
     if i_part == 0:
@@ -218,21 +185,16 @@ def _settle_kernel(
         tl.atomic_add(runs + DEVICE_RUN_WRITTEN, written, sem="relaxed")
         tl.atomic_add(runs + DEVICE_RUN_READ, tl.load(row_lengths + i_row), sem="relaxed")
         start = tl.load(row_starts + i_row)
-        code_start = tl.load(code_starts + i_row)
         read = tl.load(read_lengths + i_row)
         if HAS_TRUTHS:
             last = tl.load(prefix_lens + i_row) - 1
             m_row = (last >= 0) & (last < read)
-            slot = device_slot_at(row_pages, start + last, m_row, row_width, PAGE)
             wanted = tl.load(truths + i_row)
-            _judge_chain(records, codes, slot, code_start + last, m_row, wanted, R6, num_slots, num_codes, null_slots)
+            _judge_chain(records, codes, indices, start + last, m_row, wanted, R6, num_slots, num_codes, null_slots)
         if HAS_LINEAGE:
             last = read - 1
-            slot = device_slot_at(row_pages, start + last, last >= 0, row_width, PAGE)
             wanted = tl.load(seeds + i_row)
-            _judge_chain(
-                records, codes, slot, code_start + last, last >= 0, wanted, R5, num_slots, num_codes, null_slots
-            )
+            _judge_chain(records, codes, indices, start + last, last >= 0, wanted, R5, num_slots, num_codes, null_slots)
 
     low = tl.load(layers)
     high = tl.load(layers + 1)
@@ -245,14 +207,8 @@ def _settle_kernel(
         m_claimed = m_e & (claimed >= 0) & (claimed < num_slots)
         tl.store(claims + claimed, tl.zeros_like(slot) + DEVICE_NO_CLAIM, mask=m_claimed)
         row = slot * COLUMNS
-        if HAS_STORED:
-            low_bits = tl.load(stored + 2 * o_e, mask=m_sealed, other=0) & low
-            high_bits = tl.load(stored + 2 * o_e + 1, mask=m_sealed, other=0) & high
-            tl.store(records + row + LAYERS_LOW, low_bits, mask=m_sealed)
-            tl.store(records + row + LAYERS_HIGH, high_bits, mask=m_sealed)
-        else:
-            low_bits = tl.load(records + row + LAYERS_LOW, mask=m_sealed, other=0)
-            high_bits = tl.load(records + row + LAYERS_HIGH, mask=m_sealed, other=0)
+        low_bits = tl.load(records + row + LAYERS_LOW, mask=m_sealed, other=0)
+        high_bits = tl.load(records + row + LAYERS_HIGH, mask=m_sealed, other=0)
         missing = m_sealed & (((low & ~low_bits) != 0) | ((high & ~high_bits) != 0))
         again = tl.load(twice + o_e, mask=m_e, other=0) != 0
         tl.store(twice + o_e, tl.zeros_like(slot), mask=m_e & again)
@@ -261,29 +217,24 @@ def _settle_kernel(
         tl.store(plan_codes + o_e, code, mask=m_e & (missing | again))
 
         place = tl.load(places + o_e, mask=m_e, other=-1)
-        where = tl.load(code_places + o_e, mask=m_e, other=-1)
-        read = device_slot_at(row_pages, place, m_sealed, row_width, PAGE)
-        m_read = m_sealed & (read >= null_slots) & (read < num_slots) & (where >= 0) & (where < num_codes)
+        read = device_entry_at(indices, place, m_sealed, num_codes)
+        m_read = m_sealed & (read >= null_slots) & (read < num_slots)
         chain = tl.load(records + row + CHAIN, mask=m_sealed, other=0)
         astray = m_read & (tl.load(records + read * COLUMNS + CHAIN, mask=m_read, other=0) != chain)
-        tl.store(codes + where, tl.load(codes + where, mask=astray, other=0) | R5, mask=astray)
+        tl.store(codes + place, tl.load(codes + place, mask=astray, other=0) | R5, mask=astray)
         for i_column in tl.static_range(COLUMNS):
-            if HAS_STORED and i_column == LAYERS_LOW:
-                value = low_bits
-            elif HAS_STORED and i_column == LAYERS_HIGH:
-                value = high_bits
-            else:
-                value = tl.load(records + row + i_column, mask=m_sealed, other=0)
+            value = tl.load(records + row + i_column, mask=m_sealed, other=0)
             tl.store(expected + row + i_column, value, mask=m_sealed)
 
 
 @triton.jit
-def _judge_chain(records, codes, slot, where, m_row, wanted, code: tl.constexpr, num_slots, num_codes, null_slots):
-    """The code where the entry that a row reads in this slot has not the chain that is wanted there."""
-    m_row &= (slot >= null_slots) & (slot < num_slots) & (where >= 0) & (where < num_codes)
+def _judge_chain(records, codes, indices, place, m_row, wanted, code: tl.constexpr, num_slots, num_codes, null_slots):
+    """The code where the entry that a row reads at this place has not the chain that is wanted there."""
+    slot = device_entry_at(indices, place, m_row, num_codes)
+    m_row &= (slot >= null_slots) & (slot < num_slots)
     chain = tl.load(records + slot * COLUMNS + CHAIN, mask=m_row, other=0)
     m_row &= chain != wanted
-    tl.store(codes + where, tl.load(codes + where, mask=m_row, other=0) | code, mask=m_row)
+    tl.store(codes + place, tl.load(codes + place, mask=m_row, other=0) | code, mask=m_row)
 
 
 def _judge_chains(
@@ -297,14 +248,13 @@ def _judge_chains(
     null_slots: int,
 ) -> None:
     """A code where the entry that a live row reads at this place [live] has not the chain that is wanted there."""
-    table, live = forward.table, len(last)
+    live = len(last)
     inside = (last >= 0) & (last < planned.read_lengths[:live])
     places = torch.where(inside, forward.row_starts[:live] + last, -1)
-    slots = slot_at(table, None if table.rows is None else table.rows[:live], places)
-    where = (forward.row_starts if table.code_starts is None else table.code_starts)[:live] + last
-    judged = inside & (slots >= null_slots) & (slots < records.shape[0]) & (where >= 0) & (where < codes.numel())
+    slots = entry_at(forward.indices, places)
+    judged = (slots >= null_slots) & (slots < records.shape[0])
     wrong = judged & (records[:, record.CHAIN][slots.clamp(0, records.shape[0] - 1)] != wanted)
-    codes[where[wrong]] |= CODE_BITS[code]
+    codes[places[wrong]] |= CODE_BITS[code]
 
 
 def _check(
@@ -317,7 +267,6 @@ def _check(
     twice: Tensor,
     codes: Tensor,
     runs: Tensor,
-    stored: Tensor | None,
 ) -> None:
     entries = forward.num_entries
     expect_records(records)
@@ -325,7 +274,5 @@ def _check(
     expect_int64(2, layers=layers)
     expect_int64(records.shape[0], claims=claims)
     expect_int64(entries, twice=twice, safe_slots=planned.safe_slots)
-    expect_int64(codes.numel(), codes=codes)
+    expect_int64(forward.capacity, codes=codes)
     expect_int64(NUM_RUNS, runs=runs)
-    if stored is not None and (stored.shape != (entries, 2) or stored.dtype is not torch.int64):
-        raise ValueError(f"stored must be [{entries}, 2] int64, got {list(stored.shape)} {stored.dtype}")

@@ -1,4 +1,4 @@
-"""Verify: judge the records of every entry that attention reads, along the index array or page table that it reads."""
+"""Verify: judge the records of every entry that attention reads, along the index array that it reads."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -45,15 +45,7 @@ from kvcanary_kernels.record.device import (
 from kvcanary_kernels.record.device import mix as device_mix
 from kvcanary_kernels.record.layout import MASK_32, Keys, mix, signed
 from kvcanary_kernels.record.seal import identity_words, seal_values
-from kvcanary_kernels.record.table import (
-    PageTable,
-    as_table,
-    device_slot_at,
-    element_at,
-    expect_table,
-    segment_entries,
-    slot_at,
-)
+from kvcanary_kernels.record.table import segment_entries
 
 ROOT = -1  # the segment's first entry continues its seed
 NO_PREDECESSOR = -2  # the segment's first entry continues nothing known: R5 is not judged for it
@@ -61,7 +53,7 @@ NO_PREDECESSOR = -2  # the segment's first entry continues nothing known: R5 is 
 
 def verify(
     records: Tensor,
-    indices: Tensor | PageTable,
+    indices: Tensor,
     *,
     starts: Tensor,
     lengths: Tensor,
@@ -75,7 +67,6 @@ def verify(
     pool_id: int,
     keys: Keys,
     codes: Tensor,
-    grants: Tensor | None = None,
     states: Tensor | None = None,
     owners: Tensor | None = None,
     readers: Tensor | None = None,
@@ -86,15 +77,14 @@ def verify(
 ) -> None:
     """Write the check bits (record.CODE_BITS) of every entry of the given segments. May be captured.
 
-    Entry j of segment s is indices[starts[s] + j], or what a PageTable says; it has position first_positions[s] + j
-    and continues entry j - 1. Every check that fires sets its bit: R3, R4, R5 and R12 of what lies in the record,
+    Entry j of segment s is indices[starts[s] + j]; it has position first_positions[s] + j and continues entry j - 1.
+    Every check that fires sets its bit: R3, R4, R5 and R12 of what lies in the record,
     and those of device truth. R1 and R2 exclude every other one, and R7 excludes R12: that one speaks of pages whose
     grant is current. R5 is not judged where the predecessor itself is R1 or R2.
 
     records:         [num_slots, 8] int64
-    indices:         [nnz] int64 or int32 slots, the very array that attention reads; or the PageTable that it reads
-    starts, lengths: [segments] int64, where in `indices` each segment lies (inside it; segments do not overlap).
-                     With a PageTable: where in its row; what is outside the table is R1
+    indices:         [nnz] int64 slots, the very array that attention reads
+    starts, lengths: [segments] int64, where in `indices` each segment lies (inside it; segments do not overlap)
     first_positions: [segments] int64
     predecessors:    [segments] int64, the slot that the first entry continues; ROOT (-1): it continues seeds[s];
                      NO_PREDECESSOR (-2): not judged
@@ -108,14 +98,16 @@ def verify(
     longest:         entries that no segment exceeds, so that no more programs share one than it needs; None: not known
 
     Device truth, None where it is not fed; then its checks are not judged:
-    grants:          of the shape of `indices` (of `pages`), int64, generation that the reading row was granted of the
-                     page there; one that is not current is R7
     states:          [num_pages] int64, record.FREE to record.SHARED (R7, R12)
     owners:          [num_pages] int64, uid, NO_OWNER or SHARED_OWNER; another request's private page is R8
     readers:         [segments] int64, uid of the request that reads; with `owners`
     step:            [1] int64, step of the reader; the low 32 bits count. A record of a later one is R11
     """
-    table = _check(
+    _check(**locals())
+    if starts.numel() == 0:
+        return
+    programs = programs_for(codes.numel() if longest is None else longest)
+    _verify_kernel[(starts.numel() // group, programs)](
         records,
         indices,
         starts,
@@ -125,32 +117,6 @@ def verify(
         seeds,
         generations,
         layers,
-        page_size,
-        codes,
-        grants,
-        states,
-        owners,
-        readers,
-        step,
-        num_live,
-        group,
-    )
-    if starts.numel() == 0:
-        return
-    programs = programs_for(codes.numel() if longest is None else longest)
-    _verify_kernel[(starts.numel() // group, programs)](
-        records,
-        table.pages,
-        starts if table.rows is None else table.rows,
-        starts if table.code_starts is None else table.code_starts,
-        starts,
-        lengths,
-        first_positions,
-        predecessors,
-        seeds,
-        generations,
-        layers,
-        generations if grants is None else grants,
         generations if states is None else states,
         generations if owners is None else owners,
         starts if readers is None else readers,
@@ -160,17 +126,10 @@ def verify(
         starts if num_live is None else num_live,
         starts.numel(),
         codes.numel(),
-        table.pages.shape[0],
-        table.pages.shape[1],
-        table.pages.stride(0),
-        0 if grants is None or grants.dim() == 1 else grants.stride(0),
         records.shape[0],
         page_size,
         null_slots,
         pool_id,
-        PAGE=table.page_size,
-        HAS_ROWS=table.rows is not None,
-        HAS_GRANTS=grants is not None,
         HAS_STATES=states is not None,
         HAS_OWNERS=owners is not None,
         HAS_STEP=step is not None,
@@ -182,7 +141,7 @@ def verify(
 
 def verify_torch(
     records: Tensor,
-    indices: Tensor | PageTable,
+    indices: Tensor,
     *,
     starts: Tensor,
     lengths: Tensor,
@@ -196,7 +155,6 @@ def verify_torch(
     pool_id: int,
     keys: Keys,
     codes: Tensor,
-    grants: Tensor | None = None,
     states: Tensor | None = None,
     owners: Tensor | None = None,
     readers: Tensor | None = None,
@@ -206,43 +164,22 @@ def verify_torch(
     longest: int | None = None,
 ) -> None:
     """The torch reference of `verify`."""
-    table = _check(
-        records,
-        indices,
-        starts,
-        lengths,
-        first_positions,
-        predecessors,
-        seeds,
-        generations,
-        layers,
-        page_size,
-        codes,
-        grants,
-        states,
-        owners,
-        readers,
-        step,
-        num_live,
-        group,
-    )
+    _check(**locals())
     live = starts.numel() if num_live is None else max(int(num_live), 0)
     counts = lengths[:live].tolist()
-    code_starts = starts if table.code_starts is None else table.code_starts
-    rows = table.rows
     if not all(counts) or live < starts.numel():
         kept = lengths[:live].nonzero().squeeze(1)
-        starts, code_starts, lengths, first_positions, predecessors, seeds = (
-            t.index_select(0, kept) for t in (starts, code_starts, lengths, first_positions, predecessors, seeds)
+        starts, lengths, first_positions, predecessors, seeds = (
+            t.index_select(0, kept) for t in (starts, lengths, first_positions, predecessors, seeds)
         )
-        rows, readers = (None if t is None else t.index_select(0, kept) for t in (rows, readers))
+        readers = None if readers is None else readers.index_select(0, kept)
     if not sum(counts):
         return
     num_slots = records.shape[0]
     heads = lengths.cumsum(0).sub_(lengths)  # where each segment starts among the entries judged
-    places, where, positions = segment_entries(lengths, sum(counts), starts, code_starts, first_positions)
-    rows, readers = (None if t is None else t.repeat_interleave(lengths) for t in (rows, readers))
-    slots = slot_at(table, rows, places)
+    places, positions = segment_entries(lengths, sum(counts), starts, first_positions)
+    readers = None if readers is None else readers.repeat_interleave(lengths)
+    slots = indices.index_select(0, places)
     safe = slots.clamp(0, num_slots - 1)
     pages = safe // page_size
     held = records.index_select(0, safe)
@@ -267,9 +204,6 @@ def verify_torch(
         state = states.index_select(0, pages)
         r7 |= (state <= record.QUARANTINED) | (state > record.SHARED)
         r12 |= state <= record.LOAD_FAILED
-    if grants is not None:
-        granted = element_at(grants.view(table.pages.shape), table.page_size, rows, places)
-        r7 |= (granted & MASK_32) != current
     fired = {
         record.R1_OUT_OF_RANGE: r1,
         record.R2_NULL_SLOT: r2,
@@ -278,7 +212,7 @@ def verify_torch(
         record.R5_CHAIN_BREAK: r5,
         record.R12_UNWRITTEN: r12,
     }
-    if states is not None or grants is not None:
+    if states is not None:
         fired[record.R7_STALE_PAGE] = r7
         r12 &= ~r7
     if owners is not None:
@@ -289,21 +223,19 @@ def verify_torch(
         fired[record.R11_FUTURE] = (found_steps - step).to(torch.int32) > 0  # wraps
     found = torch.stack(tuple(fired.values()))
     if not found.count_nonzero():
-        codes.index_fill_(0, where, 0)
+        codes.index_fill_(0, places, 0)
         return
     found[1] &= ~r1
     found[2:] &= ~(r1 | r2)
     found[4] &= _judged(r1 | r2, heads, predecessors, num_slots, null_slots)
     weights = torch.tensor(list(fired), device=codes.device)
-    codes[where] = (found * weights[:, None]).sum(0)
+    codes[places] = (found * weights[:, None]).sum(0)
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_codes", "num_rows", "width"])
+@triton.jit(do_not_specialize=["num_segments", "num_codes"])
 def _verify_kernel(
     records,
-    pages,
-    rows,
-    code_starts,
+    indices,
     starts,
     lengths,
     first_positions,
@@ -311,7 +243,6 @@ def _verify_kernel(
     seeds,
     generations,
     layers,
-    grants,
     states,
     owners,
     readers,
@@ -321,17 +252,10 @@ def _verify_kernel(
     num_live,
     num_segments,
     num_codes,
-    num_rows,
-    width,
-    page_stride,
-    grant_stride,
     num_slots,
     page_size,
     null_slots,
     pool_id,
-    PAGE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_GRANTS: tl.constexpr,
     HAS_STATES: tl.constexpr,
     HAS_OWNERS: tl.constexpr,
     HAS_STEP: tl.constexpr,
@@ -352,17 +276,11 @@ def _verify_kernel(
         last_position, last_seed, last_reader = longest, longest, longest
         m_last = o_j < 0  # of the one before: none
         for i_segment in range(i_group, end):
-            i_row = tl.zeros([], tl.int64)
-            if HAS_ROWS:
-                i_row = tl.load(rows + i_segment)
-            row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
-            row_pages = pages + i_row * page_stride
-            start = tl.load(starts + i_segment)
-            o_n = tl.load(code_starts + i_segment) + o_j
+            o_n = tl.load(starts + i_segment) + o_j
             m_n = (o_j < tl.load(lengths + i_segment)) & (o_n >= 0) & (o_n < num_codes)
-            slot = device_slot_at(row_pages, start + o_j, m_n, row_width, PAGE)
+            slot = tl.load(indices + o_n, mask=m_n, other=-1)
             predecessor = tl.load(predecessors + i_segment)
-            before = device_slot_at(row_pages, start + o_j - 1, m_n & (o_j > 0), row_width, PAGE)
+            before = tl.load(indices + o_n - 1, mask=m_n & (o_j > 0), other=-1)
             before = tl.where(o_j > 0, before, predecessor)
             first_position = tl.load(first_positions + i_segment)
             seed = tl.load(seeds + i_segment)
@@ -371,8 +289,6 @@ def _verify_kernel(
                 reader = tl.load(readers + i_segment)
             is_alike = (first_position == last_position) & (seed == last_seed) & (reader == last_reader)
             m_known = m_last & (slot == last_slot) & (before == last_before) & is_alike
-            if HAS_GRANTS:  # they are the row's own
-                m_known = o_j < 0
             if tl.max((m_n & ~m_known).to(tl.int32)) > 0:
                 code = _judge(
                     records,
@@ -384,7 +300,6 @@ def _verify_kernel(
                     (o_j == 0) & (predecessor == -1),
                     seed,
                     reader,
-                    grants + i_row * grant_stride + (start + o_j) // PAGE,
                     generations,
                     layers,
                     states,
@@ -395,7 +310,6 @@ def _verify_kernel(
                     page_size,
                     null_slots,
                     pool_id,
-                    HAS_GRANTS,
                     HAS_STATES,
                     HAS_OWNERS,
                     HAS_STEP,
@@ -416,7 +330,6 @@ def _judge(
     is_root,
     seed,
     reader,
-    grants,
     generations,
     layers,
     states,
@@ -427,7 +340,6 @@ def _judge(
     page_size,
     null_slots,
     pool_id,
-    HAS_GRANTS: tl.constexpr,
     HAS_STATES: tl.constexpr,
     HAS_OWNERS: tl.constexpr,
     HAS_STEP: tl.constexpr,
@@ -463,9 +375,6 @@ def _judge(
         state = tl.load(states + page, mask=m_read, other=0)
         r7 |= (state <= QUARANTINED) | (state > SHARED)
         r12 |= state <= LOAD_FAILED
-    if HAS_GRANTS:
-        granted = tl.load(grants, mask=m_read, other=0)
-        r7 |= low_word(granted) != current
     r12 &= ~r7
 
     judged = tl.where(r3, R3, 0) + tl.where(r4, R4, 0) + tl.where(r5, R5, 0)
@@ -497,7 +406,7 @@ def _judged(refused: Tensor, heads: Tensor, predecessors: Tensor, num_slots: int
 
 def _check(
     records: Tensor,
-    indices: Tensor | PageTable,
+    indices: Tensor,
     starts: Tensor,
     lengths: Tensor,
     first_positions: Tensor,
@@ -507,21 +416,20 @@ def _check(
     layers: Tensor,
     page_size: int,
     codes: Tensor,
-    grants: Tensor | None,
     states: Tensor | None,
     owners: Tensor | None,
     readers: Tensor | None,
     step: Tensor | None,
     num_live: Tensor | None,
     group: int,
-) -> PageTable:
+    **others: object,
+) -> None:
+    """`others`: arguments that may be anything of their types."""
     n = starts.numel()
     if group < 1 or n % group:
         raise ValueError(f"group must divide {n} segments, got {group}")
-    table = as_table(indices)
     expect_records(records)
-    expect_table(table, n)
-    expect_int64(codes.numel() if table is indices else table.pages.numel(), codes=codes)
+    expect_int64(indices.numel(), indices=indices, codes=codes)
     expect_int64(
         n,
         starts=starts,
@@ -536,9 +444,3 @@ def _check(
     expect_int64(-(-records.shape[0] // page_size), generations=generations, states=states, owners=owners)
     if (owners is None) != (readers is None):
         raise ValueError("owners and readers must be fed together, got only one of them")
-    if grants is None:
-        return table
-    shape = table.pages.shape if table is indices else table.pages.shape[1:]
-    if grants.shape != shape or grants.dtype is not torch.int64 or not grants.is_contiguous():
-        raise ValueError(f"grants must be contiguous {list(shape)} int64, got {list(grants.shape)} {grants.dtype}")
-    return table

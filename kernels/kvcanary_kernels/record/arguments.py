@@ -41,7 +41,7 @@ def expect_bitmap(n: int, mismatch: Tensor) -> None:
         raise ValueError(f"mismatch must be contiguous [{n}, 2] int64, got {list(mismatch.shape)} {mismatch.dtype}")
 
 
-def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None) -> Tensor | None:
+def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None = None) -> Tensor | None:
     """The entries of a torch reference that may touch memory, or None when all may: live, and a slot of the pool."""
     n = slots.numel()
     if n == 0:

@@ -94,11 +94,11 @@ class PoolRows:
         """Per layer [num_slots, words] int32 views of V; of dense rows only."""
         return _dense_rows(self.parts[1], "v")
 
-    def gather(self, slots: Tensor, layers: slice = slice(None)) -> Tensor:
-        """[layers, n, words_per_row] int32: the rows of valid slots, copied; of all layers or of some."""
+    def gather(self, slots: Tensor) -> Tensor:
+        """[layers, n, words_per_row] int32: the rows of valid slots, copied."""
         if self.fused is not None:
-            return self.fused[layers].index_select(1, slots).flatten(2)
-        return torch.stack([self.gather_layer(layer, slots) for layer in range(self.num_layers)[layers]])
+            return self.fused.index_select(1, slots).flatten(2)
+        return torch.stack([self.gather_layer(layer, slots) for layer in range(self.num_layers)])
 
     def gather_layer(self, layer: int, slots: Tensor) -> Tensor:
         """[n, words_per_row] int32: the rows of valid slots in one layer, copied."""

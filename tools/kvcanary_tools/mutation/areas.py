@@ -24,7 +24,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         for name in (
             "judge/admit", "judge/advance", "engine/attention/merging", "engine/attention/paged", "content/attest",
             "watch/begin", "engine/candidates", "record/chain", "content/check", "judge/count", "watch/fetch",
-            "content/fingerprint", "content/finish", "content/finite", "engine/index", "engine/layers",
+            "content/fingerprint", "content/finite", "engine/index", "engine/layers",
             "engine/likeliest", "judge/move", "judge/plan", "content/poison", "judge/post", "engine/product",
             "content/put", "content/reads", "engine/relay", "watch/reread", "engine/scatter", "record/seal",
             "judge/settle", "content/store", "judge/verify", "watch/walk",
@@ -36,8 +36,12 @@ REFERENCE = "_torch"
 
 def area_of(mutant: str) -> str:
     """The area of a mutant by its dotted name."""
-    module = mutant.rpartition(".")[0].replace(".", "/") + ".py"
-    return next(area for area, files in AREAS.items() if module in files)
+    return next(area for area, files in AREAS.items() if file_of(mutant) in files)
+
+
+def file_of(mutant: str) -> str:
+    """The file of a mutant by its dotted name."""
+    return mutant.rpartition(".")[0].replace(".", "/") + ".py"
 
 
 def digest(tree: Path) -> str:

@@ -27,7 +27,6 @@ from kvcanary_kernels.engine.attention import attention_workspace, paged_attenti
 from kvcanary_kernels.judge.forward import ForwardPlan, Planned, new_planned
 from kvcanary_kernels.record.layout import Keys, make_keys
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
-from kvcanary_kernels.record.table import as_table
 from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
 from kvcanary_tools.bench.gpu import step
 from kvcanary_tools.bench.gpu.device import device, give_back
@@ -104,7 +103,7 @@ class Work:
         some = torch.zeros(requests, **where)
         live = torch.full((1,), requests, **where)
         self.forward = ForwardPlan(
-            as_table(self.slots),
+            self.slots,
             self.starts[:-1],
             self.starts[1:],
             self.bounds,
