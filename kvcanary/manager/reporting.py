@@ -17,6 +17,7 @@ from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
 from kvcanary.report.respond import Response
 from kvcanary.report.stats import Stats
+from kvcanary.report.told_evidence import ToldEvidence
 
 
 class Reporting(DeviceForwards):
@@ -29,10 +30,10 @@ class Reporting(DeviceForwards):
 
     def __init__(self, config: CanaryConfig, state: CanaryState, holds_back: bool) -> None:
         super().__init__(config, state, holds_back)
-        describer = Describer(self._state, self._ledger, config.show_tokens)
+        describer = Describer(ToldEvidence(self._ledger).read, config.show_tokens)
         self._dumper = DumpTrigger(config, self.recorder, self._source)
         self._stats = Stats()
-        self._response = Response(config, self._ledger, describer, self._dumper.on_finding)
+        self._response = Response(config, describer, self._ledger, self._dumper.on_finding)
         self.doomed: frozenset[str] = frozenset()
         self.damaged_pages: Set[int] = self._response.damaged_pages if config.mode == "abort" else frozenset()
         self._error: KVCorruptionError | None = None  # that was raised last
@@ -50,9 +51,8 @@ class Reporting(DeviceForwards):
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
         self._refresh()
-        groups = [group.to_dict() for group in self._response.log.groups.values()]
         live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._state.keys.seed_id
-        return certificate(self.config, self._coverage, live_bytes, seed_id, groups, self._fed())
+        return certificate(self.config, self._coverage, live_bytes, seed_id, self._response.log, self._fed())
 
     def page_map(self) -> dict[str, Any]:
         """What is true of every page now; plain JSON, see `kvcanary.ledger.page_map`."""

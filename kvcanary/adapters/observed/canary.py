@@ -26,7 +26,9 @@ from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.report.certificate import certificate
-from kvcanary.report.finding import Finding, FindingLog, tell
+from kvcanary.report.describe import Describer
+from kvcanary.report.respond import Response
+from kvcanary.report.watched_evidence import WatchedEvidence
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
@@ -53,15 +55,15 @@ class PagedCanary(PagedDevice):
         max_tokens: of one forward; has_tokens: every forward shows what the engine knows of tokens"""
         expect_watching(config, "one request from outside")
         super().__init__(config, num_rows, max_rejected, max_tokens, device)
-        self.coverage, self.log, self._has_tokens = Coverage(), FindingLog(), has_tokens
+        self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
-        self.tell: Callable[[Finding], None] = tell
         self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
+        self.response = Response(config, Describer(WatchedEvidence(self.writers).read, config.show_tokens))
+        self.log = self.response.log
         self._line_bytes = self._lines_here.data.cast("B")
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
-        self.incidents: dict[tuple[str, str | None, int], int] = {}
         self.events: list[Event] = []  # of what happened since the last forward
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
@@ -260,9 +262,8 @@ class PagedCanary(PagedDevice):
             sum(n * own.entry_bytes for n, own in read),
         )
         live_bytes = sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self._entry_bytes
-        groups = [group.to_dict() for group in self.log.groups.values()]
         fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
-        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), groups, fed)
+        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), self.log, fed)
 
     def hits_of(self, step: Step) -> dict[str, Tensor]:
         """On the host: the cells of one step, which waits for the device."""

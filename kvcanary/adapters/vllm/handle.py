@@ -199,7 +199,7 @@ class Handle(ABC):
                 self._look_at(total, self._unheard.popleft())
             except KVCorruptionError as error:
                 for finding in error.findings:
-                    self.canary.tell(finding)
+                    self.canary.response.tell(finding)
                 raise SystemExit(str(error)) from error
 
     def _look_at(self, total: int, step: int) -> None:
@@ -234,7 +234,7 @@ class Handle(ABC):
         canary, late = self._new_canary(), self._late_layers()
         parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
         is_alone = getattr(parallel, "world_size", 1) == 1
-        canary.tell = Teller(getattr(self.worker, "rank", 0), is_alone).tell
+        canary.response.tell = Teller(getattr(self.worker, "rank", 0), is_alone).tell
         context = self.runner.compilation_config.static_forward_context
         for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
             size, _ = self._kernel_block_size(number)

@@ -161,6 +161,24 @@ def test_a_swapped_table_is_counted(device: str) -> None:
     settle(engine.canary, engine.canary.steps[-1])
     [found] = engine.canary.log.findings
     assert (found.code, found.reader, found.position) == ("R4", "r0", 0)
+    assert (found.writer, found.causes[0].family) == ("r0", "addressing")
+
+
+def test_one_damaged_slot_is_one_finding_that_names_all_who_read_it() -> None:
+    """Two requests read a block that the first of them filled: as for pools whose grants are told."""
+    engine = Engine("cpu")
+    engine.begin(0, [])
+    engine.step({0: list(range(9))})
+    engine.table[1] = engine.table[0]
+    engine.table[1, 2] = engine.free.pop()
+    engine.begin(1, engine.tokens[0], 8)
+    engine.step({1: [8], 0: [5]})
+    engine.kv[1].view(torch.int32)[int(engine.table[1, 1]), 1, 2, 3] ^= 1 << 9
+    assert engine.step({0: [1], 1: [2]}) == 2
+    settle(engine.canary, engine.canary.steps[-1])
+    [found] = engine.canary.log.findings
+    assert (found.code, found.readers, found.writer) == ("R9", ("r0", "r1"), "r0")
+    assert engine.canary.coverage.fired == {"R9": 2}
 
 
 def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
