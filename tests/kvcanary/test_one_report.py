@@ -138,3 +138,12 @@ def test_the_mode_answers_for_watched_pools(mode: str) -> None:
     assert coverage.fired == {"R9": 4}
     assert [finding.incident for finding in told] == ([1, 2] if mode == "log" else [])
     assert [(found.code, found.readers) for found in response.log.findings] == [("R9", ("me",)), ("R9", ("you",))]
+
+
+def test_each_entry_of_a_row_is_an_incident_of_its_own() -> None:
+    """Where rows have no slots: another position, or the same of another row, is another fault; again is not."""
+    response, told = Response(CanaryConfig(mode="log"), Describer(WatchedEvidence({}).read)), []
+    response.tell = told.append
+    for step, place in enumerate([{}, {"position": 9}, {"request_id": "you", "row_number": 2}, {"position": 9}]):
+        response.answer([watched("R9", "tensors", step=step, **place)], step, Coverage())
+    assert [finding.incident for finding in told] == [1, 2, 3]

@@ -181,6 +181,20 @@ def test_one_damaged_slot_is_one_finding_that_names_all_who_read_it() -> None:
     assert engine.canary.coverage.fired == {"R9": 2}
 
 
+def test_slots_that_two_rows_write_are_one_finding() -> None:
+    """W4 of each slot of a page: the first is told with its writer, the others are its evidence."""
+    engine = Engine("cpu", "write")
+    for number in range(2):
+        engine.begin(number, [])
+    engine.table[1] = engine.table[0]
+    engine.step({0: [1, 2, 3], 1: [4, 5, 6]})
+    settle(engine.canary, engine.canary.steps[-1])
+    [found] = engine.canary.log.findings
+    slots = [int(engine.table[0, 0]) * BLOCK + place for place in range(3)]
+    assert (found.code, found.slot, found.writer) == ("W4", slots[0], "r1")
+    assert found.evidence == tuple(f"W4 duplicate write: target slot {slot}, seen by decode" for slot in slots[1:])
+
+
 def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are not read in every step: rows that pause, end, begin again or grow by many are never beyond."""
     monkeypatch.setattr(paged, "GROWN", 3)
