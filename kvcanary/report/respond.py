@@ -51,17 +51,8 @@ class Response:
         if not groups:
             return frozenset()
         coverage.count_hits(groups)
-        mode, touched = self._config.mode, self._touched(groups)
-        doomed = touched if mode == "abort" else frozenset[str]()
-        for name in touched:
-            self._requests[name].is_damaged = True
-        self.damaged_pages |= self._cached(groups)
-        is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
-        stops = mode == "raise" or is_blind  # a canary that does not run protects nobody
-        if stops:
-            action = f"raised KVCorruptionError; no token of step {step} leaves the engine"
-        else:
-            action = f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
+        doomed = self._marked(groups)
+        stops, action = self._decide(groups, doomed, step)
         with torch.inference_mode():
             described = self._describer.describe(groups, self._number, action)
         coverage.untold_incidents += described.untold
@@ -80,6 +71,22 @@ class Response:
         intake = HitLog(self._config.disable)
         intake += hits
         self.act(intake.take(), step, coverage)
+
+    def _marked(self, groups: Sequence[HitGroup]) -> frozenset[str]:
+        """Those that end, of all requests that are damaged from now on."""
+        touched = self._touched(groups)
+        for name in touched:
+            self._requests[name].is_damaged = True
+        self.damaged_pages |= self._cached(groups)
+        return touched if self._config.mode == "abort" else frozenset()
+
+    def _decide(self, groups: Sequence[HitGroup], doomed: frozenset[str], step: int) -> tuple[bool, str]:
+        """Whether the engine stops, and what is done, in words."""
+        mode = self._config.mode
+        is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
+        if mode == "raise" or is_blind:  # a canary that does not run protects nobody
+            return True, f"raised KVCorruptionError; no token of step {step} leaves the engine"
+        return False, f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
 
     def _touched(self, groups: Sequence[HitGroup]) -> frozenset[str]:
         """Requests that read or wrote wrongly, and those that hold a page whose bytes or records are damaged."""
