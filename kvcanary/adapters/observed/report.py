@@ -19,7 +19,7 @@ from kvcanary.report.finding import Cause, Finding
 from kvcanary.report.render import Report
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, REQUEST_GENERATION, STEP_SITE, TOKEN_POSITION
 from kvcanary_kernels.watch.reread import LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_lanes
-from kvcanary_kernels.watch.walk import ADVANCE_CODES, CODES_PER_ENTRY, NO_HIT, WALK_CODES, table_slots
+from kvcanary_kernels.watch.walk import NO_HIT, code_of, table_slots
 
 SHOWN = 8  # findings of one step that are told whole
 _CAUSES = {
@@ -80,12 +80,11 @@ def _hits(canary: PagedCanary, step: Step) -> Iterator[Hit]:
     cells = canary.hits_of(step)
     column = 0
     for place, group in enumerate(canary.groups):
-        fired = (WALK_CODES, cells["walk"][place].min(0).values), (ADVANCE_CODES, cells["write"][place])
-        for codes, hits in fired:
+        for kind, hits in ("R", cells["walk"][place]), ("W", cells["write"][place]):
             for row in (hits[: len(step.requests)] != NO_HIT).nonzero()[:, 0].tolist():
-                position, code = divmod(int(hits[row]), CODES_PER_ENTRY)
+                position, code = code_of(int(hits[row]), kind)
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
-                yield Hit(codes[code], step.requests[row], position, slot, group, site=step.site)
+                yield Hit(code, step.requests[row], position, slot, group, site=step.site)
         for slot in canary.written_twice(step, group)[:SHOWN]:
             yield Hit("W4", None, None, slot, group, site=step.site)
         for layers in group.layers:
