@@ -12,7 +12,6 @@ from torch import Tensor
 from kvcanary_kernels.record.chain import chain_scan_torch
 from kvcanary_kernels.record.device import BLOCK, INVERSES, pair, tl, triton
 from kvcanary_kernels.record.device import mix as device_mix
-from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.seal import seal_torch, store_record
 from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
 from kvcanary_kernels.watch.walk import (
@@ -29,6 +28,7 @@ from kvcanary_kernels.watch.walk import (
     UID,
     Rows,
     Truth,
+    Watched,
     context_lengths,
     hit_bit,
     live_rows,
@@ -56,19 +56,15 @@ class Fed(NamedTuple):
 
 
 def advance(
-    records: Tensor,
+    watched: Watched,
     rows: Rows,
     fed: Fed,
     truth: Truth,
-    keys: Keys,
     *,
-    now: Tensor,
-    block_size: int,
     seeds: Tensor,
     slots: Tensor,
     chains: Tensor,
     hits: Tensor,
-    total: Tensor,
     is_first: bool = True,
 ) -> None:
     """Record what a forward is about to write, and follow its rows. No allocation, no wait.
@@ -77,16 +73,15 @@ def advance(
     slots:  [ring, >= n] int64 out, in the line of this step where it writes; -1 where a record would lie outside the
             pool or in block 0
     chains: [ring, >= n] int64 out, chain of each entry
-    hits:   [ring, >= rows] int64, NO_HIT or lower before; in the cell of this step the first hit of each row (W4 is for
-            who takes the lanes)
-    total:  [1] int64, grows by the number of wrong entries
+    hits:   [ring, >= rows] int64, NO_HIT or lower before; in the cell of this step the first hit of each row: W1, W5,
+            W6 (W4 is for who takes the lanes)
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
     has_tokens = fed.all_tokens is not None
     known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
     _advance_kernel[(rows.numbers.shape[0],)](
-        records,
+        watched.records,
         rows.numbers,
         rows.table,
         rows.lengths,
@@ -96,23 +91,23 @@ def advance(
         fed.slots,
         known,
         counts,
-        now,
+        watched.now,
         truth.lines,
-        keys.constants,
-        keys.powers,
+        watched.keys.constants,
+        watched.keys.powers,
         seeds,
         slots,
         chains,
         hits,
-        total,
-        records.shape[0],
+        watched.total,
+        watched.records.shape[0],
         rows.table.shape[1],
         rows.table.stride(0),
         known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
         truth.lines.shape[1],
         slots.stride(0),
         hits.stride(0),
-        PAGE=block_size,
+        PAGE=watched.block_size,
         HAS_TOKENS=has_tokens,
         IS_FIRST=is_first,
         BLOCK_N=BLOCK,
@@ -120,22 +115,19 @@ def advance(
 
 
 def advance_torch(
-    records: Tensor,
+    watched: Watched,
     rows: Rows,
     fed: Fed,
     truth: Truth,
-    keys: Keys,
     *,
-    now: Tensor,
-    block_size: int,
     seeds: Tensor,
     slots: Tensor,
     chains: Tensor,
     hits: Tensor,
-    total: Tensor,
     is_first: bool = True,
 ) -> None:
     """The torch reference of `advance`."""
+    records, keys, block_size, _, now, total = watched
     rows, ring_place = live_rows(rows, now)
     slots, chains, cells = slots[ring_place], chains[ring_place], hits[ring_place]
     past, numbers, tails = context_lengths(rows), rows.numbers.long(), truth.tails

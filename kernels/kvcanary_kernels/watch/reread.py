@@ -23,6 +23,7 @@ from kvcanary_kernels.watch.walk import (
     NOW_WIDTH,
     Rows,
     Truth,
+    Watched,
     context_lengths,
     live_rows,
 )
@@ -34,16 +35,14 @@ PLACES = tl.constexpr(SLOTS_PER_ENTRY)
 
 
 def take(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     slots: Tensor,
     chains: Tensor,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
-    total: Tensor,
     most: int | None = None,
 ) -> None:
     """Take both lanes of the slots of this step as they lie in the pool now. No allocation, no wait.
@@ -51,22 +50,22 @@ def take(
     slots:  [ring, >= n] int64, -1: nothing;  chains: [ring, >= n] int64, what the record of each should say
     lanes:  [2, layers, num_slots] int64, written
     stamps: [num_slots] int64, written: the chain of the record whose bytes these are
-    total:  [1] int64, grows by the entries whose record is another's (W4: one forward wrote the slot twice)
     most:   at least the tokens that `now` says; None: as many as a line has
+    Entries whose record is another's count as wrong (W4: one forward wrote the slot twice).
     """
     most = slots.shape[1] if most is None else most
     _take_lanes_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
         pool.ptrs,
-        records,
+        watched.records,
         slots,
         chains,
-        now,
+        watched.now,
         keys.lane_a,
         keys.lane_b,
         keys.start_a,
         lanes,
         stamps,
-        total,
+        watched.total,
         slots.stride(0),
         pool.num_slots,
         pool.num_layers,
@@ -82,20 +81,19 @@ def take(
 
 
 def take_torch(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     slots: Tensor,
     chains: Tensor,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
-    total: Tensor,
     most: int | None = None,
 ) -> None:
     """The torch reference of `take`."""
-    _, n, _, _, place, *_ = now[:NOW_WIDTH].tolist()
+    records, total = watched.records, watched.total
+    _, n, _, _, place, *_ = watched.now[:NOW_WIDTH].tolist()
     slots, chains = slots[place, :n], chains[place, :n]
     live = slots >= 0
     slots, chains = slots[live], chains[live]
@@ -105,22 +103,18 @@ def take_torch(
 
 
 def reread(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     rows: Rows,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
     truth: Truth,
     max_length: int,
     stride: int,
-    window: int,
-    block_size: int,
     whole: bool,
     hits: Tensor,
-    total: Tensor,
     counted: Tensor,
 ) -> None:
     """Compare lane a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
@@ -129,7 +123,6 @@ def reread(
     under the record that lies there now are not judged.
 
     max_length: at least the entries of the longest row
-    window:     tokens that attention sees, the reader's own included; 0: all
     whole:      False: what each row had before this forward. True: all that is recorded of it (truth.ends), along the
                 line of the table that has its number; lengths and starts are not read
     hits:       [ring, 2, >= rows] int64, NO_HIT or lower before; in the cells of this step the least of
@@ -139,19 +132,19 @@ def reread(
     n, per_row = rows.numbers.shape[0], -(-max_length // stride)
     _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
         pool.ptrs,
-        records,
+        watched.records,
         rows.numbers,
         rows.table,
         rows.lengths,
         rows.starts,
-        now,
+        watched.now,
         keys.lane_a,
         keys.start_a,
         lanes,
         stamps,
         truth.lines,
         hits,
-        total,
+        watched.total,
         counted,
         hits.stride(1),
         hits.stride(0),
@@ -162,8 +155,8 @@ def reread(
         rows.table.stride(0),
         truth.lines.shape[1],
         stride,
-        window,
-        PAGE=block_size,
+        watched.window,
+        PAGE=watched.block_size,
         WHOLE=whole,
         WORDS=pool.words_per_row,
         PIECES=pool.constants,
@@ -175,25 +168,22 @@ def reread(
 
 
 def reread_torch(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     rows: Rows,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
     truth: Truth,
     max_length: int,
     stride: int,
-    window: int,
-    block_size: int,
     whole: bool,
     hits: Tensor,
-    total: Tensor,
     counted: Tensor,
 ) -> None:
     """The torch reference of `reread`."""
+    records, _, block_size, window, now, total = watched
     _, _, step, *_ = now[:NOW_WIDTH].tolist()
     rows, place = live_rows(rows, now)
     numbers, phase = rows.numbers.long(), step % stride

@@ -59,6 +59,25 @@ class Truth:
         self.ends, self.known, self.roots, self.uids = lines[:, :TAILS].unbind(1)
 
 
+class Watched(NamedTuple):
+    """Slots that some layers share, and the step in which they are looked at.
+
+    records:    [num_slots, 8] int64
+    keys:       of identities
+    block_size: slots of a block; block 0 is nobody's
+    window:     tokens that attention sees, the reader's own included; 0: all
+    now:        [>= NOW_WIDTH] int64, the step
+    total:      [1] int64, grows by the number of wrong entries
+    """
+
+    records: Tensor
+    keys: Keys
+    block_size: int
+    window: int
+    now: Tensor
+    total: Tensor
+
+
 class Rows(NamedTuple):
     """The rows of one forward; those at and behind the number that `now` says are padding.
 
@@ -74,67 +93,40 @@ class Rows(NamedTuple):
     starts: Tensor
 
 
-def walk(
-    records: Tensor,
-    rows: Rows,
-    truth: Truth,
-    keys: Keys,
-    *,
-    now: Tensor,
-    block_size: int,
-    window: int,
-    seeds: Tensor,
-    hits: Tensor,
-    total: Tensor,
-    counted: Tensor,
-) -> None:
-    """Judge the entries that the rows had before this forward, after `advance`. No allocation, no wait.
+def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, hits: Tensor, counted: Tensor) -> None:
+    """Judge the entries that rows had before this forward, after `advance`: R1 to R6, R10, R12. No allocation, no wait.
 
-    window:  tokens that attention sees, the reader's own included; 0: all
     seeds:   of `advance`
     hits:    [ring, >= rows] int64, NO_HIT or lower before; in the cell of this step the first hit of each row
-    total:   [1] int64, grows by the number of wrong entries
     counted: [1] int64, grows by the number of entries that were judged
     """
     _walk_kernel[(rows.numbers.shape[0], SPLITS)](
-        records,
+        watched.records,
         rows.numbers,
         rows.table,
         rows.lengths,
         rows.starts,
-        now,
+        watched.now,
         truth.lines,
-        keys.constants,
+        watched.keys.constants,
         seeds,
         hits,
-        total,
+        watched.total,
         counted,
-        records.shape[0],
+        watched.records.shape[0],
         rows.table.shape[1],
         rows.table.stride(0),
         truth.lines.shape[1],
         hits.stride(0),
-        window,
-        PAGE=block_size,
+        watched.window,
+        PAGE=watched.block_size,
         BLOCK_N=BLOCK,
     )
 
 
-def walk_torch(
-    records: Tensor,
-    rows: Rows,
-    truth: Truth,
-    keys: Keys,
-    *,
-    now: Tensor,
-    block_size: int,
-    window: int,
-    seeds: Tensor,
-    hits: Tensor,
-    total: Tensor,
-    counted: Tensor,
-) -> None:
+def walk_torch(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, hits: Tensor, counted: Tensor) -> None:
     """The torch reference of `walk`."""
+    records, keys, block_size, window, now, total = watched
     rows, place = live_rows(rows, now)
     numbers, past, num_slots = rows.numbers.long(), context_lengths(rows), records.shape[0]
     is_followed, is_known = truth.ends[numbers] != NOT_FOLLOWED, seeds[: len(numbers), 1] != 0

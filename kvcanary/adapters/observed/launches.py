@@ -24,7 +24,7 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.watch.advance import Fed
 from kvcanary_kernels.watch.begin import NEW_WIDTH
-from kvcanary_kernels.watch.walk import NO_HIT, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows
+from kvcanary_kernels.watch.walk import NO_HIT, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
 
 STAMPS = (1 << 63 - COUNT_BITS) - 1
 HEAD_WORDS = struct.Struct(f"={NOW_WIDTH}q")
@@ -149,18 +149,15 @@ class Launches:
         if most_new:
             self._look(fresh, 2, most_entries)
         for group, table, own in zip(memory.groups, forward.tables, forward.slots, strict=True):
-            rows = Rows(numbers, table, forward.lengths, forward.starts)
+            rows, watched = Rows(numbers, table, forward.lengths, forward.starts), self._watched(group, now)
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
             slots, chains = self._entries[group.number]
-            common = {"now": now, "block_size": group.block_size, "seeds": self._seeds, "total": memory.total}
             self._ops.advance(
-                group.records, rows, fed, memory.truth, memory.identity, slots=slots, chains=chains,
-                hits=cells[:, len(memory.groups) + group.number], is_first=group is memory.groups[0], **common,
+                watched, rows, fed, memory.truth, seeds=self._seeds, slots=slots, chains=chains,
+                hits=cells[:, len(memory.groups) + group.number], is_first=group is memory.groups[0],
             )  # fmt: skip
-            self._ops.walk(
-                group.records, rows, memory.truth, memory.identity, window=group.window,
-                hits=cells[:, group.number], counted=self.counted[:1], **common,
-            )  # fmt: skip
+            hits = cells[:, group.number]
+            self._ops.walk(watched, rows, memory.truth, seeds=self._seeds, hits=hits, counted=self.counted[:1])
             stride = 1 if self.config.content == "full" else ROTATION_STEPS
             self._reread(group, rows, now, 0, most_entries, stride)
 
@@ -177,10 +174,9 @@ class Launches:
         for column, layers in enumerate(self.memory.layers) if self.config.content != "write" else ():
             if layers in group.layers:
                 self._ops.reread(
-                    layers.rows, group.records, rows, layers.keys, now=now, lanes=layers.lanes, stamps=layers.stamps,
-                    truth=self.memory.truth, max_length=max_length, stride=stride, window=group.window,
-                    block_size=group.block_size, whole=look > 0, hits=cells[:, look, column],
-                    total=self.memory.total, counted=self.counted[1 + column : 2 + column],
+                    self._watched(group, now), layers.rows, rows, layers.keys, lanes=layers.lanes, stamps=layers.stamps,
+                    truth=self.memory.truth, max_length=max_length, stride=stride, whole=look > 0,
+                    hits=cells[:, look, column], counted=self.counted[1 + column : 2 + column],
                 )  # fmt: skip
 
     def _after(self, most: int) -> None:
@@ -210,10 +206,12 @@ class Launches:
         return torch.where(index < self._now[NOW_TOKENS : NOW_TOKENS + 1], slots, -1), chains
 
     def _take(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor, now: Tensor, most: int) -> None:
-        self._ops.take(
-            layers.rows, group.records, slots, chains, layers.keys, now=now, lanes=layers.lanes,
-            stamps=layers.stamps, total=self.memory.total, most=most,
-        )  # fmt: skip
+        own = {"lanes": layers.lanes, "stamps": layers.stamps}
+        self._ops.take(self._watched(group, now), layers.rows, slots, chains, layers.keys, **own, most=most)
+
+    def _watched(self, group: Group, now: Tensor) -> Watched:
+        memory = self.memory
+        return Watched(group.records, memory.identity, group.block_size, group.window, now, memory.total)
 
     # what lies on the device, once all groups are known
 
