@@ -194,10 +194,10 @@ class Launches:
         is_kept = index < (ends - self._rejected[: len(ends)])[row]
         for group in self.memory.groups:
             slots, chains = self._stored(group, most)
-            slots = torch.where(is_kept, slots, -1)[None]
+            slots, chains = (line.expand(RING, -1) for line in (torch.where(is_kept, slots, -1), chains))
             for layers in group.layers:
                 if layers.is_late:
-                    self._take(group, layers, slots, chains[None], self._now, most)
+                    self._take(group, layers, slots, chains, self._now, most)
 
     def _stored(self, group: Group, most: int) -> tuple[Tensor, Tensor]:
         """[most] slots and chains of what this forward stores; slot -1: nothing."""

@@ -12,7 +12,7 @@ from kvcanary.adapters.observed.state import Event, Group, Layers
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
 from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
-from kvcanary_kernels.record.seal import identity_words, seal_values
+from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.walk import table_slots
 
 LaneOf = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -73,7 +73,7 @@ def loaded(
         slots, own, places, words = slots[is_new], chains[is_new], positions[is_new], tokens[is_new]
         if not len(slots):
             continue
-        ops_for(memory.device).seal(
+        seal_torch(  # no kernel is compiled while an engine serves
             group.records, slots, tokens=words, positions=places, chains=own, step=step, sites=site, generations=none,
             requests=memory.truth.uids[number : number + 1], pool_id=0, keys=memory.identity,
         )  # fmt: skip
