@@ -16,7 +16,7 @@ from kvcanary.provenance.changed_word import describe_change, fitting_changes
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
 from kvcanary_kernels.watch.reread import LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_lanes
-from kvcanary_kernels.watch.walk import ADVANCE_CODES, CODES_PER_ENTRY, NO_HIT, WALK_CODES, table_slots
+from kvcanary_kernels.watch.walk import NO_HIT, code_of, table_slots
 
 SHOWN = 8  # slots of one step that were written twice, and are told
 
@@ -33,12 +33,11 @@ def _hits(canary: PagedCanary, step: Step) -> Iterator[Hit]:
     column = 0
     for place, group in enumerate(canary.groups):
         pool = WatchedPool.of(group.layers[0].view, group.number, group.records)
-        fired = (WALK_CODES, cells["walk"][place].min(0).values), (ADVANCE_CODES, cells["write"][place])
-        for codes, hits in fired:
+        for kind, hits in ("R", cells["walk"][place]), ("W", cells["write"][place]):
             for row in (hits[: len(step.requests)] != NO_HIT).nonzero()[:, 0].tolist():
-                position, code = divmod(int(hits[row]), CODES_PER_ENTRY)
+                position, code = code_of(int(hits[row]), kind)
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
-                hit = Hit(codes[code], pool, slot, position, step.requests[row], step.site, step.number)
+                hit = Hit(code, pool, slot, position, step.requests[row], step.site, step.number)
                 hit.expected, hit.found = {"position": position}, _position_at(group, slot)
                 yield hit
         for slot in canary.written_twice(step, group)[:SHOWN]:

@@ -27,8 +27,8 @@ class Engine:
         self.canary = PagedCanary(CanaryConfig(mode="log", content=content, seed=3), ROWS, 2, TOKENS, device)
         self.kv = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, device=device).transpose(1, 2) for _ in range(LAYERS)]
         k, v = [kv[..., :DIM] for kv in self.kv], [kv[..., DIM:] for kv in self.kv]
-        group = self.canary.add_group(0, BLOCK, BLOCKS * BLOCK)
-        self.canary.add_layers(group, PoolView("target", k, v, page_size=BLOCK, layout="HND"), ["l0", "l1"])
+        group = self.canary.memory.add_group(0, BLOCK, BLOCKS * BLOCK)
+        self.canary.memory.add_layers(group, PoolView("target", k, v, page_size=BLOCK, layout="HND"), ["l0", "l1"])
         self.table, self.batch_table = (self.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in range(2))
         self.lengths, self.starts = self.zeros(ROWS, dtype=torch.int32), self.zeros(ROWS + 1, dtype=torch.int32)
         self.fed, self.positions = self.zeros(TOKENS, dtype=torch.int32), self.zeros(TOKENS)
@@ -103,8 +103,8 @@ def test_sound_rows_have_no_hit(device: str, content: str) -> None:
     assert engine.step({1: kept[8:], 0: [3]}) == 0
     engine.canary.admit([(3 + n, f"n{n}", [], 0, "") for n in range(17)])
     assert engine.step({1: [4], 2: [5]}) == 0
-    assert engine.canary.truth.ends[3:].tolist() == [0] * 17
-    graphs = engine.canary._replays._graphs
+    assert engine.canary.memory.truth.ends[3:].tolist() == [0] * 17
+    graphs = engine.canary.launches._replays._graphs
     assert ("before" in {key[0] for key in graphs}) == (device == "cuda")
     once = [key[4] for key, graph in graphs.items() if graph is None]
     assert once == ([ROWS] if device == "cuda" else [])  # so many came at once, and only then
@@ -200,13 +200,13 @@ def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(paged, "GROWN", 3)
     engine, draw, made = Engine("cpu"), random.Random(5), []
     monkeypatch.setattr(paged, "at_least", lambda count, fewest, most=None: count)
-    inner = engine.canary._launch_before
+    inner = engine.canary.launches.before
 
-    def launch_before(forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
+    def before(forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
         made.append(most_entries)
         inner(forward, most_rows, most_entries, events)
 
-    monkeypatch.setattr(engine.canary, "_launch_before", launch_before)
+    monkeypatch.setattr(engine.canary.launches, "before", before)
     for number in range(3):
         engine.begin(number, [])
     ended = 0

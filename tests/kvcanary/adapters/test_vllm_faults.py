@@ -274,7 +274,7 @@ def test_external_loads_are_judged_by_name(serve, goes_wrong: bool) -> None:
     served.cached.clear()
     for cache in served.caches.values():
         cache.normal_()
-    served.wrapper.worker.kvcanary.canary.forget()
+    served.wrapper.worker.kvcanary.canary.memory.forget()
     blocks = served.free[:2]
     served.free = served.free[2:]
     connector.jobs = [served.free[-2:] if goes_wrong else blocks]
