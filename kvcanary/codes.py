@@ -65,7 +65,7 @@ DEVICE = {
 
 #: In caches that are only watched, those of vLLM and transformers.
 OBSERVED = {
-    "kvcanary_kernels.watch.walk:advance": "W1 W5 W6",
+    "kvcanary_kernels.watch.advance:advance": "W1 W5 W6",
     "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R10 R12",
     "kvcanary_kernels.watch.reread:take": "W4",
     "kvcanary_kernels.watch.reread:reread": "R9",

@@ -15,6 +15,7 @@ from kvcanary.records.state import PoolState
 
 if TYPE_CHECKING:
     from kvcanary.provenance.arrival import Arrival
+    from kvcanary.provenance.changed_word import ChangedWord
 
 NO_SLOT = -1  # of hits that have no place, as those of forwards that ran without hooks
 #: What is found in rows of which no hook has told what was written.
@@ -57,8 +58,11 @@ class Hit:
     arrival:   for T1 of bytes that came back, what is known of their way; `arrived_as`: number of this slot there
     is_captured: the device found it, in a forward that is replayed
     others:    requests besides whose rows read the same place, with the same result, or a place that nobody can tell
-    told:      for L1, what the typed error says
+    told:      for L1, what the typed error says; of watched pools, what moved the bytes
     expected, found: what the report should say, where the code alone does not tell it
+    word:      the one word that changed, where whoever found it has looked for it
+    row_number: in a cache without pages, which row of the batch it is: that stands for the page
+    notes:     lines of evidence that it brings along
     """
 
     code: str
@@ -86,6 +90,9 @@ class Hit:
     arrival: Arrival | None = None
     arrived_as: int = 0
     told: str = ""
+    word: ChangedWord | None = None
+    row_number: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def meaning(self) -> Code:
@@ -109,11 +116,20 @@ class Hit:
     @property
     def page(self) -> int:
         """Whose grant, owner and state count for the slot."""
+        if self.row_number is not None:
+            return self.row_number
         return (self.slot if self.named is None else self.named) // self.pool.view.page_size
 
     @property
+    def offset(self) -> int:
+        """Of the slot within its page."""
+        return self.slot % self.pool.view.page_size if self.row_number is None else self.position or 0
+
+    @property
     def place(self) -> tuple[object, ...]:
-        """What has a number of its own: a slot of a pool; a forward, where the canary did not run."""
+        """What has a number of its own: a slot of a pool; an entry of a row; a forward without the canary."""
+        if self.row_number is not None:
+            return self.pool.pool_id, self.request_id, self.position
         where = self.pool.pool_id, self.slot
         return (*where, self.site) if self.code == "H1" else where
 

@@ -15,6 +15,7 @@ from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
 from kvcanary.report.respond import Response
 from kvcanary.report.stats import Stats
+from kvcanary.report.told_evidence import ToldEvidence
 
 
 class Reporting:
@@ -28,10 +29,10 @@ class Reporting:
     def __init__(self, session: Session) -> None:
         self._session, self._checks, self._ledger = session, session.checks, session.ledger
         self.recorder, config = session.recorder, session.config
-        describer = Describer(session.state, session.ledger, config.show_tokens)
+        describer = Describer(ToldEvidence(session.ledger).read, config.show_tokens)
         self.dumper = DumpTrigger(config, session.recorder, self._source)
         self._stats = Stats()
-        self.response = Response(config, session.ledger, describer, self.dumper.on_finding)
+        self.response = Response(config, describer, session.ledger, self.dumper.on_finding)
         self.doomed: frozenset[str] = frozenset()
         self.damaged_pages: Set[int] = self.response.damaged_pages if config.mode == "abort" else frozenset()
         self.error: KVCorruptionError | None = None  # that was raised last
@@ -44,9 +45,10 @@ class Reporting:
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
         self._refresh()
-        groups = [group.to_dict() for group in self.response.log.groups.values()]
         live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._session.state.keys.seed_id
-        return certificate(self._session.config, self._session.coverage, live_bytes, seed_id, groups, self._fed())
+        return certificate(
+            self._session.config, self._session.coverage, live_bytes, seed_id, self.response.log, self._fed()
+        )
 
     def page_map(self) -> dict[str, Any]:
         """What is true of every page now; plain JSON, see `kvcanary.ledger.page_map`."""

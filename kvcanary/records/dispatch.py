@@ -28,11 +28,11 @@ from kvcanary_kernels.judge.settle import settle, settle_torch
 from kvcanary_kernels.judge.verify import verify, verify_torch
 from kvcanary_kernels.record.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
 from kvcanary_kernels.record.seal import seal, seal_torch
+from kvcanary_kernels.watch.advance import advance as advance_watched
+from kvcanary_kernels.watch.advance import advance_torch as advance_watched_torch
 from kvcanary_kernels.watch.begin import begin, begin_torch
 from kvcanary_kernels.watch.fetch import fetch, fetch_torch, keep, keep_torch, send, send_torch
 from kvcanary_kernels.watch.reread import reread, reread_torch, take, take_torch
-from kvcanary_kernels.watch.walk import advance as advance_watched
-from kvcanary_kernels.watch.walk import advance_torch as advance_watched_torch
 from kvcanary_kernels.watch.walk import walk, walk_torch
 
 Operation = Callable[..., None]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.codes import CODES, CONTENT_CODES, FED
 from kvcanary.config import CanaryConfig
-
-if TYPE_CHECKING:
-    pass
+from kvcanary.report.finding import FindingLog
 
 
 def active_classes(config: CanaryConfig, fed: Set[str] = FED) -> list[str]:
@@ -41,7 +39,7 @@ def certificate(
     coverage: Coverage,
     live_bytes: int,
     seed_id: str,
-    findings: list[dict[str, Any]],
+    log: FindingLog,
     fed: Set[str] = FED,
 ) -> dict[str, Any]:
     """The keys are stable; values are plain JSON."""
@@ -67,5 +65,5 @@ def certificate(
         "announced": coverage.announced or "forwards not announced by the engine",
         "store": "proved" if coverage.is_store_proved else "not proved",
         "seed_id": seed_id,
-        "findings": findings,
+        "findings": [group.to_dict() for group in log.groups.values()],
     }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,10 @@ Values = dict[str, Any]
 class Evidence:
     """Everything that was read about the first hit of an incident; the finding and its causes are made from it.
 
-    record:  of the slot, None where the slot is outside the pool
+    Every kind of pool gives one, and leaves out what it does not know: rules name no cause then.
+
+    told:    what the engine has told of pages and requests, None where it tells nobody
+    record:  of the slot, None where the slot is outside the pool, or a cache has no records
     writer:  request that the record names, where its name is still known
     word:    the one word that changed, where the two lanes name one
     whose:   whose bytes lie there now
@@ -42,10 +45,12 @@ class Evidence:
     events:  grants and frees of the page, oldest first
     finite_since: step in which what lay in the page when it was granted was found finite; None: nobody has looked
     reader:  request whose row it is, while it lives
+    history: what the finding says of the page;  readers: requests whose rows are touched
+    exposed_tokens: of theirs, sampled since it was last good
     """
 
     incident: Sequence[Hit]
-    ledger: Ledger
+    told: Ledger | None
     record: Record | None = None
     writer: str | None = None
     word: ChangedWord | None = None
@@ -59,6 +64,14 @@ class Evidence:
     events: tuple[PageEvent, ...] = ()
     finite_since: int | None = None
     reader: Request | None = None
+    history: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    exposed_tokens: int = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        """Asked where it is known whose row it is: never in pools of which nobody tells."""
+        return cast("Ledger", self.told)
 
     @property
     def hit(self) -> Hit:
@@ -67,7 +80,7 @@ class Evidence:
     @cached_property
     def row(self) -> RowEvidence:
         """What the records of the row say; for incidents that have a slot."""
-        return RowEvidence(self.incident, self.ledger, self.reader)
+        return RowEvidence(self.incident, self.told, self.reader)
 
     @property
     def write_site(self) -> tuple[str, int] | None:
@@ -173,10 +186,10 @@ def expected_and_found(facts: Evidence) -> tuple[Values, Values]:
     """Both sides of the check that leads, as it told them or as its code says; empty where there are none.
 
     They are read when the finding is described. Where what the check looks at is as it should be by then, what they
-    show is who has written there since.
+    show is who has written there since, if somebody tells of writes.
     """
     expected, found = _both_sides(facts)
-    if expected and all(found.get(name) == value for name, value in expected.items()):
+    if expected and facts.told is not None and all(found.get(name) == value for name, value in expected.items()):
         before = f"before {site_name(*facts.hit.site)}, step {facts.hit.step}"
         return {"last_write": before}, found | {"last_write": facts.last_write}
     return expected, found
@@ -184,7 +197,8 @@ def expected_and_found(facts: Evidence) -> tuple[Values, Values]:
 
 def _both_sides(facts: Evidence) -> tuple[Values, Values]:
     if facts.hit.expected is not None:
-        return facts.hit.expected, facts.hit.found or {}
+        expected, found = _content(facts) if facts.word is not None else ({}, {})
+        return facts.hit.expected | expected, (facts.hit.found or {}) | found
     if facts.hit.arrival is not None:
         return _arrival(facts, facts.hit.arrival)
     if facts.hit.is_unwritten:

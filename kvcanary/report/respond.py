@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.violation import FOLLOWING, Hit
-from kvcanary.calls.violation_log import HitGroup
+from kvcanary.calls.violation_log import HitGroup, HitLog
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
-from kvcanary.ledger.ledger import Ledger
+from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding, FindingLog, tell
 from kvcanary.report.render import Report
@@ -20,18 +20,26 @@ REMEMBERED_INCIDENTS = 65536
 
 
 class Response:
-    """`log` tells, `raise` stops the engine, `abort` names the requests that must end."""
+    """`log` tells, `raise` stops the engine, `abort` names the requests that must end.
+
+    tell: what a finding is given to
+    """
 
     def __init__(
         self,
         config: CanaryConfig,
-        ledger: Ledger,
         describer: Describer,
-        dump: Callable[[Sequence[Finding]], str | None],
+        ledger: Ledger | None = None,
+        dump: Callable[[Sequence[Finding]], str | None] = lambda findings: None,
     ) -> None:
-        """`dump`: writes what was recorded, and says where; None where nothing is written."""
+        """`dump`: writes what was recorded, and says where; None where nothing is written.
+
+        Without a ledger nobody can be ended: CanaryConfigs of such pools have other modes than `abort`.
+        """
         self._dump = dump
-        self._config, self._ledger, self._describer = config, ledger, describer
+        self.tell: Callable[[Finding], None] = tell
+        self._config, self._describer, self._ledger = config, describer, ledger
+        self._requests: dict[str, Request] = {} if ledger is None else ledger.requests
         self._incidents: dict[tuple[object, ...], int] = {}
         self._num_contradictions = 0
         self._unhooked: dict[tuple[int, int], int] = {}  # by pool and request: the incident of a forward without hooks
@@ -43,17 +51,8 @@ class Response:
         if not groups:
             return frozenset()
         coverage.count_hits(groups)
-        mode, touched = self._config.mode, self._touched(groups)
-        doomed = touched if mode == "abort" else frozenset[str]()
-        for name in touched:
-            self._ledger.requests[name].is_damaged = True
-        self.damaged_pages |= self._cached(groups)
-        is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
-        stops = mode == "raise" or is_blind  # a canary that does not run protects nobody
-        if stops:
-            action = f"raised KVCorruptionError; no token of step {step} leaves the engine"
-        else:
-            action = f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
+        doomed = self._marked(groups)
+        stops, action = self._decide(groups, doomed, step)
         with torch.inference_mode():
             described = self._describer.describe(groups, self._number, action)
         coverage.untold_incidents += described.untold
@@ -62,24 +61,48 @@ class Response:
             report = Report(tuple(described.findings), action, coverage.counters(), self._dump(described.findings))
             raise KVCorruptionError(described.findings, report)
         for finding in told:
-            tell(finding)
+            self.tell(finding)
         if told:
             self._dump(told)
         return doomed
+
+    def answer(self, hits: Iterable[Hit], step: int, coverage: Coverage) -> None:
+        """`act`, for hits of one step that no intake has taken."""
+        intake = HitLog(self._config.disable)
+        intake += hits
+        self.act(intake.take(), step, coverage)
+
+    def _marked(self, groups: Sequence[HitGroup]) -> frozenset[str]:
+        """Those that end, of all requests that are damaged from now on."""
+        touched = self._touched(groups)
+        for name in touched:
+            self._requests[name].is_damaged = True
+        self.damaged_pages |= self._cached(groups)
+        return touched if self._config.mode == "abort" else frozenset()
+
+    def _decide(self, groups: Sequence[HitGroup], doomed: frozenset[str], step: int) -> tuple[bool, str]:
+        """Whether the engine stops, and what is done, in words."""
+        mode = self._config.mode
+        is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
+        if mode == "raise" or is_blind:  # a canary that does not run protects nobody
+            return True, f"raised KVCorruptionError; no token of step {step} leaves the engine"
+        return False, f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
 
     def _touched(self, groups: Sequence[HitGroup]) -> frozenset[str]:
         """Requests that read or wrote wrongly, and those that hold a page whose bytes or records are damaged."""
         touched = {name for group in groups for name in group.request_ids}
         touched |= {name for group in groups for hit in group.kept for name in self._holders(hit)}
-        return frozenset(name for name in touched if name in self._ledger.requests)
+        return frozenset(name for name in touched if name in self._requests)
 
     def _holders(self, hit: Hit) -> list[str]:
         if not _is_damage(hit):
             return []
-        return [name for name, request in self._ledger.requests.items() if hit.page in request.pages]
+        return [name for name, request in self._requests.items() if hit.page in request.pages]
 
     def _cached(self, groups: Sequence[HitGroup]) -> set[int]:
         """Pages with damage that a prefix cache has."""
+        if self._ledger is None:
+            return set()
         damaged = {hit.page for group in groups for hit in group.kept if _is_damage(hit)}
         return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
 
@@ -106,7 +129,7 @@ class Response:
 
     def _rows(self, hit: Hit) -> list[tuple[int, int]]:
         """Pool and request of those of its rows whose requests live."""
-        requests = self._ledger.requests
+        requests = self._requests
         return [(pool_id, requests[name].uid) for pool_id, name in hit.rows if name in requests]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -24,8 +25,9 @@ _GRANTED = frozenset({"granted", "set aside", "copied"})
 class RowEvidence:
     """Of the row in which an incident lies, read when it is described; all of it is about the slots granted to it."""
 
-    def __init__(self, incident: Sequence[Hit], ledger: Ledger, reader: Request | None) -> None:
-        self._incident, self._ledger, self._reader = incident, ledger, reader
+    def __init__(self, incident: Sequence[Hit], told: Ledger | None, reader: Request | None) -> None:
+        self._incident, self._reader = incident, reader
+        self._ledger = cast("Ledger", told)  # asked for what is about a reader, whom nobody knows without it
         self._hit, self._pool = incident[0], incident[0].pool
 
     def at(self, position: int | None) -> Record | None:

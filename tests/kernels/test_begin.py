@@ -7,7 +7,7 @@ import torch
 
 from kvcanary_kernels.record.layout import chain_host, make_keys, signed
 from kvcanary_kernels.watch.begin import NEW_WIDTH, begin, begin_torch
-from kvcanary_kernels.watch.walk import NOT_FOLLOWED, Truth
+from kvcanary_kernels.watch.walk import NOT_FOLLOWED, TAILS, Truth
 
 POISON, ROWS, WIDTH = -77, 5, 300
 ROOTS = [9, -5, 1 << 62]
@@ -15,10 +15,7 @@ LENGTHS = [0, 1, 128, 129, WIDTH]
 
 
 def truth_of(device: str) -> Truth:
-    def poisoned(*shape: int) -> torch.Tensor:
-        return torch.full(shape, POISON, device=device)
-
-    return Truth(poisoned(ROWS), poisoned(ROWS), poisoned(ROWS, 3), poisoned(ROWS), poisoned(ROWS))
+    return Truth(torch.full((ROWS, TAILS + 3), POISON, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -27,16 +24,17 @@ def test_begin_follows_the_tokens_that_the_engine_knows(act, dtype: torch.dtype,
     """By an oracle that adds token after token; the chain of the host is not read, padding is written nowhere."""
     keys, truth = make_keys(11, 1, 1, device), truth_of(device)
     tokens = torch.randint(0, 32000, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)).to(dtype)
-    rows = [(4 - i, length, ROOTS[i % 3], 100 + i, POISON) for i, length in enumerate(LENGTHS[:4])]
-    new = torch.tensor([*rows, (ROWS, 3, 1, 1, 1), (-1, 3, 1, 1, 1)], device=device)
+    rows = [(4 - i, length, 1, ROOTS[i % 3], 100 + i, POISON) for i, length in enumerate(LENGTHS[:4])]
+    new = torch.tensor([*rows, (ROWS, 3, 1, 1, 1, 1), (-1, 3, 1, 1, 1, 1)], device=device)
     act(new, truth, keys, tokens.to(device))
-    for number, end, root, uid, _ in rows:
+    for number, end, _, root, uid, _ in rows:
         chain = [root, *chain_host(tokens[number, :end].tolist(), 0, root, keys)][-1]
         found = [int(values[number]) for values in (truth.ends, truth.known, truth.roots, truth.uids)]
         assert found == [end, 1, root, uid]
         assert truth.tails[number].tolist() == [signed(chain), POISON, POISON]
-    assert [int(values[0].flatten()[0]) for values in truth] == [POISON] * 5
-    act(torch.tensor([[0, WIDTH, -5, 7, 1], [1, NOT_FOLLOWED, 3, 8, 2]], device=device), truth, keys, tokens.to(device))
+    assert truth.lines[0].tolist() == [POISON] * (TAILS + 3)
+    last = torch.tensor([[0, WIDTH, 1, -5, 7, 1], [1, NOT_FOLLOWED, 1, 3, 8, 2]], device=device)
+    act(last, truth, keys, tokens.to(device))
     assert int(truth.tails[0, 0]) == signed(chain_host(tokens[0].tolist(), 0, -5, keys)[-1])
     assert (int(truth.ends[1]), int(truth.tails[1, 0])) == (NOT_FOLLOWED, 3)
 
@@ -48,5 +46,5 @@ def test_begin_takes_the_chain_that_it_is_given(act, device: str) -> None:
     new = torch.arange(2 * NEW_WIDTH, device=device).view(2, NEW_WIDTH)
     new[1, 0] = 3
     act(new, truth, make_keys(11, 1, 1, device))
-    assert truth.tails[:, 0].tolist() == [4, POISON, POISON, 9, POISON]
-    assert truth.ends.tolist() == [1, POISON, POISON, 6, POISON]
+    assert truth.tails[:, 0].tolist() == [5, POISON, POISON, 11, POISON]
+    assert truth.ends.tolist() == [1, POISON, POISON, 7, POISON]

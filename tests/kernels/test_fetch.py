@@ -19,12 +19,12 @@ def test_fetch_copies_the_line_of_the_step_and_clears_its_cells(act, width: int,
     held = lines.pin_memory() if device == "cuda" else lines
     for tick in range(1, 8):
         out = torch.full((201,), POISON, device=device)[1:]
-        cells = torch.full((2, 3, 150), POISON, device=device)
+        cells = torch.full((3, 150), POISON, device=device)
         act(held, ticks, out, width=width, cells=cells)
         assert ticks.tolist() == [tick, 0]
         assert out.tolist() == [*lines[tick % 3, :width].tolist(), *[POISON] * (200 - width)]
         wanted = [NO_HIT if place == tick % 3 else POISON for place in range(3)]
-        assert torch.equal(cells.cpu(), torch.tensor(wanted)[None, :, None].expand(2, 3, 150))
+        assert torch.equal(cells.cpu(), torch.tensor(wanted)[:, None].expand(3, 150))
 
 
 @pytest.mark.gpu
@@ -33,13 +33,13 @@ def test_a_captured_fetch_reads_what_the_host_wrote_since() -> None:
     lines, ticks = torch.zeros(4, 64, dtype=torch.int64).pin_memory(), torch.zeros(2, dtype=torch.int64, device="cuda")
     out, graph = torch.zeros(64, dtype=torch.int64, device="cuda"), torch.cuda.CUDAGraph()
     cells, counts = (
-        torch.zeros(2, 4, 8, dtype=torch.int64, device="cuda"),
+        torch.zeros(4, 8, dtype=torch.int64, device="cuda"),
         torch.zeros(4, dtype=torch.int64).pin_memory(),
     )
 
     def launch() -> None:
         fetch(lines, ticks, out, width=64, cells=cells)
-        send(ticks[:1], out, counts, place=0, stamp=1)
+        send(ticks[:1], out, counts)
 
     launch()
     ticks.zero_()
@@ -47,9 +47,9 @@ def test_a_captured_fetch_reads_what_the_host_wrote_since() -> None:
         launch()
     for step in range(1, 11):
         lines[step % 4] = step * 1000
-        lines[step % 4, 0] = step % 4
+        lines[step % 4, 4] = step % 4
         graph.replay()
-        assert out.tolist() == [step % 4, *[step * 1000] * 63]
+        assert out.tolist() == [*[step * 1000] * 4, step % 4, *[step * 1000] * 59]
         assert int(counts[step % 4]) == step + step * 1000
 
 
@@ -58,8 +58,8 @@ def test_send_stamps_a_count(act, device: str) -> None:
     """At the place that the step says, and nowhere else."""
     out = torch.full((4,), POISON)
     out = out.pin_memory() if device == "cuda" else out
-    now = torch.tensor([9, 2, 1 << 40, 9], device=device)
-    act(torch.tensor([5], device=device), now, out, place=1, stamp=2)
+    now = torch.tensor([9, 9, 9, 9, 2, 1 << 40], device=device)
+    act(torch.tensor([5], device=device), now, out)
     if device == "cuda":
         torch.cuda.synchronize()
     assert out.tolist() == [POISON, POISON, (1 << 40) + 5, POISON]
@@ -72,7 +72,7 @@ def test_keep_copies_live_rows_to_their_numbers(act, width: int, device: str) ->
     table = torch.arange(4 * 140, dtype=torch.int32, device=device).view(4, 140)
     numbers = torch.tensor([5, 0, 2, 2], device=device)
     kept = torch.full((6, 135), POISON, dtype=torch.int32, device=device)
-    now = torch.tensor([3, 0, 9, 0], device=device)
+    now = torch.tensor([3, 0, 9, 0, 0], device=device)
     act(Rows(numbers, table, numbers, numbers), now=now, kept=kept, width=width)
     wanted = torch.full((6, 135), POISON, dtype=torch.int32)
     for row, number in enumerate((5, 0, 2)):

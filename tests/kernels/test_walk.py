@@ -20,9 +20,11 @@ from kvcanary_kernels.record.layout import (
     unsigned,
 )
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
+from kvcanary_kernels.watch import advance as writes_of
 from kvcanary_kernels.watch import reread as lanes_of
 from kvcanary_kernels.watch import walk as rows_of
-from kvcanary_kernels.watch.walk import NO_HIT, NOT_FOLLOWED, Fed, Rows, Truth
+from kvcanary_kernels.watch.advance import Fed
+from kvcanary_kernels.watch.walk import NO_HIT, NOT_FOLLOWED, Rows, Truth, Watched, code_of
 
 BLOCK_SIZE, BLOCKS, WIDTH, LAYERS, RING = 4, 90, 60, 2, 3
 ROOTS = [77, -5, 77, 1 << 62]
@@ -34,7 +36,6 @@ class Rig:
 
     device: str
     suffix: str
-    split: int = 3
     tokens: list[list[int]] = field(default_factory=lambda: [[], [], [], []])
 
     def __post_init__(self) -> None:
@@ -53,17 +54,11 @@ class Rig:
         blocks = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(5)) + 1
         for row in range(4):
             self.table[row, :20] = blocks[20 * row : 20 * row + 20].to(torch.int32)
-        empty = torch.zeros(4, dtype=torch.int64, device=device)
-        self.truth = Truth(
-            empty.clone(),
-            empty + 1,
-            torch.zeros(4, 5, dtype=torch.int64, device=device),
-            *(torch.tensor(values, device=device) for values in (ROOTS, [1, 2, 3, 4])),
-        )
-        self.truth.tails[:, 0] = self.truth.roots
+        lines = torch.tensor([[0, 1, root, 1 + row, root, *[0] * 4] for row, root in enumerate(ROOTS)], device=device)
+        self.truth = Truth(lines)
         self.total = torch.zeros(1, dtype=torch.int64, device=device)
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)  # by walk, by reread
-        self.seeds = torch.zeros(2, 4, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(4, 2, dtype=torch.int64, device=device)
         self.slots, self.chains = (torch.full((RING, 300), -9, dtype=torch.int64, device=device) for _ in range(2))
         self.step = 0
 
@@ -88,36 +83,37 @@ class Rig:
         rows = self.rows(batch, accepted or {})
         window = changes.pop("window", 0)
         fed = self.fed(batch, rows, **changes)
-        now = self.now(len(batch), len(fed.tokens))
-        walked, written = self.cells(self.split, 4), self.cells(4)
-        read = torch.full((2, RING, 4), NO_HIT, dtype=torch.int64, device=self.device)
-        common = {"now": now, "block_size": BLOCK_SIZE, "total": self.total}
-        self.call(rows_of, "advance", self.records, rows, fed, self.truth, self.keys, seeds=self.seeds,
-                  null_slots=BLOCK_SIZE, slots=self.slots, chains=self.chains, hits=written, **common)  # fmt: skip
-        self.call(rows_of, "walk", self.records, rows, self.truth, self.keys, null_slots=BLOCK_SIZE, window=window,
-                  seeds=self.seeds, hits=walked, counted=self.counted[:1], **common)  # fmt: skip
-        content = {"lanes": self.lanes, "stamps": self.stamps, "ends": self.truth.ends}
-        self.call(lanes_of, "reread", self.pool, self.records, rows, self.keys, **content, max_length=80, stride=1,
-                  window=window, whole=False, hits=read, counted=self.counted[1:], **common)  # fmt: skip
-        self.call(lanes_of, "take", self.pool, self.records, self.slots, self.chains, self.keys, now=now,
-                  lanes=self.lanes, stamps=self.stamps, total=self.total)  # fmt: skip
-        walked, written = (hits[self.step % RING] for hits in (walked, written))
-        read, self.places = read[:, self.step % RING]
+        walked, written, read = self.cells(4), self.cells(4), self.cells(2, 4)
+        watched = self.watched(self.records, len(batch), len(fed.tokens), window)
+        self.call(writes_of, "advance", watched, rows, fed, self.truth, seeds=self.seeds,
+                  slots=self.slots, chains=self.chains, hits=written)  # fmt: skip
+        self.call(rows_of, "walk", watched, rows, self.truth, seeds=self.seeds, hits=walked, counted=self.counted[:1])
+        self.reread(watched, rows, max_length=80, stride=1, whole=False, hits=read)
+        self.call(lanes_of, "take", watched, self.pool, self.slots, self.chains, self.keys,
+                  lanes=self.lanes, stamps=self.stamps)  # fmt: skip
+        self.hits = torch.cat((walked, written, *read.unbind(1)))
+        walked, written, (read, self.places) = (hits[self.step % RING] for hits in (walked, written, read))
         for row, new in batch.items():
             self.tokens[row] += new
-        first = walked[:, : len(batch)].min(0).values
-        return tuple(self.named(hits[: len(batch)], codes, unit) for hits, codes, unit in (
-            (first, rows_of.WALK_CODES, 16), (read, None, 128), (written, rows_of.ADVANCE_CODES, 16)
-        ))  # fmt: skip
+        walked, read, written = (hits[: len(batch)] for hits in (walked, read, written))
+        return self.codes(walked, "R"), self.named(read, 128), self.codes(written, "W")
 
-    def now(self, num_rows: int, num_tokens: int) -> Tensor:
-        return torch.tensor([num_rows, num_tokens, self.step, 2], device=self.device)
+    def watched(self, records: Tensor, num_rows: int, num_tokens: int, window: int = 0) -> Watched:
+        now = torch.tensor([num_rows, num_tokens, self.step, 2, self.step % RING], device=self.device)
+        return Watched(records, self.keys, BLOCK_SIZE, window, now, self.total)
+
+    def reread(self, watched: Watched, rows: Rows, **keywords) -> None:
+        self.call(lanes_of, "reread", watched, self.pool, rows, self.keys, lanes=self.lanes, stamps=self.stamps,
+                  truth=self.truth, counted=self.counted[1:], **keywords)  # fmt: skip
 
     def cells(self, *shape: int) -> Tensor:
-        return torch.full((RING, *shape), -1, dtype=torch.int64, device=self.device)
+        return torch.full((RING, *shape), NO_HIT, device=self.device)
 
-    def named(self, hits: Tensor, codes: tuple[str, ...] | None, unit: int) -> list:
-        return [None if h == NO_HIT else (codes[h % unit] if codes else h % unit, h // unit) for h in hits.tolist()]
+    def codes(self, hits: Tensor, kind: str) -> list:
+        return [None if hit == NO_HIT else code_of(hit, kind)[::-1] for hit in hits.tolist()]
+
+    def named(self, hits: Tensor, unit: int) -> list:
+        return [None if hit == NO_HIT else (hit % unit, hit // unit) for hit in hits.tolist()]
 
     def slot(self, row: int, position: int) -> int:
         return int(self.table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
@@ -222,16 +218,15 @@ def test_a_second_pool_is_recorded_along_the_same_rows(rig: Rig) -> None:
     rig.forward({0: list(range(6)), 2: [1, 2]})
     twin = {name: getattr(rig, name).clone() for name in ("records", "slots", "chains")}
     rows = rig.rows({2: [5, 6, 7], 0: [9]}, {})
-    fed, truth = rig.fed({2: [5, 6, 7], 0: [9]}, rows), [tensor.clone() for tensor in rig.truth]
+    fed, truth = rig.fed({2: [5, 6, 7], 0: [9]}, rows), rig.truth.lines.clone()
     rig.forward({2: [5, 6, 7], 0: [9]})
-    after = [tensor.clone() for tensor in rig.truth]
-    assert not torch.equal(truth[0], after[0])
-    rig.call(rows_of, "advance", twin["records"], rows, fed, rig.truth, rig.keys, now=rig.now(2, 4), seeds=rig.seeds,
-             null_slots=BLOCK_SIZE, block_size=BLOCK_SIZE, slots=twin["slots"], chains=twin["chains"],
-             hits=rig.cells(4), total=rig.total, is_first=False)  # fmt: skip
+    after = rig.truth.lines.clone()
+    assert not torch.equal(truth, after)
+    rig.call(writes_of, "advance", rig.watched(twin["records"], 2, 4), rows, fed, rig.truth, seeds=rig.seeds,
+             slots=twin["slots"], chains=twin["chains"], hits=rig.cells(4), is_first=False)  # fmt: skip
     for name, tensor in twin.items():
         assert torch.equal(tensor, getattr(rig, name)), name
-    assert all(torch.equal(*pair) for pair in zip(after, rig.truth, strict=True))
+    assert torch.equal(after, rig.truth.lines)
     assert int(rig.total) == 0
 
 
@@ -290,14 +285,11 @@ def test_a_last_look_reads_whole_rows_along_their_own_lines(rig: Rig) -> None:
     block, offset = divmod(rig.slot(1, 8), BLOCK_SIZE)
     rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
     numbers = torch.tensor([1, 0, 9], device=rig.device)
-    hits = torch.full((2, 5, 3), NO_HIT, dtype=torch.int64, device=rig.device)
-    content = {"lanes": rig.lanes, "stamps": rig.stamps, "ends": rig.truth.ends}
-    rig.call(lanes_of, "reread", rig.pool, rig.records, Rows(numbers, rig.table, numbers, numbers), rig.keys,
-             **content,
-             now=rig.now(2, 0), max_length=40, stride=1, window=0, block_size=BLOCK_SIZE, whole=True, hits=hits,
-             total=rig.total, counted=rig.counted[1:])  # fmt: skip
-    assert rig.named(hits[0, 1], None, 128) == [(1, 8), None, None]
-    assert rig.named(hits[1, 1], None, lanes_of.SLOTS_PER_ENTRY) == [(rig.slot(1, 8), 8), None, None]
+    hits = torch.full((RING, 2, 3), NO_HIT, dtype=torch.int64, device=rig.device)
+    rows = Rows(numbers, rig.table, numbers, numbers)
+    rig.reread(rig.watched(rig.records, 2, 0), rows, max_length=40, stride=1, whole=True, hits=hits)
+    assert rig.named(hits[1, 0], 128) == [(1, 8), None, None]
+    assert rig.named(hits[1, 1], lanes_of.SLOTS_PER_ENTRY) == [(rig.slot(1, 8), 8), None, None]
     assert int((hits != NO_HIT).sum()) == 2
     assert rig.counted.tolist() == [0, 27]
     assert int(rig.total) == 1
@@ -331,28 +323,31 @@ def test_rolling_reads_every_position_once(rig: Rig) -> None:
     seen = []
     counted = rig.counted[1:].clone()
     for rig.step in range(8):
-        hits = torch.full((2, 1, 1), NO_HIT, dtype=torch.int64, device=rig.device)
-        rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, now=rig.now(1, 1), lanes=rig.lanes,
-                 stamps=rig.stamps, ends=rig.truth.ends, max_length=31, stride=8, window=0, block_size=BLOCK_SIZE,
-                 whole=False, hits=hits, total=rig.total, counted=rig.counted[1:])  # fmt: skip
-        seen += [rig.step] if int(hits[0, 0]) != NO_HIT else []
+        hits = torch.full((RING, 2, 1), NO_HIT, dtype=torch.int64, device=rig.device)
+        rig.reread(rig.watched(rig.records, 1, 1), rows, max_length=31, stride=8, whole=False, hits=hits)
+        seen += [rig.step] if int(hits[rig.step % RING, 0]) != NO_HIT else []
     assert seen == [17 % 8]
     assert int(rig.counted[1:] - counted) == 30
 
 
 def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
     """Memory after the same forwards, damage among them, is equal."""
-    rigs = [Rig(device, suffix) for suffix in ("", "_torch")]
+    rigs, hits = [Rig(device, suffix) for suffix in ("", "_torch")], []
     for rig in rigs:
         rig.forward({0: list(range(37)), 1: [4, 5]})
         rig.table[0, 3] = 0
-        rig.forward({1: [6, 7, 8], 0: [5], 3: [signed(9)]})
+        rig.table[1, 0] = rig.table[0, 0]
+        rig.kv[0].view(torch.int32)[rig.table[0, 5], 0, 1, 0] ^= 2
+        rig.forward({1: [6, 7, 8], 0: [5], 3: [signed(9)]}, slots={0: 1})
+        hits.append(rig.hits)
         rig.forward({1: [1]}, accepted={1: 3})
+        hits.append(rig.hits)
+    assert all(torch.equal(*pair) for pair in zip(hits[:2], hits[2:], strict=True))
+    assert (hits[0] != NO_HIT).sum() == 5  # walk of rows 0 and 1, advance of row 1, reread of row 0: layer and slot
     first, second = rigs
     for name in ("records", "lanes", "stamps", "total", "counted", "seeds"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
-    for ours, theirs in zip(first.truth, second.truth, strict=True):
-        assert torch.equal(ours, theirs)
+    assert torch.equal(first.truth.lines, second.truth.lines)
 
 
 def test_what_lies_before_a_window_is_not_asked(rig: Rig) -> None:
@@ -369,6 +364,27 @@ def test_a_block_below_all_blocks_is_outside(rig: Rig) -> None:
     rig.forward({0: list(range(9))})
     rig.table[0, 1] = -1000
     assert rig.forward({0: [1]})[0] == [("R1", 4)]
+
+
+def test_entries_behind_a_refused_one_are_their_own(rig: Rig) -> None:
+    """The null block in the middle of a row: its entries count, and not the next one, which continues nothing known."""
+    rig.forward({0: list(range(13))})
+    rig.table[0, 1] = 0
+    assert rig.forward({0: [1]})[0] == [("R2", BLOCK_SIZE)]
+    assert int(rig.total) == BLOCK_SIZE
+
+
+def test_a_length_that_no_table_has_is_outside(rig: Rig) -> None:
+    """A row that is said to have more entries than its line of the table: R1, and no line of another is read for it."""
+    rig.forward({0: list(range(8)), 1: list(range(8))})
+    rig.seeds = torch.stack((rig.truth.tails[:, 0], torch.ones_like(rig.truth.ends)), 1)
+    numbers, lengths, starts = torch.tensor([[0, 1, 9], [13, 8, 9], [0, 0, 0]], device=rig.device)
+    rows, walked, read = Rows(numbers, rig.table[:, :2].contiguous(), lengths, starts), rig.cells(4), rig.cells(2, 4)
+    watched = rig.watched(rig.records, 2, 0)
+    rig.call(rows_of, "walk", watched, rows, rig.truth, seeds=rig.seeds, hits=walked, counted=rig.counted[:1])
+    rig.reread(watched, rows, max_length=13, stride=1, whole=False, hits=read)
+    assert rig.codes(walked[rig.step % RING, :2], "R") == [("R1", 8), None]
+    assert (int(rig.total), rig.counted.tolist()) == (5, [13 + 8, 8 + 8])
 
 
 def test_a_table_ends_behind_its_last_block() -> None:

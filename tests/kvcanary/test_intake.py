@@ -16,6 +16,7 @@ from kvcanary.codes import CODES
 from kvcanary.report.causes.rows import exchanged_pages
 from kvcanary.report.describe import MOST_DESCRIBED, Describer
 from kvcanary.report.evidence import Evidence
+from kvcanary.report.told_evidence import ToldEvidence
 
 MILLION = 1_000_000
 
@@ -36,7 +37,7 @@ def pool(engine):
 
 @pytest.fixture
 def describer(engine) -> Describer:
-    return Describer(engine.canary.session.state, engine.canary.session.ledger)
+    return Describer(ToldEvidence(engine.canary.session.ledger).read)
 
 
 def batch_of(pool, code: str, rows: int, entries: int, *, site=("verify", 0), step: int = 9, **evidence) -> HitBatch:

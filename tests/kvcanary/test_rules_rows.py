@@ -517,6 +517,38 @@ SAID = [
         Cause("addressing", "the row points at a page of 'you'", "derived"),
     ),
     (rows.missing_layer, shown(), None),
+    (
+        rows.missing_layer,
+        shown(a_hit(layers=(1, 2))),
+        Cause(
+            "uninitialised",
+            "a layer did not store its K and V for this entry",
+            "derived",
+            ("layer 1, 2 does not hold what this forward gave it",),
+        ),
+    ),
+    (rows.other_entry, shown(), None),
+    (rows.other_entry, shown(a_hit(row_number=0, found={"position": 4})), None),
+    (
+        rows.other_entry,
+        shown(a_hit(row_number=0, found={"row": 2})),
+        Cause(
+            "identity",
+            "rows were not reordered, or otherwise than the sequences",
+            "inferred",
+            ("it holds what row 2 should",),
+        ),
+    ),
+    (
+        rows.other_entry,
+        shown(a_hit(row_number=0, found={"row": 0, "position": 4})),
+        Cause(
+            "windows",
+            "the tensor is shifted against the positions that it is read as",
+            "inferred",
+            ("it holds 4 where position 5 should be",),
+        ),
+    ),
     (rows.missing_layer, shown(record=a_record(), granted=2), None),
     (rows.missing_layer, shown(record=a_record(layers=1), granted=3), None),
     *(

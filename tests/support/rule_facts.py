@@ -28,6 +28,7 @@ def a_hit(**told) -> SimpleNamespace:
         "lineage": None,
         "is_captured": False,
         "named": None,
+        "row_number": None,
         "found": None,
         "run": 1,
         "row": (0, "me"),
@@ -48,6 +49,7 @@ def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     facts |= {"incident": incident or (a_hit(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
     facts |= {"row": a_row(), "holds_its_own": True}
     seen = SimpleNamespace(**facts | read)
+    seen.told = seen.ledger
     seen.hit = seen.incident[0]
     seen.held_by = repr(seen.owner) if seen.owner is not None else "a prefix cache"
     seen.whose_is = lambda *kinds: next((answer for answer in seen.whose if answer.kind in kinds), None)

@@ -345,25 +345,9 @@ def _judge(
     HAS_STEP: tl.constexpr,
 ):
     """Codes [BLOCK_N] int64 of a segment's entries `o_j`, which are these slots and continue those before."""
-    r1 = (slot < 0) | (slot >= num_slots)
-    r2 = (slot >= 0) & (slot < null_slots)
-    m_read = m_n & ~r1 & ~r2
-    row = records + slot * COLUMNS
-    token_position = tl.load(row + TOKEN_POSITION, mask=m_read, other=0)
-    chain = tl.load(row + CHAIN, mask=m_read, other=0)
-    owner = tl.load(row + REQUEST_GENERATION, mask=m_read, other=0)
-    site = tl.load(row + STEP_SITE, mask=m_read, other=0)
-    seal = tl.load(row + SEAL, mask=m_read, other=0)
-    r3 = seal != seal_of(token_position, chain, owner, site, slot, pool_id, constants)
-    r4 = high_word(token_position) != first_position + o_j
-
-    m_before = (before >= null_slots) & (before < num_slots)
-    continued = tl.load(records + before * COLUMNS + CHAIN, mask=m_read & m_before, other=0)
-    continued = tl.where(is_root, seed, continued)
-    expected = device_mix(low_word(token_position), high_word(token_position), constants)
-    expected += tl.load(constants + MULTIPLIER) * continued
-    r5 = (chain != expected) & (is_root | m_before)
-
+    row, m_read, _, owner, site, judged = judge_record(
+        records, slot, before, m_n, first_position + o_j, is_root, seed, constants, num_slots, null_slots, pool_id
+    )
     page = slot // page_size
     current = low_word(tl.load(generations + page, mask=m_read, other=0))
     low = tl.load(row + LAYERS_LOW, mask=m_read, other=0)
@@ -377,7 +361,6 @@ def _judge(
         r12 |= state <= LOAD_FAILED
     r12 &= ~r7
 
-    judged = tl.where(r3, R3, 0) + tl.where(r4, R4, 0) + tl.where(r5, R5, 0)
     judged += tl.where(r7, R7, 0) + tl.where(r12, R12, 0)
     if HAS_OWNERS:
         page_owner = tl.load(owners + page, mask=m_read, other=0)
@@ -386,7 +369,39 @@ def _judge(
     if HAS_STEP:
         steps_later = (low_word(site) - tl.load(step)).to(tl.int32)  # wraps
         judged += tl.where(steps_later > 0, R11, 0)
-    return tl.where(r1, R1, tl.where(r2, R2, judged)).to(tl.int64)
+    return refused_or(judged, slot, num_slots, null_slots)
+
+
+@triton.jit
+def judge_record(records, slot, before, m_n, position, is_root, seed, constants, num_slots, null_slots, pool_id):
+    """What the records of entries say by themselves, whoever has the page: R3, R4, and R5 where `before` has a record.
+
+    Gives where each record lies, which are read, their columns chain, request and step, and the bits; those of entries
+    that are not read mean nothing (`refused_or`).
+    """
+    m_read = m_n & (slot >= null_slots) & (slot < num_slots)
+    row = records + slot * COLUMNS
+    token_position = tl.load(row + TOKEN_POSITION, mask=m_read, other=0)
+    chain = tl.load(row + CHAIN, mask=m_read, other=0)
+    owner = tl.load(row + REQUEST_GENERATION, mask=m_read, other=0)
+    site = tl.load(row + STEP_SITE, mask=m_read, other=0)
+    seal = tl.load(row + SEAL, mask=m_read, other=0)
+    r3 = seal != seal_of(token_position, chain, owner, site, slot, pool_id, constants)
+    r4 = high_word(token_position) != position
+
+    m_before = (before >= null_slots) & (before < num_slots)
+    continued = tl.load(records + before * COLUMNS + CHAIN, mask=m_read & m_before, other=0)
+    continued = tl.where(is_root, seed, continued)
+    expected = device_mix(low_word(token_position), high_word(token_position), constants)
+    expected += tl.load(constants + MULTIPLIER) * continued
+    r5 = (chain != expected) & (is_root | m_before)
+    return row, m_read, chain, owner, site, tl.where(r3, R3, 0) + tl.where(r4, R4, 0) + tl.where(r5, R5, 0)
+
+
+@triton.jit
+def refused_or(bits, slot, num_slots, null_slots):
+    """int64: R1 and R2, which exclude every other code, or these bits."""
+    return tl.where((slot < 0) | (slot >= num_slots), R1, tl.where(slot < null_slots, R2, bits)).to(tl.int64)
 
 
 def _continued_chains(records: Tensor, chains: Tensor, heads: Tensor, predecessors: Tensor, seeds: Tensor) -> Tensor:

@@ -146,9 +146,22 @@ def _seal_kernel(
     generation = tl.load(generations + o_n * generation_stride, mask=m_n, other=0)
     b_step = tl.load(step + o_n * step_stride, mask=m_n, other=0)
     site = tl.load(sites + o_n * site_stride, mask=m_n, other=0)
-    token_position = pair(token, position)
-    request_generation = pair(request, generation)
-    step_site = pair(b_step, site)
+    store_record(
+        records,
+        slot,
+        pair(token, position),
+        chain,
+        pair(request, generation),
+        pair(b_step, site),
+        pool_id,
+        constants,
+        m_n,
+    )
+
+
+@triton.jit
+def store_record(records, slot, token_position, chain, request_generation, step_site, pool_id, constants, m_n):
+    """Identity and seal of these slots; content_b and layers become zero."""
     row = records + slot * COLUMNS
     tl.store(row + TOKEN_POSITION, token_position, mask=m_n)
     tl.store(row + CHAIN, chain, mask=m_n)

@@ -11,38 +11,27 @@ from kvcanary_kernels.record.chain import chain_scan_torch
 from kvcanary_kernels.record.device import BLOCK, INVERSES, tl, triton
 from kvcanary_kernels.record.device import mix as device_mix
 from kvcanary_kernels.record.layout import Keys
-from kvcanary_kernels.watch.walk import Truth
+from kvcanary_kernels.watch.walk import FIRST_TAIL, ROOT_CHAIN, TAILS, Truth
 
-#: Columns of a new row; TAIL is used where nobody knows its tokens on the device.
-NUMBER, END, ROOT, UID, TAIL = range(5)
-NEW_WIDTH = 5
+NEW_WIDTH = 2 + TAILS  # words of a new row: its number, then its line of Truth up to the first tail
 NEW = tl.constexpr(NEW_WIDTH)
-END_OF = tl.constexpr(END)
-ROOT_OF = tl.constexpr(ROOT)
-UID_OF = tl.constexpr(UID)
-TAIL_OF = tl.constexpr(TAIL)
 
 
 def begin(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None = None) -> None:
     """Write what is true of new rows. No allocation, no wait.
 
     new:        [n, NEW_WIDTH] int64: number in Truth (one that it does not have: padding), entries that it begins with
-                or NOT_FOLLOWED, chain of none, who writes, chain of these entries
+                or NOT_FOLLOWED, 1, chain of none, who writes, chain of these entries
     all_tokens: [rows of Truth, width] int32 or int64, where the last of these is computed from; None: it is taken
     """
-    tokens = truth.tails if all_tokens is None else all_tokens
+    tokens = truth.lines if all_tokens is None else all_tokens
     _begin_kernel[(new.shape[0],)](
         new,
-        truth.ends,
-        truth.known,
-        truth.tails,
-        truth.roots,
-        truth.uids,
+        truth.lines,
         tokens,
         keys.constants,
         keys.powers,
-        truth.ends.shape[0],
-        truth.tails.stride(0),
+        *truth.lines.shape,
         tokens.stride(0),
         tokens.shape[1],
         HAS_TOKENS=all_tokens is not None,
@@ -52,35 +41,29 @@ def begin(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None = Non
 
 def begin_torch(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None = None) -> None:
     """The torch reference of `begin`."""
-    new = new[(new[:, NUMBER] >= 0) & (new[:, NUMBER] < truth.ends.shape[0])]
-    numbers = new[:, NUMBER]
-    truth.ends[numbers], truth.roots[numbers], truth.uids[numbers] = new[:, END], new[:, ROOT], new[:, UID]
-    truth.known[numbers], truth.tails[numbers, 0] = 1, new[:, TAIL]
-    for number, end, root in new[:, : ROOT + 1].tolist() if all_tokens is not None else ():
+    new = new[(new[:, 0] >= 0) & (new[:, 0] < len(truth.lines))]
+    truth.lines[new[:, 0], : TAILS + 1] = new[:, 1:]
+    for number, end in new[:, :2].tolist() if all_tokens is not None else ():
         tokens = all_tokens[number, : max(end, 0)].long()  # type: ignore[index]
         chains = torch.empty_like(tokens)
-        bounds, seed = (torch.tensor(values, device=new.device) for values in ([0, len(tokens)], [root]))
-        positions = torch.arange(len(tokens), device=new.device)
+        bounds, positions = torch.tensor([0, len(tokens)], device=new.device), torch.arange(len(tokens)).to(new.device)
+        seed = truth.roots[number : number + 1]
         chain_scan_torch(tokens, positions, bounds, seed, keys=keys, out=chains)
-        truth.tails[number, 0] = torch.cat((seed, chains))[-1]
+        truth.lines[number, TAILS] = torch.cat((seed, chains))[-1]
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "tail_stride", "tokens_stride", "width"],
+    do_not_specialize=["num_rows", "truth_stride", "tokens_stride", "width"],
     do_not_specialize_on_alignment=["new"],
 )
 def _begin_kernel(
     new,
-    ends,
-    known,
-    tails,
-    roots,
-    uids,
+    truth,
     tokens,
     constants,
     powers,
     num_rows,
-    tail_stride,
+    truth_stride,
     tokens_stride,
     width,
     HAS_TOKENS: tl.constexpr,
@@ -90,12 +73,12 @@ def _begin_kernel(
     number = tl.load(row)
     if (number < 0) | (number >= num_rows):
         return
-    end = tl.load(row + END_OF)
-    root = tl.load(row + ROOT_OF)
-    tail = tl.load(row + TAIL_OF)
+    line = truth + number * truth_stride
+    for i_column in tl.static_range(NEW - 1):
+        tl.store(line + i_column, tl.load(row + 1 + i_column))
     if HAS_TOKENS:
-        tail = root
-        last = tl.minimum(end, width)
+        tail = tl.load(row + 1 + ROOT_CHAIN)
+        last = tl.minimum(tl.load(row + 1), width)
         o_block = tl.arange(0, BLOCK_N)
         b_inverse = tl.load(powers + INVERSES + 1 + o_block)
         for i_block in range(0, last, BLOCK_N):
@@ -104,8 +87,4 @@ def _begin_kernel(
             b_token = tl.load(tokens + number * tokens_stride + o_n, mask=m_n, other=0).to(tl.int64)
             b_term = tl.where(m_n, device_mix(b_token, o_n.to(tl.int64), constants) * b_inverse, 0)
             tail = tl.load(powers + tl.minimum(last - i_block, BLOCK_N)) * (tail + tl.sum(b_term))
-    tl.store(ends + number, end)
-    tl.store(known + number, tl.full([], 1, tl.int64))
-    tl.store(roots + number, root)
-    tl.store(uids + number, tl.load(row + UID_OF))
-    tl.store(tails + number * tail_stride, tail)
+        tl.store(line + FIRST_TAIL, tail)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcanary_kernels.record.device import BLOCK, tl, triton
-from kvcanary_kernels.watch.walk import NO_HIT, NONE, NOW_ROWS, ROWS_NOW, Rows
+from kvcanary_kernels.watch.walk import NO_HIT, NONE, NOW_PLACE, NOW_ROWS, NOW_STAMP, NOW_WIDTH, Rows, live_rows
 
 
 def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor) -> None:
@@ -16,9 +16,9 @@ def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tenso
     lines: [ring, >= width] int64, on the device or pinned on the host, where the device reads by itself
     ticks: [2] int64, steps so far, the line of the next is their number modulo the ring; and 0 between launches
     out:   [>= width] int64, its beginning is written
-    cells: [2, ring, n] int64, those of this step become NO_HIT
+    cells: [ring, n] int64, those of this step become NO_HIT
     """
-    programs = triton.cdiv(max(width, cells.shape[2]), BLOCK)
+    programs = triton.cdiv(max(width, cells.shape[1]), BLOCK)
     _fetch_kernel[(programs,)](
         lines,
         ticks,
@@ -28,8 +28,7 @@ def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tenso
         lines.shape[0],
         lines.stride(0),
         cells.stride(0),
-        cells.stride(1),
-        cells.shape[2],
+        cells.shape[1],
         BLOCK_N=BLOCK,
     )
 
@@ -38,22 +37,22 @@ def fetch_torch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells:
     """The torch reference of `fetch`."""
     ticks[0] += 1
     place = int(ticks[0]) % lines.shape[0]
-    out[:width], cells[:, place] = lines[place, :width], NO_HIT
+    out[:width], cells[place] = lines[place, :width], NO_HIT
 
 
-def send(total: Tensor, now: Tensor, out: Tensor, *, place: int, stamp: int) -> None:
-    """Write a count, with a stamp on it, where the host looks for it. No allocation, no wait.
+def send(total: Tensor, now: Tensor, out: Tensor) -> None:
+    """Write a count, with the step's stamp on it, where the host looks for it. No allocation, no wait.
 
     total: [1] int64
-    now:   [> place, > stamp] int64, in these columns the place in `out`, and what is added to the count
     out:   [ring] int64, on the device or pinned on the host: it is there when anything is that was launched later
     """
-    _send_kernel[(1,)](total, now, out, place, stamp)
+    _send_kernel[(1,)](total, now, out)
 
 
-def send_torch(total: Tensor, now: Tensor, out: Tensor, *, place: int, stamp: int) -> None:
+def send_torch(total: Tensor, now: Tensor, out: Tensor) -> None:
     """The torch reference of `send`."""
-    out[int(now[place])] = int(total) + int(now[stamp])
+    *_, place, stamp = now[:NOW_WIDTH].tolist()
+    out[place] = int(total) + stamp
 
 
 def keep(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
@@ -69,12 +68,12 @@ def keep(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
 
 def keep_torch(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
     """The torch reference of `keep`."""
-    n = int(now[NOW_ROWS])
-    kept[rows.numbers[:n].long(), :width] = rows.table[:n, :width]
+    rows, _ = live_rows(rows, now)
+    kept[rows.numbers.long(), :width] = rows.table[: len(rows.numbers), :width]
 
 
 @triton.jit(
-    do_not_specialize=["width", "ring", "lines_stride", "side_stride", "cell_stride", "n"],
+    do_not_specialize=["width", "ring", "lines_stride", "cell_stride", "n"],
     do_not_specialize_on_alignment=["lines", "ticks", "out", "cells"],
 )
 def _fetch_kernel(
@@ -85,7 +84,6 @@ def _fetch_kernel(
     width,
     ring,
     lines_stride,
-    side_stride,
     cell_stride,
     n,
     BLOCK_N: tl.constexpr,
@@ -94,19 +92,16 @@ def _fetch_kernel(
     m_n = o_n < width
     tick = tl.load(ticks) + 1
     tl.store(out + o_n, tl.load(lines + tick % ring * lines_stride + o_n, mask=m_n, volatile=True), mask=m_n)
-    cell = cells + tick % ring * cell_stride
-    b_none = tl.full([BLOCK_N], NONE, tl.int64)
-    tl.store(cell + o_n, b_none, mask=o_n < n)
-    tl.store(cell + side_stride + o_n, b_none, mask=o_n < n)
+    tl.store(cells + tick % ring * cell_stride + o_n, tl.full([BLOCK_N], NONE, tl.int64), mask=o_n < n)
     tl.debug_barrier()  # every thread has read the tick
     if tl.atomic_add(ticks + 1, 1) == tl.num_programs(0) - 1:  # the last of them counts the step
         tl.store(ticks + 1, tl.zeros([], tl.int64))
         tl.store(ticks, tick)
 
 
-@triton.jit(do_not_specialize=["place", "stamp"], do_not_specialize_on_alignment=["total", "now", "out"])
-def _send_kernel(total, now, out, place, stamp):
-    tl.store(out + tl.load(now + place), tl.load(total) + tl.load(now + stamp))
+@triton.jit(do_not_specialize_on_alignment=["total", "now", "out"])
+def _send_kernel(total, now, out):
+    tl.store(out + tl.load(now + NOW_PLACE), tl.load(total) + tl.load(now + NOW_STAMP))
 
 
 @triton.jit(
@@ -115,7 +110,7 @@ def _send_kernel(total, now, out, place, stamp):
 )
 def _keep_kernel(numbers, table, now, kept, width, table_stride, kept_stride, BLOCK_N: tl.constexpr):
     i_row = tl.program_id(0).to(tl.int64)
-    if i_row >= tl.load(now + ROWS_NOW):
+    if i_row >= tl.load(now + NOW_ROWS):
         return
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < width

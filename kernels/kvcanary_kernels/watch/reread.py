@@ -12,18 +12,20 @@ from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.device import CHAIN, COLUMNS, TILE_WARPS, tl, triton
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
+from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
 from kvcanary_kernels.watch.walk import (
+    END,
     NONE,
-    NOT_FOLLOWED,
+    NOW_PLACE,
+    NOW_ROWS,
     NOW_STEP,
     NOW_TOKENS,
-    ROWS_NOW,
-    STEP_NOW,
-    TOKENS_NOW,
+    NOW_WIDTH,
     Rows,
+    Truth,
+    Watched,
     context_lengths,
     live_rows,
-    table_slots,
 )
 
 LAYERS_PER_ENTRY = 128  # a hit of `reread` is position * LAYERS_PER_ENTRY + layer
@@ -33,16 +35,14 @@ PLACES = tl.constexpr(SLOTS_PER_ENTRY)
 
 
 def take(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     slots: Tensor,
     chains: Tensor,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
-    total: Tensor,
     most: int | None = None,
 ) -> None:
     """Take both lanes of the slots of this step as they lie in the pool now. No allocation, no wait.
@@ -50,23 +50,22 @@ def take(
     slots:  [ring, >= n] int64, -1: nothing;  chains: [ring, >= n] int64, what the record of each should say
     lanes:  [2, layers, num_slots] int64, written
     stamps: [num_slots] int64, written: the chain of the record whose bytes these are
-    total:  [1] int64, grows by the entries whose record is another's (W4: one forward wrote the slot twice)
     most:   at least the tokens that `now` says; None: as many as a line has
+    Entries whose record is another's count as wrong (W4: one forward wrote the slot twice).
     """
     most = slots.shape[1] if most is None else most
     _take_lanes_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
         pool.ptrs,
-        records,
+        watched.records,
         slots,
         chains,
-        now,
+        watched.now,
         keys.lane_a,
         keys.lane_b,
         keys.start_a,
         lanes,
         stamps,
-        total,
-        slots.shape[0],
+        watched.total,
         slots.stride(0),
         pool.num_slots,
         pool.num_layers,
@@ -82,20 +81,19 @@ def take(
 
 
 def take_torch(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     slots: Tensor,
     chains: Tensor,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
-    total: Tensor,
     most: int | None = None,
 ) -> None:
     """The torch reference of `take`."""
-    place, n = int(now[NOW_STEP]) % slots.shape[0], int(now[NOW_TOKENS])
+    records, total = watched.records, watched.total
+    _, n, _, _, place, *_ = watched.now[:NOW_WIDTH].tolist()
     slots, chains = slots[place, :n], chains[place, :n]
     live = slots >= 0
     slots, chains = slots[live], chains[live]
@@ -105,22 +103,18 @@ def take_torch(
 
 
 def reread(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     rows: Rows,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
-    ends: Tensor,
+    truth: Truth,
     max_length: int,
     stride: int,
-    window: int,
-    block_size: int,
     whole: bool,
     hits: Tensor,
-    total: Tensor,
     counted: Tensor,
 ) -> None:
     """Compare lane a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
@@ -128,42 +122,41 @@ def reread(
     The step says where they begin: any `stride` steps in a row see each position once. Entries whose bytes nobody took
     under the record that lies there now are not judged.
 
-    ends:       of Truth
-    max_length: at least what the longest of them has
-    window:     tokens that attention sees, the reader's own included; 0: all
-    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`), along the line
-                of the table that has its number; lengths and starts are not read
-    hits:       [2, ring, rows] int64, NO_HIT or lower before; in the cells of this step the least of
+    max_length: at least the entries of the longest row
+    whole:      False: what each row had before this forward. True: all that is recorded of it (truth.ends), along the
+                line of the table that has its number; lengths and starts are not read
+    hits:       [ring, 2, >= rows] int64, NO_HIT or lower before; in the cells of this step the least of
                 position * LAYERS_PER_ENTRY + layer of each row, and of position * SLOTS_PER_ENTRY + slot
     counted:    [1] int64, grows by the number of entries that were read, each once for all layers
     """
     n, per_row = rows.numbers.shape[0], -(-max_length // stride)
     _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
         pool.ptrs,
-        records,
+        watched.records,
         rows.numbers,
         rows.table,
         rows.lengths,
         rows.starts,
-        now,
+        watched.now,
         keys.lane_a,
         keys.start_a,
         lanes,
         stamps,
-        ends,
+        truth.lines,
         hits,
-        total,
+        watched.total,
         counted,
-        hits.shape[1],
-        hits.stride(0),
         hits.stride(1),
+        hits.stride(0),
         pool.num_slots,
         pool.num_layers,
         lanes.stride(1),
+        rows.table.shape[1],
         rows.table.stride(0),
+        truth.lines.shape[1],
         stride,
-        window,
-        BLOCK_SIZE=block_size,
+        watched.window,
+        PAGE=watched.block_size,
         WHOLE=whole,
         WORDS=pool.words_per_row,
         PIECES=pool.constants,
@@ -175,50 +168,45 @@ def reread(
 
 
 def reread_torch(
+    watched: Watched,
     pool: PoolRows,
-    records: Tensor,
     rows: Rows,
     keys: Keys,
     *,
-    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
-    ends: Tensor,
+    truth: Truth,
     max_length: int,
     stride: int,
-    window: int,
-    block_size: int,
     whole: bool,
     hits: Tensor,
-    total: Tensor,
     counted: Tensor,
 ) -> None:
     """The torch reference of `reread`."""
-    rows = live_rows(rows, now)
-    step, numbers = int(now[NOW_STEP]), rows.numbers.long()
-    n, phase, cells = numbers.shape[0], step % stride, hits[:, step % hits.shape[1]]
-    sizes = ends[numbers] if whole else context_lengths(rows)
-    table = rows.table[numbers] if whole else rows.table[:n]
-    positions = torch.arange(phase, max(phase, max_length), stride, device=records.device).expand(n, -1)
-    slots = table_slots(table, positions, block_size)
-    live = (positions < sizes[:, None]) & (slots >= 0) & (slots < pool.num_slots)
-    live &= (ends[numbers] != NOT_FOLLOWED)[:, None]
+    records, _, block_size, window, now, total = watched
+    _, _, step, *_ = now[:NOW_WIDTH].tolist()
+    rows, place = live_rows(rows, now)
+    numbers, phase = rows.numbers.long(), step % stride
+    ends = truth.ends[numbers]
+    sizes = (ends if whole else context_lengths(rows)) * (ends >= 0)
+    positions = torch.arange(phase, max(phase, max_length), stride, device=records.device)
+    live = positions < sizes[:, None]
     if window:
         live &= positions > (sizes - window)[:, None]
-    slots = torch.where(live, slots, 0)
-    live &= (stamps[slots] == records[slots, record.CHAIN]) & (stamps[slots] != 0)
     row, column = live.nonzero(as_tuple=True)
-    found = slots[row, column]
-    counted += len(found)
-    if not len(found):
+    position = positions[column]
+    slots = slot_at(PageTable(rows.table, block_size), numbers[row] if whole else row, position)
+    safe = slots.clamp(0, pool.num_slots - 1)
+    is_taken = (slots == safe) & (stamps[safe] == records[safe, record.CHAIN]) & (stamps[safe] != 0)
+    row, position, slots = row[is_taken], position[is_taken], slots[is_taken]
+    counted += len(slots)
+    if not len(slots):
         return
-    differs = both_lanes(pool, found, keys)[0] != lanes[0, :, found]
-    layer, entry = differs.nonzero(as_tuple=True)
+    layer, entry = (both_lanes(pool, slots, keys)[0] != lanes[0, :, slots]).nonzero(as_tuple=True)
     total += len(entry)
-    position = positions[row, column][entry]
-    found_hits = position * LAYERS_PER_ENTRY + layer, position * SLOTS_PER_ENTRY + found[entry]
-    for cell, hit in zip(cells, found_hits, strict=True):
-        cell[:n] = cell[:n].scatter_reduce(0, row[entry], hit, "amin")
+    row, position, slots = row[entry], position[entry], slots[entry]
+    for cell, hit in enumerate((position * LAYERS_PER_ENTRY + layer, position * SLOTS_PER_ENTRY + slots)):
+        hits[place, cell].scatter_reduce_(0, row, hit, "amin")
 
 
 def both_lanes(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
@@ -229,7 +217,7 @@ def both_lanes(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
     return torch.stack((lane_a, join(sums[..., pieces:], keys)))
 
 
-@triton.jit(do_not_specialize=["ring", "slots_stride", "num_slots"])
+@triton.jit(do_not_specialize=["slots_stride", "num_slots"])
 def _take_lanes_kernel(
     ptrs,
     records,
@@ -242,7 +230,6 @@ def _take_lanes_kernel(
     lanes,
     stamps,
     total,
-    ring,
     slots_stride,
     num_slots,
     num_layers,
@@ -256,10 +243,10 @@ def _take_lanes_kernel(
 ):
     o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     i_layer = tl.program_id(1).to(tl.int64)
-    n = tl.load(now + TOKENS_NOW)
+    n = tl.load(now + NOW_TOKENS)
     if tl.program_id(0).to(tl.int64) * TILE >= n:
         return
-    line = tl.load(now + STEP_NOW) % ring * slots_stride
+    line = tl.load(now + NOW_PLACE) * slots_stride
     b_slot = tl.load(slots + line + o_n, mask=o_n < n, other=-1)
     m_n = (b_slot >= 0) & (b_slot < num_slots)
     keys = i_layer * WORDS
@@ -279,12 +266,13 @@ def _take_lanes_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "ring",
         "side_stride",
         "hits_stride",
         "stride",
         "window",
+        "table_width",
         "table_stride",
+        "truth_stride",
         "num_slots",
         "layer_stride",
     ],
@@ -302,20 +290,21 @@ def _reread_kernel(
     start_a,
     lanes,
     stamps,
-    ends,
+    truth,
     hits,
     total,
     counted,
-    ring,
     side_stride,
     hits_stride,
     num_slots,
     num_layers,
     layer_stride,
+    table_width,
     table_stride,
+    truth_stride,
     stride,
     window,
-    BLOCK_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
     WHOLE: tl.constexpr,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -325,27 +314,26 @@ def _reread_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_layer = tl.program_id(2).to(tl.int64)
-    if i_row >= tl.load(now + ROWS_NOW):
+    if i_row >= tl.load(now + NOW_ROWS):
         return
-    at_step = tl.load(now + STEP_NOW)
     number = tl.load(numbers + i_row).to(tl.int64)
     if WHOLE:
-        length = tl.load(ends + number)
+        length = tl.load(truth + number * truth_stride + END)
         row = table + number * table_stride
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
         row = table + i_row * table_stride
-    first_n = at_step % stride + tl.program_id(1).to(tl.int64) * TILE * stride
+    first_n = tl.load(now + NOW_STEP) % stride + tl.program_id(1).to(tl.int64) * TILE * stride
     if first_n >= length:
         return
-    if tl.load(ends + number) < 0:
+    if tl.load(truth + number * truth_stride + END) < 0:
         return
     o_n = first_n + tl.arange(0, TILE) * stride
     m_n = o_n < length
     if window > 0:
         m_n = m_n & (o_n > length - window)
-    b_slot = tl.load(row + o_n // BLOCK_SIZE, mask=m_n, other=-1).to(tl.int64) * BLOCK_SIZE + o_n % BLOCK_SIZE
+    b_slot = device_slot_at(row, o_n, m_n, table_width, PAGE)
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
     b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
     m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain) & (b_chain != 0)
@@ -358,6 +346,6 @@ def _reread_kernel(
     count = tl.sum(m_differs.to(tl.int64))
     if count > 0:
         tl.atomic_add(total, count, sem="relaxed")
-        cell = hits + at_step % ring * hits_stride + i_row
+        cell = hits + tl.load(now + NOW_PLACE) * hits_stride + i_row
         tl.atomic_min(cell, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")
         tl.atomic_min(cell + side_stride, tl.min(tl.where(m_differs, o_n * PLACES + b_slot, NONE)), sem="relaxed")

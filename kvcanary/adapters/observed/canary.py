@@ -4,11 +4,13 @@ An adapter shows what a forward is about to read and write (block tables, length
 the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` when layers that are stored later are.
 Rows that `admit` and `leave` name wait for the next `read`, or for `flush` where bytes are moved before that;
 `moves` has what moves them. Hits lie in a ring of the last steps; one counter says whether there were any.
+
+A canary owns what it has on the device (`memory`) and what it launches there (`launches`). The rest is the host's side:
+who comes and goes, how long rows are at most, and what a step was.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,25 +21,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
-from kvcanary.adapters.observed.launches import FEWEST_ENTRIES, FEWEST_ROWS, FEWEST_TOKENS, PagedDevice, at_least, sizes
+from kvcanary.adapters.observed.launches import Launches
+from kvcanary.adapters.observed.memory import Memory
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
-from kvcanary.adapters.observed.state import COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
+from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
-from kvcanary.pools.launch_site import pack_site
 from kvcanary.report.certificate import certificate
-from kvcanary.report.finding import Finding, FindingLog, tell
+from kvcanary.report.describe import Describer
+from kvcanary.report.respond import Response
+from kvcanary.report.watched_evidence import WatchedEvidence
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 
 NAMED_WRITERS = 1 << 16
-STAMPS = (1 << 63 - COUNT_BITS) - 1
 GROWN = 32  # steps of one token a row until lengths are read again
-HEAD_WORDS = struct.Struct(f"={HEAD}q")
+FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
 
 
-class PagedCanary(PagedDevice):
+class PagedCanary:
     """The canary of one engine's pools on one device."""
 
     def __init__(
@@ -52,23 +55,25 @@ class PagedCanary(PagedDevice):
         """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row;
         max_tokens: of one forward; has_tokens: every forward shows what the engine knows of tokens"""
         expect_watching(config, "one request from outside")
-        super().__init__(config, num_rows, max_rejected, max_tokens, device)
-        self.coverage, self.log, self._has_tokens = Coverage(), FindingLog(), has_tokens
+        self.config, self.num_rows, self.max_tokens = config, num_rows, max_tokens
+        self.memory = Memory(config, num_rows, max_rejected, device)
+        self.launches = Launches(config, self.memory, num_rows, max_tokens)
+        self.groups, self.kept, self.hits_of = self.memory.groups, self.launches.kept, self.launches.hits_of
+        self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
-        self.tell: Callable[[Finding], None] = tell
-        self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
+        self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
-        self._line_bytes = self._lines_here.data.cast("B")
+        self.response = Response(config, Describer(WatchedEvidence(self.writers).read, config.show_tokens))
+        self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
-        self.incidents: dict[tuple[str, str | None, int], int] = {}
         self.events: list[Event] = []  # of what happened since the last forward
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
         self._live = 0  # entries of the rows of the last forward
         self._gone: list[tuple[int, str]] = []
         self._fresh: list[tuple[int, str]] = []
-        self._new: dict[int, tuple[int, ...]] = {}
+        self._new: dict[int, tuple[int, ...]] = {}  # lines of Truth, behind their numbers
         self._uid = 0
         self._forward: Forward | None = None
 
@@ -87,14 +92,14 @@ class PagedCanary(PagedDevice):
             root, self._longest = self.prefixes.root(salt), max(self._longest, length)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
-                self._new[number] = number, NOT_FOLLOWED, root, self._uid, root
+                self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, root
                 continue
             tail = root
             if length:
                 tail = root if self._has_tokens else self.prefixes.end(tokens[:length], salt)
                 if self.config.content != "write":
                     self._fresh.append((number, request))
-            self._new[number] = number, length, root, self._uid, tail
+            self._new[number] = number, length, 1, root, self._uid, tail
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
@@ -123,19 +128,16 @@ class PagedCanary(PagedDevice):
     def read(self, forward: Forward) -> None:
         """Record what a forward is about to write, and judge what it is about to read."""
         self.step += 1
-        n, line, place = len(forward.numbers), self._lines_here[self.step % RING], self.step % RING
-        most_rows, stamp = at_least(n, FEWEST_ROWS, self.num_rows), (self.step & STAMPS) << COUNT_BITS
-        head = n, forward.num_tokens, self.step, pack_site(*forward.site), place, stamp
-        HEAD_WORDS.pack_into(self._line_bytes, place * line.nbytes, *head)
-        line[HEAD : HEAD + n] = forward.numbers
-        events, waiting = (0, 0), self._longest
+        n, events, waiting = len(forward.numbers), (0, 0), self._longest
+        most_rows = at_least(n, FEWEST_ROWS, self.num_rows)
+        free = self.launches.head(self.step, forward, most_rows)
         looked: tuple[tuple[str, ...], ...] = ()
         if self._new or forward.num_tokens != n or self._grown >= GROWN:
             self._measure(forward)
         else:  # every row by one
             self._grown, self._live = self._grown + 1, self._live + n
         if self._new or self._gone or self._fresh:
-            events, looked = self._tell_events(line[HEAD + most_rows :])
+            events, looked = self._tell_events(free)
         longest = max(self._most + self._grown, waiting)
         step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, looked, forward.num_tokens)
         self.events = []
@@ -144,9 +146,10 @@ class PagedCanary(PagedDevice):
             self.coverage.forwards += 1
             self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
             self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
-            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, self._live * self._entry_bytes)
+            live_bytes = self._live * self.memory.entry_bytes
+            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
         self._forward = forward
-        self._launch_before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
+        self.launches.before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
 
     def _measure(self, forward: Forward) -> None:
         """Read from a forward how long its rows are; not in every step, since the host's time is short."""
@@ -158,15 +161,12 @@ class PagedCanary(PagedDevice):
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
         if self._forward is not None:
-            self._launch_after(at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens))
+            self.launches.after(self._most_tokens(self._forward))
 
     def took(self, rejected: Tensor) -> None:
         """Late layers have stored this forward's entries now; `rejected` [>= rows]: the last so many are not kept."""
         if self._forward is not None:
-            n = min(len(rejected), self.num_rows)
-            self._rejected[:n].copy_(rejected[:n])
-            most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
-            self._launch_late(self._forward.starts, most)
+            self.launches.late(self._forward.starts, rejected, self._most_tokens(self._forward))
 
     def launch_on_stored(self, name: str, launch: Callable[[Tensor, Tensor], None]) -> None:
         """`launch(slots, chains)` of what this forward stored in the first group, [n] each; slot -1: nothing.
@@ -174,23 +174,25 @@ class PagedCanary(PagedDevice):
         It may be captured: all that changes from step to step lies in tensors; `name` tells such launches apart.
         """
         if self._forward is not None:
-            most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
-            group = self.groups[0]
-            self._replays.run((name, most), lambda: launch(*self._stored(group, most)))
+            self.launches.on_stored(name, launch, self._most_tokens(self._forward))
+
+    def _most_tokens(self, forward: Forward) -> int:
+        return at_least(forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
 
     def prepare(self, forward: Forward) -> None:
         """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
-        self._lines_here[:] = 0
+        self.launches.restart()
+        none = torch.zeros(0, dtype=torch.int64)
         for _ in range(2):  # as they are, captured
             for rows in {min(size, self.num_rows) for size in sizes(FEWEST_ROWS, self.num_rows)}:
                 for entries in sizes(FEWEST_ENTRIES, int(forward.ends.max())):
                     few = min(FEWEST_ROWS, self.num_rows)
                     for events in (0, 0), (few, 0), (few, few):
-                        self._launch_before(forward, rows, entries, events)
+                        self.launches.before(forward, rows, entries, events)
             for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
-                self._launch_after(tokens)
-                self._launch_late(forward.starts, tokens)
-        self.forget()
+                self.launches.after(tokens)
+                self.launches.late(forward.starts, none, tokens)
+        self.memory.forget()
         self.restart()
 
     def count_to_host(self) -> Callable[[], int]:
@@ -201,19 +203,13 @@ class PagedCanary(PagedDevice):
         step = self.step
 
         def count() -> int:
-            total = self.count_of(step)
+            total = self.launches.count_of(step)
             if total is None:
                 self.waits += 1
-                torch.cuda.synchronize(self.device)  # whatever thread and stream this is
-                total = int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
+                total = self.launches.wait_for_count(step)
             return total
 
         return count
-
-    def count_of(self, step: int) -> int | None:
-        """The counter of findings as it was after one of the last steps; None: it has not arrived."""
-        stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
-        return total if stamp == step & STAMPS else None
 
     def restart(self) -> None:
         """Begin to count anew, when kernels were compiled."""
@@ -221,18 +217,16 @@ class PagedCanary(PagedDevice):
         self.steps.clear()
         self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
         self._ends[:], self._grown, self._most = 0, GROWN, 0
-        self._ticks.zero_()
-        self.total.zero_()
-        self._counted.zero_()
+        self.launches.restart()
 
     def _tell_events(self, line: NDArray[np.int64]) -> tuple[tuple[int, int], tuple[tuple[str, ...], ...]]:
         """Write what waits into the words of a line: at most how many rows went and are new, and whose are read."""
         most_new = self._room_for(max(len(self._new), len(self._fresh)))
         most_gone = self._room_for(len(self._gone)) or (most_new and self._room_for(1))  # fewer graphs
         words: list[int] = []
-        for place, (rows, most) in enumerate(((self._gone, most_gone), (self._fresh, most_new))):
+        for rows, most in (self._gone, most_gone), (self._fresh, most_new):
             if most:
-                words += len(rows), 0, self.step % RING * (1 + LOOKS) + 1 + place, 0
+                words += len(rows), 0, self.step, 0, self.step % RING, 0
                 words += [number for number, _ in rows]
                 words += (0,) * (most - len(rows))
         for row in self._new.values():
@@ -253,35 +247,32 @@ class PagedCanary(PagedDevice):
 
         numbers: rows that the engine holds now
         """
-        counted = self._counted.tolist()
-        read = zip(counted[1:], self._pools, strict=True)
-        self.coverage.slots_checked, self.coverage.bytes_checked = (
-            counted[0],
-            sum(n * own.entry_bytes for n, own in read),
-        )
-        live_bytes = sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self._entry_bytes
-        groups = [group.to_dict() for group in self.log.groups.values()]
+        self.coverage.slots_checked, *read = self.launches.counted.tolist()
+        pools = zip(read, self.memory.layers, strict=True)
+        self.coverage.bytes_checked = sum(n * layers.entry_bytes for n, layers in pools)
         fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
-        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), groups, fed)
-
-    def hits_of(self, step: Step) -> dict[str, Tensor]:
-        """On the host: the cells of one step, which waits for the device."""
-        place = step.number % RING
-        if self.uses_kernels:
-            torch.cuda.synchronize(self.device)  # whatever thread and stream this is
-        hits = {name: cells[place] for name, cells in self._hits.items()}
-        hits |= {"read": self._cells[:, place, 0], "look": self._cells[:, place, 1:]}
-        return {name: cells.cpu() for name, cells in hits.items()}
-
-    def stored_by(self, step: Step, group: Group) -> tuple[Tensor, Tensor]:
-        """[n] slots and chains of what a step stored."""
-        slots, chains = self._entries[group.number]
-        place = step.number % RING
-        return slots[place, : step.count], chains[place, : step.count]
+        live_bytes, seed = self.memory.live_bytes(numbers), seed_id(self.memory.seed)
+        return certificate(self.config, self.coverage, live_bytes, seed, self.log, fed)
 
     def written_twice(self, step: Step, group: Group) -> list[int]:
         """Slots that a step wrote and whose record is of another of its entries (W4)."""
-        slots, chains = self.stored_by(step, group)
+        slots, chains = self.launches.stored_by(step, group)
         held = group.records[slots.clamp(min=0)]
         wrong = (slots >= 0) & (held[:, CHAIN] != chains) & (held[:, STEP_SITE] & MASK_32 == step.number)
         return sorted(set(slots[wrong].tolist()))
+
+
+def at_least(count: int, fewest: int, most: int | None = None) -> int:
+    """The size that launches are made for: the fewest or four times as many, and so on, but not more than the most."""
+    size = fewest
+    while size < count:
+        size *= 4
+    return size if most is None else min(size, most)
+
+
+def sizes(fewest: int, most: int) -> list[int]:
+    """Every size up to the first that is enough for `most`."""
+    sizes = [fewest]
+    while sizes[-1] < most:
+        sizes.append(at_least(sizes[-1] + 1, fewest))
+    return sizes

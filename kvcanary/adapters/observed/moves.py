@@ -11,8 +11,8 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Event, Group, Layers
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
-from kvcanary_kernels.record.layout import CHAIN, COLUMNS, REQUEST_GENERATION, SEAL, STEP_SITE, TOKEN_POSITION, signed
-from kvcanary_kernels.record.seal import identity_words, seal_values
+from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
+from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.walk import table_slots
 
 LaneOf = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -25,8 +25,8 @@ def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests
     """
     src, dst = _slots(group, src), _slots(group, dst)
     held = group.records[src]
-    held[:, SEAL] += seal_values(identity_words(held), dst, 0, canary.identity)
-    held[:, SEAL] -= seal_values(identity_words(held), src, 0, canary.identity)
+    held[:, SEAL] += seal_values(identity_words(held), dst, 0, canary.memory.identity)
+    held[:, SEAL] -= seal_values(identity_words(held), src, 0, canary.memory.identity)
     group.records[dst] = held
     for layers in group.layers:
         layers.lanes[:, :, dst] = layers.lanes[:, :, src]
@@ -62,9 +62,10 @@ def loaded(
     lines: by group, block tables by number
     lane_of: (lane a summed over the layers, whether it is known) by chain: bytes that differ are T1
     """
-    (number, request), compared = row, 0
-    tokens, chains = canary.upload(tokens), canary.upload(chains)
-    positions = torch.arange(len(chains), device=canary.device)
+    (number, request), compared, memory = row, 0, canary.memory
+    tokens, chains = memory.upload(tokens), memory.upload(chains)
+    step, site = memory.upload(torch.tensor([canary.step, pack_site("load", 0)])).split(1)
+    positions, none = torch.arange(len(chains), device=memory.device), torch.zeros_like(step)
     for group, line in zip(canary.groups, lines, strict=True):
         slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
         held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
@@ -72,22 +73,20 @@ def loaded(
         slots, own, places, words = slots[is_new], chains[is_new], positions[is_new], tokens[is_new]
         if not len(slots):
             continue
-        records = torch.zeros(len(slots), COLUMNS, dtype=torch.int64, device=canary.device)
-        records[:, TOKEN_POSITION], records[:, CHAIN] = words | places << 32, own
-        records[:, REQUEST_GENERATION] = canary.truth.uids[number]
-        records[:, STEP_SITE] = canary.step | pack_site("load", 0) << 32
-        records[:, SEAL] = seal_values(identity_words(records), slots, 0, canary.identity)
-        group.records[slots] = records
+        seal_torch(  # no kernel is compiled while an engine serves
+            group.records, slots, tokens=words, positions=places, chains=own, step=step, sites=site, generations=none,
+            requests=memory.truth.uids[number : number + 1], pool_id=0, keys=memory.identity,
+        )  # fmt: skip
         for layers in group.layers:
-            canary.take_now(group, layers, slots, own)
+            canary.launches.take_now(group, layers, slots, own)
         layers = group.layers[0]
         wanted, is_known = lane_of(own)
         canary.coverage.skip("entries loaded under a prefix that nobody wrote here", int((~is_known).sum()))
         compared += int(is_known.sum())
         wrong = is_known & (layers.lanes[0, :, slots].sum(0) != wanted)
-        canary.total += wrong.sum()
+        memory.total += wrong.sum()
         count = len(layers.names)
-        every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=canary.device)
+        every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
         requests = dict.fromkeys((slots // group.block_size).tolist(), request)
         canary.events.append(Event("T1", "an external load", layers, slots, wrong[:, None] * every, group, requests))
     return compared
@@ -105,12 +104,12 @@ def _event(
     """Read slots at once, all or where `judged` says so (T1)."""
     if canary.config.content == "write":
         return
-    mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=canary.device)
-    check = ops_for(canary.device).check_content
+    mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
+    check = ops_for(slots.device).check_content
     check(layers.rows, slots, layers.keys, layers.lanes[0], mismatch=mismatch)
     if judged is not None:
         mismatch *= judged[:, None]
-    canary.total += (mismatch != 0).any(1).sum()
+    canary.memory.total += (mismatch != 0).any(1).sum()
     canary.events.append(Event("T1", what, layers, slots, mismatch, group, requests))
 
 

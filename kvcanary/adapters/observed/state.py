@@ -12,14 +12,10 @@ from torch import Tensor
 from kvcanary.pools.views import PoolView
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
-from kvcanary_kernels.watch.walk import NOW_WIDTH
 
 RING = 8  # steps whose hits are kept: more than any engine's host is behind its device
 LOOKS = 2  # at whole rows in a step: those that went, those that begin with entries of others
-SPLITS = 8  # shares of a row that are judged side by side
-#: Columns behind those of `walk`: the cell of the ring, and the step above the bits of a count that is sent with it.
-PLACE, STAMP, HEAD = NOW_WIDTH, NOW_WIDTH + 1, NOW_WIDTH + 2
-COUNT_BITS = 40
+COUNT_BITS = 40  # of a count that is sent; the step stands above them
 
 
 @dataclass(eq=False)

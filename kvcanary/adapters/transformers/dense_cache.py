@@ -17,7 +17,6 @@ from torch import Tensor
 from kvcanary.adapters.transformers.judging import (
     NOT_KNOWN,
     DenseCanary,
-    DenseHit,
     Look,
     Site,
     judge_fed,
@@ -25,6 +24,7 @@ from kvcanary.adapters.transformers.judging import (
     judge_tokens,
     wrong_length,
 )
+from kvcanary.calls.violation import Hit
 from kvcanary.config import share_of
 
 Said = Callable[[int], int]  # by layer, the length that it says it has
@@ -225,7 +225,7 @@ class DenseRows:
             return share_of(entries, 1)
         return max(1, budget // (len(self.layers) * own.lanes.shape[1] * self.canary.entry_bytes))
 
-    def _hits(self, look: Look) -> list[DenseHit]:
+    def _hits(self, look: Look) -> list[Hit]:
         own = self.layers[look.layer]
         return judge_look(self.canary, look, own.lanes, own.seen, self.step)
 

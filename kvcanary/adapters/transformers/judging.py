@@ -1,10 +1,9 @@
-"""Judging dense caches: looks at bytes and rows become hits, hits findings, and the mode decides what these do."""
+"""Judging dense caches: looks at bytes and rows become hits, which are told as those of all pools."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,33 +14,27 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import expect_watching
 from kvcanary.calls.coverage import Coverage
-from kvcanary.codes import CODES
+from kvcanary.calls.violation import Hit
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import AdapterError, KVCorruptionError, PlanError
+from kvcanary.errors import AdapterError, PlanError
 from kvcanary.pools.parts import Part
 from kvcanary.provenance.changed_word import ChangedWord, describe_word, fitting_words
 from kvcanary.records.fingerprints import lanes_of_words
 from kvcanary.report.certificate import certificate
-from kvcanary.report.finding import Cause, Finding, FindingLog, tell
-from kvcanary.report.render import Report
+from kvcanary.report.describe import Describer
+from kvcanary.report.respond import Response
+from kvcanary.report.watched_evidence import CacheView, WatchedEvidence, WatchedPool
 from kvcanary_kernels.content.fingerprint import TEMPORARY_BYTES
 from kvcanary_kernels.record.layout import MAX_LAYERS, Keys, make_keys, seed_id
 from kvcanary_kernels.record.rows import WORD_BYTES
 
 Site = tuple[str, int]
+Sides = tuple[dict[str, Any], dict[str, Any]]
 POOL = "cache"
+NOWHERE = WatchedPool.of(CacheView(POOL, 1))  # until it is known of how many layers the cache is
 NOT_KNOWN = -1  # in the place of a token id
 #: What a dense cache can feed: it has no pages, no owners and no plans.
 DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1"})
-_FAMILIES = {
-    "R4": ("windows", "the tensor is shifted against the positions that it is read as"),
-    "R6": ("identity", "rows were not reordered, or otherwise than the sequences"),
-    "R9": ("transfer", "somebody wrote into the cache and declared nothing"),
-    "R10": ("lengths", "entries were not appended or not removed, or counted in the wrong unit"),
-    "R12": ("addressing", "the layer did not store what it was given, or stored it elsewhere"),
-    "T1": ("transfer", "rows were not moved as declared"),
-    "W5": ("addressing", "positions are not those that follow in the row"),
-}
 
 
 class Look(NamedTuple):
@@ -60,28 +53,20 @@ class Look(NamedTuple):
     site: Site
 
 
-@dataclass(frozen=True)
-class DenseHit:
+def dense_hit(
+    code: str, layers: tuple[int, ...], row: int, position: int, site: Site, sides: Sides, **known: Any
+) -> Hit:
     """One check that fired: at the first wrong position of a row in one layer, or in no layer (tokens).
 
-    request, slot: whose row it is and which index of a paged cache; None where rows have no names, tensors no indices
+    sides: what was expected and found;  known: request_id and slot of a paged cache, and what else a hit has
     """
-
-    code: str
-    layers: tuple[int, ...]
-    row: int
-    position: int
-    site: Site
-    last_good: int | None = None
-    word: ChangedWord | None = None
-    expected: Mapping[str, Any] = field(default_factory=dict)
-    found: Mapping[str, Any] = field(default_factory=dict)
-    request: str | None = None
-    slot: int | None = None
-
-    @property
-    def reader(self) -> str:
-        return f"row {self.row}" if self.request is None else self.request
+    own: dict[str, Any] = {
+        "request_id": f"row {row}",
+        "slot": position,
+        "expected": sides[0],
+        "found": sides[1],
+    } | known
+    return Hit(code, NOWHERE, position=position, site=site, step=0, layers=layers, row_number=row, **own)
 
 
 class DenseCanary:
@@ -89,13 +74,15 @@ class DenseCanary:
 
     def __init__(self, config: CanaryConfig) -> None:
         expect_watching(config, "one row of a running generate")
-        self.config, self.coverage, self.log = config, Coverage(), FindingLog()
+        self.config, self.coverage = config, Coverage()
+        self._response = Response(config, Describer(WatchedEvidence({}).read))
+        self.log = self._response.log
+        self.layers_seen = 1
         self.num_layers = 4  # that keys are made for at once
         self.entry_bytes = 1  # of one row, position and layer, as last seen
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         self.fed = DENSE_FED
         self._keys: dict[int, Keys] = {}
-        self._incidents: dict[tuple[str, str, int], int] = {}
         self._stacked: dict[int, tuple[Keys, Tensor, list[int], list[int]]] = {}
 
     def __deepcopy__(self, memo: Any) -> DenseCanary:
@@ -128,6 +115,7 @@ class DenseCanary:
         return self._loops.same_heads(_heads_of(k), _heads_of(v), k.shape[0], k.shape[2], *keys, *place)
 
     def _keys_of(self, layer: int, k: Tensor, v: Tensor) -> Keys:
+        self.layers_seen = max(self.layers_seen, layer + 1)
         self.entry_bytes = k.shape[1] * k.shape[3] * k.itemsize + v.shape[1] * v.shape[3] * v.itemsize
         return self.keys(layer, self.entry_bytes // WORD_BYTES, k.device)
 
@@ -157,30 +145,19 @@ class DenseCanary:
             keys = self._keys[words] = make_keys(self.seed, num_layers, words, device)
         return keys
 
-    def report(self, hits: Sequence[DenseHit], step: int) -> None:
+    def report(self, hits: Sequence[Hit], step: int) -> None:
         """Tell of each fault once. KVCorruptionError in mode raise."""
-        hits = [hit for hit in _joined(hits) if hit.code not in self.config.disable]
         if not hits:
             return
-        stops = self.config.mode == "raise"
-        action = "raised KVCorruptionError; no token of this step leaves" if stops else "logged; generation goes on"
+        pool = WatchedPool.of(CacheView(POOL, self.layers_seen))
         for hit in hits:
-            self.coverage.fired[hit.code] = self.coverage.fired.get(hit.code, 0) + 1
-        findings = [_finding(hit, step, self._number(hit), action) for hit in hits]
-        told = [finding for finding in findings if self.log.add(finding)]
-        if stops:
-            raise KVCorruptionError(findings, Report(tuple(findings), action, self.coverage.counters()))
-        for finding in told:
-            tell(finding)
+            hit.pool, hit.step = pool, step
+        self._response.answer(_joined(hits), step, self.coverage)
 
     def certificate(self, live_bytes: int = 0) -> dict[str, Any]:
         """What was checked, what was not and why; the same keys as that of an engine's canary."""
-        groups = [group.to_dict() for group in self.log.groups.values()]
         fed = self.fed - {"R4", "T1"} if self.config.content == "write" else self.fed
-        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), groups, fed)
-
-    def _number(self, hit: DenseHit) -> int:
-        return self._incidents.setdefault((hit.code, hit.reader, hit.position), len(self._incidents) + 1)
+        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), self.log, fed)
 
 
 def _is_dense(k: Tensor, v: Tensor) -> bool:
@@ -210,7 +187,7 @@ def words_of(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def judge_look(canary: DenseCanary, look: Look, lanes: Tensor, seen: Tensor, step: int) -> list[DenseHit]:
+def judge_look(canary: DenseCanary, look: Look, lanes: Tensor, seen: Tensor, step: int) -> list[Hit]:
     """R4, R6, R9, R12 or T1 of the first wrong entry of each row; `seen` of those that are right is brought up to now.
 
     lanes: [2, batch, length] int64, what this layer should hold; seen: [length] int64
@@ -232,16 +209,17 @@ def judge_look(canary: DenseCanary, look: Look, lanes: Tensor, seen: Tensor, ste
         place = int(wrong[row].nonzero()[0])
         entry = k[row : row + 1, :, place : place + 1], v[row : row + 1, :, place : place + 1]
         hit = _changed(canary, look, lanes, row, look.low + place, found[:, row, place], entry, int(wrong[row].sum()))
-        hits.append(hit if hit.code == "R12" else replace(hit, last_good=int(seen[hit.position])))
+        hit.last_good = None if hit.code == "R12" else int(seen[look.low + place])
+        hits.append(hit)
     return hits
 
 
-def judge_tokens(known: Tensor, wanted: Tensor, site: Site, show_tokens: bool) -> list[DenseHit]:
+def judge_tokens(known: Tensor, wanted: Tensor, site: Site, show_tokens: bool) -> list[Hit]:
     """R10 and R6: rows of the cache against those that the model is called for; both [batch, n] int64 on the host."""
     if known.shape != wanted.shape:
         position = min(known.shape[1], wanted.shape[1])
-        sides = [{"rows": len(side), "length": side.shape[1]} for side in (wanted, known)]
-        return [DenseHit("R10", (), 0, position, site, None, None, sides[0], sides[1])]
+        rows, entries = ({"rows": len(side), "length": side.shape[1]} for side in (wanted, known))
+        return [dense_hit("R10", (), 0, position, site, (rows, entries))]
     hits = []
     differs = (known != wanted) & (known != NOT_KNOWN)
     for row in differs.any(1).nonzero().flatten().tolist():
@@ -251,23 +229,23 @@ def judge_tokens(known: Tensor, wanted: Tensor, site: Site, show_tokens: bool) -
         expected: dict[str, Any] = {"row": row}
         if show_tokens:
             expected["token"], found["token"] = int(wanted[row, position]), int(known[row, position])
-        hits.append(DenseHit("R6", (), row, position, site, None, None, expected, found))
+        hits.append(dense_hit("R6", (), row, position, site, (expected, found)))
     return hits
 
 
-def judge_fed(lengths: Mapping[int, int], length: int, site: Site) -> list[DenseHit]:
+def judge_fed(lengths: Mapping[int, int], length: int, site: Site) -> list[Hit]:
     """R12 of every layer that did not store what the forward was fed; `lengths` by layer."""
     short = tuple(layer for layer, own in lengths.items() if own < length)
     if not short and lengths:
         return []
     position = min(lengths.values(), default=0)
     sides = {"length": length}, {"length": position}
-    return [DenseHit("R12", short, 0, position, site, None, None, *sides)]
+    return [dense_hit("R12", short, 0, position, site, sides)]
 
 
-def wrong_length(layer: int, expected: int, found: int, site: Site) -> DenseHit:
+def wrong_length(layer: int, expected: int, found: int, site: Site) -> Hit:
     """R10: a layer has other entries than it was told to append or to give up."""
-    return DenseHit("R10", (layer,), 0, min(expected, found), site, None, None, {"length": expected}, {"length": found})
+    return dense_hit("R10", (layer,), 0, min(expected, found), site, ({"length": expected}, {"length": found}))
 
 
 def _changed(
@@ -279,7 +257,7 @@ def _changed(
     found: Tensor,
     entry: tuple[Tensor, Tensor],
     count: int,
-) -> DenseHit:
+) -> Hit:
     """The hit of one entry whose lanes [2] are others: by their name another entry of this layer, or changed bytes."""
     same = (lanes == found[:, None, None]).all(0).nonzero().tolist()
     named = min(same, key=lambda place: (place[1] != position, place[0] != row), default=None)
@@ -296,7 +274,7 @@ def _changed(
         code = "R6" if named[0] != row else "R4"
     else:
         code, word = "R9", locate(canary, look.layer, entry, found - lanes[:, row, position])
-    return DenseHit(code, (look.layer,), row, position, look.site, None, word, wanted, have)
+    return dense_hit(code, (look.layer,), row, position, look.site, (wanted, have), word=word)
 
 
 def locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differs: Tensor) -> ChangedWord | None:
@@ -305,74 +283,19 @@ def locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differ
     fits = fitting_words(canary.keys(layer, len(row), row.device), layer, row, *differs.tolist())
     if len(fits) != 1:
         return None
-    first = 0
-    for name, tensor in zip("KV", entry, strict=True):
-        words = tensor.numel() * tensor.element_size() // WORD_BYTES
-        if fits[0].number < first + words:
-            part = Part(name, (tensor,), (tensor.shape[1], tensor.shape[3]))
-            return describe_word(part, first, row[first : first + words], fits[0])
-        first += words
-    return None
+    words = entry[0].numel() * entry[0].element_size() // WORD_BYTES  # of K, which comes first
+    name, tensor, first, end = ("K", entry[0], 0, words) if fits[0].number < words else ("V", entry[1], words, len(row))
+    return describe_word(Part(name, (tensor,), (tensor.shape[1], tensor.shape[3])), first, row[first:end], fits[0])
 
 
-def _joined(hits: Sequence[DenseHit]) -> list[DenseHit]:
+def _joined(hits: Sequence[Hit]) -> list[Hit]:
     """Layers in which the same fired at the same place are one hit; the rest of a row follows its first wrong entry."""
-    first: dict[tuple[str, int, int], DenseHit] = {}
-    for hit in sorted(hits, key=lambda hit: (hit.position, hit.layers)):
-        told = first.setdefault((hit.code, hit.row, hit.position), hit)
+    first: dict[tuple[object, ...], Hit] = {}
+    for hit in sorted(hits, key=lambda hit: (hit.position or 0, hit.layers)):
+        told = first.setdefault((hit.code, hit.row_number, hit.position), hit)
         if told is not hit:
-            layers = tuple(sorted({*told.layers, *hit.layers}))
-            first[hit.code, hit.row, hit.position] = replace(told, layers=layers, word=None)
+            told.layers, told.word = tuple(sorted({*told.layers, *hit.layers})), None
     return list(first.values())
-
-
-def _finding(hit: DenseHit, step: int, incident: int, action: str) -> Finding:
-    """A row of the batch takes the page's place in the report, the position in the row that of the slot."""
-    word, (family, text) = hit.word, _FAMILIES[hit.code]
-    cause = Cause(family, text, "inferred")
-    if word is not None and word.bit is not None:
-        cause = Cause("bits", f"one flipped bit: bit {word.bit} of one element, nothing else changed", "derived")
-    expected, found = dict(hit.expected), dict(hit.found)
-    if word is not None:
-        expected |= {"value": str(word.old_value), "bits": f"0x{word.old:0{2 * word.size}x}"}
-        found |= {"value": str(word.new_value), "bits": f"0x{word.new:0{2 * word.size}x}"}
-    return Finding(
-        code=hit.code,
-        name=CODES[hit.code].name,
-        sentence=CODES[hit.code].sentence,
-        pool=POOL,
-        page=hit.row,
-        slot=hit.position if hit.slot is None else hit.slot,
-        offset=hit.position,
-        position=hit.position,
-        layer=hit.layers[0] if hit.layers else None,
-        layers=hit.layers,
-        part=word.part if word else None,
-        head=word.head if word else None,
-        dim=word.dim if word else None,
-        byte=word.byte if word else None,
-        bit=word.bit if word else None,
-        site=hit.site,
-        step=step,
-        reader=hit.reader,
-        writer=None,
-        write_step=None,
-        write_site=None,
-        undeclared=hit.code in ("R9", "T1"),
-        owner=None,
-        expected=expected,
-        found=found,
-        bytes_of=(),
-        last_good_step=hit.last_good,
-        first_bad_step=step,
-        history=(f"row {hit.row} of the batch",),
-        readers=(hit.reader,),
-        exposed_tokens=0 if hit.last_good is None else max(0, step - hit.last_good - 1),
-        causes=(cause,),
-        evidence=(),
-        incident=incident,
-        action=action,
-    )
 
 
 def _hex(value: Tensor) -> str:

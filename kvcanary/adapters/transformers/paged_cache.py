@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
-from kvcanary.adapters.transformers.judging import DenseCanary, DenseHit, locate
+from kvcanary.adapters.transformers.judging import DenseCanary, Sides, dense_hit, locate
 from kvcanary.adapters.transformers.paged_layout import block_of, group_of, layers_of, memory_of, shape_of
+from kvcanary.calls.violation import Hit
 from kvcanary.config import ROTATION_STEPS
 from kvcanary_kernels.record.layout import make_keys
 
@@ -108,7 +109,7 @@ class BatchedCache:
 
     def copied(self, blocks: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> None:
         """Blocks were copied, by group: the records move along, and what arrived is read at once (T1)."""
-        hits: list[DenseHit] = []
+        hits: list[Hit] = []
         for number, (source, target) in blocks.items():
             group = self.groups[number]
             for src, dst in zip(source, target, strict=True):
@@ -120,7 +121,7 @@ class BatchedCache:
                         hits += self._arrived(layer, group, new)
         self.canary.report(hits, self.step)
 
-    def _arrived(self, layer: int, group: Group, where: Tensor) -> Iterator[DenseHit]:
+    def _arrived(self, layer: int, group: Group, where: Tensor) -> Iterator[Hit]:
         where = where[group.chains[where] != 0]
         if self.canary.config.content == "write" or not len(where):
             return
@@ -129,9 +130,8 @@ class BatchedCache:
         for entry in wrong.nonzero()[:1, 0].tolist():
             slot = int(where[entry])
             position = int(group.positions[slot])
-            yield DenseHit(
-                "T1", (layer,), 0, position, ("move", 0), found={"wrong_entries": int(wrong.sum())}, slot=slot
-            )
+            sides: Sides = {}, {"wrong_entries": int(wrong.sum())}
+            yield dense_hit("T1", (layer,), 0, position, ("move", 0), sides, slot=slot)
 
     # one forward
 
@@ -146,7 +146,7 @@ class BatchedCache:
         self.canary.coverage.unproved_stores += 1  # what is read shows where it went
         batch = self._batch = Batch(parts, total=sum(part.count for part in parts))
         tokens, positions = tokens.flatten().cpu(), positions.flatten().cpu()
-        hits: list[DenseHit] = []
+        hits: list[Hit] = []
         offsets = torch.tensor([0, *(part.count for part in parts)]).cumsum(0).tolist()
         for number, part in enumerate(parts):
             own = slice(offsets[number], offsets[number + 1])
@@ -155,26 +155,24 @@ class BatchedCache:
             hits += self._judge(batch, group, read[group.number].cpu(), write[group.number].cpu(), offsets)
         self.canary.report(hits, self.step)
 
-    def _fed(self, number: int, part: Part, tokens: Tensor, positions: Tensor) -> Iterator[DenseHit]:
+    def _fed(self, number: int, part: Part, tokens: Tensor, positions: Tensor) -> Iterator[Hit]:
         row = self.rows[part.request]
         wanted = torch.arange(part.past, part.past + part.count)
         wrong = (positions != wanted).nonzero()[:1, 0].tolist()
         for entry in wrong:
             sides = {"position": int(wanted[entry])}, {"position": int(positions[entry])}
-            yield DenseHit("W5", (), number, int(wanted[entry]), _site(part), None, None, *sides, request=part.request)
+            yield dense_hit("W5", (), number, int(wanted[entry]), _site(part), sides, request_id=part.request)
         if row.chains is None:
             self.canary.coverage.skip("requests whose tokens nobody knows", 1)
             return
         if len(row.chains) < part.past:
             sides = {"length": len(row.chains)}, {"length": part.past}
-            yield DenseHit("R10", (), number, len(row.chains), _site(part), None, None, *sides, request=part.request)
+            yield dense_hit("R10", (), number, len(row.chains), _site(part), sides, request_id=part.request)
             row.chains = None
             return
         row.chains = self.prefixes.every(tokens.tolist(), after=row.chains[: part.past])
 
-    def _judge(
-        self, batch: Batch, group: Group, read: Tensor, write: Tensor, offsets: Sequence[int]
-    ) -> Iterator[DenseHit]:
+    def _judge(self, batch: Batch, group: Group, read: Tensor, write: Tensor, offsets: Sequence[int]) -> Iterator[Hit]:
         counts = [min(part.past, group.window - 1) if group.window else part.past for part in batch.parts]
         place = 0
         whose: list[int] = []
@@ -196,10 +194,8 @@ class BatchedCache:
             for entry in wrong:
                 code = "R12" if not held[entry] else "R4" if at[entry] != positions[entry] else "R6"
                 sides = {"position": int(positions[entry])}, {"position": int(at[entry])} if held[entry] else {}
-                yield DenseHit(
-                    code, (), number, int(positions[entry]), _site(part), None, None, *sides, part.request,
-                    int(indices[entry]),
-                )  # fmt: skip
+                own = {"request_id": part.request, "slot": int(indices[entry])}
+                yield dense_hit(code, (), number, int(positions[entry]), _site(part), sides, **own)
         batch.whose[group.number], batch.places[group.number] = torch.tensor(whose), torch.tensor(places)
         batch.is_new[group.number] = torch.tensor(new, dtype=torch.bool)
         for part, begin in zip(batch.parts, offsets, strict=False):
@@ -244,7 +240,7 @@ class BatchedCache:
         fresh: Tensor,
         given: Sequence[Tensor],
         read: Tensor,
-    ) -> list[DenseHit]:
+    ) -> list[Hit]:
         canary, is_new = self.canary, batch.is_new[group.number]
         wanted = held[:, read[: len(is_new)]].clone()
         wanted[:, is_new] = fresh
@@ -265,18 +261,11 @@ class BatchedCache:
             code = "R12" if bool(is_new[place]) else "R9"
             word = None
             if code == "R9":
-                word = locate(
-                    canary,
-                    layer,
-                    (k[:, :, entry : entry + 1], v[:, :, entry : entry + 1]),
-                    found[:, entry] - wanted[:, place],
-                )
-            hits.append(
-                DenseHit(
-                    code, (layer,), number, int(places[place]), _site(part), None, word, {},
-                    {"wrong_entries": int(wrong.sum())}, part.request, int(read[place]),
-                )
-            )  # fmt: skip
+                found_here = k[:, :, entry : entry + 1], v[:, :, entry : entry + 1]
+                word = locate(canary, layer, found_here, found[:, entry] - wanted[:, place])
+            own = {"request_id": part.request, "slot": int(read[place]), "word": word}
+            sides: Sides = {}, {"wrong_entries": int(wrong.sum())}
+            hits.append(dense_hit(code, (layer,), number, int(places[place]), _site(part), sides, **own))
         return hits
 
 

@@ -23,9 +23,9 @@ class Loads:
     def __init__(self, canary: PagedCanary) -> None:
         self.canary, self.compared = canary, 0
         self._known = torch.zeros(
-            2, NAMES + 1, dtype=torch.int64, device=canary.device
+            2, NAMES + 1, dtype=torch.int64, device=canary.memory.device
         )  # chain, lane; the last is nobody's
-        self._several = torch.zeros(NAMES + 1, dtype=torch.bool, device=canary.device)
+        self._several = torch.zeros(NAMES + 1, dtype=torch.bool, device=canary.memory.device)
         self._new: list[tuple[tuple[int, str], Tensor, Tensor]] = []
 
     def expect(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:

@@ -66,8 +66,8 @@ class Handle(ABC):
         """The certificate of this worker: `llm.collective_rpc("kvcanary_report")`."""
         if self.canary is None:
             return {"armed": False}
-        self._look_at(int(self.canary.total), self.canary.step)
-        own = {"armed": self.is_armed, "rank": getattr(self.worker, "rank", 0), "bytes": self.canary.num_bytes}
+        self._look_at(int(self.canary.memory.total), self.canary.step)
+        own = {"armed": self.is_armed, "rank": getattr(self.worker, "rank", 0), "bytes": self.canary.memory.num_bytes}
         own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
         own["loads_checked"] = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
         own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
@@ -192,14 +192,14 @@ class Handle(ABC):
         The engine would only log an exception of such a worker, while the others wait for it.
         """
         while self._unheard and self.canary is not None:
-            total = self.canary.count_of(self._unheard[0])
+            total = self.canary.launches.count_of(self._unheard[0])
             if total is None:
                 return
             try:
                 self._look_at(total, self._unheard.popleft())
             except KVCorruptionError as error:
                 for finding in error.findings:
-                    self.canary.tell(finding)
+                    self.canary.response.tell(finding)
                 raise SystemExit(str(error)) from error
 
     def _look_at(self, total: int, step: int) -> None:
@@ -234,25 +234,25 @@ class Handle(ABC):
         canary, late = self._new_canary(), self._late_layers()
         parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
         is_alone = getattr(parallel, "world_size", 1) == 1
-        canary.tell = Teller(getattr(self.worker, "rank", 0), is_alone).tell
+        canary.response.tell = Teller(getattr(self.worker, "rank", 0), is_alone).tell
         context = self.runner.compilation_config.static_forward_context
         for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
             size, _ = self._kernel_block_size(number)
             layers = [(name, context[name]) for name in spec.layer_names]
             pools = pools_of(layers, spec.kv_cache_spec, size, late)
             window = int(getattr(spec.kv_cache_spec, "sliding_window", None) or 0)
-            group = canary.add_group(number, size, pools[0][0].num_slots, window)
+            group = canary.memory.add_group(number, size, pools[0][0].num_slots, window)
             for view, names in pools:
-                canary.add_layers(group, view, names, is_late=view.name.startswith("draft"))
+                canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))
         return canary
 
     def _arm(self, canary: PagedCanary) -> None:
-        canary.forget()
+        canary.memory.forget()
         self.is_armed = True
-        self._seen = int(canary.total)
+        self._seen = int(canary.memory.total)
         _events.info(
             "kvcanary.attached", host="vllm", mode=self.config.mode, content=self.config.content, pid=os.getpid(),
-            rank=getattr(self.worker, "rank", 0), groups=len(canary.groups), bytes=canary.num_bytes,
+            rank=getattr(self.worker, "rank", 0), groups=len(canary.groups), bytes=canary.memory.num_bytes,
         )  # fmt: skip
 
     def _kernel_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:

@@ -183,7 +183,7 @@ def overwritten(facts: Evidence) -> Cause | None:
         return None
     slots = len({hit.slot for hit in facts.incident})
     rows = "one row" if slots == 1 else f"{slots} rows"
-    is_strange = not facts.whose and not facts.is_first_look
+    is_strange = facts.told is not None and not facts.whose and not facts.is_first_look
     evidence = (f"{rows} changed to bytes that nobody has written here",) if is_strange else ()
     return Cause("bits", "several words changed: an overwrite that nobody declared", "derived", evidence)
 

@@ -99,9 +99,9 @@ def _without_this_entry(facts: Evidence) -> Cause | None:
 
 def never_copied(facts: Evidence) -> Cause | None:
     """A page in the place of another one, whose bytes did not follow."""
-    source, page = facts.row.copied_from, facts.hit.page
-    if source is None or not facts.is_own_place or is_current_write(facts):
+    if not facts.is_own_place or is_current_write(facts) or facts.row.copied_from is None:
         return None
+    source, page = facts.row.copied_from, facts.hit.page
     moved = [entry for entry in facts.row.page if entry is not None and _is_move_of(entry, facts.granted)]
     told = f"{len(moved)} of its slots came by a declared move, this one did not"
     evidence = (

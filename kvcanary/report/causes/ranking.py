@@ -87,6 +87,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4", "R5"), rows.more_entries),
     (("R4",), rows.exchange),
     (("R4",), rows.shifted_row),
+    (("R4", "R6"), rows.other_entry),
     (("R4", "R5"), rows.foreign_token),
     (("R5",), rows.tree_path),
     (("R4",), rows.wrong_entry),

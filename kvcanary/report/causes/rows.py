@@ -141,10 +141,23 @@ def later_write(facts: Evidence) -> Cause | None:
     return Cause("order", "a later forward wrote the slot, or the entry before it, again", "inferred")
 
 
+def other_entry(facts: Evidence) -> Cause | None:
+    """In a cache without slots, what another entry should hold: of this row of the batch, or of another one."""
+    found = facts.hit.found or {}
+    row = found.get("row")
+    if row is None:
+        return None
+    if row != facts.hit.row_number:
+        text, evidence = "rows were not reordered, or otherwise than the sequences", f"it holds what row {row} should"
+        return Cause("identity", text, "inferred", (evidence,))
+    text, evidence = "the tensor is shifted against the positions that it is read as", f"it holds {found['position']}"
+    return Cause("windows", text, "inferred", (f"{evidence} where position {facts.hit.position} should be",))
+
+
 def foreign_token(facts: Evidence) -> Cause | None:
     if facts.writer is None or facts.writer == facts.hit.request_id:
         return None
-    if facts.hit.code == "R4" and facts.own_position is not None:
+    if facts.hit.code == "R4" and (facts.own_position is not None or facts.told is None):
         return None  # a shared page of the row itself: whoever wrote it, the row looks at the wrong one of its entries
     if facts.is_own_place and facts.row.is_own(facts.hit.position):
         return None  # whoever wrote it, it is the row's
@@ -272,10 +285,13 @@ def _had_it(facts: Evidence, request_id: str | None) -> bool:
 
 def missing_layer(facts: Evidence) -> Cause | None:
     found, every = facts.record, facts.hit.pool.full_layers
-    if found is None or found.generation != facts.granted or (found.layers == every and not facts.hit.layers):
+    layers = ", ".join(map(str, facts.hit.layers[:4]))
+    if found is None and layers:  # in a cache without records
+        evidence = (f"layer {layers} does not hold what this forward gave it",)
+    elif found is None or found.generation != facts.granted or (found.layers == every and not layers):
         return None
-    layers = ", ".join(map(str, facts.hit.layers[:4])) or "some"
-    evidence = (f"the entry is of this grant, layer {layers} is not marked as stored",)
+    else:
+        evidence = (f"the entry is of this grant, layer {layers or 'some'} is not marked as stored",)
     return Cause("uninitialised", "a layer did not store its K and V for this entry", "derived", evidence)
 
 
@@ -402,7 +418,7 @@ def past_the_end(facts: Evidence) -> Cause | None:
 
 def old_record(facts: Evidence) -> Cause | None:
     found = facts.record
-    if found is None or not found.site or found.generation == facts.granted:
+    if found is None or not found.site or facts.granted in (None, found.generation):
         return None
     evidence = (f"the record is of grant {found.generation}, the page is at {facts.granted}",)
     if facts.owner is None:

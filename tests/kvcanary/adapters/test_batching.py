@@ -91,6 +91,7 @@ def test_two_swapped_read_indices_are_found(models, batch, monkeypatch) -> None:
 
     found = harmed(models, batch, monkeypatch, swap)
     assert (found.code, found.position, found.found["position"]) == ("R4", 1, 6)
+    assert found.causes[0].family == "addressing"
 
 
 def test_a_wrong_window_index_is_found(models, batch, monkeypatch) -> None:

@@ -27,8 +27,8 @@ class Engine:
         self.canary = PagedCanary(CanaryConfig(mode="log", content=content, seed=3), ROWS, 2, TOKENS, device)
         self.kv = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, device=device).transpose(1, 2) for _ in range(LAYERS)]
         k, v = [kv[..., :DIM] for kv in self.kv], [kv[..., DIM:] for kv in self.kv]
-        group = self.canary.add_group(0, BLOCK, BLOCKS * BLOCK)
-        self.canary.add_layers(group, PoolView("target", k, v, page_size=BLOCK, layout="HND"), ["l0", "l1"])
+        group = self.canary.memory.add_group(0, BLOCK, BLOCKS * BLOCK)
+        self.canary.memory.add_layers(group, PoolView("target", k, v, page_size=BLOCK, layout="HND"), ["l0", "l1"])
         self.table, self.batch_table = (self.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in range(2))
         self.lengths, self.starts = self.zeros(ROWS, dtype=torch.int32), self.zeros(ROWS + 1, dtype=torch.int32)
         self.fed, self.positions = self.zeros(TOKENS, dtype=torch.int32), self.zeros(TOKENS)
@@ -103,8 +103,8 @@ def test_sound_rows_have_no_hit(device: str, content: str) -> None:
     assert engine.step({1: kept[8:], 0: [3]}) == 0
     engine.canary.admit([(3 + n, f"n{n}", [], 0, "") for n in range(17)])
     assert engine.step({1: [4], 2: [5]}) == 0
-    assert engine.canary.truth.ends[3:].tolist() == [0] * 17
-    graphs = engine.canary._replays._graphs
+    assert engine.canary.memory.truth.ends[3:].tolist() == [0] * 17
+    graphs = engine.canary.launches._replays._graphs
     assert ("before" in {key[0] for key in graphs}) == (device == "cuda")
     once = [key[4] for key, graph in graphs.items() if graph is None]
     assert once == ([ROWS] if device == "cuda" else [])  # so many came at once, and only then
@@ -161,6 +161,38 @@ def test_a_swapped_table_is_counted(device: str) -> None:
     settle(engine.canary, engine.canary.steps[-1])
     [found] = engine.canary.log.findings
     assert (found.code, found.reader, found.position) == ("R4", "r0", 0)
+    assert (found.writer, found.causes[0].family) == ("r0", "addressing")
+
+
+def test_one_damaged_slot_is_one_finding_that_names_all_who_read_it() -> None:
+    """Two requests read a block that the first of them filled: as for pools whose grants are told."""
+    engine = Engine("cpu")
+    engine.begin(0, [])
+    engine.step({0: list(range(9))})
+    engine.table[1] = engine.table[0]
+    engine.table[1, 2] = engine.free.pop()
+    engine.begin(1, engine.tokens[0], 8)
+    engine.step({1: [8], 0: [5]})
+    engine.kv[1].view(torch.int32)[int(engine.table[1, 1]), 1, 2, 3] ^= 1 << 9
+    assert engine.step({0: [1], 1: [2]}) == 2
+    settle(engine.canary, engine.canary.steps[-1])
+    [found] = engine.canary.log.findings
+    assert (found.code, found.readers, found.writer) == ("R9", ("r0", "r1"), "r0")
+    assert engine.canary.coverage.fired == {"R9": 2}
+
+
+def test_slots_that_two_rows_write_are_one_finding() -> None:
+    """W4 of each slot of a page: the first is told with its writer, the others are its evidence."""
+    engine = Engine("cpu", "write")
+    for number in range(2):
+        engine.begin(number, [])
+    engine.table[1] = engine.table[0]
+    engine.step({0: [1, 2, 3], 1: [4, 5, 6]})
+    settle(engine.canary, engine.canary.steps[-1])
+    [found] = engine.canary.log.findings
+    slots = [int(engine.table[0, 0]) * BLOCK + place for place in range(3)]
+    assert (found.code, found.slot, found.writer) == ("W4", slots[0], "r1")
+    assert found.evidence == tuple(f"W4 duplicate write: target slot {slot}, seen by decode" for slot in slots[1:])
 
 
 def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,13 +200,13 @@ def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(paged, "GROWN", 3)
     engine, draw, made = Engine("cpu"), random.Random(5), []
     monkeypatch.setattr(paged, "at_least", lambda count, fewest, most=None: count)
-    inner = engine.canary._launch_before
+    inner = engine.canary.launches.before
 
-    def launch_before(forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
+    def before(forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
         made.append(most_entries)
         inner(forward, most_rows, most_entries, events)
 
-    monkeypatch.setattr(engine.canary, "_launch_before", launch_before)
+    monkeypatch.setattr(engine.canary.launches, "before", before)
     for number in range(3):
         engine.begin(number, [])
     ended = 0

@@ -104,6 +104,7 @@ def test_exchanged_rows_are_found(models, generate) -> None:
         ("R6", 2, 0, 0, 1),
         ("R6", 2, 1, 0, 0),
     ]
+    assert {f.causes[0].text for f in findings} == {"rows were not reordered, or otherwise than the sequences"}
 
 
 def test_a_beam_reorder_that_one_layer_skips_is_found(models, generate, monkeypatch) -> None:
@@ -189,6 +190,7 @@ def test_a_skipped_copy_is_found(models, generate, monkeypatch) -> None:
     with attach(model, ROLLING):
         findings = found_by(lambda: generate(model, past_key_values=cache, disable_compile=True))
     assert [(f.code, f.layer, f.page, f.position) for f in findings] == [("R12", 2, 0, 10), ("R12", 2, 1, 10)]
+    assert {f.causes[0].family for f in findings} == {"uninitialised"}
 
 
 def test_an_append_that_never_comes_is_found(models, generate, monkeypatch) -> None:
@@ -228,6 +230,7 @@ def test_a_wrong_window_is_found(models, generate, monkeypatch) -> None:
         ("R4", 0, 0, 5, 4),
         ("R4", 0, 1, 5, 4),
     ]
+    assert {f.causes[0].family for f in findings} == {"windows"}
 
 
 def test_what_a_rolling_check_has_not_read_is_read_when_generate_ends(models, generate) -> None:

@@ -80,15 +80,16 @@ def test_a_count_that_is_asked_for_too_early_waits(serve, monkeypatch) -> None:
     served.ask("a", [1, 2, 3], 5)
     served.step()
     canary, waits = served.wrapper.worker.kvcanary.canary, []
-    canary.total += 7
+    canary.memory.total += 7
     canary.wrote()
-    arrived, count = int(canary._counts[canary.step % RING]), canary.count_to_host()
+    counts = canary.launches._counts
+    arrived, count = int(counts[canary.step % RING]), canary.count_to_host()
     assert count() == 7
-    canary._counts[canary.step % RING] = int(canary._counts[(canary.step - 1) % RING])  # of another step
+    counts[canary.step % RING] = int(counts[(canary.step - 1) % RING])  # of another step
 
     def wait(device: torch.device) -> None:
         waits.append(device)
-        canary._counts[canary.step % RING] = arrived
+        counts[canary.step % RING] = arrived
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     assert count() == 7

@@ -59,6 +59,7 @@ def test_a_wrong_token_is_found(serve) -> None:
     found = broken(serve(), misfeed, steps=1)
     assert found.code == "W6"
     assert found.writer in ("a", "b")
+    assert found.causes[0].family == "order"
 
 
 @pytest.mark.parametrize("content", ["rolling", "write"])
@@ -174,6 +175,7 @@ def test_swapped_table_entries_are_found(serve) -> None:
     found = broken(serve(), swap)
     assert (found.code, found.reader, found.position) == ("R4", "a", 8)
     assert found.found["position"] == 20
+    assert found.causes[0].family == "addressing"
 
 
 def test_a_slot_mapping_off_by_one_is_found(serve) -> None:
@@ -220,7 +222,7 @@ def test_a_copy_left_out_is_found(serve) -> None:
         served.step()
     found = raised.value.findings[0]
     assert (found.code, found.slot) == ("T1", served.free[1] * BLOCK)
-    assert "a copy of blocks" in found.action
+    assert "a copy of blocks" in found.sentence
 
 
 def test_a_block_that_was_not_zeroed_is_found(serve) -> None:
@@ -233,7 +235,7 @@ def test_a_block_that_was_not_zeroed_is_found(serve) -> None:
         served.run()
     found = raised.value.findings[0]
     assert found.code == "T1"
-    assert "zeroed blocks" in found.action
+    assert "zeroed blocks" in found.sentence
     assert found.layers == (0, 1)
 
 
@@ -272,7 +274,7 @@ def test_external_loads_are_judged_by_name(serve, goes_wrong: bool) -> None:
     served.cached.clear()
     for cache in served.caches.values():
         cache.normal_()
-    served.wrapper.worker.kvcanary.canary.forget()
+    served.wrapper.worker.kvcanary.canary.memory.forget()
     blocks = served.free[:2]
     served.free = served.free[2:]
     connector.jobs = [served.free[-2:] if goes_wrong else blocks]
@@ -285,7 +287,7 @@ def test_external_loads_are_judged_by_name(serve, goes_wrong: bool) -> None:
             served.run()
         found = raised.value.findings[0]
         assert (found.code, found.page) == ("T1", blocks[0] * 2)
-        assert "an external load" in found.action
+        assert "an external load" in found.sentence
     else:
         served.run()
         report = served.wrapper.kvcanary_report()

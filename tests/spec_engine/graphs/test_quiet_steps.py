@@ -40,7 +40,7 @@ class Steps:
     def __init__(self, setup: Setup, accepts: bool) -> None:
         self.quiet, self.moved = {True: 0, False: 0}, 0
         self.engines = [self._engine(setup, accepts) for _ in "ab"]
-        first, second = (engine.canary._checks.static for engine in self.engines)
+        first, second = (engine.canary.session.checks.static for engine in self.engines)
         land = first.land_quiet
         first.land_quiet = lambda told, *rest: self._note(told, land(told, *rest))
         second.land_quiet = lambda *_: False
@@ -71,7 +71,7 @@ class Steps:
 
 def state_of(canary: CanaryManager) -> dict[str, Any]:
     """All that a step changes which lands."""
-    ledger, checks, static = canary._ledger, canary._checks, canary._checks.static
+    ledger, checks, static = canary.session.ledger, canary.session.checks, canary.session.checks.static
     names = ("committed_len", "final_pages", "in_the_air", "unlanded", "unheard", "pages")
     requests = {
         name: [*(getattr(request, one) for one in names), request.tokens.tolist(), request.row_lens.tolist()]

@@ -220,7 +220,7 @@ class Faults:
                     kept = [cache[blocks].clone() for cache in self.caches()]
                     for cache in self.caches():
                         cache[blocks] = 0
-                    handle.canary.forget()
+                    handle.canary.memory.forget()
                     jobs.append((self.unused(len(blocks)) if goes_wrong else blocks, kept))
             return inner(output)
 

@@ -1,0 +1,280 @@
+"""Advance: what a forward is about to write into watched pools, recorded before it does, and how its rows go on."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.record.chain import chain_scan_torch
+from kvcanary_kernels.record.device import BLOCK, INVERSES, pair, tl, triton
+from kvcanary_kernels.record.device import mix as device_mix
+from kvcanary_kernels.record.seal import seal_torch, store_record
+from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
+from kvcanary_kernels.watch.walk import (
+    END,
+    FIRST_TAIL,
+    KNOWN,
+    NONE,
+    NOT_FOLLOWED,
+    NOW_PLACE,
+    NOW_ROWS,
+    NOW_SITE,
+    NOW_STEP,
+    TAILS,
+    UID,
+    Rows,
+    Truth,
+    Watched,
+    context_lengths,
+    hit_bit,
+    live_rows,
+    note,
+    tell,
+    tell_torch,
+)
+
+W1 = tl.constexpr(hit_bit("W1"))
+W5 = tl.constexpr(hit_bit("W5"))
+W6 = tl.constexpr(hit_bit("W6"))
+
+
+class Fed(NamedTuple):
+    """What a forward writes: [n] tokens, positions and slots, int32 or int64.
+
+    all_tokens, num_tokens: [rows of Truth, width] and [rows of Truth], tokens that the engine knows; None: nobody does
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    all_tokens: Tensor | None = None
+    num_tokens: Tensor | None = None
+
+
+def advance(
+    watched: Watched,
+    rows: Rows,
+    fed: Fed,
+    truth: Truth,
+    *,
+    seeds: Tensor,
+    slots: Tensor,
+    chains: Tensor,
+    hits: Tensor,
+    is_first: bool = True,
+) -> None:
+    """Record what a forward is about to write, and follow its rows. No allocation, no wait.
+
+    seeds:  [>= rows, 2] int64 out, chain of what each row has so far, as the canary knows it, and whether it does
+    slots:  [ring, >= n] int64 out, in the line of this step where it writes; -1 where a record would lie outside the
+            pool or in block 0
+    chains: [ring, >= n] int64 out, chain of each entry
+    hits:   [ring, >= rows] int64, NO_HIT or lower before; in the cell of this step the first hit of each row: W1, W5,
+            W6 (W4 is for who takes the lanes)
+    is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
+              forward
+    """
+    has_tokens = fed.all_tokens is not None
+    known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
+    _advance_kernel[(rows.numbers.shape[0],)](
+        watched.records,
+        rows.numbers,
+        rows.table,
+        rows.lengths,
+        rows.starts,
+        fed.tokens,
+        fed.positions,
+        fed.slots,
+        known,
+        counts,
+        watched.now,
+        truth.lines,
+        watched.keys.constants,
+        watched.keys.powers,
+        seeds,
+        slots,
+        chains,
+        hits,
+        watched.total,
+        watched.records.shape[0],
+        rows.table.shape[1],
+        rows.table.stride(0),
+        known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
+        truth.lines.shape[1],
+        slots.stride(0),
+        hits.stride(0),
+        PAGE=watched.block_size,
+        HAS_TOKENS=has_tokens,
+        IS_FIRST=is_first,
+        BLOCK_N=BLOCK,
+    )
+
+
+def advance_torch(
+    watched: Watched,
+    rows: Rows,
+    fed: Fed,
+    truth: Truth,
+    *,
+    seeds: Tensor,
+    slots: Tensor,
+    chains: Tensor,
+    hits: Tensor,
+    is_first: bool = True,
+) -> None:
+    """The torch reference of `advance`."""
+    records, keys, block_size, _, now, total = watched
+    rows, ring_place = live_rows(rows, now)
+    slots, chains, cells = slots[ring_place], chains[ring_place], hits[ring_place]
+    past, numbers, tails = context_lengths(rows), rows.numbers.long(), truth.tails
+    if is_first:
+        back = truth.ends[numbers] - past
+        is_known = (back >= 0) & (back < truth.known[numbers])
+        behind = tails[numbers].gather(1, back.clamp(0, tails.shape[1] - 1)[:, None])[:, 0]
+        seeds[: len(numbers)] = torch.stack((torch.where(is_known, behind, 0), is_known), 1)
+    starts = rows.starts.tolist()
+    for i, number in enumerate(numbers.tolist()):
+        where, count = slice(starts[i], starts[i + 1]), starts[i + 1] - starts[i]
+        slots[where] = -1
+        if int(truth.ends[number]) == NOT_FOLLOWED or not count:
+            continue
+        tokens, positions, own = (values[where].long() for values in (fed.tokens, fed.positions, fed.slots))
+        row = torch.full_like(tokens, i)
+        wanted = torch.arange(count, device=tokens.device) + past[i]
+        place = slot_at(PageTable(rows.table, block_size), row, wanted)
+        bits = torch.where((own != place) | (positions != wanted), hit_bit("W5"), 0)
+        if fed.all_tokens is not None and fed.num_tokens is not None:
+            limit = min(int(fed.num_tokens[number]), fed.all_tokens.shape[1])
+            real = fed.all_tokens[number, wanted.clamp(max=max(limit - 1, 0))].long()
+            bits |= torch.where((wanted < limit) & (real != tokens), hit_bit("W6"), 0)
+        is_inside = (own >= block_size) & (own < records.shape[0])
+        tell_torch(cells, total, row, wanted, torch.where(is_inside, bits, hit_bit("W1")))
+        bounds = torch.tensor([0, count], device=tokens.device)
+        chain_scan_torch(tokens, wanted, bounds, seeds[i, :1], keys=keys, out=chains[where])
+        slots[where] = torch.where(is_inside, own, -1)
+        seal_torch(
+            records, slots[where], tokens=tokens, positions=wanted, chains=chains[where],
+            requests=truth.uids[number : number + 1], generations=torch.zeros_like(now[:1]),
+            step=now[NOW_STEP:][:1], sites=now[NOW_SITE:][:1], pool_id=0, keys=keys,
+        )  # fmt: skip
+        last = torch.cat((seeds[i, :1], chains[where])).flip(0)[: tails.shape[1]]
+        truth.lines[number, TAILS : TAILS + len(last)] = last
+        truth.ends[number], truth.known[number] = past[i] + count, len(last)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_slots",
+        "table_width",
+        "table_stride",
+        "tokens_stride",
+        "truth_stride",
+        "slots_stride",
+        "hits_stride",
+    ],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "tokens", "positions", "fed_slots"],
+)
+def _advance_kernel(
+    records,
+    numbers,
+    table,
+    lengths,
+    starts,
+    tokens,
+    positions,
+    fed_slots,
+    all_tokens,
+    num_tokens,
+    now,
+    truth,
+    constants,
+    powers,
+    seeds,
+    slots,
+    chains,
+    hits,
+    total,
+    num_slots,
+    table_width,
+    table_stride,
+    tokens_stride,
+    truth_stride,
+    slots_stride,
+    hits_stride,
+    PAGE: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    if i_row >= tl.load(now + NOW_ROWS):
+        return
+    at_step = tl.load(now + NOW_STEP)
+    number = tl.load(numbers + i_row).to(tl.int64)
+    begin = tl.load(starts + i_row).to(tl.int64)
+    end = tl.load(starts + i_row + 1).to(tl.int64)
+    past = tl.load(lengths + i_row).to(tl.int64) - (end - begin)
+    line = truth + number * truth_stride
+    tails = line + FIRST_TAIL
+    num_tails = truth_stride - FIRST_TAIL
+    is_followed = tl.load(line + END) >= 0
+    if IS_FIRST:
+        back = tl.load(line + END) - past
+        is_known = (back >= 0) & (back < tl.load(line + KNOWN))
+        carry = tl.load(tails + back, mask=is_known, other=0)
+        tl.debug_barrier()  # every thread has read what is stored anew below
+        tl.store(seeds + 2 * i_row, carry)
+        tl.store(seeds + 2 * i_row + 1, is_known.to(tl.int64))
+    else:
+        carry = tl.load(seeds + 2 * i_row)
+    place = tl.load(now + NOW_PLACE)
+    slots += place * slots_stride
+    chains += place * slots_stride
+    cell = hits + place * hits_stride + i_row
+    row = table + i_row * table_stride
+    o_block = tl.arange(0, BLOCK_N)
+    b_power = tl.load(powers + 1 + o_block)
+    b_inverse = tl.load(powers + INVERSES + 1 + o_block)
+    block_power = tl.load(powers + BLOCK_N)
+    b_hit = tl.full([BLOCK_N], NONE, tl.int64)
+    b_count = tl.zeros([BLOCK_N], tl.int32)
+    b_zero = tl.zeros([BLOCK_N], tl.int64)
+    b_request = pair(b_zero + tl.load(line + UID), b_zero)
+    b_step_site = pair(b_zero + at_step, b_zero + tl.load(now + NOW_SITE))
+    if is_followed & (end > begin) & (end - begin < num_tails):
+        tl.store(tails + (end - begin), carry)
+    num_known = past * 0
+    if HAS_TOKENS:
+        num_known = tl.load(num_tokens + number).to(tl.int64)
+    for i_block in range(begin, end, BLOCK_N):
+        o_n = i_block + o_block
+        m_n = (o_n < end) & is_followed
+        b_token = tl.load(tokens + o_n, mask=m_n, other=0).to(tl.int64)
+        b_slot = tl.load(fed_slots + o_n, mask=m_n, other=-1).to(tl.int64)
+        b_position = tl.load(positions + o_n, mask=m_n, other=0).to(tl.int64)
+        b_wanted = past + (o_n - begin)
+        b_place = device_slot_at(row, b_wanted, m_n, table_width, PAGE)
+        b_bits = tl.where((b_slot != b_place) | (b_position != b_wanted), W5, 0)
+        if HAS_TOKENS:
+            m_known = m_n & (b_wanted < num_known)
+            b_real = tl.load(all_tokens + number * tokens_stride + b_wanted, mask=m_known, other=0).to(tl.int64)
+            b_bits += tl.where(m_known & (b_real != b_token), W6, 0)
+        m_in = m_n & (b_slot >= PAGE) & (b_slot < num_slots)
+        b_hit, b_count = note(b_hit, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
+        b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
+        b_chain = b_power * (carry + tl.cumsum(b_term, 0))
+        carry = block_power * (carry + tl.sum(b_term))
+        tl.store(slots + o_n, tl.where(m_in, b_slot, -1), mask=o_n < end)
+        tl.store(chains + o_n, b_chain, mask=m_n)
+        o_back = end - 1 - o_n
+        tl.store(tails + o_back, b_chain, mask=m_n & (o_back < num_tails))
+        token_position = pair(b_token, b_wanted)
+        store_record(records, b_slot, token_position, b_chain, b_request, b_step_site, 0, constants, m_in)
+    tell(cell, total, b_hit, b_count)
+    if is_followed & (end > begin):
+        tl.store(line + END, past + end - begin)
+        tl.store(line + KNOWN, tl.minimum(end - begin + 1, num_tails))

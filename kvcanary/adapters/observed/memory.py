@@ -1,0 +1,91 @@
+"""What a canary of watched pools has on the device: records and lanes of slots, and the truth of rows."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.observed.state import Group, Layers
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import AdapterError
+from kvcanary.pools.views import PoolView
+from kvcanary_kernels.record.layout import COLUMNS, make_keys
+from kvcanary_kernels.watch.walk import NOT_FOLLOWED, TAILS, Truth
+
+UPLOADS = 64  # that may be on their way
+
+
+class Memory:
+    """Of one engine's pools on one device; it never grows once they are named."""
+
+    def __init__(self, config: CanaryConfig, num_rows: int, max_rejected: int, device: torch.device | str) -> None:
+        """As PagedCanary."""
+        self.device = torch.device(device)
+        self.is_cuda = self.device.type == "cuda"
+        self.seed = secrets.randbits(64) if config.seed is None else config.seed
+        self.identity = make_keys(self.seed, 1, 1, self.device)
+        self.groups: list[Group] = []
+        self.truth = Truth(self.zeros(num_rows, TAILS + max_rejected + 2))
+        self.truth.ends.fill_(NOT_FOLLOWED)
+        self.total = self.zeros(1)
+        self._uploads, self._uploaded = self.pinned(UPLOADS, 8 * num_rows), 0
+
+    def add_group(self, number: int, block_size: int, num_slots: int, window: int = 0) -> Group:
+        group = Group(number, block_size, window, self.zeros(num_slots, COLUMNS))
+        self.groups.append(group)
+        return group
+
+    def add_layers(self, group: Group, view: PoolView, names: Sequence[str], is_late: bool = False) -> None:
+        """`names`: what the engine calls these layers."""
+        rows, num_slots = view.rows, group.records.shape[0]
+        if rows.num_slots != num_slots:
+            raise AdapterError(f"layers of {view.name} have {rows.num_slots} slots, their group {num_slots}")
+        keys = make_keys(self.seed, rows.num_layers, rows.words_per_row, self.device)
+        lanes, stamps = self.zeros(2, rows.num_layers, num_slots), self.zeros(num_slots)
+        group.layers.append(Layers(view, tuple(names), keys, lanes, stamps, is_late))
+
+    @property
+    def layers(self) -> list[Layers]:
+        return [layers for group in self.groups for layers in group.layers]
+
+    @cached_property
+    def entry_bytes(self) -> int:
+        return sum(layers.entry_bytes for layers in self.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that records and lanes take."""
+        own = [layers.lanes.nbytes + layers.stamps.nbytes for layers in self.layers]
+        return sum(own) + sum(group.records.nbytes for group in self.groups)
+
+    def live_bytes(self, numbers: Iterable[int]) -> int:
+        """Bytes of all entries of these rows."""
+        return sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self.entry_bytes
+
+    def forget(self) -> None:
+        """The bytes are gone, or nobody answers for them any more."""
+        for group in self.groups:
+            group.records.zero_()
+            for layers in group.layers:
+                layers.stamps.zero_()
+        self.truth.ends.fill_(NOT_FOLLOWED)
+
+    def upload(self, values: Tensor) -> Tensor:
+        """To the device, without a wait; what was given long ago is overwritten.
+
+        values: int64 on the host
+        """
+        if self.is_cuda and values.numel() <= self._uploads.shape[1]:
+            self._uploaded = (self._uploaded + 1) % UPLOADS
+            values = self._uploads[self._uploaded, : values.numel()].view(values.shape).copy_(values)
+        return values.to(self.device, non_blocking=True)
+
+    def pinned(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=self.is_cuda)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)

@@ -1,0 +1,88 @@
+"""Watched evidence: what is read about an incident in caches that are only watched: nobody tells of pages there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from kvcanary.calls.violation import Hit
+from kvcanary.pools.views import PoolView
+from kvcanary.records.state import PoolState
+from kvcanary.report.evidence import Evidence
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import Keys
+from kvcanary_kernels.record.rows import PoolRows
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """What stands for a PoolView, where entries lie in tensors without slots."""
+
+    name: str
+    num_layers: int
+    num_slots: int = 0
+    page_size: int = 1
+    null_slots: int = 0
+    token_offset: int = 0
+    ahead: int = 0
+    vocab_size: int | None = None
+    slot_map: Tensor | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedPool:
+    """What stands for a PoolState: no check runs on it, findings are made from it.
+
+    pool_id: pools of one number share slots;  records: [slots, 8] int64, None: there are none
+    """
+
+    view: PoolView | CacheView
+    pool_id: int = 0
+    records: Tensor | None = None
+    keys: Keys | None = None
+
+    @property
+    def name(self) -> str:
+        return self.view.name
+
+    @property
+    def rows(self) -> PoolRows:
+        return cast("PoolView", self.view).rows
+
+    @property
+    def full_layers(self) -> int:
+        return (1 << self.view.num_layers) - 1
+
+    @classmethod
+    def of(cls, view: PoolView | CacheView, *kept: Any) -> PoolState:
+        """As a hit takes it; `kept`: the fields behind the view."""
+        return cast("PoolState", cls(view, *kept))
+
+
+class WatchedEvidence:
+    """Reads the record of a slot, and who wrote it; `writers`: names of requests by the number that records have."""
+
+    def __init__(self, writers: Mapping[int, str]) -> None:
+        self._writers = writers
+
+    def read(self, incident: Sequence[Hit], place: int = 0) -> Evidence:
+        hit = incident[0]
+        records: Tensor | None = hit.pool.records
+        is_inside = records is not None and 0 <= hit.slot < len(records)
+        found = record.read_record(hit.pool.records, hit.slot) if is_inside else None
+        names = dict.fromkeys(name for own in incident for name in (own.request_id, *own.others) if name is not None)
+        told = "nobody tells this canary of grants and frees"
+        return Evidence(
+            incident,
+            None,
+            found,
+            writer=self._writers.get(found.request) if found is not None and found.site else None,
+            word=hit.word,
+            history=(told if hit.row_number is None else f"row {hit.row_number} of the batch",),
+            readers=tuple(names),
+            exposed_tokens=0 if hit.last_good is None else max(0, hit.step - hit.last_good - 1),
+        )
