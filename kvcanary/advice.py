@@ -58,7 +58,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "W4": Advice(
         "Two tokens have one slot, or a layer stored twice: only the last one is kept, and both are read as it.",
-        "Print the slot mapping of this forward and look for the repeated slot: usually lengths or branches are "
+        "Print the slot mapping of this forward and re-reads for the repeated slot: usually lengths or branches are "
         "counted in two ways. If the slots differ, look for a layer that runs its store twice. "
         "`kvcanary why-slot DUMP SLOT` shows who wrote it when.",
     ),

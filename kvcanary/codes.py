@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 #: On the host: eager forwards, and what it learns of captured ones.
 HOST = {
-    "kvcanary.manager.contradictions:Contradictions._tell": "L1",
+    "kvcanary.manager.contradictions:Contradictions._report_contradiction": "L1",
     "kvcanary.ledger.page_states:Pages._refused": "L1",
     "kvcanary.checks.admission:refuse": "W1 W2 W3 W7 W8 R1",
     "kvcanary.ledger.page_states:Pages._write_code": "W2 W3 W7 W8",
@@ -25,7 +25,7 @@ HOST = {
     "kvcanary.checks.lengths:judge_starts": "R10",
     "kvcanary.checks.lengths:judge_mask": "R13",
     "kvcanary.checks.lengths:judge_commit": "H1",
-    "kvcanary.checks.lengths:judge_heard": "H1",
+    "kvcanary.checks.lengths:judge_collected": "H1",
     "kvcanary.checks.rows:Reader": "R2 R3 R4 R5 R7 R8 R11 R12",
     "kvcanary.checks.rows:Reader._judge_own": "R5",
     "kvcanary.checks.rows:Reader._judge_truth": "R6",
@@ -38,7 +38,7 @@ HOST = {
     "kvcanary.scrub.poison:Poisoner.granted": "P1",
     "kvcanary.transfers.moves:Mover.apply": "T1 R9",
     "kvcanary.transfers.moves:Mover.arrived": "T1",
-    "kvcanary.transfers.snapshots:Parcels._judge": "A1",
+    "kvcanary.transfers.snapshots:PageSnapshots._judge": "A1",
     "kvcanary.transfers.async_ops:AsyncOps.use": "O1",
     "kvcanary.transfers.async_ops:AsyncOps.complete": "O1",
     "kvcanary.transfers.async_ops:AsyncOps.free": "O1",
@@ -74,19 +74,19 @@ OBSERVED = {
     "kvcanary.adapters.observed.moves:zeroed": "T1",
     "kvcanary.adapters.observed.moves:loaded": "A1",
     "kvcanary.adapters.transformers.judging:judge_fed": "R12",
-    "kvcanary.adapters.transformers.judging:judge_look": "T1 R4 R6 R9 R12",
+    "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
     "kvcanary.adapters.transformers.judging:judge_tokens": "R6 R10",
     "kvcanary.adapters.transformers.judging:wrong_length": "R10",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._fed": "W5 R10",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._judge": "R4 R6 R12",
-    "kvcanary.adapters.transformers.paged_cache:BatchedCache._look": "R9 R12",
+    "kvcanary.adapters.transformers.paged_cache:BatchedCache._reread": "R9 R12",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache.copied": "T1",
 }
 
 
 @dataclass(frozen=True)
 class Code:
-    """One check: its code, its name in reports, and what a hit means in one sentence.
+    """One check: its code, its name in reports, and what a violation means in one sentence.
 
     variant: stands for the code where it means something of its own
     """

@@ -42,8 +42,8 @@ class ContradictionError(PlanError):
         self.request_ids = tuple(request_ids)
 
 
-class ForeignParcelError(ContradictionError):
-    """A parcel of other keys, or of pools of another layout: what it knows says nothing of these bytes."""
+class ForeignSnapshotError(ContradictionError):
+    """A snapshot of other keys, or of pools of another layout: what it knows says nothing of these bytes."""
 
     def __init__(self, message: str, *, expected: str, found: str) -> None:
         super().__init__(message)

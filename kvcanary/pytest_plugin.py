@@ -82,8 +82,10 @@ def kv_canary(
             canary.drain()
         canary.detach()
         if canary.findings and not raised:
-            told = "; ".join(f"{finding.name} ({finding.code}) at slot {finding.slot}" for finding in canary.findings)
-            pytest.fail(f"kvcanary found {len(canary.findings)}: {told}", pytrace=False)
+            reported = "; ".join(
+                f"{finding.name} ({finding.code}) at slot {finding.slot}" for finding in canary.findings
+            )
+            pytest.fail(f"kvcanary found {len(canary.findings)}: {reported}", pytrace=False)
 
 
 @pytest.fixture

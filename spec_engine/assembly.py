@@ -135,7 +135,7 @@ class Assembly:
         self.canary = _attach(self.config.canary, views) if self.config.canary.enabled else None
         if self.windows is not None:
             self.windows.watch(self.canary)
-        self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
+        self.streams = Streams(self.device, None if self.canary is None else self.canary.async_tracker)
         if self.split is not None:
             self.split.serve(self.pools["target"], self.streams, self.canary)
 

@@ -57,7 +57,7 @@ class EngineConfig:
     device_turn: steps that requests run before others take their places on such a device.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.
-    schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.
+    schedule: "sync" waits for every step; "overlap" prepares the next step before it has collected the last one.
     prefix_cache: keep the pages of finished requests for prompts that begin alike.
     host_pages: pages of host memory in which a retracted request keeps what it had computed; 0: it computes it again.
     acceptance: how requests with a temperature accept drafts. "match": drafts that equal the seeded draw, so that

@@ -31,7 +31,9 @@ class Batch:
 
     @classmethod
     def of(cls, requests: Sequence[Request], relay: Relay, known_lens: Sequence[int] | None = None) -> Batch:
-        """``known_lens``: what the relay says of these requests, where the host knows it; else it waits to hear."""
+        """``known_lens``: what the relay says of these requests, where the host knows it; else it waits until it is
+        collected.
+        """
         ids = tuple(request.request_id for request in requests)
         row_numbers = [request.row for request in requests]
         check_rows_distinct(ids, row_numbers)

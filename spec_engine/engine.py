@@ -29,7 +29,7 @@ from spec_engine.sampling import SamplingParams
 from spec_engine.scheduling.intake import Intake, output_of
 from spec_engine.scheduling.progress import Progress
 from spec_engine.scheduling.scheduler import Chunk
-from spec_engine.step.results import Landing
+from spec_engine.step.results import PendingResult
 from spec_engine.step.runner import Part, StepResult
 
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
@@ -53,7 +53,7 @@ class Engine(Intake):
         super().__init__(config, model, draft, tokenizer)
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._step_number = 0
-        self._pending: deque[Landing] = deque()  # steps of which the host has not heard yet
+        self._pending: deque[PendingResult] = deque()  # steps that the host has not collected yet
         self.progress = Progress(self.scheduler)
         self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
 
@@ -176,7 +176,7 @@ class Engine(Intake):
         return [] if plan.aborted is None else [self._end(plan.aborted, "out_of_pages")]
 
     def _launch(self, turn: Sequence[Request], chunks: list[Chunk], events: list[TokenEvent]) -> None:
-        """Run the next forward of these requests, of prompts if some wait; the host hears of it later.
+        """Run the next forward of these requests, of prompts if some wait; the host collects it later.
 
         Where the canary stops it the tokens of the steps before go to ``events``.
         """
@@ -193,8 +193,8 @@ class Engine(Intake):
             self._stop(error, events)
 
     def _catch_up(self, turn: Sequence[Request], events: list[TokenEvent]) -> list[Request]:
-        """Hear what a step needs of the last one, where it cannot run without; who of this turn still runs."""
-        if any(not landing.result.is_heard for landing in self._pending) and not self.runner.runs_ahead(turn):
+        """Collect what a step needs of the last one, where it cannot run without; who of this turn still runs."""
+        if any(not pending.result.is_collected for pending in self._pending) and not self.runner.runs_ahead(turn):
             self._deliver(0, events)
         return [request for request in turn if request.finish_reason is None]
 
@@ -256,30 +256,30 @@ class Engine(Intake):
     # -- results
 
     def _deliver(self, lag: int, events: list[TokenEvent]) -> None:
-        """Let the host hear of all steps but the last ``lag``: tokens leave into ``events``, requests end."""
+        """Let the host collect all steps but the last ``lag``: tokens leave into ``events``, requests end."""
         while len(self._pending) > lag:
-            result = self.results.hear(self._pending[0])  # where somebody interrupts the wait it is heard later
+            result = self.results.collect(self._pending[0])  # where somebody interrupts the wait it is collected later
             self._pending.popleft()
-            self.runner.heard(result)
+            self.runner.collected(result)
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
-            doomed = [request for request in self.running if request.request_id in result.doomed]
-            events += [self._end(request, KV_CORRUPTION) for request in doomed]  # whoever else the step was of
-            heard: list[TokenEvent] = []  # they leave together: a finding as some end takes back what others have
+            aborted = [request for request in self.running if request.request_id in result.aborted]
+            events += [self._end(request, KV_CORRUPTION) for request in aborted]  # whoever else the step was of
+            collected: list[TokenEvent] = []  # they leave together: a finding as some end takes back what others have
             for part in result.parts:
                 if part.request.finish_reason is None:
-                    heard += self._hear(part, result)
-            heard = self._clean(heard)
+                    collected += self._collect(part, result)
+            collected = self._clean(collected)
             if result.is_decode:
-                self.metrics.tokens_emitted += sum(len(event.token_ids) for event in heard)
-            events += heard
+                self.metrics.tokens_emitted += sum(len(event.token_ids) for event in collected)
+            events += collected
 
     def _clean(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """The same events of a step, without tokens of requests that what was found as others ended touches."""
-        if self.canary is None or not self.canary.doomed:
+        if self.canary is None or not self.canary.aborted:
             return events
         places = {event.request_id: place for place, event in enumerate(events)}
-        while touched := [one for one in self.running if one.request_id in self.canary.doomed & places.keys()]:
+        while touched := [one for one in self.running if one.request_id in self.canary.aborted & places.keys()]:
             for request in touched:
                 event = events[place := places[request.request_id]]
                 request.finish_reason = KV_CORRUPTION
@@ -287,7 +287,7 @@ class Engine(Intake):
                 events[place] = self._withdraw(request, len(event.token_ids), event.text)
         return events
 
-    def _hear(self, part: Part, result: StepResult) -> list[TokenEvent]:
+    def _collect(self, part: Part, result: StepResult) -> list[TokenEvent]:
         request = part.request
         if not result.is_decode:
             return self._emit(request, request.committed_len, part) if part.tokens else []

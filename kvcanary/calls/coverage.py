@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvcanary.calls.violation_log import HitGroup
+from kvcanary.calls.violation_log import ViolationGroup
 
 
 @dataclass
@@ -16,8 +16,8 @@ class Coverage:
     bytes_checked: bytes of K and V that were read again and compared
     finite_bytes_checked: bytes of null pages, and of what nobody has written on granted pages, that were looked at for
                           NaN and infinities
-    max_unread_steps: longest time, in steps, that a committed byte went without a look
-    freed_unread_bytes: committed bytes whose pages were freed without a last look
+    max_unread_steps: longest time, in steps, that a committed byte went without a re-read
+    freed_unread_bytes: committed bytes whose pages were freed without a last re-read
     fired: by code, entries at which the check fired
     only_counted: of these, those that were too many to be kept
     untold_incidents: faults that were too many in one step to be described
@@ -51,8 +51,8 @@ class Coverage:
         if count:
             self.unchecked[reason] = self.unchecked.get(reason, 0) + count
 
-    def count_hits(self, groups: Iterable[HitGroup]) -> None:
-        """What an intake took, whether it was kept or only counted."""
+    def count_violations(self, groups: Iterable[ViolationGroup]) -> None:
+        """What a violation log took, whether it was kept or only counted."""
         for group in groups:
             if group.last is not None:
                 self.fired[group.last.code] = self.fired.get(group.last.code, 0) + group.count

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvcanary.calls.forward import Ints
 from kvcanary.calls.model_call import ModelCall
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.ledger.ledger import Request
 from kvcanary.records.state import PoolState
 
@@ -48,11 +48,11 @@ class Entries:
         step: int,
         which: Ints,
         **evidence: NDArray[Any],
-    ) -> HitBatch:
+    ) -> ViolationBatch:
         """One check at those of them that `which` numbers, rising; `evidence`: arrays with a row for each entry."""
         own = slice(None) if len(which) == len(self.slots) else which
         some = self.at(own)
-        return HitBatch(
+        return ViolationBatch(
             code,
             pool,
             site,
@@ -103,7 +103,7 @@ def join_entries(parts: Sequence[Entries]) -> Entries:
     )
 
 
-def fired_writes(code: str, forward: ModelCall, which: Ints, **evidence: NDArray[Any]) -> HitBatch:
+def fired_writes(code: str, forward: ModelCall, which: Ints, **evidence: NDArray[Any]) -> ViolationBatch:
     """One check at some entries of a forward's write plan; `which` and `evidence` as in `Entries.fired`."""
     return written_entries(forward).fired(code, forward.pool, forward.site, forward.step, which, **evidence)
 

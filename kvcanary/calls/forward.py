@@ -86,19 +86,20 @@ class Forward:
     tree_mask:      [requests, N, N] bool, or None
     refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
     refused_reads:  entries of `indices` that were refused (R1)
-    lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
-                    address
+    fingerprints:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes;
+                    `fingerprints_at`: its address
     chains_before:  of the draft forward before, by row, where its lineage can be compared with them; None: it can not
-    stored:         bitmap of the layers that have stored; `told`: whether one was stored by the engine itself
+    stored:         bitmap of the layers that have stored; `stored_by_engine`: whether one was stored by the engine
+                    itself
     names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
                     `host_names`, `host_ids`: where the loops read them
     """
 
     refused: Refused | None = None
     refused_reads: Refused | None = None
-    lanes: Tensor | None = None
-    lanes_at = stored = 0
-    told = False
+    fingerprints: Tensor | None = None
+    fingerprints_at = stored = 0
+    stored_by_engine = False
     chains_before: Ints | None = None
     raw = b""
     names: Ints
@@ -148,7 +149,7 @@ class Forward:
         asked = array(  # ASKED (native/layout.py)
             "q",
             (
-                pool.card_at,
+                pool.struct_at,
                 n,
                 num_rows,
                 width,
@@ -189,7 +190,7 @@ class Forward:
     @property
     def is_proved(self) -> bool:
         """Whether the canary itself wrote all that it stored, where it was planned."""
-        return not self.told and self.stored == self.pool.full_layers
+        return not self.stored_by_engine and self.stored == self.pool.full_layers
 
     @cached_property
     def uids(self) -> Ints:

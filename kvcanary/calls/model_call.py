@@ -1,4 +1,6 @@
-"""ModelCall: a forward as the rules of its write plan take it, whether the host saw it run or the device told of it."""
+"""ModelCall: a forward as the rules of its write plan take it, whether the host saw it run or the device reported
+it.
+"""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from kvcanary.calls.coverage import Coverage
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
 
 REQUESTS, PAGES = "requests set aside after L1", "pages set aside after L1"
 CHECKS, EVENTS = "checks that fired on what was set aside", "contradictions of what was set aside"
 
 
-class SetAside:
+class Excluded:
     """A request is set aside until it is admitted anew, a page until it is granted anew; false while nothing is.
 
     forwards: pools and sites of captured forwards that were launched otherwise than they were built; their H1 follows
@@ -57,27 +57,31 @@ class SetAside:
         """The request has ended, or begins."""
         self.requests.discard(request_id)
 
-    def judged(self, hit: Hit | HitBatch) -> Hit | HitBatch | None:
-        """What is left of a hit, None where nothing is; the rest is counted."""
-        if not self or hit.code == "L1":
-            return hit
-        if isinstance(hit, Hit) and hit.code == "H1" and (hit.pool.name, hit.site) in self.forwards:
+    def judged(self, violation: Violation | ViolationBatch) -> Violation | ViolationBatch | None:
+        """What is left of a violation, None where nothing is; the rest is counted."""
+        if not self or violation.code == "L1":
+            return violation
+        if (
+            isinstance(violation, Violation)
+            and violation.code == "H1"
+            and (violation.pool.name, violation.site) in self.forwards
+        ):
             self._coverage.skip(CHECKS, 1)
             return None
-        return self._rows(hit) if isinstance(hit, HitBatch) else self._hit(hit)
+        return self._rows(violation) if isinstance(violation, ViolationBatch) else self._violation(violation)
 
-    def _hit(self, hit: Hit) -> Hit | None:
-        names = [name for name in (hit.request_id, *hit.others) if name is not None]
+    def _violation(self, violation: Violation) -> Violation | None:
+        names = [name for name in (violation.request_id, *violation.others) if name is not None]
         left = [name for name in names if name not in self.requests]
-        if (hit.slot >= 0 and hit.page in self.pages) or (names and not left):
+        if (violation.slot >= 0 and violation.page in self.pages) or (names and not left):
             self._coverage.skip(CHECKS, 1)
             return None
-        return hit if left == names else replace(hit, request_id=left[0], others=tuple(left[1:]))
+        return violation if left == names else replace(violation, request_id=left[0], others=tuple(left[1:]))
 
-    def _rows(self, batch: HitBatch) -> HitBatch | None:
-        is_aside = np.array([*(name in self.requests for name in batch.request_ids), False])  # the last: nobody's
+    def _rows(self, batch: ViolationBatch) -> ViolationBatch | None:
+        is_excluded = np.array([*(name in self.requests for name in batch.request_ids), False])  # the last: nobody's
         slots = batch.slots if batch.names is None else batch.names
         on_page = np.isin(slots // batch.pool.view.page_size, np.array(sorted(self.pages), np.int64)) & (slots >= 0)
-        left = np.flatnonzero(~(is_aside[batch.rows] | on_page))
+        left = np.flatnonzero(~(is_excluded[batch.rows] | on_page))
         self._coverage.skip(CHECKS, len(batch) - len(left))
         return batch.at(left) if len(left) else None

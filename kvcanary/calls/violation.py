@@ -1,4 +1,4 @@
-"""Hits: single checks that fired, and how they are joined so that one fault is one incident."""
+"""Violations: single checks that fired, and how they are joined so that one fault is one incident."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcanary.provenance.arrival import Arrival
     from kvcanary.provenance.changed_word import ChangedWord
 
-NO_SLOT = -1  # of hits that have no place, as those of forwards that ran without hooks
+NO_SLOT = -1  # of violations that have no place, as those of forwards that ran without hooks
 #: What is found in rows of which no hook has told what was written.
 FOLLOWING = frozenset({"W5", "T1", "R12", "R4", "R5", "R10", "R9", "R6", "H1"})
 NO_BRANCH = -1
@@ -37,28 +37,29 @@ class Lineage(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Hit:
+class Violation:
     """One check that fired at one place.
 
     slot:      as the plan named it; outside the pool for R1 and W1
     position:  where the entry stands in its row
     request_id: whose row it is
-    site:      substep kind and index of the forward that read or wrote, or of the canary's own look
+    site:      substep kind and index of the forward that read or wrote, or of the canary's own re-read
     layers:    layers that differ; empty where that says nothing
     last_good: step in which this was last known good
-    until:     position of the last entry of an unbroken run of the row that this hit speaks for; None: itself alone
+    until:     position of the last entry of an unbroken run of the row that this violation speaks for; None: itself
+               alone
     parent_position: for W5, the position of the parent
     found_position:  for R4, the position that the record has
     lineage:   for R5, where it contradicts what the engine says of a draft's branches
     row_slots: for R6, the slots of the row
-    fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
+    fingerprint_violation: for R3, fingerprint a disagrees but fingerprint b over all layers is right
     is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
     is_unhooked: for H1, a forward of these requests ran without hooks: what their rows show since then follows from it
     named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
     arrival:   for T1 of bytes that came back, what is known of their way; `arrived_as`: number of this slot there
     is_captured: the device found it, in a forward that is replayed
     others:    requests besides whose rows read the same place, with the same result, or a place that nobody can tell
-    told:      for L1, what the typed error says; of watched pools, what moved the bytes
+    message:      for L1, what the typed error says; of watched pools, what moved the bytes
     expected, found: what the report should say, where the code alone does not tell it
     word:      the one word that changed, where whoever found it has looked for it
     row_number: in a cache without pages, which row of the batch it is: that stands for the page
@@ -79,7 +80,7 @@ class Hit:
     found_position: int | None = None
     lineage: Lineage | None = None
     row_slots: Sequence[int] | Ints = ()
-    fingerprint_hit: bool = False
+    fingerprint_violation: bool = False
     is_unwritten: bool = False
     is_unhooked: bool = False
     named: int | None = None
@@ -89,14 +90,14 @@ class Hit:
     found: dict[str, Any] | None = None
     arrival: Arrival | None = None
     arrived_as: int = 0
-    told: str = ""
+    message: str = ""
     word: ChangedWord | None = None
     row_number: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def meaning(self) -> Code:
-        """What the hit says."""
+        """What the violation says."""
         if self.arrival is not None:
             return CAME_BACK
         return NOT_FINITE if self.is_unwritten else CODES[self.code]
@@ -111,7 +112,7 @@ class Hit:
     @property
     def sentence(self) -> str:
         """The same in words, and of a contradiction what contradicts what."""
-        return f"{self.meaning.sentence}: {self.told}" if self.told else self.meaning.sentence
+        return f"{self.meaning.sentence}: {self.message}" if self.message else self.meaning.sentence
 
     @property
     def page(self) -> int:
@@ -135,7 +136,7 @@ class Hit:
 
     @property
     def run(self) -> int:
-        """Entries that this hit speaks for."""
+        """Entries that this violation speaks for."""
         return 1 if self.until is None or self.position is None else self.until - self.position + 1
 
     @property
@@ -148,25 +149,25 @@ class Hit:
         return [(self.pool.pool_id, name) for name in (self.request_id, *self.others)]
 
 
-def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
-    """Incidents, the hit that speaks first; the others are its evidence.
+def join_violations(violations: Sequence[Violation]) -> list[list[Violation]]:
+    """Incidents, the violation that speaks first; the others are its evidence.
 
-    Hits are one incident when they share the slot; the page and the step; the arrival; when their entries are
+    Violations are one incident when they share the slot; the page and the step; the arrival; when their entries are
     neighbours in one row (what follows a wrong entry breaks too); when a wrong position points at another of them (an
     exchange); when one is R6 and the other lies in the same row; or when one is a forward without hooks and the other
     is such a one of the same step, or follows from it.
     """
-    parents = list(range(len(hits)))
-    for first, second in _related(hits):
+    parents = list(range(len(violations)))
+    for first, second in _related(violations):
         parents[_root(parents, second)] = _root(parents, first)
-    incidents: dict[int, list[Hit]] = {}
-    for number, hit in enumerate(hits):
-        incidents.setdefault(_root(parents, number), []).append(hit)
+    incidents: dict[int, list[Violation]] = {}
+    for number, violation in enumerate(violations):
+        incidents.setdefault(_root(parents, number), []).append(violation)
     joined = [_without_repeats(sorted(incident, key=speaks_first)) for incident in incidents.values()]
     return sorted(joined, key=lambda incident: speaks_first(incident[0]))
 
 
-def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
+def fair_share(incidents: Sequence[list[Violation]], most: int) -> list[list[Violation]]:
     """At most so many incidents, in their order; every code at every site gets its first before any its second."""
     turns: dict[tuple[object, ...], int] = {}
     order = []
@@ -177,60 +178,64 @@ def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
     return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
 
 
-def speaks_first(hit: Hit) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
+def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
     """Forwards without hooks, then their entries; events that contradict; writes before moves before reads; then along
     the row; at one slot by rank; the first pool before the second.
 
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
     """
-    nowhere, is_read = hit.position is None, hit.code not in SPEAK_FIRST
-    along = hit.position or 0 if hit.arrival is None else hit.arrival.turn(hit.pool.name, hit.arrived_as)
-    where = nowhere != hit.is_unhooked, along, RANK[hit.code], hit.pool.pool_id
-    return not hit.is_unhooked, hit.code != "L1", is_read, hit.code == "T1", *where
+    nowhere, is_read = violation.position is None, violation.code not in SPEAK_FIRST
+    along = (
+        violation.position or 0
+        if violation.arrival is None
+        else violation.arrival.turn(violation.pool.name, violation.arrived_as)
+    )
+    where = nowhere != violation.is_unhooked, along, RANK[violation.code], violation.pool.pool_id
+    return not violation.is_unhooked, violation.code != "L1", is_read, violation.code == "T1", *where
 
 
-def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
-    """Pairs of hits, by number, that belong to one incident."""
+def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
+    """Pairs of violations, by number, that belong to one incident."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for number, hit in enumerate(hits):
-        if not hit.code.startswith("H") and (hit.code != "L1" or hit.slot >= 0):  # those have no slot
-            groups.setdefault(("slot", *hit.place), []).append(number)
-            groups.setdefault(("page", hit.page, hit.step), []).append(number)
-        if hit.arrival is not None:
-            groups.setdefault(("arrival", id(hit.arrival)), []).append(number)
-        if hit.position is not None and hit.request_id is not None:
-            groups.setdefault(("row", *hit.row), []).append(number)
-        if hit.request_id is not None:
-            groups.setdefault(("request", hit.request_id), []).append(number)
+    for number, violation in enumerate(violations):
+        if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
+            groups.setdefault(("slot", *violation.place), []).append(number)
+            groups.setdefault(("page", violation.page, violation.step), []).append(number)
+        if violation.arrival is not None:
+            groups.setdefault(("arrival", id(violation.arrival)), []).append(number)
+        if violation.position is not None and violation.request_id is not None:
+            groups.setdefault(("row", *violation.row), []).append(number)
+        if violation.request_id is not None:
+            groups.setdefault(("request", violation.request_id), []).append(number)
     for (what, *_), group in groups.items():
         if what == "row":
-            yield from _related_in_row(hits, group)
+            yield from _related_in_row(violations, group)
         elif what == "request":
-            wrong_rows = [number for number in group if hits[number].code == "R6"]
+            wrong_rows = [number for number in group if violations[number].code == "R6"]
             yield from ((wrong_rows[0], number) for number in group if wrong_rows)
         else:
             yield from pairwise(group)
-    yield from _related_to_unhooked(hits)
+    yield from _related_to_unhooked(violations)
 
 
-def _related_to_unhooked(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+def _related_to_unhooked(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
     """Forwards of one step that ran without hooks, and what is found in their rows."""
     steps: dict[int, int] = {}
     rows: dict[tuple[int, str | None], int] = {}
-    for number, hit in enumerate(hits):
-        if hit.is_unhooked:
-            yield steps.setdefault(hit.step, number), number
-            rows |= dict.fromkeys(hit.rows, number)
-    for number, hit in enumerate(hits if rows else ()):
-        if hit.code in FOLLOWING and hit.row in rows:
-            yield rows[hit.row], number
+    for number, violation in enumerate(violations):
+        if violation.is_unhooked:
+            yield steps.setdefault(violation.step, number), number
+            rows |= dict.fromkeys(violation.rows, number)
+    for number, violation in enumerate(violations if rows else ()):
+        if violation.code in FOLLOWING and violation.row in rows:
+            yield rows[violation.row], number
 
 
-def _related_in_row(hits: Sequence[Hit], row: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _related_in_row(violations: Sequence[Violation], row: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Neighbours, and entries that hold each other's positions."""
-    reached: list[tuple[int, int, int]] = []  # stretches without a gap: first and last position, one hit in it
-    for number in sorted(row, key=lambda number: hits[number].position or 0):
-        start, end = _span(hits[number])
+    reached: list[tuple[int, int, int]] = []  # stretches without a gap: first and last position, one violation in it
+    for number in sorted(row, key=lambda number: violations[number].position or 0):
+        start, end = _span(violations[number])
         if reached and start <= reached[-1][1] + 1:
             first, last, member = reached[-1]
             reached[-1] = first, max(last, end), member
@@ -238,15 +243,15 @@ def _related_in_row(hits: Sequence[Hit], row: Iterable[int]) -> Iterator[tuple[i
         else:
             reached.append((start, end, number))
     for number in row:
-        pointed = hits[number].found_position
+        pointed = violations[number].found_position
         place = bisect_right(reached, pointed, key=itemgetter(0)) - 1 if pointed is not None else -1
         if pointed is not None and place >= 0 and pointed <= reached[place][1]:
             yield number, reached[place][2]
 
 
-def _span(hit: Hit) -> tuple[int, int]:
-    start = hit.position or 0
-    return start, start if hit.until is None else hit.until
+def _span(violation: Violation) -> tuple[int, int]:
+    start = violation.position or 0
+    return start, start if violation.until is None else violation.until
 
 
 def _root(parents: list[int], number: int) -> int:
@@ -256,11 +261,11 @@ def _root(parents: list[int], number: int) -> int:
     return number
 
 
-def _without_repeats(hits: Sequence[Hit]) -> list[Hit]:
+def _without_repeats(violations: Sequence[Violation]) -> list[Violation]:
     """Branches, substeps and requests that read the same damaged slot say it once."""
-    first: dict[tuple[object, ...], Hit] = {}
-    for hit in hits:
-        told = first.setdefault((hit.code, *hit.place), hit)
-        if hit.request_id is not None and hit.request_id not in (told.request_id, *told.others):
-            told.others += (hit.request_id,)
+    first: dict[tuple[object, ...], Violation] = {}
+    for violation in violations:
+        message = first.setdefault((violation.code, *violation.place), violation)
+        if violation.request_id is not None and violation.request_id not in (message.request_id, *message.others):
+            message.others += (violation.request_id,)
     return list(first.values())

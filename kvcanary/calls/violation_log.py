@@ -1,4 +1,4 @@
-"""HitLog: every check that fires is counted, few are kept whole, and no group of checks crowds out another."""
+"""ViolationLog: every check that fires is counted, few are kept whole, and no group of checks crowds out another."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.calls.violation import Hit, Lineage
+from kvcanary.calls.violation import Lineage, Violation
 from kvcanary.records.state import PoolState
 
-KEPT_HITS = 64  # of each code at each site, until they are taken
+KEPT_VIOLATIONS = 64  # of each code at each site, until they are taken
 PORTION = 1 << 16  # entries that are looked at together
 Ints = NDArray[np.int64]
 _BY_ENTRY = (
     *("slots", "positions", "rows", "layers", "last_good"),
-    *("found_positions", "parent_positions", "fingerprint_hits", "names"),
+    *("found_positions", "parent_positions", "fingerprint_violations", "names"),
 )
 
 
 @dataclass(slots=True, eq=False)
-class HitBatch:
-    """Entries at which one check fired in one forward or look, as arrays: row after row, along each row.
+class ViolationBatch:
+    """Entries at which one check fired in one forward or re-read, as arrays: row after row, along each row.
 
     slots:            [n] int64, as the plan named them
     positions:        [n] int64 in their rows; -1: not known
@@ -33,7 +33,7 @@ class HitBatch:
     found_positions:  [n] int64, for R4
     parent_positions: [n] int64, for W5
     lineages:         [n, 3] int64, for R5, the fields of each `Lineage`
-    fingerprint_hits: [n] bool, for R3
+    fingerprint_violations: [n] bool, for R3
     names:            [n] int64, slots of the full group that a slot map sends there; None: slots are the pool's own
     is_unwritten:     for R9, nobody has written these slots, and what lies there is not finite (U1)
     """
@@ -51,23 +51,23 @@ class HitBatch:
     found_positions: Ints | None = None
     parent_positions: Ints | None = None
     lineages: Ints | None = None
-    fingerprint_hits: NDArray[np.bool_] | None = None
+    fingerprint_violations: NDArray[np.bool_] | None = None
     names: Ints | None = None
     is_unwritten: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    def at(self, which: Ints) -> HitBatch:
+    def at(self, which: Ints) -> ViolationBatch:
         """These entries alone, [n] int64."""
         arrays = {name: getattr(self, name) for name in _BY_ENTRY}
         kept: dict[str, Any] = {name: None if own is None else own[which] for name, own in arrays.items()}
         return replace(self, **kept)
 
-    def hit(self, number: int, until: int | None = None) -> Hit:
+    def violation(self, number: int, until: int | None = None) -> Violation:
         """One entry as an object."""
         row = int(self.rows[number])
-        return Hit(
+        return Violation(
             self.code,
             self.pool,
             int(self.slots[number]),
@@ -81,89 +81,91 @@ class HitBatch:
             parent_position=None if self.parent_positions is None else int(self.parent_positions[number]),
             found_position=_known(self.found_positions, number),
             lineage=None if self.lineages is None else Lineage(*self.lineages[number].tolist()),
-            fingerprint_hit=self.fingerprint_hits is not None and bool(self.fingerprint_hits[number]),
+            fingerprint_violation=self.fingerprint_violations is not None and bool(self.fingerprint_violations[number]),
             named=None if self.names is None else int(self.names[number]),
             is_unwritten=self.is_unwritten,
         )
 
 
 @dataclass(slots=True, eq=False)
-class HitGroup:
-    """What one code did at one site since the last `take`: the first hits whole, the last one, and how many."""
+class ViolationGroup:
+    """What one code did at one site since the last `take`: the first violations whole, the last one, and how many."""
 
-    kept: list[Hit] = field(default_factory=list)
-    last: Hit | None = None
+    kept: list[Violation] = field(default_factory=list)
+    last: Violation | None = None
     count: int = 0
     request_ids: set[str] = field(default_factory=set)
 
 
-class HitLog:
-    """Hits by (code, site). Its memory is bounded by the groups times KEPT_HITS, whatever fires.
+class ViolationLog:
+    """Violations by (code, site). Its memory is bounded by the groups times KEPT_VIOLATIONS, whatever fires.
 
-    groups: of hits since the last `take`
-    watch:  is told of every hit as it comes
+    groups: of violations since the last `take`
+    watch:  is given every violation as it comes
     """
 
     def __init__(
         self,
         disabled: Set[str] = frozenset(),
-        judged: Callable[[Hit | HitBatch], Hit | HitBatch | None] | None = None,
+        judged: Callable[[Violation | ViolationBatch], Violation | ViolationBatch | None] | None = None,
     ) -> None:
-        """`judged`: what is left of a hit when nothing is judged that was set aside; None: all of every one."""
+        """`judged`: what is left of a violation when nothing is judged that was set aside; None: all of every one."""
         self._disabled, self._judged = disabled, judged
-        self.watch: Callable[[Hit | HitBatch], None] = _nobody
-        self.groups: dict[tuple[str, tuple[str, int]], HitGroup] = {}
+        self.watch: Callable[[Violation | ViolationBatch], None] = _nobody
+        self.groups: dict[tuple[str, tuple[str, int]], ViolationGroup] = {}
 
     def __len__(self) -> int:
-        """Hits since the last `take`, kept or only counted."""
+        """Violations since the last `take`, kept or only counted."""
         return sum(group.count for group in self.groups.values())
 
-    def __iadd__(self, hits: Iterable[Hit | HitBatch]) -> Self:
-        """`log += hits`: single hits, and batches of any number of entries, in any order."""
-        for fired in hits:
-            hit = fired if self._judged is None else self._judged(fired)
-            if hit is None:
+    def __iadd__(self, violations: Iterable[Violation | ViolationBatch]) -> Self:
+        """`log += violations`: single violations, and batches of any number of entries, in any order."""
+        for fired in violations:
+            violation = fired if self._judged is None else self._judged(fired)
+            if violation is None:
                 continue
-            if isinstance(hit, HitBatch):
-                self.add_batch(hit)
+            if isinstance(violation, ViolationBatch):
+                self.add_batch(violation)
             else:
-                self.add(hit)
+                self.add(violation)
         return self
 
-    def add(self, hit: Hit) -> None:
-        """One hit; what may fire for very many entries comes as a batch."""
-        if hit.code in self._disabled:
+    def add(self, violation: Violation) -> None:
+        """One violation; what may fire for very many entries comes as a batch."""
+        if violation.code in self._disabled:
             return
-        self.watch(hit)
-        group = self.groups.setdefault((hit.code, hit.site), HitGroup())
-        group.count, group.last = group.count + 1, hit
-        if len(group.kept) < KEPT_HITS:
-            group.kept.append(hit)
-        group.request_ids.update(name for name in (hit.request_id, *hit.others) if name is not None)
+        self.watch(violation)
+        group = self.groups.setdefault((violation.code, violation.site), ViolationGroup())
+        group.count, group.last = group.count + 1, violation
+        if len(group.kept) < KEPT_VIOLATIONS:
+            group.kept.append(violation)
+        group.request_ids.update(name for name in (violation.request_id, *violation.others) if name is not None)
 
-    def add_batch(self, batch: HitBatch) -> None:
+    def add_batch(self, batch: ViolationBatch) -> None:
         """Any number of entries at once; only those that are kept become objects."""
         if not len(batch) or batch.code in self._disabled:
             return
         self.watch(batch)
-        group = self.groups.setdefault((batch.code, batch.site), HitGroup())
-        chosen = _choose(batch, KEPT_HITS - len(group.kept))
-        group.kept += [batch.hit(number, end) for number, end in zip(chosen, _run_ends(batch, chosen), strict=True)]
+        group = self.groups.setdefault((batch.code, batch.site), ViolationGroup())
+        chosen = _choose(batch, KEPT_VIOLATIONS - len(group.kept))
+        group.kept += [
+            batch.violation(number, end) for number, end in zip(chosen, _run_ends(batch, chosen), strict=True)
+        ]
         group.count += len(batch)
-        group.last = batch.hit(len(batch) - 1)
+        group.last = batch.violation(len(batch) - 1)
         group.request_ids |= _requests_of(batch)
 
-    def take(self) -> list[HitGroup]:
+    def take(self) -> list[ViolationGroup]:
         """All groups; the log is empty afterwards."""
         groups, self.groups = list(self.groups.values()), {}
         return groups
 
 
-def _nobody(hit: Hit | HitBatch) -> None:
+def _nobody(violation: Violation | ViolationBatch) -> None:
     """Who watches where nobody does."""
 
 
-def _choose(batch: HitBatch, room: int) -> list[int]:
+def _choose(batch: ViolationBatch, room: int) -> list[int]:
     """At most `room` entries: the first of many rows, the first of many pages, and the first ones."""
     n = len(batch)
     if n <= room or room <= 0:
@@ -184,7 +186,7 @@ def _starts(values: Ints, most: int) -> list[int]:
     return starts[:most]
 
 
-def _run_ends(batch: HitBatch, chosen: Sequence[int]) -> list[int | None]:
+def _run_ends(batch: ViolationBatch, chosen: Sequence[int]) -> list[int | None]:
     """For each chosen entry the last position of the unbroken run of its row; None where it is the run's last."""
     ends: list[int | None] = []
     end = -1
@@ -194,7 +196,7 @@ def _run_ends(batch: HitBatch, chosen: Sequence[int]) -> list[int | None]:
     return ends
 
 
-def _run_end(batch: HitBatch, first: int) -> int:
+def _run_end(batch: ViolationBatch, first: int) -> int:
     """The last entry that goes on from `first` in its row without a gap."""
     row, position, portion = batch.rows[first], batch.positions[first], 256
     place = first + 1
@@ -208,7 +210,7 @@ def _run_end(batch: HitBatch, first: int) -> int:
     return len(batch) - 1
 
 
-def _requests_of(batch: HitBatch) -> set[str]:
+def _requests_of(batch: ViolationBatch) -> set[str]:
     fired = np.zeros(len(batch.request_ids) + 1, dtype=np.bool_)  # one more, for what is nobody's
     fired[batch.rows] = True
     return {batch.request_ids[row] for row in np.flatnonzero(fired[:-1]).tolist()}

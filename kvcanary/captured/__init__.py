@@ -3,9 +3,9 @@
 The names here are what an engine with graphs holds.
 """
 
-from kvcanary.captured.accepted_tokens import AcceptedTokens, CapturedAcceptance, StaticTruth
+from kvcanary.captured.accepted_tokens import AcceptedTokens, CapturedAcceptance, CapturedTruth
 from kvcanary.captured.in_flight import InFlight
 from kvcanary.captured.moves import CapturedMove
 from kvcanary.captured.substep import CapturedSubstep
 
-__all__ = ["AcceptedTokens", "CapturedAcceptance", "CapturedMove", "CapturedSubstep", "InFlight", "StaticTruth"]
+__all__ = ["AcceptedTokens", "CapturedAcceptance", "CapturedMove", "CapturedSubstep", "CapturedTruth", "InFlight"]

@@ -1,4 +1,4 @@
-"""Decoded: captured forwards as the host's rules take them, from what the device has told of their runs."""
+"""Decoded: captured forwards as the host's rules take them, from what the device has reported of their runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from kvcanary.calls.forward import Ints, Planned
 from kvcanary.calls.violation import NO_BRANCH, Lineage
 from kvcanary.captured.launch_group import LaunchGroup
-from kvcanary.captured.readback import CapturedHit, Ran
+from kvcanary.captured.readback import CapturedViolation, Ran
 from kvcanary.captured.substep import MASKS, CapturedSubstep
 from kvcanary.ledger.ledger import Request
 from kvcanary.ledger.requests import Batch
 from kvcanary.native.layout import ROWS, plan_layout
-from kvcanary.records.mailbox import Line
+from kvcanary.records.mailbox import Message
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS
 
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
     record:    where the listener keeps them, by forward; None: nowhere
     """
 
-    series: LaunchGroup
+    launch_group: LaunchGroup
     batch: Batch
     rows: array[int]
     step: int
@@ -41,9 +41,9 @@ class Launch(NamedTuple):
 
     def runs(self) -> Iterator[Launched]:
         """Each of them."""
-        accepted, records = self.series.accepted(self.turn), repeat(None) if self.record is None else self.record
-        for (substep, entries), record in zip(self.series.of_each(len(self.batch)), records, strict=False):
-            own = self.batch, self.rows, self.step, self.turn, substep.written.line_of(self.turn)
+        accepted, records = self.launch_group.accepted(self.turn), repeat(None) if self.record is None else self.record
+        for (substep, entries), record in zip(self.launch_group.of_each(len(self.batch)), records, strict=False):
+            own = self.batch, self.rows, self.step, self.turn, substep.written.message_of(self.turn)
             if entries is None:
                 yield Launched(substep, *own, None, accepted, record)
             else:
@@ -59,7 +59,7 @@ class Launched(NamedTuple):
     """One captured forward of a `Launch`.
 
     rows:      of the launch
-    line:      what `CapturedSubstep.written` will say of it
+    message:      what `CapturedSubstep.written` will say of it
     written:   by request, entries that each of its rows writes; None: as many as were accepted
     accepted:  [size, 1 + places], what the step says that it has accepted before
     record:    where the listener keeps it
@@ -70,7 +70,7 @@ class Launched(NamedTuple):
     rows: array[int]
     step: int
     turn: int
-    line: Line
+    message: Message
     written: array[int] | None
     accepted: Ints | None = None
     record: Any = None
@@ -82,7 +82,7 @@ class Launched(NamedTuple):
 
     @property
     def ran(self) -> Ran:
-        return Ran(self.turn, self.line, self.batch.requests)
+        return Ran(self.turn, self.message, self.batch.requests)
 
     @property
     def committed(self) -> list[int]:
@@ -90,7 +90,7 @@ class Launched(NamedTuple):
         return self.rows[ROWS.committed * len(self.batch) : ROWS.size * len(self.batch)].tolist()
 
 
-class Heard(NamedTuple):
+class CollectedRun(NamedTuple):
     """What is kept of a captured forward that a loop has proved clean; `learned` makes of it what the rules take.
 
     numbers:    of several forwards; its own are [first, end): `num_kept` of its line, and behind them what the step
@@ -105,10 +105,10 @@ class Heard(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, run: Launched) -> Heard:
-        """As `loops.land_quiet` keeps it."""
+    def of(cls, run: Launched) -> CollectedRun:
+        """As `loops.collect_quiet` keeps it."""
         n, accepted = len(run.batch), () if run.accepted is None else run.accepted[: len(run.batch)].ravel()
-        numbers = array("q", [*run.line.numbers[: run.substep.num_kept], *accepted])
+        numbers = array("q", [*run.message.numbers[: run.substep.num_kept], *accepted])
         return cls(run.substep, run.step, n, numbers, 0, len(numbers))
 
     @property
@@ -118,7 +118,7 @@ class Heard(NamedTuple):
 
     def learned(self) -> DecodedForward:
         numbers = np.frombuffer(self.numbers, np.int64)[self.first : self.end]
-        parts = [numbers[part] for part in self.substep.written.line_of(0).where[: MASKS + 1]]
+        parts = [numbers[part] for part in self.substep.written.message_of(0).where[: MASKS + 1]]
         accepted = numbers[self.substep.num_kept :]
         tokens = tokens_of(accepted.reshape(self.num_requests, -1)) if len(accepted) else None
         own = self.substep, self.step, self.num_requests
@@ -137,7 +137,7 @@ class DecodedForward:
     ancestors: [rows, n], what each row reads between its prefix and what it writes
     lineage:  [n], as `Forward` has it, or None
     accepted: by request, the tokens of which the forward writes the entries, where only the device knew them; else None
-    has_read_hits: whether a check of what was read has fired, in this forward or an earlier one of its substep
+    has_read_violations: whether a check of what was read has fired, in this forward or an earlier one of its substep
     """
 
     refused, has_starts = None, False
@@ -154,7 +154,7 @@ class DecodedForward:
         """`written`: as `CapturedSubstep.written` tells it; parts between masks and header are not looked at."""
         self.accepted, self.requests = accepted, requests
         bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, words, *_, header = written
-        self.has_read_hits = np.count_nonzero(header[NUM_BITS : 2 * NUM_BITS]) > 0
+        self.has_read_violations = np.count_nonzero(header[NUM_BITS : 2 * NUM_BITS]) > 0
         self._indices, self._spans = substep.forward.indices, (starts, ends)
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
@@ -256,26 +256,26 @@ class DecodedForward:
         return self.requests[row // self.width]
 
 
-def lineage_of(hit: CapturedHit, runs: Sequence[Launched]) -> Lineage | None:
+def lineage_of(violation: CapturedViolation, runs: Sequence[Launched]) -> Lineage | None:
     """The same of what a captured forward, one of these runs, has found; None where its lineage says nothing of it."""
-    run = next((run for run in runs if _is_of(hit, run)), None)
-    if run is None or hit.code != "R5" or not hit.is_exact:
+    run = next((run for run in runs if _is_of(violation, run)), None)
+    if run is None or violation.code != "R5" or not violation.is_exact:
         return None
     last = next((last for last in runs if last.substep is run.substep.before and last.batch is run.batch), None)
-    told = _told(run)
-    if last is None or told.lineage is None or hit.place != told.begins[hit.row] - 1:
+    decoded = _decoded(run)
+    if last is None or decoded.lineage is None or violation.place != decoded.begins[violation.row] - 1:
         return None
-    first = hit.row // told.width * told.width
-    slots = _told(last).planned.slots[first : first + told.width].tolist()
-    found = slots.index(hit.slot) if hit.slot in slots else NO_BRANCH
-    parent = int(told.lineage[hit.row])
-    return None if found == parent else Lineage(hit.row - first, parent, found)
+    first = violation.row // decoded.width * decoded.width
+    slots = _decoded(last).planned.slots[first : first + decoded.width].tolist()
+    found = slots.index(violation.slot) if violation.slot in slots else NO_BRANCH
+    parent = int(decoded.lineage[violation.row])
+    return None if found == parent else Lineage(violation.row - first, parent, found)
 
 
-def _is_of(hit: CapturedHit, run: Launched) -> bool:
-    is_here = (hit.pool, hit.site) == (run.substep.pool.name, run.substep.site)
-    return is_here and hit.row >= 0 and hit.uid in [request.uid for request in run.batch.requests]
+def _is_of(violation: CapturedViolation, run: Launched) -> bool:
+    is_here = (violation.pool, violation.site) == (run.substep.pool.name, run.substep.site)
+    return is_here and violation.row >= 0 and violation.uid in [request.uid for request in run.batch.requests]
 
 
-def _told(run: Launched) -> DecodedForward:
-    return DecodedForward(run.substep, run.step, len(run.batch), run.line.parts())
+def _decoded(run: Launched) -> DecodedForward:
+    return DecodedForward(run.substep, run.step, len(run.batch), run.message.parts())

@@ -1,34 +1,36 @@
-"""Flights: what one step's captured forwards and looks say, on its way to a host that does not wait for it."""
+"""Flights: what one step's captured forwards and re-reads say, on its way to a host that does not wait for it."""
 
 from __future__ import annotations
 
 import torch
 
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
-from kvcanary.captured.step import Told
-from kvcanary.scrub.rereads import Line
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
+from kvcanary.captured.step import SentStep
+from kvcanary.scrub.rereads import StepRereads
 from kvcanary_kernels.record.streams import current
 
 
 class InFlight:
     """One step on its way.
 
-    step:  its number;  told: of its forwards;  looks: at bytes
-    turn:  in which the first of its forwards was launched, or it departed where it has none
+    step:  its number;  sent: of its forwards;  rereads: at bytes
+    turn:  in which the first of its forwards was launched, or it was sent where it has none
     over:  the end of all of it on a GPU; None: its host says that it has waited for it (`Marks.wait`)
-    hits:  what fired and was known at departure; all that fired, when the flight has landed
+    violations:  what fired and was known when it was launched; all that fired, when the flight was collected
     is_over: nobody needs to wait any more
     """
 
-    looks: Line | None = None
+    rereads: StepRereads | None = None
     over: torch.cuda.Event | None = None
-    is_over = has_landed = False
+    is_over = is_collected = False
 
-    def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch], turn: int = 0) -> None:
+    def __init__(
+        self, step: int, sent: SentStep | None, violations: list[Violation | ViolationBatch], turn: int = 0
+    ) -> None:
         """`turn`: of now"""
-        self.step, self.told, self.hits = step, told, hits
-        self.turn = turn if told is None or not told.launches else told.launches[0].turn  # they are in their order
+        self.step, self.sent, self.violations = step, sent, violations
+        self.turn = turn if sent is None or not sent.launches else sent.launches[0].turn  # they are in their order
 
 
 class Marks:

@@ -1,4 +1,4 @@
-"""Launches: every operation of a static substep with its arguments bound once, over buffers that never move."""
+"""Launches: every operation of a captured substep with its arguments bound once, over buffers that never move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
-from kvcanary.records.side_stream import Beside
+from kvcanary.records.side_stream import SideStream
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.content.attest import kept_rows
 from kvcanary_kernels.content.reads import ReadKeys
@@ -30,18 +30,18 @@ Launch = Callable[..., None]
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What all substeps of a bank use.
+    """What all substeps of a registry use.
 
     step:   [1] int64, the running engine step in the low 32 bits, and above them the turn: how many have begun
     claims: by pool, [num_slots] int64 (plan)
-    beside: where operations run for which no body waits
+    side_stream: where operations run for which no body waits
     opened: substeps between open() and close()
     """
 
     state: CanaryState
     step: Tensor
     claims: dict[str, Tensor]
-    beside: Beside
+    side_stream: SideStream
     opened: set[object] = field(default_factory=set)
 
 
@@ -62,9 +62,9 @@ class Settings:
     puts:          values are fingerprinted as they are stored (put), and slots sealed before: no copies are kept, of
                    what may be many entries
     attends:       the engine's attention fingerprints what it reads, by layer, with what `CapturedSubstep.reads` is
-    read_keys:     of that, the bank's own: where bytes are compared in every forward; None: nobody compares them
+    read_keys:     of that, the registry's own: where bytes are compared in every forward; None: nobody compares them
     before:        the draft forward before it, from whose entries rows with a lineage go on, in the same program
-    is_postponed:  where the forward may write is asked before it is opened (admit), and all else of it is found out
+    is_deferred:  where the forward may write is asked before it is opened (admit), and all else of it is found out
                    beside a later forward of the same program: nothing of the canary but stores stands in its body
     """
 
@@ -75,7 +75,7 @@ class Settings:
     attends: bool = False
     read_keys: ReadKeys | None = None
     before: DraftedBefore | None = None
-    is_postponed: bool = False
+    is_deferred: bool = False
 
 
 class Workspace:
@@ -87,7 +87,7 @@ class Workspace:
     kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where
                     values are fingerprinted as they are put
     root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
-    sums:           as `codes`, lanes of what attention reads, over its layers; empty where nobody compares them
+    sums:           as `codes`, fingerprints of what attention reads, over its layers; empty where nobody compares them
     """
 
     def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings, room: Room | None = None) -> None:
@@ -117,8 +117,8 @@ class Workspace:
     def forget_firsts(self, step: int) -> None:
         """Those up to this step have been told: the next finding of each check is its first again."""
         for first in self.firsts:
-            is_untold = is_later(first[:, STEP, None], step) & (first[:, STEP, None] >= 0)
-            first.copy_(torch.where(is_untold, first, unset_first(first.device)))
+            is_unread = is_later(first[:, STEP, None], step) & (first[:, STEP, None] >= 0)
+            first.copy_(torch.where(is_unread, first, unset_first(first.device)))
 
 
 class Launches:
@@ -259,7 +259,7 @@ class Launches:
             self._pool.rows,
             kept=self._work.kept,
             times=self._work.times,
-            **({} if self._settings.is_postponed else self._entries),  # how many are live is not planned yet
+            **({} if self._settings.is_deferred else self._entries),  # how many are live is not planned yet
         )
 
     def _put(self) -> Launch:

@@ -11,7 +11,7 @@ from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import PlanError
 from kvcanary.native.layout import RUN
 from kvcanary.pools.launch_site import site_name
-from kvcanary.records.mailbox import LINES
+from kvcanary.records.mailbox import NUM_MESSAGES
 
 Part = tuple[CapturedSubstep, ...]
 
@@ -19,15 +19,15 @@ Part = tuple[CapturedSubstep, ...]
 class LaunchGroup:
     """Forwards that run one behind the other, in parts; those of a part are of one kind and pool, and have one truth.
 
-    Made by `SubstepRegistry.series`.
+    Made by `SubstepRegistry.launch_group`.
 
     parts, substeps: of each part, and of all
     count:      how many, without a call
     acceptance: of the step whose tokens the last part writes, one forward then; None: the host says how many entries
-    num_told:   parts of which the host says it
+    num_known:   parts of which the host says it
     places:     numbers that such a step tells of a request: how many tokens, then these; else 0
     sizes:      how many parts, and the address of how many forwards each has, as `loops.launch_runs` takes them
-    cards:      by line, [forwards * RUN.size] int64 (native/layout.py): what is known before a launch
+    structs:      by message, [forwards * RUN.size] int64 (native/layout.py): what is known before a launch
     num_kept:   numbers that are kept of clean runs, beside what was accepted
     comes_once: its forward is no captured one
     """
@@ -35,14 +35,14 @@ class LaunchGroup:
     __slots__ = (
         "_sizes",
         "acceptance",
-        "cards",
         "comes_once",
         "count",
         "num_kept",
-        "num_told",
+        "num_known",
         "parts",
         "places",
         "sizes",
+        "structs",
         "substeps",
     )
 
@@ -59,13 +59,15 @@ class LaunchGroup:
             raise PlanError(f"what a step accepts must be written by one forward, got {len(parts[-1])}: launch each")
         self.parts, self.substeps = tuple(parts), tuple(substep for part in parts for substep in part)
         self.count, self.acceptance = len(self.substeps), acceptance
-        self.num_told = len(parts) - (acceptance is not None)
+        self.num_known = len(parts) - (acceptance is not None)
         self.comes_once = any(substep.number is None for substep in self.substeps)
         self.places = 0 if acceptance is None else 1 + acceptance.places
         self._sizes = array("q", map(len, parts))
         self.sizes = self._sizes.buffer_info()[::-1]
         self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in self.substeps)
-        self.cards = [self._cards_of(0)] * LINES if self.comes_once else [*map(self._cards_of, range(LINES))]
+        self.structs = (
+            [self._structs_of(0)] * NUM_MESSAGES if self.comes_once else [*map(self._structs_of, range(NUM_MESSAGES))]
+        )
 
     def __len__(self) -> int:
         return self.count
@@ -81,7 +83,7 @@ class LaunchGroup:
         own, by request; None: as many as the step has accepted.
         """
         for number, part in enumerate(self.parts):
-            own = slice(number * num_requests, (number + 1) * num_requests) if number < self.num_told else None
+            own = slice(number * num_requests, (number + 1) * num_requests) if number < self.num_known else None
             for substep in part:
                 yield substep, own
 
@@ -89,19 +91,19 @@ class LaunchGroup:
         """[size, places], what the step has accepted that runs before them in this turn."""
         if self.acceptance is None:
             return None
-        return self.acceptance.told.line_of(turn)[0].reshape(-1, self.places)
+        return self.acceptance.posted.message_of(turn)[0].reshape(-1, self.places)
 
-    def _cards_of(self, turn: int) -> array[int]:
-        cards = array("q", bytes(8 * RUN.size * self.count))
+    def _structs_of(self, turn: int) -> array[int]:
+        structs = array("q", bytes(8 * RUN.size * self.count))
         for number, substep in enumerate(self.substeps):
             first = RUN.size * number
-            cards[first + RUN.line_card] = substep.line_card_at
-            cards[first + RUN.line] = substep.written.line_of(turn).at
-            cards[first + RUN.keep] = substep.num_kept
+            structs[first + RUN.message_struct] = substep.message_struct_at
+            structs[first + RUN.message] = substep.written.message_of(turn).at
+            structs[first + RUN.keep] = substep.num_kept
         if self.acceptance is not None:
-            cards[first + RUN.places] = self.places
-            cards[first + RUN.accepted] = self.acceptance.told.line_of(turn).at
-        return cards
+            structs[first + RUN.places] = self.places
+            structs[first + RUN.accepted] = self.acceptance.posted.message_of(turn).at
+        return structs
 
 
 def _expect_in_a_row(part: Part) -> None:

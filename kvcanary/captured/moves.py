@@ -14,7 +14,7 @@ from kvcanary.captured.kernel_launches import Shared
 from kvcanary.native.layout import MOVE, filled
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
-from kvcanary.records.mailbox import LINES, Line, Packed
+from kvcanary.records.mailbox import NUM_MESSAGES, Message, Packed
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import TOKEN_POSITION
 
@@ -26,7 +26,7 @@ class CapturedMove:
     """At most ``size`` entries of one pool, made by `SubstepRegistry.add_move`. No hook allocates or waits for it.
 
     src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
-    cards:    by line, MOVE (native/layout.py): what is known before a launch
+    structs:    by line, MOVE (native/layout.py): what is known before a launch
     num_places: where entries may lie, before and behind
     moved:    what the host learns of a run: dst, src, the first column of the records there, and [size, 2] bitmaps of
               the layers whose bytes at dst are not those that were written at src (T1)
@@ -52,9 +52,9 @@ class CapturedMove:
             self._tokens = torch.zeros_like(self.dst)
             self._mismatch = self.dst.new_zeros(size, 2)
             self.moved = Packed((self.dst, self.src, self._tokens, self._mismatch), shared.step, self._ops.post)
-        lines = map(self.moved.line_of, range(LINES))
+        lines = map(self.moved.message_of, range(NUM_MESSAGES))
         self.num_places = 2 * size
-        self.cards = [filled(MOVE, pool=pool.card_at, line=line.at, count=size) for line in lines]
+        self.structs = [filled(MOVE, pool=pool.struct_at, message=message.at, count=size) for message in lines]
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.
@@ -62,7 +62,7 @@ class CapturedMove:
         Every source was read before any destination was written; destinations are distinct. It runs beside: behind the
         forwards that have judged and sealed these records, and before any that reads them.
         """
-        with self._shared.beside.behind():
+        with self._shared.side_stream.behind():
             self._record(source, destination, moves)
             if self._compares_content:
                 self._mismatch.zero_()
@@ -111,9 +111,9 @@ class LaunchedMove(NamedTuple):
     record: Any = None
 
     @property
-    def line(self) -> Line:
+    def message(self) -> Message:
         """What `CapturedMove.moved` says of it."""
-        return self.move.moved.line_of(self.turn)
+        return self.move.moved.message_of(self.turn)
 
     @property
     def has_run(self) -> bool:
@@ -123,15 +123,15 @@ class LaunchedMove(NamedTuple):
     @property
     def entries(self) -> Ints:
         """[3, n]: slots where entries have arrived, where they lay, and the first column of their records."""
-        entries = np.stack([self.line[part] for part in (DESTINATIONS, SOURCES, TOKENS)])
+        entries = np.stack([self.message[part] for part in (DESTINATIONS, SOURCES, TOKENS)])
         return entries[:, (entries[DESTINATIONS] >= 0) & self.has_run]
 
     @property
     def places(self) -> array[int]:
         """[2 * n]: where entries have arrived, then where they lay, and NOWHERE where nothing has moved; a copy."""
-        return array("q", self.line.numbers[: self.move.num_places if self.has_run else 0].tobytes())
+        return array("q", self.message.numbers[: self.move.num_places if self.has_run else 0].tobytes())
 
     @property
     def differs(self) -> bool:
         """Whether bytes are not where they arrived."""
-        return self.has_run and bool(self.line[MISMATCH].any())
+        return self.has_run and bool(self.message[MISMATCH].any())

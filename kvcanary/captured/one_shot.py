@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvcanary.ledger.row_truth import RowTruth
 
 #: Tensors that a forward has, and rather more: an arena's room. The last: what the host knows, by row.
-ENTRY_TENSORS, ROW_TENSORS, READ_TENSORS, TOLD_TENSORS = 20, 10, 3, 20
+ENTRY_TENSORS, ROW_TENSORS, READ_TENSORS, INPUT_TENSORS = 20, 10, 3, 20
 LEAST_SIZE, SPARE_BITS = 64, 4  # what is written is rounded up by an eighth at most, what is read to a power of two
 MOST_IDLE_BYTES = 32 << 20  # of substeps that no forward has
 
@@ -52,7 +52,7 @@ Kind = tuple[int, tuple[str, int], Size]  # pool, site, size
 
 
 class OneShotSubstep(CapturedSubstep):
-    """The hooks of a forward whose rows are chains; it belongs to one forward from `load` until that was heard.
+    """The hooks of a forward whose rows are chains; it belongs to one forward from `load` until that was collected.
 
     size:    what it has room for;  planned: rows, entries written and entries read of the forward that has it
     num_bytes: of the device that it takes
@@ -69,10 +69,10 @@ class OneShotSubstep(CapturedSubstep):
         with torch.inference_mode(False):
             room = self._room = _room_for(pool, size)
             rows, entries, reads = size
-            self._starts, self._told_starts = room.numbers(rows + 1)
-            bounds, self._told_bounds = room.numbers(rows + 1)
-            (uids, prefix_lens, truths, roots), self._told_rows = zip(*map(room.numbers, [rows] * 4), strict=True)
-            (num_live, step), (self._told_live, self._told_step) = zip(*map(room.numbers, (1, 1)), strict=True)
+            self._starts, self._input_starts = room.numbers(rows + 1)
+            bounds, self._input_bounds = room.numbers(rows + 1)
+            (uids, prefix_lens, truths, roots), self._input_rows = zip(*map(room.numbers, [rows] * 4), strict=True)
+            (num_live, step), (self._input_live, self._input_step) = zip(*map(room.numbers, (1, 1)), strict=True)
             self._indices, self._slots, self._tokens, self._positions = map(room, (reads, entries, entries, entries))
             plan = ForwardPlan(
                 self._indices,
@@ -100,12 +100,12 @@ class OneShotSubstep(CapturedSubstep):
         """The plans of a forward that runs next, all of whose rows are live; behind the rows lies padding."""
         rows, entries, reads = self.planned = [len(written), write.slots.shape[0], read.indices.shape[0]]
         self._room.rewind()
-        self._told_starts[:] = reads
-        self._told_bounds[: rows + 1] = [0, *accumulate(written)]
-        self._told_bounds[rows + 1 :] = entries
-        for told, values in zip(self._told_rows, truth.numbers, strict=False):
-            told[:rows] = values
-        self._told_live[0], self._told_step[0] = rows, truth.step
+        self._input_starts[:] = reads
+        self._input_bounds[: rows + 1] = [0, *accumulate(written)]
+        self._input_bounds[rows + 1 :] = entries
+        for inputs, values in zip(self._input_rows, truth.numbers, strict=False):
+            inputs[:rows] = values
+        self._input_live[0], self._input_step[0] = rows, truth.step
         self._room.send()
         plans = read.indptr, read.indices, write.slots, write.tokens, write.positions
         own = self._starts, self._indices, self._slots, self._tokens, self._positions
@@ -141,7 +141,7 @@ class OneShotSubstep(CapturedSubstep):
         k: Tensor,
         v: Tensor | None,
         extras: tuple[Tensor, ...],
-        is_settled: bool,
+        is_ready: bool,
     ) -> None:
         where = self.slots if slots is None else slots
         self._launch.put(layer, where, k, v, extras=extras, twice=self._twice)
@@ -172,7 +172,7 @@ class Singles:
         return substep
 
     def give(self, substep: OneShotSubstep) -> None:
-        """The host has heard of its forward, and reads nothing more of it."""
+        """The host has collected its forward, and reads nothing more of it."""
         kind = substep.pool.pool_id, substep.site, substep.size
         self._idle[kind] = [*self._idle.pop(kind, ()), substep]
         self._idle_bytes += substep.num_bytes
@@ -194,5 +194,5 @@ def _rounded(n: int) -> int:
 
 
 def _room_for(pool: PoolState, size: Size) -> Arena:
-    num_told = TOLD_TENSORS * (size.rows + ALIGNMENT) + HEADER + 2 * NUM_BITS * len(UNSET)
-    return Arena(pool.records.device, size.num_zeros, num_told)
+    num_inputs = INPUT_TENSORS * (size.rows + ALIGNMENT) + HEADER + 2 * NUM_BITS * len(UNSET)
+    return Arena(pool.records.device, size.num_zeros, num_inputs)

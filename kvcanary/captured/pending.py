@@ -1,4 +1,4 @@
-"""Hearing: the books go on by what captured forwards say of their runs, and a loop looks before the rules do."""
+"""RunReader: the ledger goes on by what captured forwards say of their runs, and a loop looks before the rules do."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from kvcanary.captured.decoded import Launched
 from kvcanary.captured.substep import SAFE
 from kvcanary.ledger.page_states import Pages
 from kvcanary.ledger.requests import Batch
-from kvcanary.native.layout import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, QUIET, REWRITES, SAID, filled
+from kvcanary.native.layout import LEFT_TO_RULES, MESSAGE_BITS, PAGES_FRESH, QUIET, REWRITES, SAID, filled
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
 
-class Hearing:
-    """Runs of captured forwards, heard of in their order with what is true of pages and records.
+class RunReader:
+    """Runs of captured forwards, read in their order with what is true of pages and records.
 
-    land_quiet: `loops.land_quiet`;  quiet_at: the last of its arguments;  said: how far it came
+    collect_quiet: `loops.collect_quiet`;  quiet_at: the last of its arguments;  said: how far it came
     """
 
     def __init__(
-        self, state: CanaryState, pages: Pages, mirror: RecordStore, headers: tuple[int, int, int] = (0, 0, 0)
+        self, state: CanaryState, pages: Pages, record_store: RecordStore, headers: tuple[int, int, int] = (0, 0, 0)
     ) -> None:
-        """`headers`: as of `SubstepRegistry.seen`; `land_quiet` needs them."""
-        self._pages, self._mirror, loops = pages, mirror, state.pools[0].loops
-        self._hear_runs, self.land_quiet = loops.hear_runs, loops.land_quiet
-        self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
-        self._books_at, self._page_size = self._books.buffer_info()[0], state.page_size
+        """`headers`: as of `SubstepRegistry.seen`; `collect_quiet` needs them."""
+        self._pages, self._record_store, loops = pages, record_store, state.pools[0].loops
+        self._read_runs, self.collect_quiet = loops.read_runs, loops.collect_quiet
+        self._tables = array("q", (pages.states.ctypes.data, *record_store.flags_address))
+        self._books_at, self._page_size = self._tables.buffer_info()[0], state.page_size
         self.said = array("q", bytes(8 * SAID.size))
         seen, counts, header = headers
         self._quiet = filled(
@@ -43,23 +43,25 @@ class Hearing:
         )
         self.quiet_at = self._quiet.buffer_info()[0]
 
-    def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
-        """`loops.hear_runs`, with room for it; `cards`: of all of them."""
-        told = first, len(runs), cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves
-        end: int = self._hear_runs(*told)
+    def read(self, runs: Sequence[Launched], structs: array[int], first: int, planned: array[int], proves: bool) -> int:
+        """`loops.read_runs`, with room for it; `structs`: of all of them."""
+        arguments = first, len(runs), structs.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves
+        end: int = self._read_runs(*arguments)
         if end == first:
             accepted = runs[first].accepted
             make_room(runs[first].batch, 0 if accepted is None else accepted.shape[1])
-            end = self._hear_runs(*told)
+            end = self._read_runs(*arguments)
         return end
 
     def is_clean(self, run: Launched, seen: int) -> bool:
-        """Whether nothing is left to the rules: then pages are written, and the mirror knows where new records lie."""
+        """Whether nothing is left to the rules: then pages are written, and the record store knows where new records
+        lie.
+        """
         if seen & LEFT_TO_RULES:
             return False
         if seen & PAGES_FRESH:
-            self._pages.wrote(run.line[SAFE][: seen >> LINE_BITS], self._page_size)
-        self._mirror.heard(seen & REWRITES)
+            self._pages.wrote(run.message[SAFE][: seen >> MESSAGE_BITS], self._page_size)
+        self._record_store.collected(seen & REWRITES)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Readback: what static substeps found and how much of them ran, read on the host after a step's synchronisation."""
+"""Readback: what captured substeps found and how much of them ran, read on the host after a step's synchronisation."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.calls.entries import Entries
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.captured.kernel_launches import PLANNED, READ, is_later
 from kvcanary.captured.substep import HEADER_PART, ROW_STARTS, VIOLATIONS, CapturedSubstep
 from kvcanary.checks.grants import grant_codes
 from kvcanary.ledger.ledger import Ledger, Request
-from kvcanary.records.mailbox import Line
+from kvcanary.records.mailbox import Message
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import ENTRY, ROW, SLOT, STEP
 from kvcanary_kernels.record.layout import CODE_BITS, MASK_32, signed
 from kvcanary_kernels.record.table import entry_at
 
 MOST_ROWS = 16  # of a forward in which something fired
-HITS_PER_CHECK = 64  # of each side of a forward; the others are counted
-CHUNK = 1 << 16  # codes looked at together, until every check has its hits
+VIOLATIONS_PER_CHECK = 64  # of each side of a forward; the others are counted
+CHUNK = 1 << 16  # codes read together, until every check has its violations
 NOWHERE = -1
 CODES_BY_BIT = {bits.bit_length() - 1: code for code, bits in CODE_BITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedHit:
+class CapturedViolation:
     """One check that fired at one place of a forward.
 
     row:      of the forward; NOWHERE (-1) for padding entries of the write plan
@@ -41,7 +41,7 @@ class CapturedHit:
     uid:      of the row's request; NOWHERE for padding
     step:     low 32 bits of the engine step
     is_exact: the place is that of this step; else a later run's, in which the same check fired: the device keeps the
-              place of each check's first finding until the host has heard of it, and none of the next step's before
+              place of each check's first finding until the host has collected it, and none of the next step's before
     others:   uids of more requests in whose rows something fired, at places that nobody tells
     """
 
@@ -60,7 +60,7 @@ class CapturedHit:
 
 @dataclass(frozen=True, slots=True)
 class CoverageGap:
-    """H1: since the last harvest a forward covered other numbers than the host planned; none of them is a launch.
+    """H1: since it was read back last a forward covered other numbers than the host planned; none of them is a launch.
 
     Entries are those written, reads those that rows read.
     """
@@ -91,14 +91,14 @@ class ReadRow(NamedTuple):
 
 @dataclass
 class Readback:
-    """What fired and what did not run since the last harvest.
+    """What fired and what did not run since it was read back last.
 
-    totals: entries by (code, pool, site), exact, also where `hits` holds only the first of them
+    totals: entries by (code, pool, site), exact, also where `violations` holds only the first of them
     runs:   rows, entries written and entries read that have run
     rows:   in which a read fired, the first of each substep
     """
 
-    hits: list[CapturedHit] = field(default_factory=list)
+    violations: list[CapturedViolation] = field(default_factory=list)
     gaps: list[CoverageGap] = field(default_factory=list)
     totals: dict[tuple[str, str, tuple[str, int]], int] = field(default_factory=dict)
     runs: tuple[int, int, int] = (0, 0, 0)
@@ -108,50 +108,60 @@ class Readback:
 class Ran(NamedTuple):
     """A run of a substep that the host launched, of which the buffers may hold a later one by now.
 
-    turn: in which it ran;  line: as `CapturedSubstep.written` told it
+    turn: in which it ran;  message: as `CapturedSubstep.written` told it
     """
 
     turn: int
-    line: Line
+    message: Message
     requests: Sequence[Request]
 
     @property
     def row_starts(self) -> NDArray[np.int64]:
         """[rows] where its rows began in the index array."""
-        return self.line[ROW_STARTS]
+        return self.message[ROW_STARTS]
 
     @property
-    def violations(self) -> NDArray[np.int64]:
+    def row_violations(self) -> NDArray[np.int64]:
         """[rows] entries of its rows at which something fired."""
-        return self.line[VIOLATIONS]
+        return self.message[VIOLATIONS]
 
     @property
     def header(self) -> NDArray[np.int64]:
         """[HEADER]"""
-        return self.line[HEADER_PART]
+        return self.message[HEADER_PART]
 
 
-def read_hits(substep: CapturedSubstep, new_counts: Tensor, step: int, ran: Ran | None) -> list[CapturedHit]:
-    """The hits of a step behind `new_counts` [2, 64]: from codes of the last forward, and from the first ones kept.
+def read_violations(
+    substep: CapturedSubstep, new_counts: Tensor, step: int, ran: Ran | None
+) -> list[CapturedViolation]:
+    """The violations of a step behind `new_counts` [2, 64]: from codes of the last forward, and from the first ones
+    kept.
 
     A later forward of the same substep overwrites codes; the first finding of each check outlives it, and is one of
     `ran`; None: of the last run. Every row at which something fired is named by one of them.
     """
-    is_last, hits = ran is None or ran.turn == substep.last_turn, list[CapturedHit]()
-    planned, read = _planned_hits(substep, new_counts[PLANNED], step), _read_hits(substep, new_counts[READ], step)
+    is_last, violations = ran is None or ran.turn == substep.last_turn, list[CapturedViolation]()
+    planned, read = (
+        _planned_violations(substep, new_counts[PLANNED], step),
+        _read_violations(substep, new_counts[READ], step),
+    )
     for side, found in ((PLANNED, list(planned)), (READ, list(read))):
         wanted = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}
         if is_last:
-            hits += found
-            wanted -= {hit.code for hit in found}
-        firsts = list(_first_hits(substep, side, wanted, step, ran)) if wanted else []
-        hits += firsts
+            violations += found
+            wanted -= {violation.code for violation in found}
+        firsts = list(_first_violations(substep, side, wanted, step, ran)) if wanted else []
+        violations += firsts
         if not is_last:
-            told = {(hit.code, hit.row, hit.entry, hit.place) for hit in firsts}
-            others = [hit for hit in found if (hit.code, hit.row, hit.entry, hit.place) not in told]
-            hits += [replace(hit, is_exact=False) for hit in others]
+            reported = {(violation.code, violation.row, violation.entry, violation.place) for violation in firsts}
+            others = [
+                violation
+                for violation in found
+                if (violation.code, violation.row, violation.entry, violation.place) not in reported
+            ]
+            violations += [replace(violation, is_exact=False) for violation in others]
     substep.work.forget_firsts(step)
-    return _with_all_rows(substep, hits, ran)
+    return _with_all_rows(substep, violations, ran)
 
 
 def read_rows(substep: CapturedSubstep, numbers: Iterable[int]) -> list[ReadRow]:
@@ -165,23 +175,29 @@ def read_rows(substep: CapturedSubstep, numbers: Iterable[int]) -> list[ReadRow]
     return rows
 
 
-def rows_of(substep: CapturedSubstep, hits: Sequence[CapturedHit]) -> list[ReadRow]:
-    """Those of hits that a read has made, as long as their requests are still in them."""
-    uids = {hit.row: hit.uid for hit in hits if hit.code.startswith("R") and hit.row != NOWHERE}
+def rows_of(substep: CapturedSubstep, violations: Sequence[CapturedViolation]) -> list[ReadRow]:
+    """Those of violations that a read has made, as long as their requests are still in them."""
+    uids = {
+        violation.row: violation.uid
+        for violation in violations
+        if violation.code.startswith("R") and violation.row != NOWHERE
+    }
     rows = read_rows(substep, list(uids)[:MOST_ROWS])
     return [row for row, uid in zip(rows, uids.values(), strict=False) if row.uid == uid]
 
 
-def _with_all_rows(substep: CapturedSubstep, hits: list[CapturedHit], ran: Ran | None) -> list[CapturedHit]:
-    """The first of these hits speaks for the rows at which something fired and that none of them names."""
-    violations = substep.work.planned.row_violations.cpu().numpy() if ran is None else ran.violations
-    named = {hit.uid for hit in hits}
-    uids = dict.fromkeys(_uid(substep, row, ran) for row in np.flatnonzero(violations).tolist())
+def _with_all_rows(
+    substep: CapturedSubstep, violations: list[CapturedViolation], ran: Ran | None
+) -> list[CapturedViolation]:
+    """The first of these violations speaks for the rows at which something fired and that none of them names."""
+    row_violations = substep.work.planned.row_violations.cpu().numpy() if ran is None else ran.row_violations
+    named = {violation.uid for violation in violations}
+    uids = dict.fromkeys(_uid(substep, row, ran) for row in np.flatnonzero(row_violations).tolist())
     others = tuple(uid for uid in uids if uid not in named and uid != NOWHERE)
-    return [replace(hits[0], others=others), *hits[1:]] if others and hits else hits
+    return [replace(violations[0], others=others), *violations[1:]] if others and violations else violations
 
 
-def _planned_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Iterator[CapturedHit]:
+def _planned_violations(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Iterator[CapturedViolation]:
     """Write codes of entries, then row codes."""
     if not new_counts.any():
         return
@@ -191,13 +207,13 @@ def _planned_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> It
     for code, where in _first_places(codes, new_counts, torch.ones_like):
         for entry in where:
             if entry >= entries:
-                yield _hit(substep, code, entry - entries, NOWHERE, NOWHERE, int(asked[entry]), step)
+                yield _violation(substep, code, entry - entries, NOWHERE, NOWHERE, int(asked[entry]), step)
             else:
                 row = int(torch.searchsorted(bounds, entry, right=True)) - 1 if entry < live else NOWHERE
-                yield _hit(substep, code, row, entry, NOWHERE, int(asked[entry]), step)
+                yield _violation(substep, code, row, entry, NOWHERE, int(asked[entry]), step)
 
 
-def _read_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Iterator[CapturedHit]:
+def _read_violations(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Iterator[CapturedViolation]:
     """Read codes of live rows."""
     if not new_counts.any():
         return
@@ -218,7 +234,7 @@ def _read_hits(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Itera
         places = torch.tensor(where, dtype=torch.int64) - starts[rows]
         slots = _slots(substep, rows, places)
         for row, place, slot in zip(rows.tolist(), places.tolist(), slots.tolist(), strict=True):
-            yield _hit(substep, code, row, NOWHERE, place, slot, step)
+            yield _violation(substep, code, row, NOWHERE, place, slot, step)
 
 
 def _slots(substep: CapturedSubstep, rows: Tensor, places: Tensor) -> Tensor:
@@ -233,20 +249,20 @@ def _first_places(
     """Each check that was counted, and the first live places in `codes` that have its bit."""
     found: dict[int, list[int]] = {bit: [] for bit in new_counts.nonzero().flatten().tolist()}
     for first in range(0, len(codes), CHUNK):
-        wanted = [bit for bit, places in found.items() if len(places) < HITS_PER_CHECK]
+        wanted = [bit for bit, places in found.items() if len(places) < VIOLATIONS_PER_CHECK]
         part = codes[first : first + CHUNK]
-        hit = (part & signed(sum(1 << bit for bit in wanted))).nonzero().flatten()
-        hit = hit[is_live(hit + first).bool()]
-        for bit in wanted if len(hit) else ():
-            places = hit[(part[hit] >> bit & 1).bool()] + first
-            found[bit] += places[: HITS_PER_CHECK - len(found[bit])].tolist()
+        violation = (part & signed(sum(1 << bit for bit in wanted))).nonzero().flatten()
+        violation = violation[is_live(violation + first).bool()]
+        for bit in wanted if len(violation) else ():
+            places = violation[(part[violation] >> bit & 1).bool()] + first
+            found[bit] += places[: VIOLATIONS_PER_CHECK - len(found[bit])].tolist()
     for bit, where in found.items():
         yield CODES_BY_BIT[bit], where
 
 
-def _first_hits(
+def _first_violations(
     substep: CapturedSubstep, side: int, codes: set[str], step: int, ran: Ran | None
-) -> Iterator[CapturedHit]:
+) -> Iterator[CapturedViolation]:
     forward = substep.forward
     for bit, first in enumerate(substep.work.firsts[side].tolist()):
         if CODES_BY_BIT.get(bit) in codes and first[STEP] >= 0 and not is_later(first[STEP], step):
@@ -257,14 +273,14 @@ def _first_hits(
                 place, entry = entry - int(starts[row]), NOWHERE
             elif entry >= forward.num_entries:
                 entry = NOWHERE
-            yield _hit(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP], ran)
+            yield _violation(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP], ran)
 
 
-def _hit(
+def _violation(
     substep: CapturedSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int, ran: Ran | None = None
-) -> CapturedHit:
+) -> CapturedViolation:
     uid = _uid(substep, row, ran)
-    return CapturedHit(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)
+    return CapturedViolation(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)
 
 
 def _uid(substep: CapturedSubstep, row: int, ran: Ran | None) -> int:
@@ -275,9 +291,9 @@ def _uid(substep: CapturedSubstep, row: int, ran: Ran | None) -> int:
     return int(substep.forward.uids[row])
 
 
-def judge_read_rows(ledger: Ledger, rows: Iterable[ReadRow], step: int) -> list[HitBatch]:
+def judge_read_rows(ledger: Ledger, rows: Iterable[ReadRow], step: int) -> list[ViolationBatch]:
     """R7 and R8 of captured forwards in which something else fired, or whose requests lack pages."""
-    hits = []
+    violations = []
     for row in dict.fromkeys(rows):
         request = ledger.requests.get(ledger.name(row.uid) or "")
         if request is None or request.uid != row.uid:
@@ -288,5 +304,5 @@ def judge_read_rows(ledger: Ledger, rows: Iterable[ReadRow], step: int) -> list[
         for code in ("R7", "R8"):
             which = np.flatnonzero(codes == CODE_BITS[code])
             if len(which):
-                hits.append(entries.fired(code, row.pool, row.site, step, which))
-    return hits
+                violations.append(entries.fired(code, row.pool, row.site, step, which))
+    return violations

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import Ints
-from kvcanary.captured.accepted_tokens import AcceptedTokens, CapturedAcceptance, StaticTruth
+from kvcanary.captured.accepted_tokens import AcceptedTokens, CapturedAcceptance, CapturedTruth
 from kvcanary.captured.buffers import Batch, StaticBuffers
 from kvcanary.captured.decoded import Launch, runs_of
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
 from kvcanary.captured.launch_group import LaunchGroup, Part
 from kvcanary.captured.moves import CapturedMove
 from kvcanary.captured.one_shot import OneShotSubstep
-from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Ran, Readback, read_hits, rows_of
+from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Ran, Readback, read_violations, rows_of
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.native.layout import RUN
 from kvcanary.pools.launch_site import site_name
 from kvcanary.records.mailbox import Mailbox
-from kvcanary.records.side_stream import Beside
+from kvcanary.records.side_stream import SideStream
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.content.reads import ReadKeys, reads_fit
 from kvcanary_kernels.judge.count import NUM_BITS
@@ -38,21 +38,21 @@ from kvcanary_kernels.record.streams import current
 CAPACITY = 256  # substeps: kinds and indices times buckets
 
 
-class Snapshot(NamedTuple):
+class PendingReadback(NamedTuple):
     """Headers of substeps on their way to the host, and what was planned since the last snapshot.
 
     headers:       by number of the substep, [HEADER] int64, None: as runs say; those not there have not run
     once:          substeps of forwards that came once, each with its header
     planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
     launches:      of numbered substeps, in their order
-    cards:         of their runs, and of those that came once, [runs, RUN.size] (native/layout.py)
+    structs:         of their runs, and of those that came once, [runs, RUN.size] (native/layout.py)
     """
 
     headers: dict[int, Ints] | None
     once: Sequence[tuple[OneShotSubstep, Ints]]
     planned: array[int]
     launches: Sequence[Launch]
-    cards: array[int]
+    structs: array[int]
 
     def by_substep(self) -> dict[int, Ran]:
         """The last run of each."""
@@ -64,8 +64,8 @@ class SubstepRegistry:
 
     moves:  as they were added;  turn: how many steps have begun
     step:   [1] int64 (`kernel_launches.Shared`), where nobody names another;  now: what is to stand there
-    seats:  of what steps accept; None: nobody asked for them
-    most_unlanded: steps of which the device can add what they have accepted
+    table_rows:  of what steps accept; None: nobody asked for them
+    max_pending_acceptances: steps of which the device can add what they have accepted
     compares_moves: whether what moves is read again where it arrives
     compares_reads: whether bytes are compared as attention reads them, where it can
     shared: what all substeps use, those of forwards that come once too
@@ -74,17 +74,17 @@ class SubstepRegistry:
 
     def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
         if capacity < 1:
-            raise PlanError(f"capacity must be at least 1, got {capacity}: a bank holds every bucket's substeps")
+            raise PlanError(f"capacity must be at least 1, got {capacity}: a registry holds every bucket's substeps")
         device = state.records.device
         self._state, self._capacity, self.turn, self.now = state, capacity, 0, 0
-        self._reads_step = False  # whether a forward or a move reads the bank's own
+        self._reads_step = False  # whether a forward or a move reads the registry's own
         self._substeps: dict[tuple[str, str, int, int], CapturedSubstep] = {}
         self._in_order: list[CapturedSubstep] = []
-        self._series: dict[tuple[tuple[Part, ...], CapturedAcceptance | None], LaunchGroup] = {}
+        self._launch_group: dict[tuple[tuple[Part, ...], CapturedAcceptance | None], LaunchGroup] = {}
         self.moves: list[CapturedMove] = []
         self.publish: Callable[[], None] = _nobody
-        self.seats: AcceptedTokens | None = None
-        self.most_unlanded = 0
+        self.accepted_tokens: AcceptedTokens | None = None
+        self.max_pending_acceptances = 0
         self.compares_moves, self.compares_reads = True, False
         self._read_keys: dict[str, ReadKeys] = {}
         self._is_armed = False
@@ -95,8 +95,8 @@ class SubstepRegistry:
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
-        self.shared = Shared(state, self.step, claims, Beside(device))
-        self._outbox = Mailbox(self._headers)
+        self.shared = Shared(state, self.step, claims, SideStream(device))
+        self._mailbox = Mailbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
         self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
@@ -119,19 +119,19 @@ class SubstepRegistry:
     ) -> CapturedSubstep:
         """A substep over these inputs; their number of rows is its bucket. `settings`: fields of `Settings`.
 
-        step: [1] int64 that the caller fills with `RowTruth.step` before each run; None: the bank's, in a launch of
+        step: [1] int64 that the caller fills with `RowTruth.step` before each run; None: the registry's, in a launch of
               its own at every step
         """
         if self._is_armed:
             raise HookOrderError(f"add() must come before arm(): {site_name(kind, index)} of the {pool} pool is late")
         if pool in self._state.by_name and self._state.by_name[pool].is_partial:
             raise PlanError(
-                f"pool {pool!r} must have neither slot_map nor window in a static substep: judge it by substep()"
+                f"pool {pool!r} must have neither slot_map nor window in a captured substep: judge it by substep()"
             )
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
         if len(self._in_order) == self._capacity:
-            raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepRegistry a larger capacity")
+            raise PlanError(f"a registry of {self._capacity} substeps is full: give SubstepRegistry a larger capacity")
         number = len(self._in_order)
         header, made = self._headers[number], Settings(**settings)
         if inputs.lineage is not None:
@@ -143,7 +143,7 @@ class SubstepRegistry:
         )
         key = pool, kind, index, substep.forward.num_rows
         if key in self._substeps:
-            raise PlanError(f"a bank holds each substep once, got {substep} twice")
+            raise PlanError(f"a registry holds each substep once, got {substep} twice")
         self._substeps[key] = substep
         self._in_order.append(substep)
         self._planned.extend(bytes(NUM_RUNS))
@@ -159,32 +159,34 @@ class SubstepRegistry:
         self.moves.append(CapturedMove(self._shared(step), self._state.by_name[pool], size, self.compares_moves))
         return self.moves[-1]
 
-    def add_seats(self, num_seats: int, places: int) -> AcceptedTokens:
-        """For captured steps that accept up to ``places`` tokens a request, whose host may not have heard of them."""
+    def add_accepted_tokens(self, num_table_rows: int, places: int) -> AcceptedTokens:
+        """For captured steps that accept up to ``places`` tokens a request, whose host may not have collected them."""
         if self._is_armed:
-            raise HookOrderError("add_seats() must come before arm(): they are late")
-        self.seats, self.most_unlanded = AcceptedTokens(self.shared, num_seats, places), 1
-        return self.seats
+            raise HookOrderError("add_accepted_tokens() must come before arm(): they are late")
+        self.accepted_tokens, self.max_pending_acceptances = AcceptedTokens(self.shared, num_table_rows, places), 1
+        return self.accepted_tokens
 
-    def add_truth(self, pool: str, seats: Tensor, *known: Tensor) -> StaticTruth:
-        """The truth of rows of this pool in one program; arguments of `StaticTruth`."""
-        if self.seats is None:
-            raise HookOrderError("add_truth() must follow add_seats(): nobody keeps what was accepted")
-        return StaticTruth(self.seats, self._state.by_name[pool], seats, *known)
+    def add_truth(self, pool: str, table_rows: Tensor, *known: Tensor) -> CapturedTruth:
+        """The truth of rows of this pool in one program; arguments of `CapturedTruth`."""
+        if self.accepted_tokens is None:
+            raise HookOrderError("add_truth() must follow add_accepted_tokens(): nobody keeps what was accepted")
+        return CapturedTruth(self.accepted_tokens, self._state.by_name[pool], table_rows, *known)
 
-    def series(self, *parts: Sequence[CapturedSubstep], acceptance: CapturedAcceptance | None = None) -> LaunchGroup:
+    def launch_group(
+        self, *parts: Sequence[CapturedSubstep], acceptance: CapturedAcceptance | None = None
+    ) -> LaunchGroup:
         """Substeps that are launched together, in parts of one kind and pool: the same for the same ones.
 
         acceptance: of the step whose tokens the last part writes
         """
         key = tuple(map(tuple, parts)), acceptance
-        if key not in self._series:
-            self._series[key] = LaunchGroup(*key)
-        return self._series[key]
+        if key not in self._launch_group:
+            self._launch_group[key] = LaunchGroup(*key)
+        return self._launch_group[key]
 
     def join(self) -> None:
         """What is launched from now on follows all that substeps have launched beside it, or postponed."""
-        self.shared.beside.finish()
+        self.shared.side_stream.finish()
 
     def arm(self) -> None:
         """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""
@@ -224,47 +226,48 @@ class SubstepRegistry:
         substep.buffers.fill(batch)
         self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
 
-    def snapshot(
+    def begin_readback(
         self,
         launches: Sequence[Launch] = (),
         once: Sequence[tuple[OneShotSubstep, Ints]] = (),
-        cards: array[int] | None = None,
-    ) -> Snapshot:
-        """What `harvest` needs of all that has run since the last one, on its way.
+        structs: array[int] | None = None,
+    ) -> PendingReadback:
+        """What `readback` needs of all that has run since the last one, on its way.
 
         launches: of numbered substeps, whose headers are on their way already; none, or where others were expected to
                   run: all headers go in one small copy. Nobody waits for it
-        once, cards: as in the `Snapshot`
+        once, structs: as in the `PendingReadback`
         """
         if self.shared.opened:
-            raise self._not_closed("harvest()")
+            raise self._not_closed("read_back()")
         planned, headers = self._planned, None
         self._planned = self._unplanned[:]
         if self._expected or not launches:
             if self._in_order and (not launches or self._expected - _numbers_of(launches)):
-                headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
+                headers = dict(enumerate(self._mailbox.send()[: len(self._in_order)]))
             self._expected.clear()
-        own = headers, once, planned, launches, array("q") if cards is None else cards
-        return tuple.__new__(Snapshot, own)  # as `Snapshot(*own)`, without a call
+        own = headers, once, planned, launches, array("q") if structs is None else structs
+        return tuple.__new__(PendingReadback, own)  # as `PendingReadback(*own)`, without a call
 
-    def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Readback:
-        """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
+    def read_back(self, pending: PendingReadback | None = None, step: int | None = None) -> Readback:
+        """What fired and what did not run between the last one that was read back and this one, whose copy is over.
 
-        None: of now, after the step has been synchronised. `step`: what the hits are labelled with, None: the one that
+        None: of now, after the step has been synchronised. `step`: what the violations are labelled with, None: the one
+              that
         runs. Details are read only where something fired, and waited for.
         """
-        if snapshot is None:
-            snapshot = self.snapshot()
+        if pending is None:
+            pending = self.begin_readback()
             if self.step.is_cuda:
                 current(self.step.device).synchronize()
-        harvest, totals = Readback(), array("q", bytes(8 * NUM_RUNS))
-        if snapshot.headers is not None or not self._is_quiet(snapshot, totals):
-            self._take_all(snapshot, totals, harvest, step)
-        for substep, header in snapshot.once:
+        readback, totals = Readback(), array("q", bytes(8 * NUM_RUNS))
+        if pending.headers is not None or not self._is_quiet(pending, totals):
+            self._take_all(pending, totals, readback, step)
+        for substep, header in pending.once:
             with torch.inference_mode():
-                self._take(substep, header, substep.planned, totals, harvest, step, None)
-        harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
-        return harvest
+                self._take(substep, header, substep.planned, totals, readback, step, None)
+        readback.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
+        return readback
 
     # helpers
 
@@ -299,24 +302,24 @@ class SubstepRegistry:
         """Address of the headers as they were taken last, and their sizes, as `loops.take_quiet` has them."""
         return self._seen_at, 2 * NUM_BITS, HEADER
 
-    def _is_quiet(self, snapshot: Snapshot, totals: array[int]) -> bool:
+    def _is_quiet(self, pending: PendingReadback, totals: array[int]) -> bool:
         """Whether all headers were taken by `loops.take_quiet`."""
-        at = (self._seen_at, snapshot.planned.buffer_info()[0], totals.buffer_info()[0])
-        cards = snapshot.cards
-        num_runs = len(cards) // RUN.size
-        return bool(self._loops.take_quiet(num_runs, cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
+        at = (self._seen_at, pending.planned.buffer_info()[0], totals.buffer_info()[0])
+        structs = pending.structs
+        num_runs = len(structs) // RUN.size
+        return bool(self._loops.take_quiet(num_runs, structs.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
 
-    def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Readback, step: int | None) -> None:
-        headers, runs = snapshot.headers, snapshot.by_substep()
+    def _take_all(self, pending: PendingReadback, totals: array[int], readback: Readback, step: int | None) -> None:
+        headers, runs = pending.headers, pending.by_substep()
         if headers is None:
             headers = {number: ran.header for number, ran in runs.items()}
         for number, header in headers.items():
             header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
             new = header - self._seen[number]
             self._seen[number] = header
-            planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
+            planned = pending.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
             with torch.inference_mode():
-                self._take(self._in_order[number], new, planned, totals, harvest, step, runs.get(number))
+                self._take(self._in_order[number], new, planned, totals, readback, step, runs.get(number))
 
     def _take(
         self,
@@ -324,41 +327,41 @@ class SubstepRegistry:
         header: Ints,
         planned: list[int],
         totals: array[int],
-        harvest: Readback,
+        readback: Readback,
         step: int | None,
         ran: Ran | None,
     ) -> None:
-        """What a substep says since the last time into harvest and totals, H1 where it covered what was not planned.
+        """What a substep says since the last time into readback and totals, H1 where it covered what was not planned.
 
         planned, totals: [NUM_RUNS]
         """
         counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :].tolist()
         if counts.any():
-            self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), harvest, step, ran)
+            self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), readback, step, ran)
         if planned != runs:
             both = [count for pair in zip(planned, runs, strict=True) for count in pair]
-            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
+            readback.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
         for run, count in enumerate(runs):
             totals[run] += count
 
     def _collect(
-        self, substep: CapturedSubstep, new_counts: Tensor, harvest: Readback, step: int | None, ran: Ran | None
+        self, substep: CapturedSubstep, new_counts: Tensor, readback: Readback, step: int | None, ran: Ran | None
     ) -> None:
-        hits = read_hits(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
-        harvest.hits += hits
-        harvest.rows += rows_of(substep, hits)
+        violations = read_violations(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
+        readback.violations += violations
+        readback.rows += rows_of(substep, violations)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site
-                harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
+                readback.totals[what] = readback.totals.get(what, 0) + count  # buckets share a site
 
     def _not_closed(self, what: str) -> HookOrderError:
         return HookOrderError(f"{what} must wait for close() of {next(iter(self.shared.opened))}")
 
 
 def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:
-    return {substep.number for launch in launches for substep in launch.series}
+    return {substep.number for launch in launches for substep in launch.launch_group}
 
 
 def _nobody() -> None:
-    """Who publishes pages where nobody keeps books of them."""
+    """Who publishes pages where nobody keeps a ledger of them."""

@@ -1,7 +1,7 @@
 """CapturedSubstep: the hooks of one forward that a CUDA graph can hold: fixed addresses, counts read on the device.
 
 No hook allocates, waits for the device or looks at a device value. What fires is counted on the device and read by
-`SubstepRegistry.harvest` after the step.
+`SubstepRegistry.read_back` after the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcanary.captured.kernel_launches import Launches, Settings, Shared, Worksp
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.native.layout import KINDS, LINE, NOWHERE, OTHER, filled
 from kvcanary.pools.launch_site import SUBSTEP_KINDS, site_name
-from kvcanary.records.mailbox import LINES, Packed, PackedMask
+from kvcanary.records.mailbox import NUM_MESSAGES, Packed, PackedMask
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.content.reads import ReadSums
 from kvcanary_kernels.judge.forward import ForwardPlan, Room
@@ -32,16 +32,16 @@ class CapturedSubstep:
 
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
-    number:  of the substep in its bank; None: its forward comes once
+    number:  of the substep in its registry; None: its forward comes once
     layers:  that the body has stored, in its order
     judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
     width:   rows a request
-    is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
+    is_deferred: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     before:  the draft forward before it, whose branches the forward's lineage names; None: it has none
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: what `DecodedForward` takes of its plan, masks, `row_violations`, the header
     num_kept: numbers of that which are kept where it is clean: all up to the masks
-    line_card_at: address of where parts of that begin, LINE (native/layout.py)
+    message_struct_at: address of where parts of that begin, LINE (native/layout.py)
     """
 
     def __init__(
@@ -63,23 +63,23 @@ class CapturedSubstep:
         self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
         with torch.inference_mode(False):
             self.work = Workspace(self.forward, pool, settings, room)
-        self._claims, self._beside = shared.claims[pool.name], shared.beside
+        self._claims, self._side_stream = shared.claims[pool.name], shared.side_stream
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
-        self.is_postponed, self.before = settings.is_postponed, settings.before
+        self.is_deferred, self.before = settings.is_deferred, settings.before
         self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
-        lines = 1 if number is None else LINES
-        self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
-        self.num_kept = int(self.written.line_of(0).where[MASKS].stop)
+        num_messages = 1 if number is None else NUM_MESSAGES
+        self.written = Packed(self._parts(header), shared.step, self._launch.post, num_messages)
+        self.num_kept = int(self.written.message_of(0).where[MASKS].stop)
         self._num_layers = pool.view.num_layers
         self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
         self._opened = shared.opened
-        self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
-        self._line_card = line_card(self)
-        self.line_card_at = self._line_card.buffer_info()[0]
+        self._is_admitted = self._has_sealed = self._has_verified = self._has_judged = False
+        self._message_struct = message_struct(self)
+        self.message_struct_at = self._message_struct.buffer_info()[0]
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -92,7 +92,7 @@ class CapturedSubstep:
     @property
     def last_turn(self) -> int:
         """In which it was launched last."""
-        return self._line_card[LINE.turn]
+        return self._message_struct[LINE.turn]
 
     @property
     def judges_bytes(self) -> bool:
@@ -101,29 +101,29 @@ class CapturedSubstep:
     def admit(self) -> None:
         """Where a postponed forward may write: before its open(), when its slots and rows are on the device."""
         self._is_admitted = True
-        with self._beside.behind():
+        with self._side_stream.behind():
             self._launch.admit()
 
     def open(self) -> None:
         """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
         if self.is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
-        if self.is_postponed and not self._is_admitted:
+        if self.is_deferred and not self._is_admitted:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
-        self._has_sealed = self._has_looked = self._has_judged = False
+        self._has_sealed = self._has_verified = self._has_judged = False
         self._opened.add(self)
         self.layers = ()
         self._num_read = 0
-        if self.is_postponed:
+        if self.is_deferred:
             self._is_admitted = False
             return
         if self._puts:
             self._has_sealed = True
             self._plan_puts()
             return
-        with self._beside.behind():  # of all that forwards before it have sealed
-            if self._beside.owes(self.pool.name):
-                self._beside.catch_up()
+        with self._side_stream.behind():  # of all that forwards before it have sealed
+            if self._side_stream.owes(self.pool.name):
+                self._side_stream.catch_up()
             self._launch.plan()
 
     def store(
@@ -144,21 +144,21 @@ class CapturedSubstep:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
         if self._has_judged:
             raise HookOrderError(f"a captured body must store as often as before its capture, got more for {self}")
-        waited = not self.layers and self._beside.join()  # for the plan, which says where
-        is_settled = (bool(self.layers) or self.is_postponed) and not waited and layer not in self.layers
-        self._write(layer, slots, k, v, extras, is_settled)
+        waited = not self.layers and self._side_stream.join()  # for the plan, which says where
+        is_ready = (bool(self.layers) or self.is_deferred) and not waited and layer not in self.layers
+        self._write(layer, slots, k, v, extras, is_ready)
         self.layers += (layer,)
-        if self.is_postponed:
+        if self.is_deferred:
             return
-        is_last = len(self.layers) == self._stores and self._beside.is_captured
+        is_last = len(self.layers) == self._stores and self._side_stream.is_captured
         is_last = is_last and not self.judges_bytes  # this layer's attention is still to come
         # a graph that begins with branches begins late
-        begins = layer >= self._num_layers // 2 and not self._has_looked
+        begins = layer >= self._num_layers // 2 and not self._has_verified
         if is_last or begins:
             room = self._num_layers - 1 - layer  # layers whose attention leaves room for what was postponed
-            with self._beside.behind():
-                if is_last or not self._beside.catch_up(among=room):
-                    self._look()
+            with self._side_stream.behind():
+                if is_last or not self._side_stream.catch_up(among=room):
+                    self._verify_prefixes()
                 if is_last:
                     self._judge()
 
@@ -186,14 +186,14 @@ class CapturedSubstep:
             )
         self._opened.remove(self)
         self._stores = len(self.layers)
-        if self.is_postponed:
-            self._beside.postpone(self.pool.name, self._plan_and_seal, self._judge_rows, self._count)
+        if self.is_deferred:
+            self._side_stream.defer(self.pool.name, self._plan_and_seal, self._judge_rows, self._count)
         elif not self._has_judged:
-            with self._beside.behind():
-                self._look()
+            with self._side_stream.behind():
+                self._verify_prefixes()
                 self._judge()
         if joins:
-            self._beside.finish()
+            self._side_stream.finish()
 
     def abandon(self) -> None:
         """The body raised: the forward is not judged, and the next open() starts afresh.
@@ -202,10 +202,10 @@ class CapturedSubstep:
         """
         if self.is_open:
             self._opened.remove(self)
-            if not self.is_postponed:
-                with self._beside.behind():
-                    self._look()
-            self._beside.finish()
+            if not self.is_deferred:
+                with self._side_stream.behind():
+                    self._verify_prefixes()
+            self._side_stream.finish()
             self._claims.fill_(NO_CLAIM)
             self.work.times.zero_()
             self.work.sums.zero_()
@@ -217,14 +217,14 @@ class CapturedSubstep:
         k: Tensor,
         v: Tensor | None,
         extras: tuple[Tensor, ...],
-        is_settled: bool,
+        is_ready: bool,
     ) -> None:
-        """`is_settled`: where it goes by plan, and how often it came, is known since before the last launch."""
+        """`is_ready`: where it goes by plan, and how often it came, is known since before the last launch."""
         where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
         if self._puts:
             launch.put(layer, where, k, v, extras=extras)
         else:
-            launch.store(layer, where, k, v, extras=extras, is_settled=is_settled and slots is None)
+            launch.store(layer, where, k, v, extras=extras, is_ready=is_ready and slots is None)
 
     def _plan_puts(self) -> None:
         """The first store waits for all of it: nothing runs beside."""
@@ -234,12 +234,12 @@ class CapturedSubstep:
 
     # beside the body, or a later one
 
-    def _look(self) -> None:
+    def _verify_prefixes(self) -> None:
         """Once: what was postponed; then seal what the forward writes, judge what its rows read of earlier forwards."""
-        if self._has_looked:
+        if self._has_verified:
             return
-        self._has_looked = True
-        self._beside.catch_up()
+        self._has_verified = True
+        self._side_stream.catch_up()
         self._seal()
         self._launch.verify_prefixes()
 
@@ -287,15 +287,15 @@ class CapturedSubstep:
         return *own, planned.safe_slots, planned.ancestors, words, planned.row_violations, header
 
 
-def line_card(substep: CapturedSubstep) -> array[int]:
+def message_struct(substep: CapturedSubstep) -> array[int]:
     """LINE (native/layout.py)."""
-    line = substep.written.line_of(0)
-    where = [part.start if part.stop > part.start else NOWHERE for part in line.where]
+    message = substep.written.message_of(0)
+    where = [part.start if part.stop > part.start else NOWHERE for part in message.where]
     bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where
     parents = parents if substep.forward.lineage is None else NOWHERE  # the part holds that
     nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
     kind, number = KINDS.get(substep.site[0], OTHER), NOWHERE if substep.number is None else substep.number
     parts = {"bounds": bounds, "starts": starts, "ends": ends, "tokens": tokens, "parents": parents, "safe": safe}
-    parts |= {"mask": mask, "header": line.where[HEADER_PART].start, "step": len(line.numbers) - 1}
+    parts |= {"mask": mask, "header": message.where[HEADER_PART].start, "step": len(message.numbers) - 1}
     sizes = {"entries": substep.forward.num_entries, "width": substep.width, "nodes": nodes}
-    return filled(LINE, pool=substep.pool.card_at, kind=kind, number=number, **parts, **sizes)
+    return filled(LINE, pool=substep.pool.struct_at, kind=kind, number=number, **parts, **sizes)

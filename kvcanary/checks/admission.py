@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import Forward, Ints, Refused, on_host
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.writes import judge_slots
 from kvcanary.ledger.page_states import Pages
 from kvcanary.pools.slot_maps import NOWHERE, locate_slots
 from kvcanary_kernels.record.layout import NO_OWNER
 
 
-def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> list[HitBatch]:
+def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> list[ViolationBatch]:
     """R1 and W1 for ids outside the pool; W2, W3, W7 and W8 for pages that the entry's request may not write.
 
     A refused write keeps the slot's old record, and its bytes too where the engine stores by the slots that `open`

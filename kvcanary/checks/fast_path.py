@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 
 from kvcanary.calls.forward import Forward, Ints
-from kvcanary.calls.violation_log import HitLog
+from kvcanary.calls.violation_log import ViolationLog
 from kvcanary.checks.seals import Sealer
 from kvcanary.ledger.ledger import Judged, Ledger, Request
 from kvcanary.native.layout import FACT, FORWARD, PLANS_WRONG, READS_WRONG, REQUEST, REWRITTEN, SEALED_BITS
@@ -20,7 +20,7 @@ from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
 
-class Settled(Enum):
+class Unproved(Enum):
     """What is left to the rules."""
 
     NOTHING = "all is clean"
@@ -28,45 +28,48 @@ class Settled(Enum):
     ALL = "nothing was done"
 
 
-class Settler:
+class Prover:
     """Forwards over pools in host memory, whose rows begin at position 0 and lie where plans say."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, mirror: RecordStore, sealer: Sealer) -> None:
-        self._ledger, self._mirror, self._sealer = ledger, mirror, sealer
+    def __init__(self, state: CanaryState, ledger: Ledger, record_store: RecordStore, sealer: Sealer) -> None:
+        self._ledger, self._record_store, self._sealer = ledger, record_store, sealer
         self._is_able = all(pool.host is not None and not pool.is_partial for pool in state.pools)
-        self._cards = np.array([pool.card_at for pool in state.pools], np.int64)
-        self._loop = state.pools[0].loops.settle_forwards
+        self._structs = np.array([pool.struct_at for pool in state.pools], np.int64)
+        self._loop = state.pools[0].loops.prove_forwards
 
-    def settle(self, forwards: Sequence[Forward], hits: HitLog) -> Settled:
-        """Prove, seal and note; W5 of what was sealed goes to `hits`."""
+    def prove(self, forwards: Sequence[Forward], violations: ViolationLog) -> Unproved:
+        """Prove, seal and note; W5 of what was sealed goes to `violations`."""
         if not self._is_able or not all(map(_is_whole, forwards)):
-            return Settled.ALL
+            return Unproved.ALL
         requests, numbers = _requests_of(forwards), array("q")
         for request in requests:
             self._add_facts(request, numbers)
-        facts = np.frombuffer(numbers, np.int64).reshape(len(requests), len(self._cards), FACT.size)
+        facts = np.frombuffer(numbers, np.int64).reshape(len(requests), len(self._structs), FACT.size)
         ledger = self._ledger
         found = self._loop(
             np.frombuffer(array("q", [forward.head for forward in forwards]), np.int64),
             facts,
-            self._cards,
+            self._structs,
             ledger.generations,
             ledger.states,
-            *self._mirror.memory_of_loops,
+            *self._record_store.native_memory,
         )
         if found == PLANS_WRONG:
-            return Settled.ALL
+            return Unproved.ALL
         wrong, seen = found & READS_WRONG, found >> SEALED_BITS
         if seen:
-            self._mirror.epoch += bool(seen & REWRITTEN)
-            hits += self._sealer.sealed(forwards, [int(forward.memory[FORWARD.seen]) for forward in forwards])
+            self._record_store.epoch += bool(seen & REWRITTEN)
+            violations += self._sealer.sealed(forwards, [int(forward.memory[FORWARD.seen]) for forward in forwards])
         self._note(requests, facts, has_judged=not wrong)
-        return Settled.READS if wrong else Settled.NOTHING
+        return Unproved.READS if wrong else Unproved.NOTHING
 
     def _add_facts(self, request: Request, numbers: array[int]) -> None:
         """[pools * FACT.size] (native/layout.py)."""
-        card, epoch, committed_len = request.known.card, self._mirror.epoch, request.committed_len
-        row, tokens = (card[REQUEST.row], card[REQUEST.num_row]), (card[REQUEST.tokens], card[REQUEST.num_tokens])
+        struct, epoch, committed_len = request.known.struct, self._record_store.epoch, request.committed_len
+        row, tokens = (
+            (struct[REQUEST.row], struct[REQUEST.num_row]),
+            (struct[REQUEST.tokens], struct[REQUEST.num_tokens]),
+        )
         common = request.uid, *row, *tokens
         for truth, row_len, (length, _, judged_in) in zip(
             request.truths, request.row_lens, request.judged, strict=True
@@ -77,7 +80,7 @@ class Settler:
 
     def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:
         """How far rows are written, their truth is known, and they were judged clean."""
-        epoch = self._mirror.epoch
+        epoch = self._record_store.epoch
         learned = facts[:, :, [FACT.row_len, FACT.num_truths, FACT.known, FACT.judged, FACT.judged_step]].tolist()
         for request, pools in zip(requests, learned, strict=True):
             for pool_id, (row_len, num_truths, known, judged, step) in enumerate(pools):

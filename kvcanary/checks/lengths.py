@@ -11,7 +11,7 @@ import numpy as np
 from kvcanary.calls.entries import fired_writes
 from kvcanary.calls.forward import Forward, on_host
 from kvcanary.calls.model_call import ModelCall
-from kvcanary.calls.violation import NO_SLOT, Hit
+from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.errors import LifetimeError
 from kvcanary.ledger.ledger import Request
 from kvcanary.pools.slot_maps import window_start
@@ -21,40 +21,40 @@ from kvcanary_kernels.record.layout import read_record
 Values = dict[str, Any]
 
 
-def judge_lengths(forward: Forward) -> list[Hit]:
+def judge_lengths(forward: Forward) -> list[Violation]:
     """R10 for every row whose prefix is not as long as what acceptance has made final and forwards have written.
 
     Behind it a row of draft[i] reads i ancestors, and no other row anything but what the forward writes. H1 where it is
     as long as acceptance says, and what should have written its end had no hooks; and of a draft forward all of whose
     rows are those of another number.
     """
-    hits: list[Hit] = []
+    violations: list[Violation] = []
     right: list[int] = []  # numbers of requests
     for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
         truth = request.final_len(forward.pool.pool_id, forward.committed[number])
         if prefix == truth:
             right.append(number)
         else:
-            hits.append(_wrong_prefix(forward, number, truth, prefix))
-    behind = [hit for number in right for hit in _judge_ancestors(forward, number)]
-    if behind and not hits and forward.kind == "draft" and (own := own_number(forward)) != forward.index:
+            violations.append(_wrong_prefix(forward, number, truth, prefix))
+    behind = [violation for number in right for violation in _judge_ancestors(forward, number)]
+    if behind and not violations and forward.kind == "draft" and (own := own_number(forward)) != forward.index:
         return [_wrong_number(forward, own)]
-    return hits + behind
+    return violations + behind
 
 
-def _judge_ancestors(forward: Forward, number: int) -> list[Hit]:
+def _judge_ancestors(forward: Forward, number: int) -> list[Violation]:
     """R10 for rows of this request in which another number of entries stands between its prefix and what is written."""
-    hits: list[Hit] = []
+    violations: list[Violation] = []
     wanted = forward.prefixes[number] + (forward.index if forward.kind == "draft" else 0)
     for row in range(number * forward.width, (number + 1) * forward.width):
         if row in forward.short_rows:
-            hits.append(_too_short(forward, row, wanted))
+            violations.append(_too_short(forward, row, wanted))
         elif (begin := forward.begins[row]) != wanted:
-            hits.append(_wrong_length(forward, row, max(begin - 1, 0), {"length": wanted}, {"length": begin}))
-    return hits
+            violations.append(_wrong_length(forward, row, max(begin - 1, 0), {"length": wanted}, {"length": begin}))
+    return violations
 
 
-def _wrong_prefix(forward: Forward, number: int, truth: int, prefix: int) -> Hit:
+def _wrong_prefix(forward: Forward, number: int, truth: int, prefix: int) -> Violation:
     row, request = number * forward.width, forward.requests[number]
     if truth < prefix <= request.most_final(forward.pool.pool_id, forward.committed[number]):
         unhooked = _not_caught_up(forward, row, truth, prefix)
@@ -63,7 +63,7 @@ def _wrong_prefix(forward: Forward, number: int, truth: int, prefix: int) -> Hit
     return _wrong_length(forward, row, max(prefix - 1, 0), {"length": truth}, {"length": prefix})
 
 
-def _not_caught_up(forward: Forward, row: int, written: int, final: int) -> Hit | None:
+def _not_caught_up(forward: Forward, row: int, written: int, final: int) -> Violation | None:
     """H1 for a row of which ``written`` entries have a forward with hooks, and ``final`` are final.
 
     None where the last of these forwards ran when they became final: then it had hooks, and wrote too few. None where a
@@ -77,7 +77,7 @@ def _not_caught_up(forward: Forward, row: int, written: int, final: int) -> Hit 
         if 0 <= slot < pool.view.num_slots and read_record(pool.records, slot).step >= request.commit_step:
             return None
     where = pool, NO_SLOT, written, request.request_id, ("commit", 0), forward.step
-    return Hit("H1", *where, expected={"entries": final}, found={"entries": written}, is_unhooked=True)
+    return Violation("H1", *where, expected={"entries": final}, found={"entries": written}, is_unhooked=True)
 
 
 def own_number(forward: Forward) -> int:
@@ -88,47 +88,47 @@ def own_number(forward: Forward) -> int:
     return numbers.pop() if is_sure else forward.index
 
 
-def _wrong_number(forward: Forward, number: int) -> Hit:
+def _wrong_number(forward: Forward, number: int) -> Violation:
     """H1 of a draft forward that was opened as another: numbers of substeps repeat, or leave one out."""
     first, *others = forward.request_ids
     where = forward.pool, NO_SLOT, None, first, forward.site, forward.step
     sides = {"number": number}, {"number": forward.index}
-    return Hit("H1", *where, others=tuple(others), expected=sides[0], found=sides[1], is_unhooked=True)
+    return Violation("H1", *where, others=tuple(others), expected=sides[0], found=sides[1], is_unhooked=True)
 
 
-def judge_starts(forward: Forward) -> list[Hit]:
+def judge_starts(forward: Forward) -> list[Violation]:
     """R10 for every row that begins behind the first position that its own entries must see."""
-    hits: list[Hit] = []
+    violations: list[Violation] = []
     if not forward.has_starts or not any(forward.starts):
-        return hits
+        return violations
     for row, start in enumerate(forward.starts):
         if start > (wanted := window_start(forward.pool.view, forward.begins[row])):
-            hits.append(_wrong_length(forward, row, start, {"first_position": wanted}, {"first_position": start}))
-    return hits
+            violations.append(_wrong_length(forward, row, start, {"first_position": wanted}, {"first_position": start}))
+    return violations
 
 
-def _too_short(forward: Forward, row: int, before: int) -> Hit:
+def _too_short(forward: Forward, row: int, before: int) -> Violation:
     """At the row's last entry, or where it has none at the first that it writes; `before`: entries before those."""
     first, end, start = forward.bounds[row], forward.bounds[row + 1], forward.starts[row]
     expected, found = {"entries": before - start + forward.written[row]}, {"entries": end - first}
-    hit = _wrong_length(forward, row, start + end - first - 1, expected, found)
+    violation = _wrong_length(forward, row, start + end - first - 1, expected, found)
     if end == first and forward.written[row]:
         own = sum(forward.written[:row])
-        hit.slot, hit.position = int(forward.planned.slots[own]), before
-        hit.named = None if hit.named is None else int(forward.slot_names[own])
-    return hit
+        violation.slot, violation.position = int(forward.planned.slots[own]), before
+        violation.named = None if violation.named is None else int(forward.slot_names[own])
+    return violation
 
 
-def _wrong_length(forward: Forward, row: int, position: int, expected: Values, found: Values) -> Hit:
+def _wrong_length(forward: Forward, row: int, position: int, expected: Values, found: Values) -> Violation:
     place = min(forward.bounds[row] + max(position - forward.starts[row], 0), len(forward.ids) - 1)
     slot, named = (0, None) if place < 0 else (int(forward.ids[place]), int(forward.names[place]))
     name, site = forward.request_of(row).request_id, forward.site
-    hit = Hit("R10", forward.pool, slot, position, name, site, forward.step, expected=expected, found=found)
-    hit.named = None if forward.pool.view.slot_map is None else named
-    return hit
+    violation = Violation("R10", forward.pool, slot, position, name, site, forward.step, expected=expected, found=found)
+    violation.named = None if forward.pool.view.slot_map is None else named
+    return violation
 
 
-def judge_mask(forward: ModelCall) -> list[Hit]:
+def judge_mask(forward: ModelCall) -> list[Violation]:
     """R13 for every tree node that sees anything but itself and its ancestors."""
     if forward.tree_mask is None or forward.parents is None:
         return []
@@ -145,46 +145,50 @@ def judge_mask(forward: ModelCall) -> list[Hit]:
     wrong = [entry for entry, own in enumerate(expected) if own != found[entry]]
     batch = fired_writes("R13", forward, np.array(wrong))
     return [
-        replace(batch.hit(number), expected={"sees": _bits(expected[entry])}, found={"sees": _bits(found[entry])})
+        replace(batch.violation(number), expected={"sees": _bits(expected[entry])}, found={"sees": _bits(found[entry])})
         for number, entry in enumerate(wrong)
     ]
 
 
 def expect_growth(requests: Sequence[Request], committed_lens: Sequence[int]) -> None:
-    """What is committed stays so, of those of which the device has not told before."""
+    """What is committed stays so, of those that the device has not reported before."""
     for request, length in zip(requests, committed_lens, strict=True):
-        if length < request.committed_len and not request.unheard:
+        if length < request.committed_len and not request.uncollected:
             raise LifetimeError(
                 f"committed_len of {request.request_id!r} must not shrink, {length} follows {request.committed_len}"
             )
 
 
-def judge_commit(requests: Sequence[Request], pools: Sequence[PoolState], step: int) -> list[Hit]:
+def judge_commit(requests: Sequence[Request], pools: Sequence[PoolState], step: int) -> list[Violation]:
     """H1 where entries are final since this step that no forward with hooks has written.
 
     Draft pools catch up later: `judge_lengths` looks when their next forward reads these.
     """
-    hits = []
+    violations = []
     for pool in pools:
         if pool.view.token_offset or pool.view.ahead:
             continue
         for request in requests:
             seen, expected = max(request.row_lens[pool.pool_id], request.brought_len), request.committed_len
             if seen < expected and request.commit_step == step:
-                hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step, is_unhooked=True)
-                hits.append(replace(hit, expected={"entries": expected}, found={"entries": seen}))
-    return hits
+                violation = Violation("H1", pool, 0, seen, request.request_id, ("commit", 0), step, is_unhooked=True)
+                violations.append(replace(violation, expected={"entries": expected}, found={"entries": seen}))
+    return violations
 
 
-def judge_heard(requests: Sequence[Request], pool: PoolState, committed_lens: Sequence[int], step: int) -> list[Hit]:
+def judge_collected(
+    requests: Sequence[Request], pool: PoolState, committed_lens: Sequence[int], step: int
+) -> list[Violation]:
     """H1 where the engine says of a step that it has made another length final than the device has said."""
-    hits = []
+    violations = []
     for request, committed_len in zip(requests, committed_lens, strict=True):
-        unheard = request.unheard
-        if unheard and committed_len != (expected := unheard[0].committed_len):
-            hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
-            hits.append(replace(hit, expected={"committed_len": expected}, found={"committed_len": committed_len}))
-    return hits
+        uncollected = request.uncollected
+        if uncollected and committed_len != (expected := uncollected[0].committed_len):
+            violation = Violation("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
+            violations.append(
+                replace(violation, expected={"committed_len": expected}, found={"committed_len": committed_len})
+            )
+    return violations
 
 
 def _lineages(parents: Sequence[int], written: Sequence[int]) -> list[int]:

@@ -7,11 +7,11 @@ import numpy as np
 from kvcanary.calls.entries import Entries, named
 from kvcanary.calls.forward import Forward, Ints
 from kvcanary.calls.violation import NO_BRANCH
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary_kernels.record.layout import CHAIN
 
 
-def judge_lineage(forward: Forward, records: Ints) -> list[HitBatch]:
+def judge_lineage(forward: Forward, records: Ints) -> list[ViolationBatch]:
     """R5 where a row reads, in front of its own entry, another one than its lineage goes on from.
 
     records: [slots, 8] as the canary has written them. Chain values are compared and not slots: copies keep them.

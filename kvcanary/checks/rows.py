@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvcanary.calls.entries import Entries, fired_writes
 from kvcanary.calls.forward import SLOT_BYTES, Forward, Ints, on_host
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.grants import grant_codes
 from kvcanary.checks.row_spans import Segment, read_entries, sort_rows
 from kvcanary.ledger.ledger import Judged, Ledger
@@ -39,7 +39,7 @@ class Verdict:
     suspects: those of rows that do not name what they should
     """
 
-    hits: list[Hit | HitBatch]
+    violations: list[Violation | ViolationBatch]
     segments: list[Segment]
     suspects: list[Segment]
     unknown_truths: int
@@ -48,8 +48,8 @@ class Verdict:
 class Reader:
     """R2 to R8, R11 and R12 of what forwards have read."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, mirror: RecordStore, disabled: frozenset[str]) -> None:
-        self._state, self._ledger, self._mirror = state, ledger, mirror
+    def __init__(self, state: CanaryState, ledger: Ledger, record_store: RecordStore, disabled: frozenset[str]) -> None:
+        self._state, self._ledger, self._record_store = state, ledger, record_store
         self._active = {code: bit for code, bit in CODE_BITS.items() if code not in disabled}
         self._active_bits = sum(self._active.values())
         self._judges_truth = "R6" not in disabled
@@ -61,15 +61,17 @@ class Reader:
         prefixes = list(rows.longest.values())
         untrue = self._untrue(pool, prefixes) if self._records_are_intact(pool, prefixes) else prefixes
         suspects = rows.suspects + untrue
-        hits: list[Hit | HitBatch] = []
+        violations: list[Violation | ViolationBatch] = []
         for step in sorted({segment.forward.step for segment in suspects}):
-            hits += self._hits(pool, step, [segment for segment in suspects if segment.forward.step == step])
+            violations += self._violations(
+                pool, step, [segment for segment in suspects if segment.forward.step == step]
+            )
         for forward in forwards:
             if forward.write_slots and min(forward.write_slots) < pool.view.null_slots and "R2" in self._active:
-                hits.append(_null_writes(forward))
+                violations.append(_null_writes(forward))
         if pool.view.slot_map is not None and "R8" in self._active:
-            hits += _shared_slots(forwards, [*prefixes, *rows.suspects])
-        return Verdict(hits, prefixes + rows.suspects, rows.suspects, self._unknown_truths)
+            violations += _shared_slots(forwards, [*prefixes, *rows.suspects])
+        return Verdict(violations, prefixes + rows.suspects, rows.suspects, self._unknown_truths)
 
     def slots(self, segments: Sequence[Segment]) -> Tensor:
         """[n] int64: the slots of all segments."""
@@ -100,7 +102,7 @@ class Reader:
                 if chains is None or not self._is_written(pool, segment, known, chains[known:end]):
                     untrue.append(segment)
                     continue
-            judged = Judged(max(known, end), segment.forward.step, self._mirror.epoch)
+            judged = Judged(max(known, end), segment.forward.step, self._record_store.epoch)
             segment.request.judged[pool.pool_id] = judged
         return untrue
 
@@ -109,7 +111,7 @@ class Reader:
         if pool.is_partial:
             return segment.first_position
         judged = segment.request.judged[pool.pool_id]
-        return judged.length if judged.epoch == self._mirror.epoch else 0
+        return judged.length if judged.epoch == self._record_store.epoch else 0
 
     def _is_written(self, pool: PoolState, segment: Segment, known: int, chains: NDArray[np.uint64]) -> bool:
         """Whether it holds these chains from a position on, of every layer, under the current grants; then judged."""
@@ -119,26 +121,26 @@ class Reader:
             forward.host_names.data_ptr() + place,
             chains.view(np.int64),
             self._ledger.generations,
-            pool.card_at,
+            pool.struct_at,
             forward.step,
-            self._mirror.memory,
-            self._mirror.judged,
+            self._record_store.memory,
+            self._record_store.judged,
             not pool.is_partial,
         )
 
     # suspects
 
-    def _hits(self, pool: PoolState, step: int, segments: Sequence[Segment]) -> list[Hit | HitBatch]:
+    def _violations(self, pool: PoolState, step: int, segments: Sequence[Segment]) -> list[Violation | ViolationBatch]:
         """Every check that fires for these entries; R6 for whole rows in which nothing else does."""
         slots = self.slots(segments)
         bits, first = on_host(self._codes(pool, step, segments, slots)) & self._active_bits, 0
-        hits: list[Hit | HitBatch] = []
+        violations: list[Violation | ViolationBatch] = []
         for forward, group in groupby(segments, lambda segment: segment.forward):
             own = list(group)
             end = first + sum(segment.length for segment in own)
-            hits += self._hits_of(forward, own, bits[first:end])
+            violations += self._violations_of(forward, own, bits[first:end])
             first = end
-        return hits
+        return violations
 
     def _codes(self, pool: PoolState, step: int, segments: Sequence[Segment], slots: Tensor) -> Tensor:
         """[n] int64: check bits of every entry of these segments."""
@@ -180,31 +182,35 @@ class Reader:
         truth = self._ledger.truth(segment.request, pool.pool_id, segment.first_position)
         return (NO_PREDECESSOR, 0) if truth is None else (ROOT, truth)
 
-    def _hits_of(self, forward: Forward, segments: Sequence[Segment], bits: Ints) -> list[Hit | HitBatch]:
+    def _violations_of(
+        self, forward: Forward, segments: Sequence[Segment], bits: Ints
+    ) -> list[Violation | ViolationBatch]:
         """One batch a check for these segments of one forward; R5 and R6 by row, where no other check fires."""
-        hits: list[Hit | HitBatch] = []
+        violations: list[Violation | ViolationBatch] = []
         refused = _refused_reads(forward)
         ends = np.cumsum([segment.length for segment in segments])
         for segment, own in zip(segments, np.split(bits, ends[:-1]), strict=True):
             if refused is not None:
                 own[refused[segment.start : segment.start + segment.length]] = 0  # R1 was reported at open
             if segment.first_written >= 0:
-                hits += self._judge_own(segment, own)
+                violations += self._judge_own(segment, own)
             elif segment.predecessor == ROOT and segment.length:
                 self._judge_grants(segment, own)
                 if not own.any():
-                    hits += self._judge_truth(segment)
+                    violations += self._judge_truth(segment)
         fired = int(np.bitwise_or.reduce(bits))
         if fired:
             entries = read_entries(forward.pool, segments)
-            hits += [_batch(code, forward, entries, bits & bit) for code, bit in self._active.items() if fired & bit]
-        return hits
+            violations += [
+                _batch(code, forward, entries, bits & bit) for code, bit in self._active.items() if fired & bit
+            ]
+        return violations
 
     def _judge_grants(self, segment: Segment, bits: Ints) -> None:
         """R7 and R8 at entries on shared pages that the row does not hold."""
         bits |= grant_codes(self._ledger, segment.request, segment.first_position, segment.names) & self._active_bits
 
-    def _judge_truth(self, segment: Segment) -> list[Hit]:
+    def _judge_truth(self, segment: Segment) -> list[Violation]:
         """R6: the record at S - 1 is not the end of this request's own tokens."""
         pool, end = segment.forward.pool, segment.end_position
         truth = self._ledger.truth(segment.request, pool.pool_id, end)
@@ -216,11 +222,11 @@ class Reader:
         if int(pool.records[slots[-1], record.CHAIN]) == signed(truth):
             return []
         last = replace(segment, start=segment.start + segment.length - 1, length=1, first_position=end - 1)
-        hit = _batch("R6", segment.forward, read_entries(pool, [last]), np.ones(1)).hit(0)
-        hit.row_slots = slots
-        return [hit]
+        violation = _batch("R6", segment.forward, read_entries(pool, [last]), np.ones(1)).violation(0)
+        violation.row_slots = slots
+        return [violation]
 
-    def _judge_own(self, segment: Segment, bits: Ints) -> list[HitBatch]:
+    def _judge_own(self, segment: Segment, bits: Ints) -> list[ViolationBatch]:
         """R5 where attention reads another chain than the one that this forward wrote for the same entry."""
         forward, slots = segment.forward, segment.slots
         own = forward.planned.slots[segment.written]
@@ -232,7 +238,7 @@ class Reader:
         return [_batch("R5", forward, read_entries(forward.pool, [segment]), differs)] if differs.any() else []
 
 
-def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -> HitBatch:
+def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -> ViolationBatch:
     """One check at the entries where `fired` is not zero, with the positions that R4 has found."""
     evidence = {}
     if code == "R4":
@@ -240,7 +246,7 @@ def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -
     return entries.fired(code, forward.pool, forward.site, forward.step, np.flatnonzero(fired), **evidence)
 
 
-def _shared_slots(forwards: Sequence[Forward], segments: Sequence[Segment]) -> list[HitBatch]:
+def _shared_slots(forwards: Sequence[Forward], segments: Sequence[Segment]) -> list[ViolationBatch]:
     """R8 for every entry whose slot holds another slot of the full group too, as far as these forwards read."""
     if not segments:
         return []
@@ -264,7 +270,7 @@ def _on_device(values: Ints, like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device)
 
 
-def _null_writes(forward: Forward) -> HitBatch:
+def _null_writes(forward: Forward) -> ViolationBatch:
     """R2 for the entries that live rows write to, and so read from, null slots."""
     is_null = forward.planned.slots < forward.pool.view.null_slots
     if forward.refused is not None:

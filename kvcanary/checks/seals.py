@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcanary.calls.entries import fired_writes
 from kvcanary.calls.forward import Forward, Ints
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.lineage import judge_lineage
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.native.layout import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH
@@ -20,10 +20,10 @@ from kvcanary_kernels.record.layout import CHAIN
 class Sealer:
     """Seals all entries of a step, forward by forward, in one compiled loop each."""
 
-    def __init__(self, mirror: RecordStore, ledger: Ledger) -> None:
-        self._mirror, self._ledger = mirror, ledger
+    def __init__(self, record_store: RecordStore, ledger: Ledger) -> None:
+        self._record_store, self._ledger = record_store, ledger
 
-    def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
+    def seal(self, forwards: Sequence[Forward]) -> list[ViolationBatch]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's, R5 where a row
         does not read what its lineage goes on from.
         """
@@ -40,29 +40,29 @@ class Sealer:
             pages.generations,
             pages.states,
             *(pool.all_layers if forward.stored == pool.full_layers else stored_columns(forward.stored)),
-            *self._mirror.memory_of_loops,
+            *self._record_store.native_memory,
         )
-        self._mirror.sealed(pool, forward.planned.slots, seen)
+        self._record_store.sealed(pool, forward.planned.slots, seen)
         return seen
 
-    def sealed(self, forwards: Sequence[Forward], seen: Sequence[int]) -> list[HitBatch]:
+    def sealed(self, forwards: Sequence[Forward], seen: Sequence[int]) -> list[ViolationBatch]:
         """What follows from what a loop has seen while it sealed each of these forwards (native/layout.py)."""
-        hits = []
+        violations = []
         for forward, found in zip(forwards, seen, strict=True):
             if found & PAGE_FRESH:
                 self._ledger.pages.wrote(forward.slot_names, self._ledger.page_size)
             if found & NULL_WRITTEN:
                 self._forget_null_chains(forward)
             if found & MISPLACED:
-                hits.append(_misplaced(forward))
+                violations.append(_misplaced(forward))
             if found & ASTRAY:
-                hits += judge_lineage(forward, self._mirror.memory[forward.pool.base :])
-        return hits
+                violations += judge_lineage(forward, self._record_store.memory[forward.pool.base :])
+        return violations
 
     def _forget_null_chains(self, forward: Forward) -> None:
         """Null slots have no records: their chains were for what follows in the same step."""
         slots = forward.planned.slots
-        self._mirror.table[slots[slots < forward.pool.view.null_slots] + forward.pool.base, CHAIN] = 0
+        self._record_store.table[slots[slots < forward.pool.view.null_slots] + forward.pool.base, CHAIN] = 0
 
     def _roots(self, forward: Forward) -> Words:
         """[rows] chain that a row continues where it reads nothing before its own entries."""
@@ -82,7 +82,7 @@ class Sealer:
                 roots[row] = 0 if truth is None else truth
 
 
-def _misplaced(forward: Forward) -> HitBatch:
+def _misplaced(forward: Forward) -> ViolationBatch:
     """W5 for every entry whose position is not its parent's plus one."""
     positions, per_row = forward.planned.positions, np.array(forward.written, np.int64)
     wanted = np.repeat(np.array(forward.begins, np.int64), per_row)

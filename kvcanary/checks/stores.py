@@ -1,4 +1,4 @@
-"""Storing: the content lanes of values on their way into a pool, taken at the store and written when they are sealed.
+"""Storing: the fingerprints of values on their way into a pool, taken at the store and written when they are sealed.
 
 They are those of what was to be stored, not of what the pool holds now.
 """
@@ -14,32 +14,32 @@ from torch import Tensor
 
 from kvcanary.calls.forward import Forward
 from kvcanary.native.layout import FORWARD
-from kvcanary.records.fingerprints import joined, lanes_of_layer
+from kvcanary.records.fingerprints import fingerprints_of_layer, joined
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import signed
 from kvcanary_kernels.record.rows import WORD_BYTES
 
-LANES_BYTES = 16  # of one entry and layer
+FINGERPRINTS_BYTES = 16  # of one entry and layer
 
 
 def expect_values(forward: Forward) -> None:
-    """Room for the lanes of everything that this forward will store."""
+    """Room for the fingerprints of everything that this forward will store."""
     shape = forward.pool.view.num_layers, 2, forward.num_entries
-    forward.lanes = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
-    forward.lanes_at = forward.memory[FORWARD.lanes] = forward.lanes.data_ptr()
+    forward.fingerprints = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
+    forward.fingerprints_at = forward.memory[FORWARD.fingerprints] = forward.fingerprints.data_ptr()
 
 
-def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Tensor]) -> None:
+def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values: Sequence[Tensor]) -> None:
     """What a layer stores: `pool.view.value_shapes(n)`, K, V and extras in logical order.
 
-    lanes: [layers, 2, n] int64 out, lane a of each layer, and what it adds to lane b
+    fingerprints: [layers, 2, n] int64 out, fingerprint a of each layer, and what it adds to fingerprint b
     """
     pool, host = forward.pool, forward.pool.host
     if host is None:
-        lanes[layer] = torch.stack(lanes_of_layer(pool, layer, _words(pool, values)))
+        fingerprints[layer] = torch.stack(fingerprints_of_layer(pool, layer, _words(pool, values)))
         return
     n, keys, start = forward.num_entries, host.layer_keys[layer], host.starts[layer]
-    out = forward.lanes_at + layer * n * LANES_BYTES
+    out = forward.fingerprints_at + layer * n * FINGERPRINTS_BYTES
     if len(values) == 2:  # K and V as a model gives them, or a split view of its product
         (k, v), (own, other) = values, host.parts
         k_stride, v_stride, k_at, v_at = k.stride(), v.stride(), k.data_ptr(), v.data_ptr()
@@ -60,7 +60,8 @@ def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Ten
 
 
 class Store:
-    """The stores of one forward whose pool lies in host memory and holds K and V: writes and lanes in one loop a layer.
+    """The stores of one forward whose pool lies in host memory and holds K and V: writes and fingerprints in one loop a
+    layer.
 
     What was found about slots and values of one layer is asked again only where those of the next are different.
     """
@@ -116,32 +117,34 @@ def leave_it(layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -
     return False
 
 
-def keep_lanes(forward: Forward) -> None:
-    """Write the lanes where looks will compare them; the records of this forward must be sealed.
+def keep_fingerprints(forward: Forward) -> None:
+    """Write the fingerprints where re-reads will compare them; the records of this forward must be sealed.
 
     What a layer did not store is taken as it lies in the pool: R12 names it, R9 need not.
     """
-    pool, lanes, host = forward.pool, forward.lanes, forward.pool.host
-    if lanes is None:
+    pool, fingerprints, host = forward.pool, forward.fingerprints, forward.pool.host
+    if fingerprints is None:
         return
     if forward.stored != pool.full_layers:
         for layer in range(pool.view.num_layers):
             if not forward.stored >> layer & 1:
-                lanes[layer] = torch.stack(
-                    lanes_of_layer(pool, layer, pool.rows.gather_layer(layer, forward.pool_slots))
+                fingerprints[layer] = torch.stack(
+                    fingerprints_of_layer(pool, layer, pool.rows.gather_layer(layer, forward.pool_slots))
                 )
     if host is None:
-        _keep_on_device(forward, lanes)
+        _keep_on_device(forward, fingerprints)
     else:
         slots = forward.planned.slots
-        pool.loops.keep_lanes(slots, lanes.numpy(), host.start_b, host.content_a, host.records, host.expected)
+        pool.loops.keep_fingerprints(
+            slots, fingerprints.numpy(), host.start_b, host.content_a, host.records, host.expected
+        )
 
 
-def _keep_on_device(forward: Forward, lanes: Tensor) -> None:
+def _keep_on_device(forward: Forward, fingerprints: Tensor) -> None:
     last = dict(zip(forward.write_slots, range(len(forward.write_slots)), strict=True))  # W4 may repeat a slot
-    slots, entries = (torch.tensor(list(values), device=lanes.device) for values in (last, last.values()))
-    lane_a, lane_b = lanes.index_select(2, entries).unbind(1)
-    forward.pool.write_lanes(slots, lane_a, lane_b.sum(0).add_(signed(forward.pool.keys.start_b)))
+    slots, entries = (torch.tensor(list(values), device=fingerprints.device) for values in (last, last.values()))
+    fingerprint_a, fingerprint_b = fingerprints.index_select(2, entries).unbind(1)
+    forward.pool.write_fingerprints(slots, fingerprint_a, fingerprint_b.sum(0).add_(signed(forward.pool.keys.start_b)))
 
 
 def _words(pool: PoolState, values: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcanary.calls.entries import fired_writes
 from kvcanary.calls.model_call import ModelCall
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.ledger.ledger import Request
 
 TokenOf = Callable[[str, int], int | None]
@@ -29,7 +29,7 @@ class Oracle:
     judges_guesses: bool = False
 
 
-def judge_tokens(forward: ModelCall, oracle: Oracle | None = None) -> list[HitBatch]:
+def judge_tokens(forward: ModelCall, oracle: Oracle | None = None) -> list[ViolationBatch]:
     """W6 for every entry whose input is another token than its request has there, or no token at all.
 
     Without an oracle that judges them, draft guesses have no truth.

@@ -7,30 +7,30 @@ from numpy.typing import NDArray
 
 from kvcanary.calls.entries import Entries, fired_writes, named
 from kvcanary.calls.forward import Forward, Ints, Refused
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 
 
-def judge_slots(forward: Forward) -> list[HitBatch]:
+def judge_slots(forward: Forward) -> list[ViolationBatch]:
     """W1 and R1 for ids outside the pool, W4 for every slot that an earlier entry of this forward writes."""
-    hits = []
+    violations = []
     if forward.refused is not None:
         entries, codes = forward.refused.entries, forward.refused.codes
-        hits += [fired_writes(code, forward, entries[codes == code]) for code in np.unique(codes).tolist()]
+        violations += [fired_writes(code, forward, entries[codes == code]) for code in np.unique(codes).tolist()]
     if forward.refused_reads is not None:
-        hits.append(_refused_reads(forward, forward.refused_reads))
+        violations.append(_refused_reads(forward, forward.refused_reads))
     if len(set(forward.write_slots)) < len(forward.write_slots):
-        hits.append(fired_writes("W4", forward, _repeated(forward)))
-    return hits
+        violations.append(fired_writes("W4", forward, _repeated(forward)))
+    return violations
 
 
-def judge_layer(forward: Forward, layer: int) -> list[HitBatch]:
+def judge_layer(forward: Forward, layer: int) -> list[ViolationBatch]:
     """W4 at the first slot of the forward for a layer whose bit in the bitmap is set already."""
     if not forward.num_entries or not forward.stored >> layer & 1:
         return []
     return [fired_writes("W4", forward, np.array([0]), layers=_layers(forward, 1 << layer))]
 
 
-def judge_layers(forward: Forward) -> list[HitBatch]:
+def judge_layers(forward: Forward) -> list[ViolationBatch]:
     """R12 for everything that not every layer has stored."""
     if forward.stored == forward.pool.full_layers:
         return []
@@ -52,7 +52,7 @@ def _repeated(forward: Forward) -> Ints:
     return np.flatnonzero((first[slots] != entries) & (slots >= forward.pool.view.null_slots))
 
 
-def _refused_reads(forward: Forward, refused: Refused) -> HitBatch:
+def _refused_reads(forward: Forward, refused: Refused) -> ViolationBatch:
     """R1 for every entry whose id is outside the pool."""
     bounds, entries = np.array(forward.bounds), refused.entries
     rows = np.searchsorted(bounds[1:], entries, side="right")

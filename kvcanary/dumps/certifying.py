@@ -12,12 +12,12 @@ _NUMBERS = ("forwards", "slots_checked", "bytes_checked", "max_unread_steps", "l
 
 def certificate_of(dump: Dump) -> dict[str, Any]:
     """As `CanaryManager.certificate`, with the findings that the dump has; DumpError where it is none."""
-    told = dump.manifest["certificate"]
-    is_whole = all(isinstance(told.get(key), int) for key in _NUMBERS)
-    is_whole &= all(isinstance(told.get(key), str) for key in ("mode", "content"))
-    is_whole &= all(isinstance(told.get(key), list) for key in ("classes", "disabled"))
-    unchecked = told.get("unchecked")
+    reported = dump.manifest["certificate"]
+    is_whole = all(isinstance(reported.get(key), int) for key in _NUMBERS)
+    is_whole &= all(isinstance(reported.get(key), str) for key in ("mode", "content"))
+    is_whole &= all(isinstance(reported.get(key), list) for key in ("classes", "disabled"))
+    unchecked = reported.get("unchecked")
     is_whole &= isinstance(unchecked, dict) and all(isinstance(count, int) for count in unchecked.values())
     if not is_whole:
         raise DumpError(f"{dump.path} is damaged: its certificate is not whole")
-    return told | {"findings": [finding | {"count": 1} for finding in dump.findings]}
+    return reported | {"findings": [finding | {"count": 1} for finding in dump.findings]}

@@ -112,7 +112,7 @@ CALLS: dict[str, dict[str, str]] = {
 }
 
 
-#: Of events that are told with other arguments than a dump has: a salt leaves as the chain that it begins.
+#: Of events that are recorded with other arguments than a dump has: a salt leaves as the chain that it begins.
 ARGUMENTS = {"admit": ("request_id", "token_ids", "salt", "adapter")}
 #: Events of several requests, each with the field in which what they get lies, one behind the other, and its name.
 OF_SEVERAL = {"append_all": ("token_ids", "tokens"), "on_alloc_all": ("pages", "pages")}

@@ -1,4 +1,4 @@
-"""Code book: token ids under a secret bijection, and chains computed again for them."""
+"""Pseudonyms: token ids under a secret bijection, and chains computed again for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Words = NDArray[np.uint64]
 MOST_TOKENS = 1 << 31
 
 
-class CodeBook:
+class TokenPseudonyms:
     """Every token id that was seen, and what stands for it; ids keep to their side of each vocabulary's size."""
 
     def __init__(self, tokens: Iterable[int], sizes: Iterable[int], is_plain: bool = False) -> None:
@@ -57,8 +57,8 @@ class CodeBook:
 class Chains:
     """Chain values under other keys and codes: equal values stay equal, and continue each other as they did."""
 
-    def __init__(self, old: Keys, new: Keys, book: CodeBook) -> None:
-        self._old, self._new, self._book = old, new, book
+    def __init__(self, old: Keys, new: Keys, pseudonyms: TokenPseudonyms) -> None:
+        self._old, self._new, self._pseudonyms = old, new, pseudonyms
         self._known: dict[int, int] = {}
         self._secret = secrets.token_bytes(16)
 
@@ -74,7 +74,7 @@ class Chains:
         both = []
         for keys, start, ids in (
             (self._old, root, np.array(tokens, np.int64)),
-            (self._new, self._known[root], self._book.of(tokens)),
+            (self._new, self._known[root], self._pseudonyms.of(tokens)),
         ):
             out = np.empty(len(ids), np.int64)
             chain_tokens(ids, 0, signed(start), signed(keys.multiplier), signed(keys.mix_key), out)
@@ -84,7 +84,7 @@ class Chains:
     def of_records(self, records: Words) -> Words:
         """[n, 4] uint64: token and position, chain, request and generation, step and site, as they leave."""
         out = records.copy()
-        out[:, TOKEN_POSITION] = self._book.of_words(records[:, TOKEN_POSITION])
+        out[:, TOKEN_POSITION] = self._pseudonyms.of_words(records[:, TOKEN_POSITION])
         out[:, CHAIN] = 0
         written = np.flatnonzero(records[:, STEP_SITE] >> np.uint64(32))
         order = written[np.argsort(records[written, TOKEN_POSITION] >> np.uint64(32), kind="stable")]

@@ -18,9 +18,9 @@ from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
 from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD, by_request
 from kvcanary.dumps.manifest import shape_of_forward, shape_of_pool
-from kvcanary.dumps.pseudonyms import Chains, CodeBook, rooted
+from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms, rooted
 from kvcanary.ledger.requests import growth_of
-from kvcanary.recorder.checkpoint import Books, RequestState, room_for_records, take_checkpoint
+from kvcanary.recorder.checkpoint import ManagerState, RequestState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward, RecordedLaunch, RecordedMove
 from kvcanary.recorder.recorder import (
     Event,
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     """What a dump is written of. `quarantine`: steps that the engine holds freed pages back; `step`: of now."""
 
     config: CanaryConfig
-    books: Books
+    manager_state: ManagerState
     recorder: Recorder
     findings: Sequence[Finding]
     certificate: dict[str, Any]
@@ -67,11 +67,11 @@ class Writer:
 
     def __init__(self, source: Source) -> None:
         self._source, self._packed = source, Packed()
-        self._state, self._ledger = source.books.state, source.books.ledger
-        static = source.books.checks.static
-        self._captured = [] if static is None else list(static.bank)
-        self._moves = [] if static is None else static.bank.moves
-        self._seats = None if static is None else static.bank.seats
+        self._state, self._ledger = source.manager_state.state, source.manager_state.ledger
+        captured = source.manager_state.checks.captured
+        self._captured = [] if captured is None else list(captured.registry)
+        self._moves = [] if captured is None else captured.registry.moves
+        self._accepted_tokens = None if captured is None else captured.registry.accepted_tokens
         source.recorder.wait_over()
         segments = list(source.recorder.segments)
         self._first = segments[0].checkpoint
@@ -79,17 +79,17 @@ class Writer:
             (name, args, () if place else segment.damage.get(number, ()))
             for segment in segments
             for number, event in enumerate(segment.events)
-            for place, (name, *args) in enumerate(_as_told(event))
+            for place, (name, *args) in enumerate(_as_reported(event))
         ]
         self._now = take_checkpoint(
-            source.books, source.step, room_for_records(source.books, source.recorder.most_bytes)
+            source.manager_state, source.step, room_for_records(source.manager_state, source.recorder.most_bytes)
         )
         self._seed = secrets.randbits(64)
         self._admissions = list(self._admitted())
         self._labels = rooted([self._roots_of("", ""), *(admission.roots for admission in self._admissions)])
         self._is_plain = source.config.dump_content
         sizes = [pool.view.vocab_size for pool in self._state.pools if pool.view.vocab_size is not None]
-        self._book = CodeBook(self._all_tokens(), sizes, self._is_plain)
+        self._pseudonyms = TokenPseudonyms(self._all_tokens(), sizes, self._is_plain)
         self._chains = self._relabelled()
 
     def members(self) -> dict[str, bytes]:
@@ -97,7 +97,7 @@ class Writer:
         findings = self._findings()
         lines = {
             "findings.jsonl": _lines(findings),
-            "events.jsonl": _lines(self._told()),
+            "events.jsonl": _lines(self._reported()),
             "requests.jsonl": _lines(self._requests()),
             "history.jsonl": _lines(self._history()),
         }
@@ -114,8 +114,9 @@ class Writer:
         """Every request of the recording, those of its beginning first."""
         open_ones: dict[str, Admission] = {}
         for request in self._first.requests:
-            heard = request.num_tokens - sum(len(step.tokens) for step in request.unheard)  # of others an event tells
-            open_ones[request.request_id] = Admission(request.roots, request.tokens[:heard].tolist())
+            # of others an event tells
+            collected = request.num_tokens - sum(len(step.tokens) for step in request.uncollected)
+            open_ones[request.request_id] = Admission(request.roots, request.tokens[:collected].tolist())
             yield open_ones[request.request_id]
         for name, args, _ in self._events:
             if name == "admit":
@@ -151,7 +152,7 @@ class Writer:
         new = make_keys(self._seed, 1, 1)
         chains = []
         for number, pool in enumerate(self._state.pools):
-            own = Chains(self._state.keys, new, self._book)
+            own = Chains(self._state.keys, new, self._pseudonyms)
             for roots, label in self._labels.items():
                 own.learn_root(roots[number], chain_root(new, pool.view.root_name, salt_of(label)))
             for admission in self._admissions:
@@ -188,7 +189,9 @@ class Writer:
             "pools": [shape_of_pool(pool.view) for pool in self._state.pools],
             "captured": [shape_of_forward(substep) for substep in self._captured],
             "captured_moves": [{"pool": move.pool.name, "size": move.size} for move in self._moves],
-            "seats": None if self._seats is None else [len(self._seats.accepted), self._seats.places],
+            "seats": None
+            if self._accepted_tokens is None
+            else [len(self._accepted_tokens.accepted), self._accepted_tokens.places],
             "seed": self._seed,
             "tokens": "as they are" if self._is_plain else "replaced",
             "content": config.dump_content,
@@ -219,7 +222,7 @@ class Writer:
     def _request(self, request: RequestState) -> dict[str, Any]:
         return {
             "request_id": request.request_id,
-            "tokens": self._packed.ints(self._book.of(request.tokens[: request.num_tokens])),
+            "tokens": self._packed.ints(self._pseudonyms.of(request.tokens[: request.num_tokens])),
             "root": self._labels.get(request.roots, -1),
             "pages": self._packed.ints(request.pages),
             "row_lens": list(request.row_lens),
@@ -232,10 +235,10 @@ class Writer:
             "owned_len": request.owned_len,
             "growth": [list(entry) for entry in growth_of(request.steps[: request.num_tokens])],
             "is_damaged": request.is_damaged,
-            "unheard": [[len(step.tokens), step.before, step.committed_len] for step in request.unheard],
+            "unheard": [[len(step.tokens), step.before, step.committed_len] for step in request.uncollected],
         }
 
-    def _told(self) -> Iterator[dict[str, Any]]:
+    def _reported(self) -> Iterator[dict[str, Any]]:
         words = {(f.pool, f.slot, f.layer): f for f in self._source.findings if f.part is not None}
         for number, (name, args, damage) in enumerate(self._events):
             given = self._given(name, args)
@@ -244,19 +247,19 @@ class Writer:
             if name == "admit":
                 roots = self._roots_of(given.pop("salt", ""), given.pop("adapter", ""))
                 given["root"] = self._labels[roots]
-            told = {"n": number, "call": name}
+            reported = {"n": number, "call": name}
             for field, kind in CALLS[name].items():
                 value = given.get(field)
                 if value is not None:
-                    told[field] = self._value(kind.rstrip("?"), value)
+                    reported[field] = self._value(kind.rstrip("?"), value)
             if damage:
-                told["damage"] = [
+                reported["damage"] = [
                     _damage(one, words.get((one.pool, one.slot, (*one.layers, None)[0]))) for one in damage
                 ]
-            yield told
+            yield reported
 
     def _given(self, name: str, args: Sequence[Any]) -> dict[str, Any] | None:
-        """The fields of an event; None for what was launched and nobody has heard of yet."""
+        """The fields of an event; None for what was launched and nobody has collected yet."""
         if name == "launch":
             return self._launch(args[0])
         if name == "captured_move":
@@ -285,7 +288,7 @@ class Writer:
 
     def _value(self, kind: str, value: Any) -> Any:
         if kind == "tokens":
-            return self._packed.ints(self._book.of(value))
+            return self._packed.ints(self._pseudonyms.of(value))
         if kind == "ints":
             return self._packed.ints(value)
         if isinstance(value, tuple) and value[:1] == ("parcel",):
@@ -295,7 +298,7 @@ class Writer:
     def _forward(self, forward: RecordedForward) -> dict[str, Any]:
         plan, n = forward.plan.astype(np.int64), forward.num_entries
         tokens = forward.layout.part(plan, "tokens")
-        tokens[:] = self._book.of(tokens.tolist())
+        tokens[:] = self._pseudonyms.of(tokens.tolist())
         rows = sorted(forward.wholes)
         wholes = [forward.wholes[row] for row in rows]
         return {
@@ -319,19 +322,19 @@ class Writer:
         }
 
     def _findings(self) -> list[dict[str, Any]]:
-        told = [finding.to_dict() for finding in self._source.findings]
+        reported = [finding.to_dict() for finding in self._source.findings]
         if not self._is_plain:
-            for finding in told:
+            for finding in reported:
                 for side in ("expected", "found"):
                     finding[side] = {k: v if k in SAFE_VALUES else WITHHELD for k, v in finding[side].items()}
-        return told
+        return reported
 
     def _history(self) -> Iterator[dict[str, Any]]:
         for page in range(len(self._ledger.generations)):
             events = self._ledger.history.of(page)
             if events:
-                told = [[event.kind, event.step, event.request_id, event.place] for event in events]
-                yield {"page": page, "events": told}
+                reported = [[event.kind, event.step, event.request_id, event.place] for event in events]
+                yield {"page": page, "events": reported}
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {}
@@ -360,7 +363,7 @@ def _named(name: str, args: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(ARGUMENTS.get(name, CALLS[name]), args, strict=False))
 
 
-def _as_told(event: Event) -> Sequence[Event]:
+def _as_reported(event: Event) -> Sequence[Event]:
     """A call as a dump has it, of those that a recorder keeps in another form, or as several.
 
     A forward that judged itself on a device, though no graph holds it, is told as one that the host has judged.
@@ -377,10 +380,10 @@ def _as_told(event: Event) -> Sequence[Event]:
 
 
 def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:
-    """The forward of an event, of a captured one once the host has heard of it."""
+    """The forward of an event, of a captured one once the host has collected it."""
     if name == "launch":
-        heard: RecordedForward | None = args[0].forward
-        return heard
+        collected: RecordedForward | None = args[0].forward
+        return collected
     return args[0] if name == "forward" else None
 
 
@@ -390,10 +393,10 @@ def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
 
 def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:
     """`word`: the finding that names the one word that changed."""
-    told: dict[str, Any] = damage._asdict() | {"layers": list(damage.layers), "words": list(damage.words)}
+    reported: dict[str, Any] = damage._asdict() | {"layers": list(damage.layers), "words": list(damage.words)}
     if word is not None:
-        told["word"] = [word.part, word.head, word.dim, word.byte, word.bit]
-    return told
+        reported["word"] = [word.part, word.head, word.dim, word.byte, word.bit]
+    return reported
 
 
 def _lines(values: Iterable[Any]) -> bytes:

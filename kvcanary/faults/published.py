@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcanary.faults.fault import READY, Fault
 
 NO_RECURRENCE = "models with recurrent state run without a prefix cache: no state is ever cached"
-UNTOLD_WEIGHTS = "nobody tells the canary which weights made an entry: tokens, positions and bytes are the same"
-UNTOLD_IMAGES = "nobody tells the canary which image a placeholder stands for: its tokens are the same"
+UNDECLARED_WEIGHTS = "nobody tells the canary which weights made an entry: tokens, positions and bytes are the same"
+UNDECLARED_IMAGES = "nobody tells the canary which image a placeholder stands for: its tokens are the same"
 READERS_SCALE = "a wrong scale of the reader changes no byte, and readers here have none: scales lie beside the rows"
 
 #: One thread for each bug, by the number of the injection that brings it back.
@@ -225,9 +225,9 @@ PUBLISHED: Mapping[str, tuple[str, ...]] = {
 }
 #: Of those that no fault names, why.
 UNREACHED: Mapping[str, str] = {
-    "LMCache/LMCache#4086": UNTOLD_IMAGES,
-    "NVIDIA/TensorRT-LLM#13815": UNTOLD_IMAGES,
-    "InternLM/lmdeploy#4917": UNTOLD_WEIGHTS,
+    "LMCache/LMCache#4086": UNDECLARED_IMAGES,
+    "NVIDIA/TensorRT-LLM#13815": UNDECLARED_IMAGES,
+    "InternLM/lmdeploy#4917": UNDECLARED_WEIGHTS,
     "vllm-project/vllm#47861": NO_RECURRENCE,
     "vllm-project/vllm#55559": READERS_SCALE,
     "NVIDIA/TensorRT-LLM#16916": READERS_SCALE,

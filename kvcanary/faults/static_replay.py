@@ -21,8 +21,8 @@ def run_once(body: Body) -> Body:
 class StaticReplay:
     """What an engine's graph runner does, with bodies recorded by `record`: as it is called, or into a CUDA graph."""
 
-    def __init__(self, bank: SubstepRegistry, record: Callable[[Body], Body] = run_once) -> None:
-        self._bank, self._record = bank, record
+    def __init__(self, registry: SubstepRegistry, record: Callable[[Body], Body] = run_once) -> None:
+        self._registry, self._record = registry, record
         self._buckets: list[tuple[tuple[CapturedSubstep, ...], Body]] = []
 
     def capture(self, substeps: Sequence[CapturedSubstep], body: Body) -> None:
@@ -36,7 +36,7 @@ class StaticReplay:
         """Run the smallest bucket that holds one batch a substep; its rows. Outputs beyond the batch mean nothing."""
         substeps, run = self._bucket_for(batches)
         for substep, batch in zip(substeps, batches, strict=True):
-            self._bank.load(substep, batch)
+            self._registry.load(substep, batch)
         run()
         return substeps[0].forward.num_rows
 

@@ -162,4 +162,4 @@ class NotRunningError(InvariantError):
 
 
 class MissingHooksError(InvariantError):
-    """A program was captured with a forward that has no hooks, and a canary is there that would never hear of it."""
+    """A program was captured with a forward that has no hooks, and a canary is there that would never see it."""

@@ -1,1 +1,1 @@
-"""The host's books: requests and their rows, states, owners and history of pages, and what is to be read again."""
+"""The host's ledger: requests and their rows, states, owners and history of pages, and what is to be read again."""

@@ -54,7 +54,7 @@ class Ledger:
     ) -> None:
         """The same to several requests, each named once; refused for all where it is for one."""
         batch, event = self.batches.once(tuple(request_ids)), "set aside" if for_load else "granted"
-        if len(set(request_ids)) < batch.told[0]:
+        if len(set(request_ids)) < batch.loop_arguments[0]:
             raise LifetimeError(f"an event must name a request once, got {', '.join(request_ids)}")
         counts, where = array("q", map(len, pages)), self._distinct(event, request_ids, pages)
         self.pages.grant_all(event, where, batch, counts, step, self.page_size)
@@ -62,9 +62,9 @@ class Ledger:
         for request, count in zip(batch.requests, counts, strict=True):
             request.pages += islice(granted, count)
 
-    def tell_landed(self, step: int) -> None:
-        """What runs that have landed did to pages, of all rows, is told."""
-        self.pages.tell_landed(step, self.book.uids.live.__getitem__)
+    def record_final_pages(self, step: int) -> None:
+        """What collected runs did to pages, of all rows, goes into their history."""
+        self.pages.record_final_pages(step, self.book.uids.live.__getitem__)
 
     def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """The pages leave the row: private ones are free, shared ones have one reference fewer."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 HISTORY_EVENTS = 8  # kept a page, newest last
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _is_own: dict[str, bool] = {}  # files that have called, whether they are of this package
-Told = tuple[str, int, tuple[str, int] | None]  # kind, step and site of an event
+EventFields = tuple[str, int, tuple[str, int] | None]  # kind, step and site of an event
 _TO_SOMEBODY = frozenset({"granted", "set aside", "copied"})
 _WORDS = {"copied": "granted as a copy"}  # where the name of an event says more than has happened
 
@@ -50,7 +50,7 @@ class PageHistory:
     def __init__(self, num_pages: int) -> None:
         # arrays of objects, and no lists: those would be looked through whenever garbage is searched for
         self._counts = array("q", bytes(8 * num_pages))  # of all that each page has had
-        self._told = np.full(num_pages * HISTORY_EVENTS, None, object)  # kind, step and site, counted around
+        self._event_fields = np.full(num_pages * HISTORY_EVENTS, None, object)  # kind, step and site, counted around
         self._requests = np.full(num_pages * HISTORY_EVENTS, None, object)  # that took part
 
     def add(self, kind: str, pages: NDArray[np.int64], step: int, request_id: str | None) -> None:
@@ -61,22 +61,23 @@ class PageHistory:
         self, kind: str, pages: NDArray[np.int64], step: int, request_ids: Iterable[str | None], counts: Iterable[int]
     ) -> None:
         """One event for each of these requests, of so many of the pages, [n] distinct, in their order."""
-        event: Told = kind, step, call_site()
-        had, told, requests = self._counts, self._told, self._requests
+        event: EventFields = kind, step, call_site()
+        had, event_fields, requests = self._counts, self._event_fields, self._requests
         names = chain.from_iterable(map(repeat, request_ids, counts))
         for page, request_id in zip(pages.tolist(), names, strict=False):
             count = had[page]
             place = HISTORY_EVENTS * page + count % HISTORY_EVENTS
-            told[place], requests[place], had[page] = event, request_id, count + 1
+            event_fields[place], requests[place], had[page] = event, request_id, count + 1
 
     def of(self, page: int) -> tuple[PageEvent, ...]:
         if not 0 <= page < len(self._counts):
             return ()
         count, first = self._counts[page], HISTORY_EVENTS * page
         places = [first + number % HISTORY_EVENTS for number in range(max(count - HISTORY_EVENTS, 0), count)]
-        told, request_ids = self._told[places].tolist(), self._requests[places].tolist()
+        event_fields, request_ids = self._event_fields[places].tolist(), self._requests[places].tolist()
         return tuple(
-            PageEvent(kind, step, name, site) for (kind, step, site), name in zip(told, request_ids, strict=True)
+            PageEvent(kind, step, name, site)
+            for (kind, step, site), name in zip(event_fields, request_ids, strict=True)
         )
 
 

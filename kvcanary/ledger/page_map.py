@@ -17,7 +17,7 @@ NEVER = -1
 def page_map(ledger: Ledger, cached_reads: Array, step: int) -> dict[str, Any]:
     """Columns have one entry a page, null pages included.
 
-    cached_reads: [num_pages] int64, the step of the last look at each page that only a cache holds
+    cached_reads: [num_pages] int64, the step of the last re-read at each page that only a cache holds
 
     state:      number in `states`
     owner:      number in `owners`, -1 for nobody; a page of several is "(shared)"
@@ -42,13 +42,13 @@ def page_map(ledger: Ledger, cached_reads: Array, step: int) -> dict[str, Any]:
 
 
 def _checked(ledger: Ledger, cached_reads: Array) -> Array:
-    """[num_pages] int64: of a page that rows hold, the oldest look at any of its final entries in any pool."""
+    """[num_pages] int64: of a page that rows hold, the oldest re-read at any of its final entries in any pool."""
     cached = ledger.pages.published & (ledger.refcounts == 0)
     checked = np.where(cached, cached_reads, NEVER)
     is_seen = np.zeros(len(checked), dtype=np.bool_)
     for request in ledger.requests.values():
         for queue in request.reads:
-            for start, end, step in queue.looks():
+            for start, end, step in queue.oldest_first():
                 held = request.pages[start // ledger.page_size : -(-end // ledger.page_size)]
                 pages = np.array([page for page in held if page != NO_PAGE], dtype=np.int64)
                 checked[pages] = np.where(is_seen[pages], np.minimum(checked[pages], step), step)

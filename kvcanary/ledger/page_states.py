@@ -118,7 +118,7 @@ class Pages:
     looked_at:   int64 [2, num_pages], generation and step in which what lay in the page at its grant was found finite
 
     changed: pages to which something has happened since the last `changes`, event by event
-    book:    PAGES (native/layout.py), where loops find all this;  book_at: its address
+    struct:    PAGES (native/layout.py), where loops find all this;  struct_at: its address
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:
@@ -138,14 +138,14 @@ class Pages:
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
         arrays = self.states, self.owners, self.writers, self.generations, self.refcounts, self.published
         addresses = [own.ctypes.data for own in (*arrays, self.holder_sums)]
-        self.book = array("q", (*addresses, num_pages, _IS_WRITABLE.ctypes.data, len(STATE_NAMES), 0))
-        self.book_at = self.book.buffer_info()[0]
+        self.struct = array("q", (*addresses, num_pages, _IS_WRITABLE.ctypes.data, len(STATE_NAMES), 0))
+        self.struct_at = self.struct.buffer_info()[0]
         self._fresh: Array = np.empty(num_pages, np.int64)  # for pages that a forward has written first
         room = min(num_pages, _MOST_FINAL)
         self._final: Array = np.empty((2, room), np.int64)  # pages, and the uids of their rows
-        told = self.book_at, _NEXT_AT["committed"], room, *(row.ctypes.data for row in self._final), 0
-        self.final_card = array("q", (*told, num_pages, self._fresh.ctypes.data, 0))
-        self.final_at = self.final_card.buffer_info()[0]
+        arguments = self.struct_at, _NEXT_AT["committed"], room, *(row.ctypes.data for row in self._final), 0
+        self.final_struct = array("q", (*arguments, num_pages, self._fresh.ctypes.data, 0))
+        self.final_at = self.final_struct.buffer_info()[0]
         self._loops = loops
 
     def __len__(self) -> int:
@@ -184,30 +184,30 @@ class Pages:
 
     def grant_all(self, event: str, pages: Array, batch: Batch, counts: array[int], step: int, page_size: int) -> None:
         """The same to several requests, each once, at the ends of their rows: so many of the pages each, in order."""
-        told = *batch.told, counts.buffer_info()[0], pages, self.book_at, _NEXT_AT[event], page_size
-        wrong = self._loops.grant_rows(*told)
+        arguments = *batch.loop_arguments, counts.buffer_info()[0], pages, self.struct_at, _NEXT_AT[event], page_size
+        wrong = self._loops.grant_rows(*arguments)
         if wrong == ROWS_FULL:
             batch.make_row_room([page_size * count for count in counts])
-            wrong = self._loops.grant_rows(*told)
+            wrong = self._loops.grant_rows(*arguments)
         if wrong != NOWHERE:
             number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
             raise self._refused(event, int(pages[wrong]), batch.names[number])
         self._note_changes(pages)
         self.history.add_all(event, pages, step, batch.names, counts)
 
-    def tell_landed(self, step: int, name_of: Callable[[int], str]) -> None:
-        """Of runs that have landed: pages that loops have marked as written first, and made final.
+    def record_final_pages(self, step: int, name_of: Callable[[int], str]) -> None:
+        """Of runs that were collected: pages that loops have marked as written first, and made final.
 
         name_of: a live uid's request
         """
-        card = self.final_card
-        if fresh := card[FINAL.num_fresh]:
-            card[FINAL.num_fresh] = 0
+        struct = self.final_struct
+        if fresh := struct[FINAL.num_fresh]:
+            struct[FINAL.num_fresh] = 0
             self._note_changes(self._fresh[:fresh].copy())
-        count = card[FINAL.num_final]
+        count = struct[FINAL.num_final]
         if not count:
             return
-        card[FINAL.num_final] = 0
+        struct[FINAL.num_final] = 0
         pages, uids = self._final[:, :count]
         pages = pages.copy()
         self._note_changes(pages)
@@ -247,8 +247,8 @@ class Pages:
 
     def wrote(self, slots: Array, page_size: int = 1) -> None:
         """A forward has written these slots; pages that it must not write stay as they are."""
-        room = self._fresh[self.final_card[FINAL.num_fresh] :]  # in front are those of which nobody was told yet
-        if found := self._loops.write_pages(self.book_at, slots, page_size, room):
+        room = self._fresh[self.final_struct[FINAL.num_fresh] :]  # in front are those of which nobody was told yet
+        if found := self._loops.write_pages(self.struct_at, slots, page_size, room):
             self._note_changes(room[:found].copy())
 
     def found_finite(self, pages: Array, step: int) -> None:
@@ -287,7 +287,7 @@ class Pages:
         return np.concatenate(changed) if len(changed) > 1 else changed[0] if changed else _NONE
 
     def _count_published(self) -> None:
-        self.book[PAGES.num_published] = int(np.count_nonzero(self.published))
+        self.struct[PAGES.num_published] = int(np.count_nonzero(self.published))
 
     def _note_changes(self, pages: Array) -> None:
         self.changed.append(pages)
@@ -311,8 +311,8 @@ class Pages:
 
     def _happen(self, event: str, pages: Array, request_id: str | None, change: int, owner: int = NO_OWNER) -> None:
         """`loops.follow_event`; PageStateError names the first page to which it may not happen."""
-        told = self.book_at, pages.size, pages.ctypes.data, _NEXT_AT[event], change, owner
-        if (wrong := self._loops.follow_event(*told)) != NOWHERE:
+        arguments = self.struct_at, pages.size, pages.ctypes.data, _NEXT_AT[event], change, owner
+        if (wrong := self._loops.follow_event(*arguments)) != NOWHERE:
             raise self._refused(event, int(pages[wrong]), request_id)
 
     def taken(self, event: str, page: int, request_id: str, other: str) -> PageStateError:

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.ledger.reread_queue import ReadQueue
-from kvcanary.native.layout import ALL, NOWHERE, REQUEST, ROW_CHAIN, UNHEARD, filled
+from kvcanary.native.layout import ALL, NOWHERE, REQUEST, ROW_CHAIN, UNCOLLECTED, filled
 from kvcanary_kernels.record.layout import Keys, signed, unsigned
 
 LEAST_ROOM = 64
-LEAST_UNHEARD = 4
+LEAST_UNCOLLECTED = 4
 TOKENS, STEPS, CHAINS = range(3)  # rows of a request's numbers; of every chain one
 
 
-class Unheard(NamedTuple):
+class UncollectedStep(NamedTuple):
     """What a step has accepted, as the device says before the engine does: tokens, what was final, and what is now."""
 
     tokens: list[int]
@@ -29,12 +29,12 @@ class Unheard(NamedTuple):
 class Known:
     """Of one request; what is there stays, and moves when it needs more room.
 
-    card: [REQUEST.size + pools * ROW_CHAIN.size] int64 (native/layout.py);  at: its address, which stays
+    struct: [REQUEST.size + pools * ROW_CHAIN.size] int64 (native/layout.py);  at: its address, which stays
     slots: [n] int64, in row order;  row: the same as bytes
     row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
     """
 
-    __slots__ = ("_numbers", "_row", "_unheard", "at", "card", "reads", "row_lens")
+    __slots__ = ("_numbers", "_row", "_uncollected", "at", "reads", "row_lens", "struct")
 
     def __init__(
         self, uid: int, tokens: Sequence[int], chains: Sequence[tuple[int, int, int]], keys: Keys, step: int = 0
@@ -44,21 +44,21 @@ class Known:
         """
         self.reads = [ReadQueue() for _ in chains]
         hashes = {"multiplier": signed(keys.multiplier), "mix_key": signed(keys.mix_key)}
-        self.card = filled(REQUEST, uid=uid, num_chains=len(chains), is_live=True, owned_len=ALL, **hashes)
+        self.struct = filled(REQUEST, uid=uid, num_chains=len(chains), is_live=True, owned_len=ALL, **hashes)
         for (root, offset, ahead), queue in zip(chains, self.reads, strict=True):
             where = {"offset": offset, "ahead": ahead, "reads": queue.at, "tail_page": NOWHERE}
-            self.card += filled(ROW_CHAIN, root=signed(root), **where)
-        self.at = self.card.buffer_info()[0]
-        self.row_lens = memoryview(self.card)[REQUEST.size + ROW_CHAIN.written :: ROW_CHAIN.size]
+            self.struct += filled(ROW_CHAIN, root=signed(root), **where)
+        self.at = self.struct.buffer_info()[0]
+        self.row_lens = memoryview(self.struct)[REQUEST.size + ROW_CHAIN.written :: ROW_CHAIN.size]
         self._numbers: NDArray[np.int64] = np.empty((CHAINS + len(chains), 0), np.int64)
-        self._unheard = array("q")
+        self._uncollected = array("q")
         self._row: NDArray[np.int64] = np.empty(0, np.int64)
         self.write(0, tokens, step)
 
     @property
     def slots(self) -> NDArray[np.int64]:
         """In place until there is no room for more."""
-        return self._row[: self.card[REQUEST.num_row]]
+        return self._row[: self.struct[REQUEST.num_row]]
 
     @property
     def row(self) -> bytes:
@@ -69,29 +69,29 @@ class Known:
         slots = np.frombuffer(row, np.int64)
         self.make_row_room(len(slots))
         self._row[: len(slots)] = slots
-        self.card[REQUEST.num_row] = len(slots)
-        self.card[REQUEST.row_lacks] |= bool((slots < 0).any())
+        self.struct[REQUEST.num_row] = len(slots)
+        self.struct[REQUEST.row_lacks] |= bool((slots < 0).any())
 
     def make_row_room(self, count: int) -> None:
         """For so many slots."""
-        if count > self.card[REQUEST.row_room]:
+        if count > self.struct[REQUEST.row_room]:
             before, self._row = self.slots, np.empty(max(2 * count, LEAST_ROOM), np.int64)
             self._row[: len(before)] = before
-            self.card[REQUEST.row], self.card[REQUEST.row_room] = self._row.ctypes.data, len(self._row)
+            self.struct[REQUEST.row], self.struct[REQUEST.row_room] = self._row.ctypes.data, len(self._row)
 
     def forget_tail(self, pool_id: int) -> None:
-        """The end of the row is looked at again."""
-        self.card[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.tail_page] = NOWHERE
+        """The end of the row is read again."""
+        self.struct[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.tail_page] = NOWHERE
 
     @property
     def tokens(self) -> NDArray[np.int64]:
         """[n], in place until more than there is room for are known."""
-        return self._numbers[TOKENS, : self.card[REQUEST.num_tokens]]
+        return self._numbers[TOKENS, : self.struct[REQUEST.num_tokens]]
 
     @property
     def steps(self) -> NDArray[np.int64]:
         """[n], in which each became known."""
-        return self._numbers[STEPS, : self.card[REQUEST.num_tokens]]
+        return self._numbers[STEPS, : self.struct[REQUEST.num_tokens]]
 
     def write(self, first: int, tokens: Sequence[int], steps: int | Sequence[int]) -> None:
         """The tokens from this place on; chains are known so far as tokens are the same."""
@@ -99,48 +99,55 @@ class Known:
         self.make_room(count)
         self._numbers[TOKENS, first:count] = tokens
         self._numbers[STEPS, first:count] = steps
-        self.card[REQUEST.num_tokens] = count
+        self.struct[REQUEST.num_tokens] = count
 
     def make_room(self, count: int) -> None:
-        """For so many tokens, as many values of every chain, and one more step of which the engine has not told."""
-        card = self.card
-        if card[REQUEST.num_unheard] == card[REQUEST.unheard_room]:
-            self._unheard.extend([0] * UNHEARD.size * max(card[REQUEST.num_unheard], LEAST_UNHEARD))
-            card[REQUEST.unheard], size = self._unheard.buffer_info()
-            card[REQUEST.unheard_room] = size // UNHEARD.size
-        if count <= card[REQUEST.tokens_room] and self._numbers.size:
+        """For so many tokens, as many values of every chain, and one more step that the engine has not declared."""
+        struct = self.struct
+        if struct[REQUEST.num_uncollected] == struct[REQUEST.uncollected_room]:
+            self._uncollected.extend([0] * UNCOLLECTED.size * max(struct[REQUEST.num_uncollected], LEAST_UNCOLLECTED))
+            struct[REQUEST.uncollected], size = self._uncollected.buffer_info()
+            struct[REQUEST.uncollected_room] = size // UNCOLLECTED.size
+        if count <= struct[REQUEST.tokens_room] and self._numbers.size:
             return
         room = max(2 * count, LEAST_ROOM)
         numbers = np.empty((len(self._numbers), room), np.int64)
-        numbers[:, : card[REQUEST.tokens_room]] = self._numbers
+        numbers[:, : struct[REQUEST.tokens_room]] = self._numbers
         self._numbers = numbers
-        card[REQUEST.tokens], card[REQUEST.token_steps] = numbers[TOKENS].ctypes.data, numbers[STEPS].ctypes.data
-        card[REQUEST.tokens_room] = room
-        for pool_id in range(card[REQUEST.num_chains]):
-            card[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.values] = numbers[CHAINS + pool_id].ctypes.data
+        struct[REQUEST.tokens], struct[REQUEST.token_steps] = numbers[TOKENS].ctypes.data, numbers[STEPS].ctypes.data
+        struct[REQUEST.tokens_room] = room
+        for pool_id in range(struct[REQUEST.num_chains]):
+            struct[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.values] = numbers[CHAINS + pool_id].ctypes.data
 
     @property
-    def unheard(self) -> list[Unheard]:
-        """Steps that are in the books and of which the engine has not told yet, oldest first; their tokens are last."""
-        numbers = self._unheard[: UNHEARD.size * self.card[REQUEST.num_unheard]]
-        steps = list(zip(*[iter(numbers)] * UNHEARD.size, strict=True))
-        first, told = self.card[REQUEST.num_tokens] - sum(count for count, *_ in steps), list[Unheard]()
+    def uncollected(self) -> list[UncollectedStep]:
+        """Steps that are in the ledger and that the engine has not declared yet, oldest first; their tokens are
+        last.
+        """
+        numbers = self._uncollected[: UNCOLLECTED.size * self.struct[REQUEST.num_uncollected]]
+        steps = list(zip(*[iter(numbers)] * UNCOLLECTED.size, strict=True))
+        first, uncollected = (
+            self.struct[REQUEST.num_tokens] - sum(count for count, *_ in steps),
+            list[UncollectedStep](),
+        )
         for count, *lens in steps:
-            told.append(Unheard(self.tokens[first : first + count].tolist(), *lens))
+            uncollected.append(UncollectedStep(self.tokens[first : first + count].tolist(), *lens))
             first += count
-        return told
+        return uncollected
 
-    @unheard.setter
-    def unheard(self, steps: Sequence[Unheard]) -> None:
-        self.card[REQUEST.num_unheard] = 0
+    @uncollected.setter
+    def uncollected(self, steps: Sequence[UncollectedStep]) -> None:
+        self.struct[REQUEST.num_uncollected] = 0
         for number, (tokens, *lens) in enumerate(steps):
             self.make_room(0)
-            self._unheard[UNHEARD.size * number : UNHEARD.size * (number + 1)] = array("q", (len(tokens), *lens))
-            self.card[REQUEST.num_unheard] = number + 1
+            self._uncollected[UNCOLLECTED.size * number : UNCOLLECTED.size * (number + 1)] = array(
+                "q", (len(tokens), *lens)
+            )
+            self.struct[REQUEST.num_uncollected] = number + 1
 
     def values(self, pool_id: int) -> NDArray[np.uint64]:
         """Of a pool's chain, as many as have been asked for."""
-        count = self.card[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.count]
+        count = self.struct[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.count]
         return self._numbers[CHAINS + pool_id, :count].view(np.uint64)
 
 
@@ -156,8 +163,8 @@ class TruthChain:
     def __init__(self, known: Known, pool_id: int) -> None:
         self._known, self._pool_id, self._place = known, pool_id, REQUEST.size + ROW_CHAIN.size * pool_id
         self.signed_root, self.token_offset = (
-            known.card[self._place + ROW_CHAIN.root],
-            known.card[self._place + ROW_CHAIN.offset],
+            known.struct[self._place + ROW_CHAIN.root],
+            known.struct[self._place + ROW_CHAIN.offset],
         )
         self.root = unsigned(self.signed_root)
 
@@ -168,19 +175,19 @@ class TruthChain:
 
     @property
     def count(self) -> int:
-        return self._known.card[self._place + ROW_CHAIN.count]
+        return self._known.struct[self._place + ROW_CHAIN.count]
 
     @property
     def values_at(self) -> int:
-        return self._known.card[self._place + ROW_CHAIN.values]
+        return self._known.struct[self._place + ROW_CHAIN.values]
 
     def grown(self, length: int) -> None:
         """A loop has filled the room up to here."""
-        self._known.card[self._place + ROW_CHAIN.count] = max(self.count, length)
+        self._known.struct[self._place + ROW_CHAIN.count] = max(self.count, length)
 
     def forget_behind(self, length: int) -> None:
         """Tokens behind these entries are others now."""
-        self._known.card[self._place + ROW_CHAIN.count] = min(self.count, length)
+        self._known.struct[self._place + ROW_CHAIN.count] = min(self.count, length)
 
     def reaches(self, length: int) -> bool:
         """Whether the tokens of so many entries are known; then it has at least as many values."""

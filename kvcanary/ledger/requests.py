@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError, UnknownRequestError
 from kvcanary.ledger.request_ids import RequestIds
-from kvcanary.ledger.request_state import Known, TruthChain, Unheard
+from kvcanary.ledger.request_state import Known, TruthChain, UncollectedStep
 from kvcanary.ledger.reread_queue import ReadQueue
 from kvcanary.native.layout import ALL, REQUEST, ROWS
 from kvcanary.pools.slot_maps import final_len
@@ -23,7 +23,7 @@ MOST_BATCHES = 16
 
 
 class Judged(NamedTuple):
-    """How many entries of a row were judged clean, in which step, and in which epoch of the mirror."""
+    """How many entries of a row were judged clean, in which step, and in which epoch of the record store."""
 
     length: int = 0
     step: int = 0
@@ -42,21 +42,21 @@ class Role(NamedTuple):
     ahead: int = 0
 
 
-class _OfCard:
-    """A number of a request that its card holds, where compiled loops read and write it too (native/layout.py)."""
+class _StructField:
+    """A number of a request that its struct holds, where compiled loops read and write it too (native/layout.py)."""
 
     def __init__(self, place: int) -> None:
         self._place = place
 
     @overload
-    def __get__(self, request: None, owner: type[Request]) -> _OfCard: ...
+    def __get__(self, request: None, owner: type[Request]) -> _StructField: ...
     @overload
     def __get__(self, request: Request, owner: type[Request]) -> int: ...
-    def __get__(self, request: Request | None, owner: type[Request]) -> int | _OfCard:
-        return self if request is None else request.known.card[self._place]
+    def __get__(self, request: Request | None, owner: type[Request]) -> int | _StructField:
+        return self if request is None else request.known.struct[self._place]
 
     def __set__(self, request: Request, number: int) -> None:
-        request.known.card[self._place] = number
+        request.known.struct[self._place] = number
 
 
 @dataclass
@@ -72,9 +72,9 @@ class Request:
     committed_len: entries [0, committed_len) are final
     final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
     commit_step:   step of the last commit
-    in_the_air:    captured forwards with its rows of which the host has not learned yet
+    in_flight:    captured forwards with its rows of which the host has not learned yet
     lacks_pages:   1 where pages of what is final were given back, while the request goes on
-    unlanded:      captured steps with its rows that accept what the host has not learned yet
+    pending_acceptances:      captured steps with its rows that accept what the host has not learned yet
     """
 
     request_id: str
@@ -88,12 +88,12 @@ class Request:
     is_damaged: bool = False
     brought_len: int = 0
 
-    committed_len = _OfCard(REQUEST.committed_len)
-    final_pages = _OfCard(REQUEST.final_pages)
-    commit_step = _OfCard(REQUEST.commit_step)
-    in_the_air = _OfCard(REQUEST.num_in_flight)
-    unlanded = _OfCard(REQUEST.num_unlanded)
-    lacks_pages = _OfCard(REQUEST.row_lacks)
+    committed_len = _StructField(REQUEST.committed_len)
+    final_pages = _StructField(REQUEST.final_pages)
+    commit_step = _StructField(REQUEST.commit_step)
+    in_flight = _StructField(REQUEST.num_in_flight)
+    pending_acceptances = _StructField(REQUEST.num_pending_acceptances)
+    lacks_pages = _StructField(REQUEST.row_lacks)
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -112,12 +112,12 @@ class Request:
     @property
     def owned_len(self) -> int | None:
         """Entries that are the request's own when it has ended inside what was accepted; None: all are."""
-        length = self.known.card[REQUEST.owned_len]
+        length = self.known.struct[REQUEST.owned_len]
         return None if length == ALL else length
 
     @owned_len.setter
     def owned_len(self, length: int | None) -> None:
-        self.known.card[REQUEST.owned_len] = ALL if length is None else length
+        self.known.struct[REQUEST.owned_len] = ALL if length is None else length
 
     @property
     def row_lens(self) -> memoryview:
@@ -134,18 +134,18 @@ class Request:
         return self.known.reads
 
     @property
-    def unheard(self) -> list[Unheard]:
-        """Steps that are in these books and of which the engine has not told yet, oldest first."""
-        return self.known.unheard
+    def uncollected(self) -> list[UncollectedStep]:
+        """Steps that are in the ledger and that the engine has not declared yet, oldest first."""
+        return self.known.uncollected
 
-    @unheard.setter
-    def unheard(self, steps: Sequence[Unheard]) -> None:
-        self.known.unheard = steps
+    @uncollected.setter
+    def uncollected(self, steps: Sequence[UncollectedStep]) -> None:
+        self.known.uncollected = steps
 
     @property
-    def heard_len(self) -> int:
-        """The committed length that the engine has told last."""
-        return self.unheard[0].before if self.unheard else self.committed_len
+    def collected_len(self) -> int:
+        """The committed length that the engine has declared last."""
+        return self.uncollected[0].before if self.uncollected else self.committed_len
 
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
@@ -170,7 +170,7 @@ class Request:
         for queue in self.reads:
             queue.clear()
         self.judged = [Judged()] * len(self.judged)
-        self.unheard = []
+        self.uncollected = []
         self.is_damaged = False
         self.brought_len = self.lacks_pages = 0
 
@@ -180,9 +180,9 @@ class Request:
         return growth_of(self.known.steps)
 
     @growth.setter
-    def growth(self, told: Sequence[tuple[int, int]]) -> None:
+    def growth(self, loop_arguments: Sequence[tuple[int, int]]) -> None:
         first = 0
-        for step, end in told:
+        for step, end in loop_arguments:
             self.known.steps[first:end] = step
             first = end
 
@@ -200,18 +200,18 @@ def growth_of(steps: NDArray[np.int64]) -> list[tuple[int, int]]:
 class Batch:
     """Requests that steps name together: made once, as they name the same again and again.
 
-    told:    how many, and the address of the addresses of their cards, as compiled loops take them
+    loop_arguments:    how many, and the address of the addresses of their structs, as compiled loops take them
     no_rows: [ROWS.size * requests + 1] zeros, to be copied (native/layout.py)
     """
 
-    __slots__ = ("_cards", "names", "no_rows", "requests", "told")
+    __slots__ = ("_structs", "loop_arguments", "names", "no_rows", "requests")
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = list(requests)
         self.names = tuple([request.request_id for request in self.requests])
-        self._cards = array("q", [request.known.at for request in requests])
-        self.told = len(self._cards), self._cards.buffer_info()[0]
-        self.no_rows = array("q", bytes(8 * (ROWS.size * len(self._cards) + 1)))
+        self._structs = array("q", [request.known.at for request in requests])
+        self.loop_arguments = len(self._structs), self._structs.buffer_info()[0]
+        self.no_rows = array("q", bytes(8 * (ROWS.size * len(self._structs) + 1)))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -283,19 +283,19 @@ class RequestBook:
         return self.batches[tuple(request_ids)]
 
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
-        """The engine tells tokens that the device has told before; where they differ, the engine's word counts.
+        """The engine declares tokens that the device has reported before; where they differ, the engine's word counts.
 
         What it has said goes out to its clients, and is what the next forwards must have been fed with.
         """
-        unheard, tokens = request.unheard, [int(token) for token in token_ids]
-        told = unheard[0].tokens
-        if told == tokens:
+        uncollected, tokens = request.uncollected, [int(token) for token in token_ids]
+        loop_arguments = uncollected[0].tokens
+        if loop_arguments == tokens:
             return
-        first = len(request.tokens) - sum(len(step.tokens) for step in unheard)
-        end = first + len(told)
+        first = len(request.tokens) - sum(len(step.tokens) for step in uncollected)
+        end = first + len(loop_arguments)
         steps = [*[int(request.known.steps[first])] * len(tokens), *request.known.steps[end:].tolist()]
         request.known.write(first, [*tokens, *request.tokens[end:].tolist()], steps)
-        request.unheard = [unheard[0]._replace(tokens=tokens), *unheard[1:]]
+        request.uncollected = [uncollected[0]._replace(tokens=tokens), *uncollected[1:]]
         for truth in request.truths:
             truth.forget_behind(max(first - truth.token_offset, 0))
 
@@ -309,7 +309,7 @@ class RequestBook:
             raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
         self.uids.retire(request.uid)
         del self.requests[request_id]
-        request.known.card[REQUEST.is_live] = False
+        request.known.struct[REQUEST.is_live] = False
         self.batches.clear()
 
     def remember(self, uid: int, name: str) -> None:

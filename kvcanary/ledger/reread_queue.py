@@ -1,4 +1,4 @@
-"""ReadQueue: positions of a row in the order in which their bytes were last looked at."""
+"""ReadQueue: positions of a row in the order in which their bytes were last read."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ LEAST_ROOM = 16
 
 
 class ReadQueue:
-    """Ranges of positions, oldest look first, where compiled loops read and write them.
+    """Ranges of positions, oldest re-read first, where compiled loops read and write them.
 
-    at: address of its card, [QUEUE.size] int64 (native/layout.py), which stays
+    at: address of its struct, [QUEUE.size] int64 (native/layout.py), which stays
     """
 
-    __slots__ = ("_card", "_ring", "at")
+    __slots__ = ("_ring", "_struct", "at")
 
     def __init__(self) -> None:
-        self._card = array("q", bytes(8 * QUEUE.size))
-        self.at = self._card.buffer_info()[0]
+        self._struct = array("q", bytes(8 * QUEUE.size))
+        self.at = self._struct.buffer_info()[0]
         self._fill(np.empty((0, RANGE.size), np.int64))
 
     @property
     def length(self) -> int:
         """Positions [0, length) are in the queue."""
-        return self._card[QUEUE.length]
+        return self._struct[QUEUE.length]
 
     def make_room(self) -> None:
-        """For what joins in a step, and for what a look cuts off."""
-        if self._card[QUEUE.num_ranges] + RANGES_TO_SPARE > self._card[QUEUE.room]:
+        """For what joins in a step, and for what a re-read cuts off."""
+        if self._struct[QUEUE.num_ranges] + RANGES_TO_SPARE > self._struct[QUEUE.room]:
             self._fill(self.numbers())
 
     def extend_to(self, length: int, step: int) -> None:
@@ -44,43 +44,43 @@ class ReadQueue:
         extend_queue(self.at, length, step)
 
     def take(self, count: int, step: int, again: bool = False) -> list[Range]:
-        """The `count` positions that waited longest and are looked at now: (start, end, step when last known good).
+        """The `count` positions that waited longest and are read now: (start, end, step when last known good).
 
-        again: also those that were looked at in this very step
+        again: also those that were read in this very step
         """
         from kvcanary.native.loops import take_ranges
 
         self.make_room()
-        taken = array("q", bytes(8 * TAKEN.size * self._card[QUEUE.num_ranges]))
+        taken = array("q", bytes(8 * TAKEN.size * self._struct[QUEUE.num_ranges]))
         found = take_ranges(self.at, count, step + again, step, taken.buffer_info()[0])
         return [
             (start, end, read)
             for _, start, end, read in zip(*[iter(taken[: TAKEN.size * found])] * TAKEN.size, strict=True)
         ]
 
-    def looks(self) -> tuple[Range, ...]:
-        """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
+    def oldest_first(self) -> tuple[Range, ...]:
+        """Ranges (start, end, step in which their bytes were last known good), oldest re-read first."""
         return tuple((start, end, step) for start, end, step in self.numbers().tolist())
 
     def numbers(self) -> Ints:
-        """[ranges, RANGE.size] int64 in their order, a copy: `looks` as one array."""
-        first, count = self._card[QUEUE.first], self._card[QUEUE.num_ranges]
+        """[ranges, RANGE.size] int64 in their order, a copy: `ranges` as one array."""
+        first, count = self._struct[QUEUE.first], self._struct[QUEUE.num_ranges]
         return self._ring.take(range(first, first + count), 0, mode="wrap")
 
-    def put(self, looks: list[Range]) -> None:
-        """As `looks` has told them."""
-        self._fill(np.array(looks, np.int64).reshape(-1, RANGE.size))
-        self._card[QUEUE.length] = max((end for _, end, _ in looks), default=0)
+    def put(self, ranges: list[Range]) -> None:
+        """As `ranges` has told them."""
+        self._fill(np.array(ranges, np.int64).reshape(-1, RANGE.size))
+        self._struct[QUEUE.length] = max((end for _, end, _ in ranges), default=0)
 
     def oldest(self) -> int | None:
         """The step of the position that waits longest."""
-        from kvcanary.native.loops import oldest_look
+        from kvcanary.native.loops import oldest_read
 
-        return int(oldest_look(self.at)) if self._card[QUEUE.num_ranges] else None
+        return int(oldest_read(self.at)) if self._struct[QUEUE.num_ranges] else None
 
-    def last_look(self, position: int) -> int:
+    def last_read(self, position: int) -> int:
         """The step in which the bytes at this position were known good; -1: in none."""
-        return next((step for start, end, step in self.looks() if start <= position < end), -1)
+        return next((step for start, end, step in self.oldest_first() if start <= position < end), -1)
 
     def clear(self) -> None:
         self.put([])
@@ -91,5 +91,5 @@ class ReadQueue:
         room = max(2 * count, LEAST_ROOM)
         self._ring = np.empty((room, RANGE.size), np.int64)
         self._ring[:count] = ranges
-        self._card[QUEUE.num_ranges], self._card[QUEUE.room], self._card[QUEUE.first] = count, room, 0
-        self._card[QUEUE.ranges] = self._ring.ctypes.data
+        self._struct[QUEUE.num_ranges], self._struct[QUEUE.room], self._struct[QUEUE.first] = count, room, 0
+        self._struct[QUEUE.ranges] = self._ring.ctypes.data

@@ -1,4 +1,4 @@
-"""RowTruth: what the host knows of the rows of a forward that it launches before it has heard of the one before."""
+"""RowTruth: what the host knows of the rows of a forward that it launches before it has collected the one before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowTruth:
     prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
     truths:      chain value at that length, as int64
     roots:       chain value that position 0 continues, as int64
-    unheard:     1 where the row goes on by what the last step has accepted, which the device alone knows
+    uncollected:     1 where the row goes on by what the last step has accepted, which the device alone knows
                  (`AcceptedTokens`): length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
@@ -54,5 +54,5 @@ class RowTruth:
         return self.numbers[ROWS.roots].tolist()
 
     @property
-    def unheard(self) -> list[int]:
-        return self.numbers[ROWS.unheard].tolist()
+    def uncollected(self) -> list[int]:
+        return self.numbers[ROWS.uncollected].tolist()

@@ -1,4 +1,4 @@
-"""Contradictions: what an engine tells and cannot be; an error in mode `raise`, in `log` and `abort` a finding (L1).
+"""Contradictions: what an engine declares and cannot be; an error in mode `raise`, in `log` and `abort` a finding (L1).
 
 `errors.ENGINES_DOING` says which errors these are, and which stay errors in every mode. After an L1 the canary follows
 the engine as far as it can: an event happens to those of its pages to which it may, a grant always happens, and what is
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from kvcanary.calls.forward import on_host
-from kvcanary.calls.violation import NO_SLOT, Hit
+from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.captured.in_flight import InFlight
 from kvcanary.errors import (
     ENGINES_DOING,
@@ -51,7 +51,7 @@ class Contradictions:
 
     def __init__(self, session: Session, lifecycle: Lifecycle, reporting: Reporting) -> None:
         self._session, self._lifecycle, self._reporting = session, lifecycle, reporting
-        self._ledger, self._checks, self._aside = session.ledger, session.checks, session.aside
+        self._ledger, self._checks, self._excluded = session.ledger, session.checks, session.excluded
 
     def guard(self, manager: object) -> None:
         """Put each hook of this manager behind the one door through which its errors come."""
@@ -97,8 +97,8 @@ class Contradictions:
             self._bring_back(error, read.requests)
             return None
         culprits = getattr(error, "request_ids", ()) or read.requests
-        self._tell(error, culprits, (), site=site, pool=pool)
-        self._set_aside(read.requests)
+        self._report_contradiction(error, culprits, (), site=site, pool=pool)
+        self._exclude(read.requests)
         self._session.coverage.skip("forwards whose plans contradict themselves", 1)
         view = self._session.state.by_name[pool].view
         safe = [ids.where(~locate_slots(view, ids)[1], 0) for ids in (read.indices, write.slots)]
@@ -106,7 +106,7 @@ class Contradictions:
 
     # what is told
 
-    def _tell(
+    def _report_contradiction(
         self,
         error: Exception,
         requests: Iterable[str],
@@ -116,12 +116,12 @@ class Contradictions:
     ) -> None:
         """One L1 that names them and whoever holds these pages, unless one of them was set aside before."""
         requests = list(dict.fromkeys(requests))
-        if self._aside.is_known(requests, pages):
+        if self._excluded.is_known(requests, pages):
             return
         state, page = self._session.state, getattr(error, "page", None)
         names = list(dict.fromkeys([*requests, *(name for own in pages for name in self._ledger.holders(own))]))
         page = page if page is not None else pages[0] if pages else None
-        hit = Hit(
+        violation = Violation(
             "L1",
             state.pools[0] if pool is None else state.by_name[pool],
             NO_SLOT if page is None else page * state.page_size,
@@ -130,32 +130,32 @@ class Contradictions:
             site,
             self._session.step,
             others=tuple(names[1:]),
-            told=str(error),
+            message=str(error),
         )
-        hit.expected, hit.found = _sides(error)
-        self._checks.report([hit])
+        violation.expected, violation.found = _sides(error)
+        self._checks.report([violation])
 
     def _bring_back(self, error: UnknownRequestError, requests: Sequence[str]) -> None:
-        """Requests that have ended, and of which an engine tells still: stand-ins, set aside from the beginning.
+        """Requests that have ended, and of which an engine still speaks: stand-ins, set aside from the beginning.
 
         The error where one of these was never admitted.
         """
         ended = [name for name in requests if name not in self._ledger.requests]
         if not all(map(self._ledger.has_ended, ended)):
             raise error
-        self._tell(error, ended, ())
+        self._report_contradiction(error, ended, ())
         for name in ended:
             self._ledger.admit(name, (), self._session.step).released = True
-        self._aside.add(ended, ())
+        self._excluded.add(ended, ())
 
-    def _set_aside(self, requests: Iterable[str], pages: Iterable[int] = ()) -> None:
+    def _exclude(self, requests: Iterable[str], pages: Iterable[int] = ()) -> None:
         """These, and the private pages of the requests."""
         pages, ledger = set(pages), self._ledger
         for name in requests:
             if (request := ledger.requests.get(name)) is not None:
                 own = (page for page in request.pages if page != NO_PAGE and ledger.owners[page] == request.uid)
                 pages.update(own)
-        self._aside.add(requests, pages)
+        self._excluded.add(requests, pages)
 
     def _inside(self, pages: Iterable[int]) -> list[int]:
         """Those of these pages that may be granted at all, each once."""
@@ -174,36 +174,36 @@ class Contradictions:
 
     # how an event is followed all the same
 
-    def _only_told(self, given: Given) -> None:
+    def _exclude_all(self, given: Given) -> None:
         """What it names is set aside."""
-        self._tell(self._error, self._requests, self._pages)
-        self._set_aside(self._requests, self._pages)
+        self._report_contradiction(self._error, self._requests, self._pages)
+        self._exclude(self._requests, self._pages)
 
     def _admit(self, given: Given) -> None:
         """A stand-in of a request that has ended makes room; a request that lives is judged no more."""
         name = given["request_id"]
         request = self._ledger.request(name)
-        if name in self._aside.requests and request.released:
+        if name in self._excluded.requests and request.released:
             self._take_away([page for page in request.pages if page != NO_PAGE])
             self._ledger.forget(name)
             self._lifecycle.add(name, given["token_ids"], given["salt"], given["adapter"])
         else:
-            self._only_told(given)
+            self._exclude_all(given)
 
     def _append(self, given: Given) -> None:
         """Not as many tokens as requests: nobody knows whose they are."""
-        self._only_told(given)
+        self._exclude_all(given)
 
     def _commit(self, given: Given) -> None:
         if len(self._requests) != len(given["committed_lens"]):
-            return self._only_told(given)
+            return self._exclude_all(given)
 
-        def happen(told: tuple[str, int]) -> None:
-            self._checks.commit(Batch([self._ledger.request(told[0])]), array("q", told[1:]), self._session.step)
+        def happen(event: tuple[str, int]) -> None:
+            self._checks.commit(Batch([self._ledger.request(event[0])]), array("q", event[1:]), self._session.step)
 
-        def refused(told: tuple[str, int]) -> None:
-            self._tell(self._error, told[:1], ())
-            self._set_aside(told[:1])
+        def refused(event: tuple[str, int]) -> None:
+            self._report_contradiction(self._error, event[:1], ())
+            self._exclude(event[:1])
 
         self._each(zip(self._requests, given["committed_lens"], strict=True), happen, refused)
         return None
@@ -212,15 +212,15 @@ class Contradictions:
         is_one = "request_id" in given
         pages = [given["pages"]] if is_one else given["pages"]
         if len(pages) != len(self._requests):
-            return self._only_told(given)
+            return self._exclude_all(given)
         for_load = given.get("for_load", False)
 
-        def happen(told: tuple[str, Sequence[int]]) -> None:
-            self._lifecycle.grant(told[:1], told[1:], for_load)
+        def happen(event: tuple[str, Sequence[int]]) -> None:
+            self._lifecycle.grant(event[:1], event[1:], for_load)
 
-        def refused(told: tuple[str, Sequence[int]]) -> None:
-            self._tell(self._error, told[:1], self._inside(told[1]))
-            self._grant_anyway(*told, for_load)
+        def refused(event: tuple[str, Sequence[int]]) -> None:
+            self._report_contradiction(self._error, event[:1], self._inside(event[1]))
+            self._grant_anyway(*event, for_load)
 
         self._each(zip(self._requests, pages, strict=True), happen, refused)
         return None
@@ -229,17 +229,17 @@ class Contradictions:
         """An engine's word on who has a page now: whoever had it is set aside, and the row if it is not as told."""
         request = self._ledger.request(name)
         new = [page for page in self._inside(pages) if page not in request.pages]
-        self._set_aside(self._take_away([page for page in new if self._ledger.states[page] != FREE]))
+        self._exclude(self._take_away([page for page in new if self._ledger.states[page] != FREE]))
         if new != list(pages):
-            self._set_aside([name])
-        self._lifecycle.grant((name,), (new,), for_load and name not in self._aside.requests)
+            self._exclude([name])
+        self._lifecycle.grant((name,), (new,), for_load and name not in self._excluded.requests)
 
     def _take_away(self, pages: Sequence[int]) -> set[str]:
         """Pages are nobody's; the requests that had them."""
         if not pages:
             return set()
-        self._checks.settle()
-        self._session.tickets.freed(pages)
+        self._checks.judge_pending()
+        self._session.async_tracker.freed(pages)
         robbed = self._ledger.take_away(pages, self._session.step)
         self._checks.forget(pages)
         self._checks.cached.left(pages, self._session.step)
@@ -250,10 +250,10 @@ class Contradictions:
         """Pages of the row leave it; those of others stay theirs, and are set aside."""
         name, ledger = given["request_id"], self._ledger
         request = ledger.request(name)
-        self._tell(self._error, [name], self._pages)
+        self._report_contradiction(self._error, [name], self._pages)
         own = [page for page in self._pages if page in request.pages]
         nobodys = FREE, QUARANTINED
-        self._set_aside((), [p for p in self._pages if p not in own and ledger.states[p] not in nobodys])
+        self._exclude((), [p for p in self._pages if p not in own and ledger.states[p] not in nobodys])
         may_go = [page for page in own if ledger.states[page] in EVENTS["freed"].after]
         ledger.free(name, may_go, self._session.step)
         self._take_away([page for page in own if page not in may_go])
@@ -263,23 +263,23 @@ class Contradictions:
         name, step = given["request_id"], self._session.step
 
         def refused(page: int) -> None:
-            self._tell(self._error, [name], [page])
-            self._set_aside((), [page])
+            self._report_contradiction(self._error, [name], [page])
+            self._exclude((), [page])
 
         self._each(self._pages, lambda page: self._ledger.share(name, [page], step), refused)
 
     def _acquire(self, given: Given) -> None:
         """The row is not known; pages that a cache really holds are."""
-        self._tell(self._error, self._requests, self._pages)
-        self._set_aside(self._requests, [page for page in self._pages if self._ledger.states[page] != SHARED])
+        self._report_contradiction(self._error, self._requests, self._pages)
+        self._exclude(self._requests, [page for page in self._pages if self._ledger.states[page] != SHARED])
 
     def _fork(self, given: Given) -> None:
-        self._tell(self._error, self._requests, self._pages)
-        self._set_aside([given["child_id"]], self._pages)
+        self._report_contradiction(self._error, self._requests, self._pages)
+        self._exclude([given["child_id"]], self._pages)
 
     def _copy(self, given: Given) -> None:
-        self._tell(self._error, self._requests, self._pages)
-        self._set_aside(self._requests, self._inside([given["page"]]))
+        self._report_contradiction(self._error, self._requests, self._pages)
+        self._exclude(self._requests, self._inside([given["page"]]))
         self._grant_anyway(given["request_id"], [given["copy"]])
 
     def _evict(self, given: Given) -> None:
@@ -290,19 +290,19 @@ class Contradictions:
             gone.append(page)
 
         def refused(page: int) -> None:
-            self._tell(self._error, (), [page])
+            self._report_contradiction(self._error, (), [page])
             if self._ledger.states[page] not in (FREE, QUARANTINED):
-                self._set_aside((), [page])
+                self._exclude((), [page])
 
         self._each(self._pages, happen, refused)
         if len(self._pages) < len(given["pages"]):
-            self._tell(self._error, (), ())
+            self._report_contradiction(self._error, (), ())
         self._lifecycle.leave(gone)
         self._reporting.response.damaged_pages.difference_update(self._pages)
 
     def _load(self, given: Given) -> None:
         """Nobody knows what lies there, but forwards of the request may go on behind it."""
-        self._only_told(given)
+        self._exclude_all(given)
         request = self._ledger.request(given["request_id"])
         loads = {NEVER_WRITTEN: "restored", LOADING: "loaded", LOAD_FAILED: "written"}
         for page in self._pages:
@@ -311,7 +311,7 @@ class Contradictions:
                 self._ledger.pages.advance(event, np.array([page]), self._session.step, request.request_id)
 
     def _pack(self, given: Given) -> Any:
-        self._only_told(given)
+        self._exclude_all(given)
         return self._checks.pack(self._pages, self._session.step, given.get("group"))
 
     def _pack_each(self, given: Given) -> Any:
@@ -321,38 +321,38 @@ class Contradictions:
         """Nobody knows what lies where it went."""
         pages = self._inside((on_host(given["dst"]) // self._session.state.page_size).tolist())
         holders = [name for page in pages for name in self._ledger.holders(page)]
-        self._tell(self._error, holders, pages)
-        self._set_aside(holders, pages)
+        self._report_contradiction(self._error, holders, pages)
+        self._exclude(holders, pages)
 
     def _launch(self, given: Given) -> Any:
         """It runs all the same, with as many numbers as it has forwards and requests, and what it says is of no use."""
-        series, written, reads = given["series"], list(given["written"]), list(given["reads"])
-        forwards = {(substep.pool.name, substep.site) for substep in series}
-        if not forwards <= self._aside.forwards:
-            self._tell(self._error, self._requests, (), site=series.substeps[0].site)
-        self._aside.forwards |= forwards
-        self._set_aside(self._requests)
-        count = series.num_told * len(self._requests)
-        written, reads = ((own + [0] * most)[:most] for own, most in ((written, count), (reads, series.count)))
-        return self._hook(series, self._requests, written, reads, given["where"])
+        launch_group, written, reads = given["launch_group"], list(given["written"]), list(given["reads"])
+        forwards = {(substep.pool.name, substep.site) for substep in launch_group}
+        if not forwards <= self._excluded.forwards:
+            self._report_contradiction(self._error, self._requests, (), site=launch_group.substeps[0].site)
+        self._excluded.forwards |= forwards
+        self._exclude(self._requests)
+        count = launch_group.num_known * len(self._requests)
+        written, reads = ((own + [0] * most)[:most] for own, most in ((written, count), (reads, launch_group.count)))
+        return self._hook(launch_group, self._requests, written, reads, given["where"])
 
     def _release(self, given: Given) -> Any:
         """It ends with all that was committed."""
-        self._only_told(given)
+        self._exclude_all(given)
         return self._hook(given["request_id"])
 
     def _acted(self, given: Given) -> Any:
-        self._only_told(given)
+        self._exclude_all(given)
         return self._reporting.act()
 
     def _collected(self, given: Given) -> Any:
-        self._only_told(given)
+        self._exclude_all(given)
         return self._reporting.conclude()
 
     def _ended(self, given: Given) -> InFlight:
-        self._only_told(given)
+        self._exclude_all(given)
         flight = InFlight(self._session.step, None, [])
-        flight.has_landed = True
+        flight.is_collected = True
         return flight
 
 
@@ -368,20 +368,20 @@ FOLLOW: dict[str, Follow] = {
     "on_acquire": Contradictions._acquire,
     "on_fork": Contradictions._fork,
     "on_copy": Contradictions._copy,
-    "on_deduplicate": Contradictions._only_told,
+    "on_deduplicate": Contradictions._exclude_all,
     "on_evict": Contradictions._evict,
-    "on_map": Contradictions._only_told,
-    "on_unmap": Contradictions._only_told,
+    "on_map": Contradictions._exclude_all,
+    "on_unmap": Contradictions._exclude_all,
     "on_swap_out": Contradictions._pack_each,
-    "on_swap_in": Contradictions._only_told,
+    "on_swap_in": Contradictions._exclude_all,
     "on_load_begin": Contradictions._load,
     "on_load_end": Contradictions._load,
     "on_load_fail": Contradictions._load,
     "on_offload": Contradictions._pack,
     "on_restore": Contradictions._load,
-    "before_move": Contradictions._only_told,
+    "before_move": Contradictions._exclude_all,
     "on_move": Contradictions._move,
-    "launch_series": Contradictions._launch,
+    "launch_group": Contradictions._launch,
     "release": Contradictions._release,
     "sweep_cached": Contradictions._acted,
     "judge_copies": Contradictions._acted,

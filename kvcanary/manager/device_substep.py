@@ -1,6 +1,6 @@
 """DeviceSubstep: a forward over a pool on a device that judges itself there, as a captured one does, but comes once.
 
-Its buffers wait for it, or are made when it is opened. The host hears of it behind the step, with all that was
+Its buffers wait for it, or are made when it is opened. The host collects it behind the step, with all that was
 launched.
 """
 
@@ -28,7 +28,7 @@ class DeviceSubstep(SubstepCanary):
         self._run: OneShotSubstep | None = None
 
     def _take(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
-        """What is refused is known to the device alone, and reported when the step is heard.
+        """What is refused is known to the device alone, and reported when the step is collected.
 
         A refused id is null slot 0 in the indices, and -1 in the slots, where `put` stores nothing.
         """

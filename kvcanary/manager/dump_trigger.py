@@ -81,7 +81,7 @@ class DumpTrigger:
         if folder is None or not self._recorder.is_on:
             return None
         self._num_dumps += 1
-        step = findings[0].step if findings else self._recorder.books.checks.step
+        step = findings[0].step if findings else self._recorder.manager_state.checks.step
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             name = f"step{step}-{why}-{os.getpid()}-{self._num_dumps}{SUFFIX}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
 from kvcanary.calls.forward import Forward
-from kvcanary.calls.violation import NO_SLOT, Hit
+from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.checks.lengths import own_number
 from kvcanary.errors import PlanError
 from kvcanary.pools.launch_site import SUBSTEP_KINDS, site_name
@@ -45,12 +45,12 @@ class ExpectedForwards:
                 return True
         return False
 
-    def missing(self) -> list[Hit]:
+    def missing(self) -> list[Violation]:
         """H1 for each that is due: it has run without hooks, or not at all. It is due no more."""
         due, self.due = self.due, []
         return [self._without_hooks(*one) for one in due]
 
-    def left_out(self, forward: Forward) -> list[Hit]:
+    def left_out(self, forward: Forward) -> list[Violation]:
         """H1 for draft forwards that must have run before this one, where the engine announces nothing.
 
         Those of one loop are numbered from 0 on, by the ancestors that their rows read, behind the same final entries.
@@ -82,14 +82,14 @@ class ExpectedForwards:
                 raise PlanError(f"pool must be one of {', '.join(self._pools)}, got {pool!r}")
             self._known.add(forward)
 
-    def _without_hooks(self, forward: Announced, step: int, request_ids: Sequence[str]) -> Hit:
+    def _without_hooks(self, forward: Announced, step: int, request_ids: Sequence[str]) -> Violation:
         kind, index, pool = forward
         name, *others = request_ids or (None,)
         opened = [_name(one) for one, when in self._opened if when == step]
-        hit = Hit("H1", self._pools[pool], NO_SLOT, None, name, (kind, index), step, is_unhooked=True)
-        hit.others = tuple(other for other in others if other is not None)
-        hit.expected, hit.found = {"opened": _name(forward)}, {"opened": opened or ["nothing"]}
-        return hit
+        violation = Violation("H1", self._pools[pool], NO_SLOT, None, name, (kind, index), step, is_unhooked=True)
+        violation.others = tuple(other for other in others if other is not None)
+        violation.expected, violation.found = {"opened": _name(forward)}, {"opened": opened or ["nothing"]}
+        return violation
 
 
 def _name(forward: Announced) -> str:

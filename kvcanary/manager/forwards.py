@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kvcanary.calls.forward import Forward
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.captured.launch_group import LaunchGroup
 from kvcanary.captured.moves import CapturedMove
 from kvcanary.captured.one_shot import OneShotSubstep
@@ -41,14 +41,14 @@ class Forwards:
         self.recorder, self._log = session.recorder, session.recorder.log
         self.follow: FollowPlan | None = None  # None: plans that cannot be are errors
         self._judges_there = session.state.judges_on_device
-        self._static: CapturedStep | None = None
+        self._captured: CapturedStep | None = None
 
     def arm(self) -> None:
         """No buffers are made from now on but for forwards that come once."""
         if self._judges_there:
             self._on_device()
-        if self._static is not None:
-            self._static.bank.arm()
+        if self._captured is not None:
+            self._captured.registry.arm()
 
     @property
     def step(self) -> int:
@@ -78,7 +78,7 @@ class Forwards:
         judges itself there, if its rows are chains: the host reads what it found with the captured ones, by `collect`.
         """
         if self._session.open and not all(
-            substep.is_beside(kind, index, self._session.pool(pool)) for substep in self._session.open
+            substep.is_same_forward(kind, index, self._session.pool(pool)) for substep in self._session.open
         ):
             self._session.expect_closed(f"forward({kind!r})")
         if kind not in SUBSTEP_KINDS:
@@ -93,22 +93,22 @@ class Forwards:
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
         """Those of a forward that is judged by what the host knows now: all that was accepted for them, too."""
         requests = self._ledger.known(request_ids)
-        if any(request.unlanded for request in requests):
-            self._checks.land()
+        if any(request.pending_acceptances for request in requests):
+            self._checks.collect()
         return requests
 
     def opened(self, substep: SubstepCanary, forward: Forward) -> None:
-        hits: Sequence[Hit | HitBatch] = ()
+        violations: Sequence[Violation | ViolationBatch] = ()
         if not forward.is_usable:
-            hits = refuse(forward, self._ledger.pages, self._session.config.disable)
+            violations = refuse(forward, self._ledger.pages, self._session.config.disable)
         is_announced = self._session.expected.opened((forward.kind, forward.index, forward.pool.name), forward.step)
         if not is_announced and forward.kind == "draft":
-            hits = [*hits, *self._session.expected.left_out(forward)]
+            violations = [*violations, *self._session.expected.left_out(forward)]
         self._checks.open(forward)
         self._session.open.append(substep)
         self.recorder.opened(forward)
-        if hits:
-            self.report_hits(hits)
+        if violations:
+            self.report_violations(violations)
 
     def refused_plan(
         self, substep: SubstepCanary, error: Refusal, read: ReadPlan, write: WritePlan
@@ -122,8 +122,8 @@ class Forwards:
             self._session.open.append(substep)
         return safe
 
-    def report_hits(self, hits: Sequence[Hit | HitBatch]) -> None:
-        self._checks.report(hits)
+    def report_violations(self, violations: Sequence[Violation | ViolationBatch]) -> None:
+        self._checks.report(violations)
 
     def closed(self, substep: SubstepCanary, pool: PoolState, is_judged: bool = True) -> None:
         if is_judged:
@@ -133,50 +133,51 @@ class Forwards:
     # on the device
 
     @property
-    def bank(self) -> SubstepRegistry:
+    def registry(self) -> SubstepRegistry:
         """Substeps over static buffers, for graphs: add them before `arm()`; `collect()` reads what they found."""
-        self._session.has_bank = True
-        return self._on_device().bank
+        self._session.has_registry = True
+        return self._on_device().registry
 
-    def launch_series(
+    def launch_group(
         self,
-        series: LaunchGroup,
+        launch_group: LaunchGroup,
         request_ids: Sequence[str],
         written: Sequence[int],
         reads: Sequence[int],
         where: int = 0,
     ) -> array[int]:
-        """`launch_all` of forwards that are launched in every step (`SubstepRegistry.series`), in parts.
+        """`launch_all` of forwards that are launched in every step (`SubstepRegistry.launch_group`), in parts.
 
         written: by part, and by request; none of a part that writes what is accepted. reads: by forward
         where: address of an address by part, of a place SPREAD (native/layout.py), to which its truth
                goes; 0: nowhere. It is what is returned, too, by part in the form that `RowTruth` takes
         """
-        static = self._static
-        if static is None:
-            raise HookOrderError(f"launch_series() needs substeps of this manager's bank, got {series}")
+        captured = self._captured
+        if captured is None:
+            raise HookOrderError(f"launch_group() needs substeps of this manager's registry, got {launch_group}")
         if self._session.open:
             raise self._session.not_closed("launch()")
         batch, checks = self._ledger.batches[tuple(request_ids)], self._checks
-        if len(reads) != series.count or len(written) != series.num_told * batch.told[0]:
-            raise not_one_each(series, len(batch), reads, written)
-        if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
-            checks.land()
+        if len(reads) != launch_group.count or len(written) != launch_group.num_known * batch.loop_arguments[0]:
+            raise not_one_each(launch_group, len(batch), reads, written)
+        # truth goes on by one
+        if captured.num_pending_acceptances > 1 and any(request.pending_acceptances > 1 for request in batch.requests):
+            checks.collect()
         entries = array("q", written)
-        record = self.recorder.captured.launched(series, batch.names, entries, reads)
-        checks.settle_before_launch()
+        record = self.recorder.captured.launched(launch_group, batch.names, entries, reads)
+        checks.flush_before_launch()
         if checks.is_full:
-            for part in series.parts:
+            for part in launch_group.parts:
                 checks.read_all(part, batch.requests, self._session.step)
-        return static.launch(series, batch, self._session.step, entries, reads, record, where)
+        return captured.launch(launch_group, batch, self._session.step, entries, reads, record, where)
 
     def launch_move(self, move: CapturedMove) -> None:
         """A captured move runs next, behind the forwards that were launched before it."""
-        if self._static is None:
-            raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
-        record = self.recorder.captured.launched_move(self._static.bank.moves.index(move), move.pool.name)
+        if self._captured is None:
+            raise HookOrderError("launch_move() needs a move of this manager's registry, got one of another")
+        record = self.recorder.captured.launched_move(self._captured.registry.moves.index(move), move.pool.name)
         self._checks.publish_pages()
-        self._static.launch_move(move, record)
+        self._captured.launch_move(move, record)
 
     def launch_eager(
         self,
@@ -189,35 +190,35 @@ class Forwards:
         written: list[int],
     ) -> OneShotSubstep:
         """As `launch`, for a forward that comes once: what judges it."""
-        self._checks.settle_before_launch()
-        static, batch, entries = self._on_device(), Batch(requests), array("q", written)
+        self._checks.flush_before_launch()
+        captured, batch, entries = self._on_device(), Batch(requests), array("q", written)
         self._session.expected.opened((*site, pool.name), self._session.step)
-        run = static.take_once(pool, site, read, write, batch, written)
-        series, reads = LaunchGroup([(run,)]), [read.indices.shape[0]]
-        record = self.recorder.captured.launched(series, tuple(read.requests), entries, reads)
-        static.launch(series, batch, self._session.step, entries, [0], record)
+        run = captured.take_once(pool, site, read, write, batch, written)
+        launch_group, reads = LaunchGroup([(run,)]), [read.indices.shape[0]]
+        record = self.recorder.captured.launched(launch_group, tuple(read.requests), entries, reads)
+        captured.launch(launch_group, batch, self._session.step, entries, [0], record)
         if self._checks.is_full:
             self._checks.read_all([run], requests, self._session.step)
         self._session.open.append(substep)
         return run
 
     def _on_device(self) -> CapturedStep:
-        if self._static is None:
-            self._static = CapturedStep(
+        if self._captured is None:
+            self._captured = CapturedStep(
                 self._session.state, self._ledger, self._session.coverage, self.recorder.captured
             )
-            self._static.bank.compares_moves = self._checks.compares_moves
-            self._static.bank.compares_reads = self._checks.is_full
-            self._checks.static = self._static
-        return self._static
+            self._captured.registry.compares_moves = self._checks.compares_moves
+            self._captured.registry.compares_reads = self._checks.is_full
+            self._checks.captured = self._captured
+        return self._captured
 
 
 def not_one_each(
-    series: LaunchGroup, num_requests: int, reads: Sequence[int], written: Sequence[int] | None
+    launch_group: LaunchGroup, num_requests: int, reads: Sequence[int], written: Sequence[int] | None
 ) -> ContradictionError:
-    of_parts = f" in each of {series.num_told} parts" if series.num_told > 1 else ""
+    of_parts = f" in each of {launch_group.num_known} parts" if launch_group.num_known > 1 else ""
     given = None if written is None else len(written)
     return ContradictionError(
-        f"reads and written must be a number for each of {len(series)} forwards and of {num_requests} requests"
+        f"reads and written must be a number for each of {len(launch_group)} forwards and of {num_requests} requests"
         f"{of_parts}, no written where a step says what it accepts, got {len(reads)} and {given}: give one each"
     )

@@ -1,4 +1,4 @@
-"""Lifecycle: what an engine tells of requests and their pages, from admission to eviction."""
+"""Lifecycle: what an engine declares of requests and their pages, from admission to eviction."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Lifecycle:
 
     @recorded
     def release(self, request_id: str, committed_len: int | None = None) -> bool:
-        """The request ends, before its last tokens leave: judge what is pending, and look at all its bytes again.
+        """The request ends, before its last tokens leave: judge what is pending, and re-read all its bytes.
 
         committed_len: where it ended inside what was accepted (a stop string), entries that are its own: pages behind
                        them are not final, and no cache may take them. Forwards that still have the request in their
@@ -79,7 +79,7 @@ class Lifecycle:
                 f"committed_len of {request_id!r} must be in [0, {request.committed_len}] when it ends, got "
                 f"{committed_len}: commit first"
             )
-        self._checks.look_again(request, self._session.step)
+        self._checks.reread_request(request, self._session.step)
         if committed_len is not None:
             request.owned_len = committed_len
             request.final_pages = min(request.final_pages, committed_len // self._state.page_size)
@@ -108,14 +108,14 @@ class Lifecycle:
     @recorded
     def on_free(self, request_id: str, pages: Sequence[int]) -> None:
         """Pages given back; from now on nobody may read them. What a cache or another row holds stays."""
-        self._checks.settle()
+        self._checks.judge_pending()
         self._session.note_live_bytes()
         request = self._ledger.request(request_id)
         if not request.released and self._unread_bytes(request, pages):  # preempted: read as if it ended
-            self._checks.look_again(request, self._session.step)
+            self._checks.reread_request(request, self._session.step)
         if self._session.config.content == "write":
             self._session.coverage.freed_unread_bytes += self._unread_bytes(request, pages)
-        self._session.tickets.freed(pages)
+        self._session.async_tracker.freed(pages)
         is_damaged = request.is_damaged
         self._ledger.free(request_id, pages, self._session.step)
         self.gone(request, pages, is_damaged)
@@ -124,7 +124,7 @@ class Lifecycle:
     def on_share(self, request_id: str, pages: Sequence[int]) -> None:
         """A prefix cache takes these final pages too: the row's bytes are read again, then nobody may write them."""
         request = self._ledger.request(request_id)
-        self._checks.look_again(request, self._session.step)
+        self._checks.reread_request(request, self._session.step)
         self._ledger.finalise(request, self._session.step)  # a draft pool catches up after the commit
         self._ledger.share(request_id, pages, self._session.step)
 
@@ -134,11 +134,11 @@ class Lifecycle:
 
         Before `on_alloc`, of a request that was admitted with its whole prompt; entries on these pages are committed.
         """
-        self._checks.settle()
+        self._checks.judge_pending()
         request = self._ledger.request(request_id)
         self._ledger.acquire(request_id, pages, self._session.step)
         self._inherit(request, len(request.pages) * self._state.page_size)
-        self._checks.look_again(request, self._session.step)
+        self._checks.reread_request(request, self._session.step)
 
     @recorded
     def on_fork(self, request_id: str, child_id: str, pages: Sequence[int]) -> None:
@@ -146,7 +146,7 @@ class Lifecycle:
 
         Admit the child first, with all tokens of the row so far: the committed length is inherited.
         """
-        self._checks.settle()
+        self._checks.judge_pending()
         parent, child = self._ledger.request(request_id), self._ledger.request(child_id)
         self._ledger.fork(request_id, child_id, pages, self._session.step)
         length = min(len(pages) * self._state.page_size, parent.committed_len, len(child.tokens))
@@ -158,15 +158,15 @@ class Lifecycle:
 
     @recorded
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
-        """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards.
+        """A shared page of the row is replaced by a private copy; move its bytes, and declare that, afterwards.
 
         `on_move` may name all slots of the page: those that nobody has written arrive unwritten.
         """
-        self._checks.settle()
+        self._checks.judge_pending()
         self._release_early([copy])
         self._ledger.copy_on_write(request_id, page, copy, self._session.step)
-        if self._session.aside:
-            self._session.aside.granted((request_id,), ((copy,),))
+        if self._session.excluded:
+            self._session.excluded.granted((request_id,), ((copy,),))
         self._checks.report(self._session.poisoner.granted([copy], self._session.step))
         request = self._ledger.request(request_id)
         request.judged = [Judged()] * len(request.judged)
@@ -178,21 +178,21 @@ class Lifecycle:
         The bytes of both are read again; that they are the same tokens is judged when the row is read.
         """
         request = self._ledger.request(request_id)
-        self._checks.look_again(request, self._session.step)
+        self._checks.reread_request(request, self._session.step)
         if self._session.config.content == "write":
             self._session.coverage.freed_unread_bytes += self._unread_bytes(request, [page])
         self._ledger.deduplicate(request_id, [page], [kept], self._session.step)
-        self._session.tickets.freed([page])
-        self._checks.look_at_pages([kept], self._session.step)
+        self._session.async_tracker.freed([page])
+        self._checks.reread_pages([kept], self._session.step)
         self.leave([page], request.is_damaged)
         request.judged = [Judged()] * len(request.judged)
 
     @recorded
     def on_evict(self, pages: Sequence[int]) -> None:
-        """A prefix cache gives up pages that no row names; what a last look finds is not their next owner's."""
-        self._checks.settle()
-        self._checks.look_at_pages(pages, self._session.step)
-        self._session.tickets.freed(pages)
+        """A prefix cache gives up pages that no row names; what a last re-read finds is not their next owner's."""
+        self._checks.judge_pending()
+        self._checks.reread_pages(pages, self._session.step)
+        self._session.async_tracker.freed(pages)
         self._ledger.evict(pages, self._session.step)
         self.leave(pages)
         self._reporting.response.damaged_pages.difference_update(pages)
@@ -203,16 +203,16 @@ class Lifecycle:
 
     def add(self, request_id: str, token_ids: Sequence[int], salt: str, adapter: str) -> None:
         self._ledger.admit(request_id, token_ids, self._session.step, salt, adapter)
-        if self._session.aside:
-            self._session.aside.forget(request_id)
+        if self._session.excluded:
+            self._session.excluded.forget(request_id)
 
     def grant(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]], for_load: bool = False) -> None:
         granted = [*chain.from_iterable(pages)]
-        self._checks.settle_writes_into(granted)
+        self._checks.judge_writes_into(granted)
         self._release_early(granted)
         self._ledger.grant_all(request_ids, pages, self._session.step, for_load)
-        if self._session.aside:
-            self._session.aside.granted(request_ids, pages)
+        if self._session.excluded:
+            self._session.excluded.granted(request_ids, pages)
         if for_load:
             self._checks.expect_load(self._session.poisoner.poisoned.intersection(granted))
         self._checks.report(self._session.poisoner.granted(granted, self._session.step))
@@ -236,25 +236,27 @@ class Lifecycle:
         request.judged = [Judged()] * len(request.judged)
         if request.released and not request.pages:
             self._ledger.forget(request.request_id)
-            self._session.aside.forget(request.request_id)
+            self._session.excluded.forget(request.request_id)
             self._session.expected.forget(request.uid)
 
     def leave(self, pages: Sequence[int], is_damaged: bool = False) -> None:
         """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten.
 
-        `is_damaged`: something was found in what their owner held; what the last look at them found says so too
+        `is_damaged`: something was found in what their owner held; what the last re-read at them found says so too
         What was set aside may be somebody's all the same, and stays as it is.
         """
         freed = [page for page in pages if page != NO_PAGE and self._ledger.states[page] == FREE]
-        if self._session.aside.pages:
-            freed = [page for page in freed if page not in self._session.aside.pages]
+        if self._session.excluded.pages:
+            freed = [page for page in freed if page not in self._session.excluded.pages]
         self._checks.forget(freed)
-        self._session.poisoner.freed(freed, is_damaged or len(self._checks.hits) > 0)
+        self._session.poisoner.freed(freed, is_damaged or len(self._checks.violations) > 0)
         if self._session.mapped and self._session.config.poison != "off":
-            untold = sum(
-                len(self._state.pools_of(group)) for group, is_untold in self._session.untold.items() if is_untold
+            undeclared = sum(
+                len(self._state.pools_of(group))
+                for group, is_undeclared in self._session.undeclared.items()
+                if is_undeclared
             )
-            self._session.coverage.skip("freed pages behind a slot map, not poisoned", untold * len(freed))
+            self._session.coverage.skip("freed pages behind a slot map, not poisoned", undeclared * len(freed))
         self._checks.cached.left(pages, self._session.step)
         if self._session.quarantine:
             self._ledger.quarantine(freed, self._session.step)

@@ -41,7 +41,7 @@ class CanaryManager:
         begin_step(step)
         expect(...)                                 forwards that are to open their hooks
         forward(kind, index, pool)                  the hooks of one: open, store of each layer, close
-        launch_series(...), launch_move(...)        of captured ones, instead
+        launch_group(...), launch_move(...)        of captured ones, instead
         move(pool, src, dst)                        around bytes that are moved
         flight = end_step()
         collect(flight)                             before a token of the step leaves; check() is both
@@ -57,7 +57,12 @@ class CanaryManager:
         self._attachment = Attachment(pools)
         seed = secrets.randbits(64) if config.seed is None else config.seed
         session = Session(config, CanaryState(pools, seed), config.quarantine if holds_back else 0)
-        self.session, self.config, self.tickets, self.recorder = session, config, session.tickets, session.recorder
+        self.session, self.config, self.async_tracker, self.recorder = (
+            session,
+            config,
+            session.async_tracker,
+            session.recorder,
+        )
         self.reporting = reporting = Reporting(session)
         self.lifecycle = lifecycle = Lifecycle(session, reporting)
         self.mapped_groups = groups = MappedGroups(session, reporting)
@@ -82,7 +87,7 @@ class CanaryManager:
 
         self.expect, self.forward = forwards.expect, forwards.forward
         self.substep = forwards.forward  # its first name
-        self.launch_series, self.launch_move = forwards.launch_series, forwards.launch_move
+        self.launch_group, self.launch_move = forwards.launch_group, forwards.launch_move
 
         self.certificate, self.page_map, self.dump = reporting.certificate, reporting.page_map, reporting.dump
         self.damaged_pages = reporting.damaged_pages
@@ -102,9 +107,9 @@ class CanaryManager:
         return self.session.is_armed
 
     @property
-    def doomed(self) -> frozenset[str]:
+    def aborted(self) -> frozenset[str]:
         """Mode abort: running requests that must end, by all that was judged; else nobody."""
-        return self.reporting.doomed
+        return self.reporting.aborted
 
     @property
     def findings(self) -> list[Finding]:
@@ -112,9 +117,9 @@ class CanaryManager:
         return self.reporting.findings
 
     @property
-    def bank(self) -> SubstepRegistry:
+    def registry(self) -> SubstepRegistry:
         """Captured forwards, for graphs: add them before `arm()`; `collect()` reads what they found."""
-        return self.forwards.bank
+        return self.forwards.registry
 
     @property
     def judges_behind(self) -> bool:
@@ -163,7 +168,7 @@ class CanaryManager:
         if session.expected.due:
             self._checks.report(session.expected.missing())
         self._log.append(("begin_step", step))
-        session.step = session.tickets.step = step
+        session.step = session.async_tracker.step = step
         self._checks.begin_step(step)
         if self._ledger.quarantined.waiting:
             self._ledger.leave_quarantine(step, session.quarantine)
@@ -191,12 +196,12 @@ class CanaryManager:
         self._log.append(("end_step", session.step))
         is_judged_here = checks.waits
         if is_judged_here:
-            checks.settle()
+            checks.judge_pending()
         if missing := session.expected.due:
             checks.report(session.expected.missing())
         flight = checks.send(is_waited_for)
         if is_judged_here or checks.has_nothing_there(flight):
-            checks.land(flight)
+            checks.collect(flight)
         elif missing:
             self.reporting.act()
         self._prepare_freed_pages()
@@ -210,13 +215,14 @@ class CanaryManager:
         if self.session.open:
             raise self.session.not_closed("collect()")
         self._log.append(("collect", flight.step))
-        flight.is_over = True  # but for looks
-        if not flight.has_landed:
-            self._checks.land(flight)
-        doomed = self.reporting.conclude()
-        if flight.hits and self.reporting.error is not None:  # it had to land before its turn, and stopped the engine
+        flight.is_over = True  # but for re-reads
+        if not flight.is_collected:
+            self._checks.collect(flight)
+        aborted = self.reporting.conclude()
+        # it had to be collected before its turn, and stopped the engine
+        if flight.violations and self.reporting.error is not None:
             raise self.reporting.error
-        return doomed
+        return aborted
 
     def check(self) -> frozenset[str]:
         """`end_step` and `collect` at once, by a host that waits for every step; answers as `collect` does."""
@@ -230,21 +236,21 @@ class CanaryManager:
         if session.open:
             raise session.not_closed("check_forwards()")
         if not session.expected.due:
-            return self.doomed
+            return self.aborted
         self._log.append(("check_forwards",))
-        self._checks.settle()
+        self._checks.judge_pending()
         self._checks.report(session.expected.missing())
         return self.reporting.act()
 
     def judge_copies(self) -> frozenset[str]:
-        """Judge what was told of copies since the last step (O1), before what they brought is used.
+        """Judge what was declared of copies since the last step (O1), before what they brought is used.
 
         Mode abort: the requests that must end now; nobody where every copy was waited for.
         """
-        if not self.tickets.has_told:
+        if not self.async_tracker.has_reported:
             return frozenset()
         self._log.append(("judge_copies",))
-        self.tickets.has_told = False
+        self.async_tracker.has_reported = False
         return self.reporting.act()
 
     @recorded
@@ -254,31 +260,31 @@ class CanaryManager:
         PageReferenceError where rows and reference counts disagree.
         """
         self.session.expect_closed("drain()")
-        self._checks.settle()
+        self._checks.judge_pending()
         self._checks.report(self.session.expected.missing())
         audit(self._ledger)
         return self.reporting.act()
 
     def rest(self) -> frozenset[str]:
-        """Between steps, and now and then where there are none: cached pages that nobody has looked at for long.
+        """Between steps, and now and then where there are none: cached pages that nobody has read for long.
 
         The answer is that of `collect`. An engine may call it after every step.
         """
         pages = self._checks.cached.overdue()
-        return self.sweep_cached(pages) if pages else self.doomed
+        return self.sweep_cached(pages) if pages else self.aborted
 
     @recorded
     def sweep_cached(self, pages: Sequence[int]) -> frozenset[str]:
-        """Look at the bytes of these cached pages now; the answer is that of `collect`."""
+        """Re-read the bytes of these cached pages now; the answer is that of `collect`."""
         self.session.expect_closed("sweep_cached()")
-        self._checks.settle()
-        self._checks.look_at_pages(pages, self.session.step)
+        self._checks.judge_pending()
+        self._checks.reread_pages(pages, self.session.step)
         return self.reporting.act()
 
     # one of what the parts are told of many
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Tokens that were accepted for this request; where the device has told of them, the same are expected."""
+        """Tokens that were accepted for this request; where the device has reported of them, the same are expected."""
         self.append_all((request_id,), (token_ids,))
 
     def commit(self, request_id: str, committed_len: int) -> None:
@@ -305,24 +311,26 @@ class CanaryManager:
     ) -> RowTruth:
         """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
 
-        written: of each of them; reads: by forward. Where the engine launches a step before it has told of the last one
-        (`launch_accepted`), reads are those of the lengths that it has told, and written is None, with an `acceptance`.
+        written: of each of them; reads: by forward. Where the engine launches a step before it has declared the last
+                 one
+        (`launch_accepted`), reads are those of the lengths that it has declared, and written is None, with an
+        `acceptance`.
         """
-        static = self._checks.static
-        if static is None:
-            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
-        series = static.bank.series(substeps, acceptance=acceptance)
+        captured = self._checks.captured
+        if captured is None:
+            raise HookOrderError(f"launch() needs substeps of this manager's registry, got {substeps[0]}")
+        launch_group = captured.registry.launch_group(substeps, acceptance=acceptance)
         if (written is None) != (acceptance is not None):
-            raise not_one_each(series, len(request_ids), reads, written)
-        return RowTruth(self.launch_series(series, request_ids, written or (), reads), static.bank.now)
+            raise not_one_each(launch_group, len(request_ids), reads, written)
+        return RowTruth(self.launch_group(launch_group, request_ids, written or (), reads), captured.registry.now)
 
     def launch_accepted(
         self, substep: CapturedSubstep, request_ids: Sequence[str], reads: int, acceptance: CapturedAcceptance
     ) -> RowTruth:
         """As `launch`, for a forward that writes the entries of what a captured step of these requests has accepted.
 
-        Only the device knows how many. The canary's books go on by its word when the step is judged, before anything
-        behind it is, and `append` and `commit` have to say the same when the engine has heard.
+        Only the device knows how many. The canary's ledger goes on by its word when the step is judged, before anything
+        behind it is, and `append` and `commit` have to say the same when the engine has collected the step.
         """
         return self.launch_all([substep], request_ids, None, [reads], acceptance)
 

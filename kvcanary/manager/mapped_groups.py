@@ -1,4 +1,4 @@
-"""MappedGroups: what an engine tells of pages that a group behind a slot map has of its own."""
+"""MappedGroups: what an engine declares of pages that a group behind a slot map has of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcanary.manager.session import Session
 from kvcanary.recorder.recorder import recorded
 from kvcanary.scrub.poison import Poisoner
 from kvcanary.transfers.imports import adopt
-from kvcanary.transfers.snapshots import Parcel
+from kvcanary.transfers.snapshots import PageSnapshot
 
 
 class MappedGroups:
@@ -27,12 +27,12 @@ class MappedGroups:
     def on_map(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
         """Full pages are granted with free pages of the group, where the map leads now; before their `on_alloc`.
 
-        An engine that tells of none has what the group frees left alone, and counted as not poisoned.
+        An engine that declares none has what the group frees left alone, and counted as not poisoned.
         """
-        hits = self._of_group(group).granted(own_pages, self._session.step, pages)
-        self._session.untold[group] = False
+        violations = self._of_group(group).granted(own_pages, self._session.step, pages)
+        self._session.undeclared[group] = False
         self._checks.enter(group, own_pages)
-        self._checks.report(hits)
+        self._checks.report(violations)
 
     @recorded
     def on_unmap(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
@@ -42,39 +42,39 @@ class MappedGroups:
         Then they are nobody's, and poisoned.
         """
         poisoner = self._of_group(group)
-        self._checks.settle()
-        if fired := self._checks.look_at_leaving(group, pages, self._session.step):
+        self._checks.judge_pending()
+        if fired := self._checks.reread_leaving(group, pages, self._session.step):
             self._reporting.act()
         poisoner.freed(own_pages, fired or self._reporting.are_damaged(pages))
 
     @recorded
-    def on_swap_out(self, group: str, pages: Sequence[int]) -> list[Parcel]:
-        """Bytes that these full pages have in the group are about to be copied elsewhere: a parcel for each page.
+    def on_swap_out(self, group: str, pages: Sequence[int]) -> list[PageSnapshot]:
+        """Bytes that these full pages have in the group are about to be copied elsewhere: a snapshot for each page.
 
         The pages stay granted: `on_unmap` tells when the group gives up its own ones, and reading one is R2 then, until
-        `on_map` and `on_swap_in` tell that it is back. The parcel of a page that is written again is of no use.
+        `on_map` and `on_swap_in` tell that it is back. The snapshot of a page that is written again is of no use.
         """
         self._of_group(group)
-        parcels = self._checks.pack(pages, self._session.step, group).each()
-        for parcel in parcels:
-            self.recorder.number_parcel(parcel)
-        return parcels
+        snapshots = self._checks.pack(pages, self._session.step, group).each()
+        for snapshot in snapshots:
+            self.recorder.number_snapshot(snapshot)
+        return snapshots
 
     @recorded
-    def on_swap_in(self, group: str, pages: Sequence[int], parcels: Sequence[Parcel] | None) -> None:
+    def on_swap_in(self, group: str, pages: Sequence[int], snapshots: Sequence[PageSnapshot] | None) -> None:
         """Bytes of full pages that were granted all the while lie where the map leads since `on_map`.
 
-        `parcels`: of `on_swap_out`, one for each page: the records of then come back, and bytes that are not those of
+        `snapshots`: of `on_swap_out`, one for each page: the records of then come back, and bytes that are not those of
         then are T1. None: bytes are fingerprinted as they lie.
         """
         self._of_group(group)
-        if parcels is not None:
-            self._checks.expect_own(parcels, pages, group)
-        self._checks.settle()
-        if parcels is None:
+        if snapshots is not None:
+            self._checks.expect_own(snapshots, pages, group)
+        self._checks.judge_pending()
+        if snapshots is None:
             self._adopt_again(group, pages)
         else:
-            self._checks.unpack_group(group, parcels, pages, self._session.step)
+            self._checks.unpack_group(group, snapshots, pages, self._session.step)
 
     # helpers
 
@@ -94,4 +94,6 @@ class MappedGroups:
             first = request.pages.index(page) * size
             for pool in self._state.pools_of(group):
                 positions = np.arange(first, min(first + size, request.final_len(pool.pool_id)))
-                adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self._session.step)
+                adopt(
+                    self._ledger, self._checks.record_store, self._state, pool, request, positions, self._session.step
+                )

@@ -15,13 +15,13 @@ from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
 from kvcanary.report.respond import Response
 from kvcanary.report.stats import Stats
-from kvcanary.report.told_evidence import ToldEvidence
+from kvcanary.report.told_evidence import ReportedEvidence
 
 
 class Reporting:
     """The part of a manager that responds to what fired, and tells of it.
 
-    doomed: mode abort: running requests that must end, by all that was judged; the release of another may name some
+    aborted: mode abort: running requests that must end, by all that was judged; the release of another may name some
     damaged_pages: mode abort: pages of the prefix cache in which damage was found; it must give them up, and those
                    behind them. `on_evict` tells when it has.
     """
@@ -29,11 +29,11 @@ class Reporting:
     def __init__(self, session: Session) -> None:
         self._session, self._checks, self._ledger = session, session.checks, session.ledger
         self.recorder, config = session.recorder, session.config
-        describer = Describer(ToldEvidence(session.ledger).read, config.show_tokens)
+        describer = Describer(ReportedEvidence(session.ledger).read, config.show_tokens)
         self.dumper = DumpTrigger(config, session.recorder, self._source)
         self._stats = Stats()
         self.response = Response(config, describer, session.ledger, self.dumper.on_finding)
-        self.doomed: frozenset[str] = frozenset()
+        self.aborted: frozenset[str] = frozenset()
         self.damaged_pages: Set[int] = self.response.damaged_pages if config.mode == "abort" else frozenset()
         self.error: KVCorruptionError | None = None  # that was raised last
 
@@ -45,7 +45,7 @@ class Reporting:
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
         self._refresh()
-        live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._session.state.keys.seed_id
+        live_bytes, seed_id = self._checks.scrubber.live_bytes(), self._session.state.keys.seed_id
         return certificate(
             self._session.config, self._session.coverage, live_bytes, seed_id, self.response.log, self._fed()
         )
@@ -67,38 +67,38 @@ class Reporting:
 
     def act(self) -> frozenset[str]:
         """Respond to what fired; the running requests that must end, also those named before."""
-        if self._checks.hits.groups:
-            groups = self._checks.hits.take()
+        if self._checks.violations.groups:
+            groups = self._checks.violations.take()
             self.count_reads()
-            self._checks.look_around(groups)
+            self._checks.reread_soon(groups)
             try:
-                self.doomed |= self.response.act(groups, self._session.step, self._session.coverage)
+                self.aborted |= self.response.act(groups, self._session.step, self._session.coverage)
             except KVCorruptionError as error:
                 self.error = error
                 raise
-        if self.doomed:
+        if self.aborted:
             requests = self._ledger.requests
-            self.doomed = frozenset(name for name in self.doomed if name in requests and not requests[name].released)
-        return self.doomed
+            self.aborted = frozenset(name for name in self.aborted if name in requests and not requests[name].released)
+        return self.aborted
 
     def conclude(self) -> frozenset[str]:
         """A step was judged; what `check` answers."""
         if self._session.step >= self._stats.due:
             self._refresh()
             self._stats.tick(self._session.step, self._session.coverage)
-        doomed = self.doomed
-        if doomed or self._checks.hits.groups:
-            doomed = self.act()
+        aborted = self.aborted
+        if aborted or self._checks.violations.groups:
+            aborted = self.act()
         if self.dumper.is_asked:
             self.dumper.tick()
         if self.recorder.is_due(self._session.step):
             if self.recorder.begins_segment(
                 self._session.step
             ):  # what a checkpoint does not know, nobody could follow from it
-                self._checks.land()
+                self._checks.collect()
                 self.recorder.begin_segment(self._session.step)
             self.recorder.tick()
-        return doomed
+        return aborted
 
     def are_damaged(self, pages: Sequence[int]) -> bool:
         """Whether something was found in what a request holds that has one of these pages."""
@@ -108,11 +108,11 @@ class Reporting:
         return any(request is not None and request.is_damaged for request in holders)
 
     def _source(self, findings: Sequence[Finding], trigger: str) -> dict[str, Any]:
-        """What a dump of now is written of: all that was launched is heard first."""
-        self._checks.land()
+        """What a dump of now is written of: all that was launched is collected first."""
+        self._checks.collect()
         return {
             "config": self._session.config,
-            "books": self.recorder.books,
+            "manager_state": self.recorder.manager_state,
             "recorder": self.recorder,
             "findings": findings,
             "certificate": self.certificate(),
@@ -125,10 +125,10 @@ class Reporting:
         """The codes that this engine and these settings can make fire."""
         feeds = {
             "W7": self._session.quarantine > 0,
-            "W9": self._session.has_bank,
+            "W9": self._session.has_registry,
             "P1": self._session.config.poison != "off",
             "T1": self._session.config.content != "write",
-            "O1": self._session.tickets.is_used,
+            "O1": self._session.async_tracker.is_used,
         }
         return (FED | {"W9"}) - {code for code, is_fed in feeds.items() if not is_fed}
 
@@ -136,14 +136,16 @@ class Reporting:
         """Bring the coverage up to now."""
         self.count_reads()
         self._session.note_live_bytes()
-        sweeps = self._checks.sweeper, self._checks.cached
-        waits = [steps for sweep in sweeps for steps in (sweep.longest_wait, sweep.waiting(self._session.step))]
+        scrubbers = self._checks.scrubber, self._checks.cached
+        waits = [
+            steps for scrubber in scrubbers for steps in (scrubber.longest_wait, scrubber.waiting(self._session.step))
+        ]
         self._session.coverage.max_unread_steps = max(self._session.coverage.max_unread_steps, *waits)
 
     def count_reads(self) -> None:
         """What was counted where it ran goes into the coverage."""
-        if self._checks.static is not None:
-            self._checks.static.count_quiet()
-        for sweep in (self._checks.sweeper, self._checks.cached):
-            self._session.coverage.bytes_checked += sweep.bytes_read
-            sweep.bytes_read = 0
+        if self._checks.captured is not None:
+            self._checks.captured.count_quiet()
+        for scrubber in (self._checks.scrubber, self._checks.cached):
+            self._session.coverage.bytes_checked += scrubber.bytes_read
+            scrubber.bytes_read = 0

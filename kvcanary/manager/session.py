@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvcanary.calls.coverage import Coverage
-from kvcanary.calls.set_aside import SetAside
+from kvcanary.calls.set_aside import Excluded
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.ledger.ledger import Ledger, Role
 from kvcanary.manager.expected_forwards import ExpectedForwards
 from kvcanary.manager.step import StepChecks
 from kvcanary.manager.substep import SubstepCanary
-from kvcanary.recorder.checkpoint import Books
+from kvcanary.recorder.checkpoint import ManagerState
 from kvcanary.recorder.recorder import Recorder
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.scrub.poison import Poisoner
@@ -22,16 +22,16 @@ class Session:
 
     step:      the number of the one that runs
     open:      hooks that wait for their close; several where the layers of one model lie in pools of several groups
-    tickets:   asynchronous operations, and who must wait for them
+    async_tracker:   asynchronous operations, and who must wait for them
     poisoner:  of pages in pools that lie as plans name them; mapped: by group behind a slot map
-    untold:    by such a group, whether no `on_map` has told of it
-    has_bank:  whether somebody asked for captured forwards, and so has padding that may be judged
+    undeclared:    by such a group, whether no `on_map` has told of it
+    has_registry:  whether somebody asked for captured forwards, and so has padding that may be judged
     """
 
     def __init__(self, config: CanaryConfig, state: CanaryState, quarantine: int) -> None:
         """`quarantine`: steps after which the engine grants a freed page again."""
         self.config, self.state, self.quarantine = config, state, quarantine
-        self.step, self.is_armed, self.has_bank = 0, False, False
+        self.step, self.is_armed, self.has_registry = 0, False, False
         self.open: list[SubstepCanary] = []
         self.ledger = Ledger(
             num_pages=state.generations.shape[0],
@@ -42,27 +42,29 @@ class Session:
         )
         state.bind(self.ledger.pages)
         self.coverage = Coverage()
-        self.aside = SetAside(self.coverage)
-        self.checks = checks = StepChecks(state, self.ledger, config, self.coverage, self.aside)
+        self.excluded = Excluded(self.coverage)
+        self.checks = checks = StepChecks(state, self.ledger, config, self.coverage, self.excluded)
         self.expected = ExpectedForwards(state.by_name)
-        self.tickets = AsyncTracker(self.ledger, state.pools[0], checks.report)
-        told = config.poison, self.coverage, checks.looks, checks.tails
+        self.async_tracker = AsyncTracker(self.ledger, state.pools[0], checks.report)
+        reported = config.poison, self.coverage, checks.rereads, checks.tails
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
-        self.poisoner = Poisoner(state, state.pools_of(None), *told)
-        self.mapped = {group: Poisoner(state, state.pools_of(group), *told) for group in groups}
+        self.poisoner = Poisoner(state, state.pools_of(None), *reported)
+        self.mapped = {group: Poisoner(state, state.pools_of(group), *reported) for group in groups}
         self.poisoners = self.poisoner, *self.mapped.values()
-        self.untold = dict.fromkeys(self.mapped, True)
+        self.undeclared = dict.fromkeys(self.mapped, True)
         self.recorder = self._make_recorder()
 
     def _make_recorder(self) -> Recorder:
         """It is told of whatever the checks find, and of asynchronous operations."""
-        checks, tickets = self.checks, self.tickets
-        books = Books(self.state, self.ledger, checks, tickets, self.poisoner, self.mapped, self.untold)
-        recorder = Recorder(books, self.config.ring)
-        checks.hits.watch = recorder.fired
+        checks, async_tracker = self.checks, self.async_tracker
+        manager_state = ManagerState(
+            self.state, self.ledger, checks, async_tracker, self.poisoner, self.mapped, self.undeclared
+        )
+        recorder = Recorder(manager_state, self.config.ring)
+        checks.violations.watch = recorder.fired
         checks.judged, checks.proved = recorder.judged, recorder.proved
-        checks.landing = recorder.captured.landing
-        tickets.note, tickets.log = recorder.note, recorder.log
+        checks.collecting = recorder.captured.collecting
+        async_tracker.note, async_tracker.log = recorder.note, recorder.log
         return recorder
 
     def pool(self, name: str) -> PoolState:
@@ -83,4 +85,4 @@ class Session:
 
     def note_live_bytes(self) -> None:
         """Before they become fewer, and where somebody asks for the most that there were."""
-        self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, self.checks.sweeper.live_bytes())
+        self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, self.checks.scrubber.live_bytes())

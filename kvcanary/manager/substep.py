@@ -8,10 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from kvcanary.calls.forward import Forward
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.captured.one_shot import OneShotSubstep
-from kvcanary.checks.stores import Store, leave_it, take_lanes
+from kvcanary.checks.stores import Store, leave_it, take_fingerprints
 from kvcanary.checks.writes import judge_layer
 from kvcanary.errors import ENGINES_DOING, ContradictionError, HookOrderError, LifetimeError, PlanError
 from kvcanary.ledger.ledger import Request
@@ -44,7 +44,7 @@ class Owner(Protocol):
         self, substep: SubstepCanary, error: Refusal, read: ReadPlan, write: WritePlan
     ) -> tuple[Tensor, Tensor] | None: ...
 
-    def report_hits(self, hits: Sequence[Hit | HitBatch]) -> None: ...
+    def report_violations(self, violations: Sequence[Violation | ViolationBatch]) -> None: ...
 
     def closed(self, substep: SubstepCanary, pool: PoolState, is_judged: bool = True) -> None: ...
 
@@ -90,7 +90,7 @@ class SubstepCanary:
     def pool_name(self) -> str:
         return self._pool.name
 
-    def is_beside(self, kind: str, index: int, pool: PoolState) -> bool:
+    def is_same_forward(self, kind: str, index: int, pool: PoolState) -> bool:
         """Whether that is the same forward in a pool of another group: both may be open at once."""
         return (kind, index) == (self._kind, self._index) and pool.view.group != self._pool.view.group
 
@@ -106,10 +106,10 @@ class SubstepCanary:
         try:
             safe = self._take(read, write)
         except ENGINES_DOING as error:
-            told = self._manager.refused_plan(self, error, read, write)
-            if told is None:
+            replaced = self._manager.refused_plan(self, error, read, write)
+            if replaced is None:
                 return self.open(read, write)
-            safe, self._is_judged = told, False
+            safe, self._is_judged = replaced, False
         self._phase = OPEN
         return safe
 
@@ -146,11 +146,11 @@ class SubstepCanary:
         forward = self._forward
         if forward.stored >> layer & 1:
             self._manager.recorder.stored_again(self._pool.name, layer)
-            self._manager.report_hits(judge_layer(forward, layer))
+            self._manager.report_violations(judge_layer(forward, layer))
         forward.stored |= 1 << layer
-        forward.told = True
-        if forward.lanes is not None:
-            take_lanes(forward, forward.lanes, layer, values)
+        forward.stored_by_engine = True
+        if forward.fingerprints is not None:
+            take_fingerprints(forward, forward.fingerprints, layer, values)
 
     def close(self) -> None:
         """The body has run."""

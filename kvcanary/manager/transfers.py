@@ -1,4 +1,4 @@
-"""Transfers: what an engine tells of bytes that come from elsewhere, leave, or are moved within its pools."""
+"""Transfers: what an engine declares of bytes that come from elsewhere, leave, or are moved within its pools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcanary.manager.session import Session
 from kvcanary.recorder.recorder import recorded
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.imports import adopt
-from kvcanary.transfers.snapshots import Parcel
+from kvcanary.transfers.snapshots import PageSnapshot
 
 
 class Transfers:
@@ -27,58 +27,61 @@ class Transfers:
     @recorded
     def on_load_begin(self, request_id: str, pages: Sequence[int]) -> None:
         """Bytes are on their way into these pages of the row; reading one of them is R12 until `on_load_end`."""
-        self._checks.settle()
+        self._checks.judge_pending()
         self._ledger.load_begin(request_id, pages, self._session.step)
 
     @recorded
-    def on_offload(self, pages: Sequence[int]) -> Parcel:
-        """Bytes of these pages are about to be copied elsewhere; give the parcel to the `on_load_end` of the way back.
+    def on_offload(self, pages: Sequence[int]) -> PageSnapshot:
+        """Bytes of these pages are about to be copied elsewhere; give the snapshot to the `on_load_end` of the way
+        back.
 
         The pages stay what they are: free or evict them, when the copy is done, as any others.
         """
-        parcel = self._checks.pack(pages, self._session.step)
-        self.recorder.number_parcel(parcel)
-        return parcel
+        snapshot = self._checks.pack(pages, self._session.step)
+        self.recorder.number_snapshot(snapshot)
+        return snapshot
 
     @recorded
-    def on_load_end(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel | None = None) -> None:
+    def on_load_end(
+        self, request_id: str, pages: Sequence[int], length: int, snapshot: PageSnapshot | None = None
+    ) -> None:
         """They have arrived: positions below `length` hold the request's own tokens.
 
-        `parcel`: of `on_offload`, of as many pages in the same order: the records of then come back, and bytes that
+        `snapshot`: of `on_offload`, of as many pages in the same order: the records of then come back, and bytes that
         are not those of then are T1. Without it bytes are fingerprinted as they lie: nothing can tell whether they
         were damaged on their way.
         """
-        if parcel is not None:
-            self._checks.expect_own([parcel], pages)
-        self._checks.settle()
+        if snapshot is not None:
+            self._checks.expect_own([snapshot], pages)
+        self._checks.judge_pending()
         self._ledger.load_end(request_id, pages, self._session.step)
-        if parcel is None:
+        if snapshot is None:
             self._adopt(request_id, pages, length)
         else:
-            self._checks.unpack("load", parcel, self._ledger.request(request_id), pages, length, self._session.step)
+            self._checks.unpack("load", snapshot, self._ledger.request(request_id), pages, length, self._session.step)
 
     @recorded
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
         """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""
-        self._checks.settle()
+        self._checks.judge_pending()
         self._ledger.load_fail(request_id, pages, self._session.step)
 
     @recorded
-    def on_restore(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel) -> None:
+    def on_restore(self, request_id: str, pages: Sequence[int], length: int, snapshot: PageSnapshot) -> None:
         """Bytes that were put away lie in these pages of the row, granted and not yet written: their records follow.
 
-        As `on_load_begin` and `on_load_end` with a parcel, where nothing can read the pages in between.
+        As `on_load_begin` and `on_load_end` with a snapshot, where nothing can read the pages in between.
         """
-        self._checks.expect_own([parcel], pages)
-        self._checks.settle()
+        self._checks.expect_own([snapshot], pages)
+        self._checks.judge_pending()
         self._ledger.restore(request_id, pages, self._session.step)
-        self._checks.unpack("restore", parcel, self._ledger.request(request_id), pages, length, self._session.step)
+        self._checks.unpack("restore", snapshot, self._ledger.request(request_id), pages, length, self._session.step)
 
     @recorded
     def before_move(self) -> None:
         """Bytes that a forward of this step wrote are about to move: what is pending is judged where they lie now."""
         self._session.expect_closed("before_move()")
-        self._checks.settle()
+        self._checks.judge_pending()
 
     @recorded
     def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None, guesses: bool = False) -> None:
@@ -102,7 +105,7 @@ class Transfers:
         places = sorted(request.pages.index(page) for page in pages)
         positions = np.array([p for place in places for p in range(place * size, (place + 1) * size) if p < length])
         for pool in self._state.pools:
-            adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self._session.step)
+            adopt(self._ledger, self._checks.record_store, self._state, pool, request, positions, self._session.step)
             request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], length)
 
 

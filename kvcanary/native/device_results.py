@@ -1,4 +1,4 @@
-"""Device results: what a captured forward's line says of it (native/layout.py), looked through once.
+"""Device results: what a captured forward's message says of it (native/layout.py), looked through once.
 
 The loop says only whether all is well; what is wrong is named by the rules that its docstring points to.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.native.jit import (
-    books_at,
     final_at,
     flags_at,
     line_at,
@@ -23,6 +22,7 @@ from kvcanary.native.jit import (
     request_at,
     run_at,
     said_at,
+    tables_at,
 )
 from kvcanary.native.layout import (
     ALL_DONE,
@@ -32,7 +32,7 @@ from kvcanary.native.layout import (
     IS_SHORT,
     LACKS_ROOM,
     LEFT_TO_RULES,
-    LINE_BITS,
+    MESSAGE_BITS,
     MOVE,
     NO_ROOM,
     NOT_QUIET,
@@ -47,46 +47,46 @@ from kvcanary.native.layout import (
     UNKNOWN,
 )
 from kvcanary.native.page_states import write_pages
-from kvcanary.native.request_lengths import accept_rows, land_runs, num_accepted, sum_committed, write_rows
+from kvcanary.native.request_lengths import accept_rows, finalise_runs, num_accepted, sum_committed, write_rows
 from kvcanary.native.request_tokens import chain_of
 from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 from kvcanary_kernels.record.layout import WRITTEN
 
 
 @loop()
-def _learn(books, row):
+def _learn(tables, row):
     """The device has sealed this record; REWRITES where the one that lay there was judged."""
-    if books.learned:
-        flags_at(books.learned + row, 1)[0] = 1
-    return REWRITES if flags_at(books.judged + row, 1)[0] else 0
+    if tables.learned:
+        flags_at(tables.learned + row, 1)[0] = 1
+    return REWRITES if flags_at(tables.judged + row, 1)[0] else 0
 
 
 @loop()
-def _look_through(card, books, line, num_requests, requests):
-    """Number of its entries << LINE_BITS | what was seen of a forward's run, all given by addresses.
+def _scan(struct, tables, message, num_requests, requests):
+    """Number of its entries << MESSAGE_BITS | what was seen of a forward's run, all given by addresses.
 
-    requests: [num_requests] addresses of their cards
+    requests: [num_requests] addresses of their structs
     LEFT_TO_RULES where `DecodedForward.is_plan` is false, or `judge_tokens` or `judge_mask` would name an entry. Else
     pages PAGES_FRESH are still to be marked as written, REWRITES records that were judged; all are learned.
     """
-    own, world = line_at(card), books_at(books)
-    pool, cards = pool_at(own.pool), longs_at(requests, num_requests)
+    own, world = line_at(struct), tables_at(tables)
+    pool, structs = pool_at(own.pool), longs_at(requests, num_requests)
     width, rows, nodes = own.width, num_requests * own.width, own.nodes
-    bounds = longs_at(line + 8 * own.bounds, rows + 1)
-    starts, ends = longs_at(line + 8 * own.starts, rows), longs_at(line + 8 * own.ends, rows)
+    bounds = longs_at(message + 8 * own.bounds, rows + 1)
+    starts, ends = longs_at(message + 8 * own.starts, rows), longs_at(message + 8 * own.ends, rows)
     n = bounds[rows]
     if bounds[0] != 0 or not 0 <= n <= own.entries:
         return LEFT_TO_RULES
-    tokens, safe = longs_at(line + 8 * own.tokens, n), longs_at(line + 8 * own.safe, n)
+    tokens, safe = longs_at(message + 8 * own.tokens, n), longs_at(message + 8 * own.safe, n)
     has_parents, has_mask = own.parents >= 0, own.mask >= 0
-    parents = longs_at(line + 8 * own.parents, n if has_parents else 0)
-    sees = flags_at(line + 8 * own.mask, n * nodes if has_mask else 0)
+    parents = longs_at(message + 8 * own.parents, n if has_parents else 0)
+    sees = flags_at(message + 8 * own.mask, n * nodes if has_mask else 0)
     for row in range(rows):
         first, end = bounds[row], bounds[row + 1]
         begin = ends[row] - starts[row] - (end - first)
         if end < first or end > n or begin < 0 or (has_mask and end - first != nodes):
             return LEFT_TO_RULES
-        request = request_at(cards[row // width])
+        request = request_at(structs[row // width])
         known, place = longs_at(request.tokens, request.num_tokens), begin + pool.token_offset
         judged = 0 if own.kind == GUESSES else min(end - first, 1 if has_parents else end - first)
         for entry in range(first, end):
@@ -112,35 +112,35 @@ def _look_through(card, books, line, num_requests, requests):
             if flags_at(world.states + slot // pool.page_size, 1)[0] != WRITTEN:
                 seen |= PAGES_FRESH
             seen |= _learn(world, base + slot)
-    return n << LINE_BITS | seen
+    return n << MESSAGE_BITS | seen
 
 
 @loop("int64(int64, int64, int64, int64, int64, boolean)")
-def hear_runs(first, count, runs, books, planned, proves):
-    """The books go on by what runs say, from the first on, and each is looked through; the end of those that were.
+def read_runs(first, count, runs, tables, planned, proves):
+    """The ledger goes on by what runs say, from the first on, and each is looked through; the end of those that were.
 
-    runs, books: addresses of cards
+    runs, tables: addresses of structs
     planned: [substeps, NUM_RUNS], what is to run is added; rows may be longer than the engine knew when it launched
     proves:  else all are left to the rules
     Behind one that is left to the rules, or IS_SHORT (NOT_WRITTEN), it stops, and before one that has no room.
     """
     for one in range(first, count):
         run = run_at(runs + 8 * RUN.size * one)
-        own, n, cards = line_at(run.line_card), run.requests, run.cards
-        has_run = longs_at(run.line + 8 * own.step, 1)[0] >> 32 == run.turn
-        heard = longs_at(run.rows + 8 * ROWS.size * n, 1)[0]
-        is_behind, more, total, found = heard != UNKNOWN, sum_committed(n, cards) - heard, 0, 0
+        own, n, structs = line_at(run.message_struct), run.requests, run.structs
+        has_run = longs_at(run.message + 8 * own.step, 1)[0] >> 32 == run.turn
+        collected = longs_at(run.rows + 8 * ROWS.size * n, 1)[0]
+        is_behind, more, total, found = collected != UNKNOWN, sum_committed(n, structs) - collected, 0, 0
         counts = np.zeros(n, np.int64)
         if run.written:
             counts[:] = longs_at(run.written, n)
         else:
             accepted = run.accepted if has_run else 0
-            found = accept_rows(n, cards, accepted, run.places, run.step)
+            found = accept_rows(n, structs, accepted, run.places, run.step)
             if found == NO_ROOM:
                 return one
-            told = longs_at(accepted, n * run.places if accepted else 0)
+            numbers = longs_at(accepted, n * run.places if accepted else 0)
             for number in range(n if accepted else 0):
-                counts[number] = num_accepted(told, number, run.places)
+                counts[number] = num_accepted(numbers, number, run.places)
             total = counts.sum()
         if own.number != NOWHERE:
             plan = longs_at(planned + 8 * NUM_RUNS * own.number, NUM_RUNS)
@@ -149,10 +149,10 @@ def hear_runs(first, count, runs, books, planned, proves):
             plan[RUN_READ] += run.reads + (more + total if is_behind else 0) * own.width
         if has_run and is_behind:
             pool = pool_at(own.pool).pool_id
-            write_rows(n, cards, pool, own.kind, 0, np.int64(counts.ctypes.data))
+            write_rows(n, structs, pool, own.kind, 0, np.int64(counts.ctypes.data))
         seen = LEFT_TO_RULES
         if has_run and proves and own.number != NOWHERE:
-            seen = _look_through(run.line_card, books, run.line, n, cards)
+            seen = _scan(run.message_struct, tables, run.message, n, structs)
         is_short = found == NOT_WRITTEN
         run.seen = seen << RUN_BITS | (IS_SHORT if is_short else 0) | (HAS_RUN if has_run else 0)
         if is_short or (has_run and seen & LEFT_TO_RULES):
@@ -164,7 +164,7 @@ def hear_runs(first, count, runs, books, planned, proves):
 def take_quiet(n, runs, seen, planned, totals, counts, size):
     """Headers of n runs, where none says that anything fired and all have run as planned; else nothing is taken.
 
-    runs: address of their cards
+    runs: address of their structs
     seen: [substeps, size] headers as they were taken last, of which this becomes the last
     planned: [substeps, NUM_RUNS];  totals: [NUM_RUNS], what has run is added
     counts: of a header, in front of its runs
@@ -173,8 +173,8 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
     for takes in (False, True):
         for one in range(n):
             run = run_at(runs + 8 * RUN.size * one)
-            own = line_at(run.line_card)
-            number, header = own.number, longs_at(run.line + 8 * own.header, size)
+            own = line_at(run.message_struct)
+            number, header = own.number, longs_at(run.message + 8 * own.header, size)
             if number == NOWHERE:
                 continue
             last, plan = longs_at(seen + 8 * size * number, size), longs_at(planned + 8 * NUM_RUNS * number, NUM_RUNS)
@@ -204,11 +204,11 @@ def _keep_all(n, runs, count, moves, kept):
     for one in range(n):
         run = run_at(runs + 8 * RUN.size * one)
         accepted = run.requests * run.places if run.keep else 0
-        kept = _keep(kept, run.line, run.keep - accepted)
+        kept = _keep(kept, run.message, run.keep - accepted)
         kept = _keep(kept, run.accepted, accepted)
     for one in range(count):
         move = move_at(moves + 8 * MOVE.size * one)
-        kept = _keep(kept, move.line, move.keep)
+        kept = _keep(kept, move.message, move.keep)
 
 
 @loop()
@@ -217,24 +217,24 @@ def _write_pages(n, runs, page_size, final):
     pages = final_at(final)
     for one in range(n):
         run = run_at(runs + 8 * RUN.size * one)
-        own, seen = line_at(run.line_card), run.seen >> RUN_BITS
+        own, seen = line_at(run.message_struct), run.seen >> RUN_BITS
         if seen & PAGES_FRESH:
-            slots = longs_at(run.line + 8 * own.safe, seen >> LINE_BITS)
+            slots = longs_at(run.message + 8 * own.safe, seen >> MESSAGE_BITS)
             room = longs_at(pages.fresh, pages.fresh_room)[pages.num_fresh :]
             pages.num_fresh += write_pages(pages.book, slots, page_size, room)
 
 
 @loop()
-def _card_of(uid, n, runs):
-    """Address of the card of a request that has rows in one of n runs; 0: none has."""
+def _struct_of(uid, n, runs):
+    """Address of the struct of a request that has rows in one of n runs; 0: none has."""
     last = 0
     for one in range(n):
         run = run_at(runs + 8 * RUN.size * one)
-        cards = longs_at(run.cards, run.requests if run.cards != last else 0)
-        for number in range(cards.shape[0]):
-            if request_at(cards[number]).uid == uid:
-                return cards[number]
-        last = run.cards
+        structs = longs_at(run.structs, run.requests if run.structs != last else 0)
+        for number in range(structs.shape[0]):
+            if request_at(structs[number]).uid == uid:
+                return structs[number]
+        last = run.structs
     return 0
 
 
@@ -242,46 +242,46 @@ def _card_of(uid, n, runs):
 def _arrived(count, moves, n, runs, page_size, final):
     """Whether moves have run, all bytes came along, and nothing was put behind what n runs have written of its row.
 
-    moves: address of their cards; else `CapturedStep.learn_moves` and `Mover.arrived` have something to do
+    moves: address of their structs; else `CapturedStep.learn_moves` and `Mover.arrived` have something to do
     """
-    pages, card, uid = pages_at(final_at(final).book), 0, 0
+    pages, struct, uid = pages_at(final_at(final).book), 0, 0
     owners = longs_at(pages.owners, pages.num_pages)
     for one in range(count):
         move = move_at(moves + 8 * MOVE.size * one)
         size, pool = move.count, pool_at(move.pool)
-        line = longs_at(move.line, 5 * size + 1)
-        if line[5 * size] >> 32 != move.turn or line[3 * size : 5 * size].any():
+        message = longs_at(move.message, 5 * size + 1)
+        if message[5 * size] >> 32 != move.turn or message[3 * size : 5 * size].any():
             return False
         for entry in range(size):
-            slot, position = line[entry], line[2 * size + entry] >> 32
+            slot, position = message[entry], message[2 * size + entry] >> 32
             if slot < 0:
                 continue
             if slot >= min(pool.num_slots, owners.size * page_size) or position < 0:
                 return False
-            if card == 0 or owners[slot // page_size] != uid:
+            if struct == 0 or owners[slot // page_size] != uid:
                 uid = owners[slot // page_size]
-                card = _card_of(uid, n, runs)
-            if card == 0 or position >= chain_of(card, pool.pool_id).written:
+                struct = _struct_of(uid, n, runs)
+            if struct == 0 or position >= chain_of(struct, pool.pool_id).written:
                 return False
     return True
 
 
 @loop()
-def _learn_moved(count, moves, books):
+def _learn_moved(count, moves, tables):
     """Records that moves have brought are learned; REWRITES where one that lay there was judged."""
     found = 0
     for one in range(count):
         move = move_at(moves + 8 * MOVE.size * one)
-        for slot in longs_at(move.line, move.count):
+        for slot in longs_at(move.message, move.count):
             if slot >= 0:
-                found |= _learn(books, pool_at(move.pool).base + slot)
+                found |= _learn(tables, pool_at(move.pool).base + slot)
     return found
 
 
 @loop("int64(int64, int64, int64, int64, int64, boolean, int64, int64)")
-def land_quiet(n, runs, count, moves, planned, proves, kept, quiet):
-    """`hear_runs`; where all n have run and were proved clean, and what `count` moves have brought is as it was,
-    `take_quiet`; where nothing fired `land_runs`.
+def collect_quiet(n, runs, count, moves, planned, proves, kept, quiet):
+    """`read_runs`; where all n have run and were proved clean, and what `count` moves have brought is as it was,
+    `take_quiet`; where nothing fired `finalise_runs`.
 
     NOT_QUIET, ALL_DONE, HAS_MORE or LACKS_ROOM (layout.py); pages that were written first are marked, what has run is
     added up.
@@ -289,31 +289,31 @@ def land_quiet(n, runs, count, moves, planned, proves, kept, quiet):
     kept: what is kept of runs and moves, one behind the other;  quiet: address of QUIET
     """
     own, plain = quiet_at(quiet), HAS_RUN
-    told, page_size, final = said_at(own.said), own.page_size, own.final
-    told.seen = 0
-    told.ran_rows = told.ran_written = told.ran_read = 0
-    told.end = hear_runs(told.end, n, runs, own.books, planned, proves)
-    for one in range(told.end):
+    numbers, page_size, final = said_at(own.said), own.page_size, own.final
+    numbers.seen = 0
+    numbers.ran_rows = numbers.ran_written = numbers.ran_read = 0
+    numbers.end = read_runs(numbers.end, n, runs, own.tables, planned, proves)
+    for one in range(numbers.end):
         bits = run_at(runs + 8 * RUN.size * one).seen
         plain &= bits
-        told.seen |= bits & (1 << RUN_BITS + LINE_BITS) - 1
-    if not plain or told.seen & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
+        numbers.seen |= bits & (1 << RUN_BITS + MESSAGE_BITS) - 1
+    if not plain or numbers.seen & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
         return NOT_QUIET
-    if told.end != n:
+    if numbers.end != n:
         return LACKS_ROOM
     if not _arrived(count, moves, n, runs, page_size, final):
         return NOT_QUIET
     if not take_quiet(n, runs, own.seen, planned, own.said + 8 * SAID.ran_rows, own.counts, own.header):
         return NOT_QUIET
-    told.seen |= _learn_moved(count, moves, books_at(own.books)) << RUN_BITS
-    if told.seen >> RUN_BITS & PAGES_FRESH:
+    numbers.seen |= _learn_moved(count, moves, tables_at(own.tables)) << RUN_BITS
+    if numbers.seen >> RUN_BITS & PAGES_FRESH:
         _write_pages(n, runs, page_size, final)
-    told.place = land_runs(runs, n, 0, page_size, final)
+    numbers.place = finalise_runs(runs, n, 0, page_size, final)
     _keep_all(n, runs, count, moves, kept)
-    told.forwards += n
-    told.entries += told.ran_written
-    told.reads += told.ran_read
-    told.writers += told.ran_written > 0
+    numbers.forwards += n
+    numbers.entries += numbers.ran_written
+    numbers.reads += numbers.ran_read
+    numbers.writers += numbers.ran_written > 0
     pages = final_at(final)
-    has_more = told.seen >> RUN_BITS or told.place != NOWHERE or pages.num_final or pages.num_fresh
+    has_more = numbers.seen >> RUN_BITS or numbers.place != NOWHERE or pages.num_final or pages.num_fresh
     return HAS_MORE if has_more else ALL_DONE

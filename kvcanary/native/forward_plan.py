@@ -96,8 +96,8 @@ def take_plan(given, memory):
     """
     head, asked = memory.ctypes.data, asked_at(given)
     forward, pool = forward_at(head), pool_at(asked.pool)
-    _copy(given, longs_at(head, FORWARD.lanes))
-    forward.lanes = forward.before = forward.num_before = forward.seen = 0
+    _copy(given, longs_at(head, FORWARD.fingerprints))
+    forward.fingerprints = forward.before = forward.num_before = forward.seen = 0
     plan = plan_of(head)
     for row in range(asked.rows):
         plan.written[row], plan.starts[row] = asked.count, 0

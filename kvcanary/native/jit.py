@@ -35,7 +35,7 @@ def loop(signature: str | None = None) -> Callable[[Any], Any]:
         function.__qualname__ += f"-{_digest(function)}"  # the name of its file on the disk
         made = njit(signature, nogil=True, cache=True, error_model="numpy")(function)
         if signature is not None and made.stats.cache_misses:
-            _tell_of_the_wait()
+            _log_the_wait()
         return made
 
     return compiled
@@ -57,18 +57,18 @@ def _digest(function: Any) -> str:
     """
     code, known = function.__code__, function.__globals__
     own = [number for number in code.co_consts if not isinstance(number, CodeType)]
-    used = [(name, _told(known[name])) for name in code.co_names if name in known]
+    used = [(name, _reported(known[name])) for name in code.co_names if name in known]
     return sha256(repr((code.co_code, own, used)).encode() + _OWN).hexdigest()[:12]
 
 
-def _told(value: Any) -> str:
+def _reported(value: Any) -> str:
     if isinstance(value, int | float | str | tuple):
         return repr(value)
     return str(getattr(getattr(value, "py_func", value), "__qualname__", type(value).__name__))
 
 
 @cache
-def _tell_of_the_wait() -> None:
+def _log_the_wait() -> None:
     _events.info("kvcanary.compiling", seconds=SECONDS_TO_COMPILE)
 
 
@@ -114,7 +114,7 @@ def struct_at(struct: Any) -> Any:
 
 pages_at = struct_at(layout.PAGES)
 asked_at = struct_at(layout.ASKED)
-books_at = struct_at(layout.BOOKS)
+tables_at = struct_at(layout.BOOKS)
 chain_at = struct_at(layout.ROW_CHAIN)
 fact_at = struct_at(layout.FACT)
 final_at = struct_at(layout.FINAL)
@@ -132,5 +132,5 @@ run_at = struct_at(layout.RUN)
 slice_at = struct_at(layout.SLICE)
 spread_at = struct_at(layout.SPREAD)
 taken_at = struct_at(layout.TAKEN)
-unheard_at = struct_at(layout.UNHEARD)
+uncollected_at = struct_at(layout.UNCOLLECTED)
 said_at = struct_at(layout.SAID)

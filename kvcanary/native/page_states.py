@@ -12,26 +12,26 @@ LOW_32 = (1 << 32) - 1
 
 
 @loop("int64(int64, int64, int64, int64, int64, int64)")
-def follow_event(book, n, pages, following, change, owner):
+def follow_event(struct, n, pages, following, change, owner):
     """The number of the first page to which the event may not happen, and then nothing has; else NOWHERE.
 
-    book:      address of PAGES;  pages: address of [n] distinct numbers inside it
+    struct:      address of PAGES;  pages: address of [n] distinct numbers inside it
     following: address of [states] uint8, the state that follows each
     change:    ASKS: nothing happens, it is only asked whether it may; STAYS: the state alone; CHANGES_OWNER; BEGINS,
                ENDS: a new generation too, named by the row of this owner or by no row and no cache
     """
-    book, pages = pages_at(book), longs_at(pages, n)
-    size, following = book.num_pages, flags_at(following, book.num_states)
-    states = flags_at(book.states, size)
+    struct, pages = pages_at(struct), longs_at(pages, n)
+    size, following = struct.num_pages, flags_at(following, struct.num_states)
+    states = flags_at(struct.states, size)
     for i in range(n):
         if following[states[pages[i]]] == ILLEGAL:
             return i
     if change == ASKS:
         return NOWHERE
-    owners, writers = longs_at(book.owners, size), longs_at(book.writers, size)
-    generations, published = longs_at(book.generations, size), flags_at(book.published, size)
-    references, holders = longs_at(book.references, size), longs_at(book.holders, size)
-    is_writable = flags_at(book.writable_states, book.num_states)
+    owners, writers = longs_at(struct.owners, size), longs_at(struct.writers, size)
+    generations, published = longs_at(struct.generations, size), flags_at(struct.published, size)
+    references, holders = longs_at(struct.references, size), longs_at(struct.holders, size)
+    is_writable = flags_at(struct.writable_states, struct.num_states)
     for i in range(n):
         page = pages[i]
         if change != STAYS:
@@ -41,7 +41,7 @@ def follow_event(book, n, pages, following, change, owner):
             references[page] = change == BEGINS
             holders[page] = owner if change == BEGINS else 0
         if change == ENDS:
-            book.num_published -= published[page]
+            struct.num_published -= published[page]
             published[page] = 0
         states[page] = following[states[page]]
         writers[page] = owners[page] if is_writable[states[page]] else NOT_A_WRITER
@@ -49,23 +49,24 @@ def follow_event(book, n, pages, following, change, owner):
 
 
 @loop("int64(int64, int64, int64, int64[::1], int64, int64, int64)")
-def grant_rows(n, cards, counts, pages, book, following, page_size):
+def grant_rows(n, structs, counts, pages, struct, following, page_size):
     """Pages that BEGIN, at the ends of rows of n requests; `follow_event` of all of them.
 
-    cards:  address of those of requests, [n], each once;  counts: address of [n], how many of the pages each is granted
+    structs:  address of those of requests, [n], each once;  counts: address of [n], how many of the pages each is
+              granted
     ROWS_FULL: a row has no room for its own, and nothing has happened
     """
-    own, new, at = longs_at(cards, n), longs_at(counts, n), 0
+    own, new, at = longs_at(structs, n), longs_at(counts, n), 0
     for number in range(n):
         request = request_at(own[number])
         if request.num_row + page_size * new[number] > request.row_room:
             return ROWS_FULL
-    wrong = follow_event(book, pages.size, pages.ctypes.data, following, ASKS, 0)
+    wrong = follow_event(struct, pages.size, pages.ctypes.data, following, ASKS, 0)
     if wrong != NOWHERE:
         return wrong
     for number in range(n):
         request, count = request_at(own[number]), new[number]
-        follow_event(book, count, pages.ctypes.data + 8 * at, following, BEGINS, request.uid)
+        follow_event(struct, count, pages.ctypes.data + 8 * at, following, BEGINS, request.uid)
         end = request.num_row
         request.num_row = end + page_size * count
         slots = longs_at(request.row, request.num_row)
@@ -77,17 +78,17 @@ def grant_rows(n, cards, counts, pages, book, following, page_size):
 
 
 @loop("int64(int64, int64[::1], int64, int64[::1])")
-def write_pages(book, slots, page_size, fresh):
+def write_pages(struct, slots, page_size, fresh):
     """Pages in which a slot was written are WRITTEN, where they may be and were not yet; how many these are.
 
     slots: [n];  fresh: out, these pages, as many as have room: the others stay as they are
     """
-    book, found = pages_at(book), 0
-    states = flags_at(book.states, book.num_pages)
-    is_writable = flags_at(book.writable_states, book.num_states)
+    struct, found = pages_at(struct), 0
+    states = flags_at(struct.states, struct.num_pages)
+    is_writable = flags_at(struct.writable_states, struct.num_states)
     for slot in slots:
         page = slot // page_size
-        is_fresh = 0 <= page < book.num_pages and states[page] != WRITTEN and is_writable[states[page]]
+        is_fresh = 0 <= page < struct.num_pages and states[page] != WRITTEN and is_writable[states[page]]
         if is_fresh and found < fresh.size:
             states[page] = WRITTEN
             fresh[found] = page
@@ -96,16 +97,16 @@ def write_pages(book, slots, page_size, fresh):
 
 
 @loop("void(int64, int64[::1], int64, int64)")
-def tell_pages(book, pages, told, room):
+def describe_pages(struct, pages, numbers, room):
     """What is true of these pages, which are some; behind them the first of them again, as often as there is room.
 
-    told: address of [4, room] out: pages, generations, owners, states
+    numbers: address of [4, room] out: pages, generations, owners, states
     """
-    book, told = pages_at(book), longs_at(told, 4 * room)
-    size = book.num_pages
-    generations, owners = longs_at(book.generations, size), longs_at(book.owners, size)
-    states = flags_at(book.states, size)
+    struct, numbers = pages_at(struct), longs_at(numbers, 4 * room)
+    size = struct.num_pages
+    generations, owners = longs_at(struct.generations, size), longs_at(struct.owners, size)
+    states = flags_at(struct.states, size)
     for i in range(room):
         page = pages[i if i < pages.size else 0]
-        told[i], told[room + i] = page, generations[page]
-        told[2 * room + i], told[3 * room + i] = owners[page], states[page]
+        numbers[i], numbers[room + i] = page, generations[page]
+        numbers[2 * room + i], numbers[3 * room + i] = owners[page], states[page]

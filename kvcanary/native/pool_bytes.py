@@ -1,7 +1,7 @@
 """Bytes of a pool in host memory: values that are stored, poison, what nobody has written, and what is not finite.
 
-Bit for bit what `kvcanary_kernels.content` gives. The pool's card says where its rows lie (`layout`), the head of a
-forward's card which slots were planned.
+Bit for bit what `kvcanary_kernels.content` gives. The pool's struct says where its rows lie (`layout`), the head of a
+forward's struct which slots were planned.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -59,20 +59,20 @@ def offsets_of(pool, slots):
 
 
 @loop()
-def _put_part(source, pool, part, layer, slot, lanes):
-    """One part of one row into its slot; both its keyed sums where `lanes`, else zeros."""
+def _put_part(source, pool, part, layer, slot, fingerprints):
+    """One part of one row into its slot; both its keyed sums where `fingerprints`, else zeros."""
     target, piece = place_of(pool, part, layer, slot), piece_of(pool, part)
     run, words = piece.run, pool.words
     for number in range(piece.words // max(run, 1)):
         at = source + WORD_BYTES * number * run
         _copy_words(at, target + WORD_BYTES * number * piece.run_stride, run)
     key = pool.keys + WORD_BYTES * (2 * words * layer + piece.first)
-    return keyed(source, piece.words, key, key + WORD_BYTES * words) if lanes else (0, 0)
+    return keyed(source, piece.words, key, key + WORD_BYTES * words) if fingerprints else (0, 0)
 
 
 @loop("boolean(int64, int64, int64, int64, int64, int64, int64, int64)")
 def put_values(head, layer, slots, slots_step, first, first_step, second, second_step):
-    """Store n rows of one layer that are made of two parts, and give their lanes to whom the head names.
+    """Store n rows of one layer that are made of two parts, and give their fingerprints to whom the head names.
 
     head:          address of `Forward.memory`
     slots:         address of where the engine stores them, `slots_step` numbers apart
@@ -87,12 +87,12 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
     for row in range(n):
         if asked[row * slots_step] != planned[row] or not 0 <= planned[row] < pool.num_slots:
             return False
-    lanes, start = forward.lanes, longs_at(pool.starts, pool.layers)[layer]
-    out = longs_at(lanes + 16 * n * layer, 2 * n if lanes else 0)
+    fingerprints, start = forward.fingerprints, longs_at(pool.starts, pool.layers)[layer]
+    out = longs_at(fingerprints + 16 * n * layer, 2 * n if fingerprints else 0)
     for row in range(n):
-        a, b = _put_part(first + row * first_step, pool, 0, layer, planned[row], lanes)
-        c, d = _put_part(second + row * second_step, pool, 1, layer, planned[row], lanes)
-        if lanes:
+        a, b = _put_part(first + row * first_step, pool, 0, layer, planned[row], fingerprints)
+        c, d = _put_part(second + row * second_step, pool, 1, layer, planned[row], fingerprints)
+        if fingerprints:
             out[row] = start + a + c
             out[n + row] = b + d
     return True
@@ -100,26 +100,27 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
 
 @loop()
 def _sum_part(at, piece, key, words, both):
-    """Keyed sums of one part of what lies in a slot: of lane a, and of lane b where `both`."""
-    lane_a, lane_b, run = np.int64(0), np.int64(0), piece.run
+    """Keyed sums of one part of what lies in a slot: of fingerprint a, and of fingerprint b where `both`."""
+    fingerprint_a, fingerprint_b, run = np.int64(0), np.int64(0), piece.run
     for number in range(piece.words // max(run, 1)):
         place, own = at + WORD_BYTES * number * piece.run_stride, key + WORD_BYTES * number * run
         if both:
             a, b = keyed(place, run, own, own + WORD_BYTES * words)
-            lane_a += a
-            lane_b += b
+            fingerprint_a += a
+            fingerprint_b += b
         else:
-            lane_a += keyed_once(place, run, own)
-    return lane_a, lane_b
+            fingerprint_a += keyed_once(place, run, own)
+    return fingerprint_a, fingerprint_b
 
 
 @loop("boolean(int64, int64[::1], boolean)")
-def match_slots(card, slots, both):
-    """Whether lane a of the bytes in these slots is in every layer the one that is kept; `both`: and lane b.
+def match_slots(struct, slots, both):
+    """Whether fingerprint a of the bytes in these slots is in every layer the one that is kept; `both`: and fingerprint
+    b.
 
-    card: address of the pool's
+    struct: address of the pool's
     """
-    pool, n = pool_at(card), slots.shape[0]
+    pool, n = pool_at(struct), slots.shape[0]
     layers, parts, size, words = pool.layers, pool.parts, pool.num_slots, pool.words
     for slot in slots:
         if not 0 <= slot < size:
@@ -127,22 +128,22 @@ def match_slots(card, slots, both):
     offsets, starts = offsets_of(pool, slots), longs_at(pool.starts, layers)
     firsts = longs_at(pool.addresses, parts * layers)
     content, records = longs_at(pool.content_a, layers * size), longs_at(pool.records, COLUMNS * size)
-    lane_b = np.full(n, pool.start_b)
+    fingerprint_b = np.full(n, pool.start_b)
     for layer in range(layers):
         keys = pool.keys + 2 * WORD_BYTES * words * layer
         for i in range(n):
-            lane_a = starts[layer]
+            fingerprint_a = starts[layer]
             for part in range(parts):
                 piece = piece_of(pool, part)
                 at, key = firsts[part * layers + layer] + offsets[i, part], keys + WORD_BYTES * piece.first
                 a, b = _sum_part(at, piece, key, words, both)
-                lane_a += a
-                lane_b[i] += b
-            if content[layer * size + slots[i]] != lane_a:
+                fingerprint_a += a
+                fingerprint_b[i] += b
+            if content[layer * size + slots[i]] != fingerprint_a:
                 return False
     differs = np.int64(0)
     for i in range(n if both else 0):
-        differs |= records[COLUMNS * slots[i] + CONTENT_B] ^ lane_b[i]
+        differs |= records[COLUMNS * slots[i] + CONTENT_B] ^ fingerprint_b[i]
     return differs == 0
 
 
@@ -165,12 +166,13 @@ def _poison_run(target, first, count, slot, nan, fills):
 
 
 @loop("boolean(int64, int64[::1], boolean, boolean)")
-def poison(card, slots, nan, fills):
-    """Fill all rows of valid slots with the pattern, or tell whether they are the pattern; `card`: its pool's address.
+def poison(struct, slots, nan, fills):
+    """Fill all rows of valid slots with the pattern, or tell whether they are the pattern; `struct`: its pool's
+    address.
 
     nan: the same NaN in every word instead
     """
-    pool, well = pool_at(card), True
+    pool, well = pool_at(struct), True
     for layer in range(pool.layers):
         for slot in slots:
             for part in range(pool.parts):
@@ -190,20 +192,20 @@ def _find_in_run(at, first, count, form):
     even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[FORMAT.value])
     lows, highs = np.uint32(form[FORMAT.lows]), np.uint32(form[FORMAT.highs])
     for i in range(count):
-        lanes = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
-        found |= np.uint32(lanes - lows) & ~lanes & highs
+        fingerprints = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
+        found |= np.uint32(fingerprints - lows) & ~fingerprints & highs
     return found
 
 
 @loop("int64(int64, int64[::1], int64[::1], int64, int64[::1], int64[:, ::1], int64[::1])")
-def find_unwritten(card, slots, names, page_size, generations, table, which):
+def find_unwritten(struct, slots, names, page_size, generations, table, which):
     """Those of n slots that no forward has written since their pages were granted; how many these are.
 
-    card:  address of the pool's;  names: [n] what plans call the slots
+    struct:  address of the pool's;  names: [n] what plans call the slots
     table: [rows, 8] the records of all pools as written
     which: [n] out; null slots, and those outside the pool, are not among them
     """
-    pool, count = pool_at(card), 0
+    pool, count = pool_at(struct), 0
     for i in range(slots.shape[0]):
         if pool.null_slots <= slots[i] < pool.num_slots:
             written = table[pool.base + slots[i], REQUEST_GENERATION] >> 32 & MASK_32
@@ -214,13 +216,13 @@ def find_unwritten(card, slots, names, page_size, generations, table, which):
 
 
 @loop("boolean(int64, int64[::1], int64[:, ::1])")
-def are_finite(card, slots, formats):
+def are_finite(struct, slots, formats):
     """Whether all elements of the rows of valid slots are finite.
 
-    card:    address of the pool's
+    struct:    address of the pool's
     formats: [parts, fields] what each `Format` of a row says
     """
-    pool, found = pool_at(card), np.uint32(0)
+    pool, found = pool_at(struct), np.uint32(0)
     layers, parts, offsets = pool.layers, pool.parts, offsets_of(pool, slots)
     firsts = longs_at(pool.addresses, parts * layers)
     for layer in range(layers):

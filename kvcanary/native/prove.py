@@ -155,15 +155,15 @@ def _seal(head, forward, pool, plan, facts, generations, states, constants, tabl
 
 @loop()
 def _keep(forward, pool, plan, table, live):
-    """Lanes of what a forward has stored, as `keep_lanes`."""
+    """Fingerprints of what a forward has stored, as `keep_fingerprints`."""
     n, layers, slots = forward.entries, pool.layers, pool.num_slots
-    lanes, content = longs_at(forward.lanes, 2 * layers * n), longs_at(pool.content_a, layers * slots)
+    fingerprints, content = longs_at(forward.fingerprints, 2 * layers * n), longs_at(pool.content_a, layers * slots)
     for entry in range(n):
-        slot, lane_b = plan.slots[entry], pool.start_b
+        slot, fingerprint_b = plan.slots[entry], pool.start_b
         for layer in range(layers):
-            content[layer * slots + slot] = lanes[2 * layer * n + entry]
-            lane_b += lanes[(2 * layer + 1) * n + entry]
-        table[pool.base + slot, CONTENT_B] = live[pool.base + slot, CONTENT_B] = lane_b
+            content[layer * slots + slot] = fingerprints[2 * layer * n + entry]
+            fingerprint_b += fingerprints[(2 * layer + 1) * n + entry]
+        table[pool.base + slot, CONTENT_B] = live[pool.base + slot, CONTENT_B] = fingerprint_b
 
 
 @loop()
@@ -195,7 +195,7 @@ def _row_is_true(fact, pool, generations, constants, table, live, judged):
     "int64(int64[::1], int64[:, :, ::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[:, ::1], "
     "int64[:, ::1], boolean[::1])"
 )
-def settle_forwards(heads, facts, cards, generations, states, constants, table, live, judged):
+def prove_forwards(heads, facts, structs, generations, states, constants, table, live, judged):
     """0 where all is clean, sealed and noted in `facts`.
 
     PLANS_WRONG: what the forwards planned is wrong in some way, and nothing was done.
@@ -203,7 +203,7 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
     SEALED_BITS above these: what any forward has seen while it was sealed (layout.py), as it stands in each head.
     REWRITTEN there: nothing that was judged before counts any longer.
 
-    cards: addresses of the pools' cards
+    structs: addresses of the pools' structs
     """
     for number in range(heads.shape[0]):
         forward, plan = forward_at(heads[number]), plan_of(heads[number])
@@ -222,7 +222,7 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
         seen |= forward.seen
     for head in heads:
         forward = forward_at(head)
-        if forward.lanes:
+        if forward.fingerprints:
             _keep(forward, pool_at(forward.pool), plan_of(head), table, live)
     if seen & REWRITTEN:
         for row in range(judged.shape[0]):
@@ -234,6 +234,6 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
             if seen & REWRITTEN:
                 fact.known = 0
             if fact.judged:
-                pool = pool_at(cards[pool_id])
+                pool = pool_at(structs[pool_id])
                 well &= _row_is_true(fact, pool, generations, constants, table, live, judged)
     return (0 if well else READS_WRONG) | seen << SEALED_BITS

@@ -153,7 +153,7 @@ def move_records(
     owners,
     page_size,
     step_site,
-    has_lanes,
+    has_fingerprints,
     constants,
     table,
     live,
@@ -162,7 +162,7 @@ def move_records(
     """Records and fingerprints follow n moved entries: the furthest position, below it what was seen (layout.py).
 
     -1, and nothing, where a slot is none or a null slot, or an entry stays where it is.
-    origin, target:                 addresses of the pools' cards
+    origin, target:                 addresses of the pools' structs
     src, dst, src_names, dst_names: [n], all sources are read before a destination is written
     Token, position, chain and layers stay, under the grant and owner of the destination's page. A source that nobody
     has written since its page was granted arrives as a slot that was never written; a damaged one stays damaged.
@@ -174,7 +174,7 @@ def move_records(
     src_content = longs_at(source.content_a, layers * src_slots)
     dst_content = longs_at(pool.content_a, layers * dst_slots)
     records, damage = np.empty((n, COLUMNS), np.int64), np.empty((n, COLUMNS), np.int64)
-    lanes = np.empty((n, layers), np.int64)
+    fingerprints = np.empty((n, layers), np.int64)
     for i in range(n):
         if not (source.null_slots <= src[i] < src_slots and pool.null_slots <= dst[i] < dst_slots):
             return -1
@@ -187,25 +187,25 @@ def move_records(
             records[i, column] = table[src_base + src[i], column]
             damage[i, column] = live[src_base + src[i], column] - records[i, column]
         for layer in range(layers):
-            lanes[i, layer] = src_content[layer * src_slots + src[i]]
+            fingerprints[i, layer] = src_content[layer * src_slots + src[i]]
     seen, furthest = 0, np.int64(0)
     for i in range(n):
         record, page, row = records[i], dst_names[i] // page_size, dst_base + dst[i]
         if (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]:
-            record[:], lanes[i] = 0, 0
+            record[:], fingerprints[i] = 0, 0
             seen |= BLANK
         else:
             furthest = max(furthest, (record[TOKEN_POSITION] >> 32) & MASK_32)
             uid = owners[page] if owners[page] >= 0 else record[REQUEST_GENERATION] & MASK_32
             record[REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
             record[STEP_SITE] = step_site
-            record[CONTENT_B] = record[CONTENT_B] if has_lanes and layers else 0
+            record[CONTENT_B] = record[CONTENT_B] if has_fingerprints and layers else 0
         if _write(row, record, pool.seal_term, constants, table, live, judged):
             seen |= REWRITTEN
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
-        for layer in range(layers if has_lanes else 0):
-            dst_content[layer * dst_slots + dst[i]] = lanes[i, layer]
+        for layer in range(layers if has_fingerprints else 0):
+            dst_content[layer * dst_slots + dst[i]] = fingerprints[i, layer]
     return furthest << MOVED_BITS | seen
 
 
@@ -249,11 +249,11 @@ def are_written_at(slots, names, chains, generations, pool, step, table, judged,
 
 
 @loop("boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64[:, ::1], boolean[::1], boolean)")
-def are_written(ids, names, chains, generations, card, step, table, judged, marks):
+def are_written(ids, names, chains, generations, struct, step, table, judged, marks):
     """Whether slots hold these chains, of every layer, under the current grants and of no later step.
 
     ids, names: addresses of the slots and of what plans call them, as many as chains
-    card:       address of the pool's;  marks: they are judged from now on
+    struct:       address of the pool's;  marks: they are judged from now on
     """
     own, full = longs_at(ids, chains.shape[0]), longs_at(names, chains.shape[0])
-    return are_written_at(own, full, chains, generations, pool_at(card), step, table, judged, marks)
+    return are_written_at(own, full, chains, generations, pool_at(struct), step, table, judged, marks)

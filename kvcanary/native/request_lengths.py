@@ -1,6 +1,6 @@
-"""Request lengths: how much of requests is written, final and in the air, by the addresses of their cards (layout.py).
+"""Request lengths: how much of requests is written, final and in flight, by the addresses of their structs (layout.py).
 
-n: requests;  cards: address of theirs, [n]
+n: requests;  structs: address of theirs, [n]
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,13 +19,13 @@ from kvcanary.native.jit import (
     request_at,
     run_at,
     spread_at,
-    unheard_at,
+    uncollected_at,
 )
 from kvcanary.native.layout import (
     GUESSES,
     LACKING_BITS,
     LAGS,
-    LEFT_TO_BOOKS,
+    LEFT_TO_LEDGER,
     NO_ROOM,
     NOT_WRITTEN,
     NOWHERE,
@@ -35,21 +35,21 @@ from kvcanary.native.layout import (
     ROWS,
     RUN,
     STAYS,
-    UNHEARD,
+    UNCOLLECTED,
     UNKNOWN,
 )
 from kvcanary.native.page_states import follow_event
-from kvcanary.native.request_tokens import chain_of, final_len, put_tokens, tell_rows
+from kvcanary.native.request_tokens import chain_of, describe_rows, final_len, put_tokens
 from kvcanary.native.reread_queue import extend
 from kvcanary_kernels.record.layout import SHARED
 
 
 @loop()
-def _heard_len(request):
+def _collected_len(request):
     """`Request.heard_len`."""
-    if request.num_unheard == 0:
+    if request.num_uncollected == 0:
         return request.committed_len
-    return unheard_at(request.unheard).before
+    return uncollected_at(request.uncollected).before
 
 
 @loop()
@@ -62,12 +62,12 @@ def _write_row(request, chain, kind, length):
 
 
 @loop("void(int64, int64, int64, int64, int64, int64)")
-def write_rows(n, cards, pool, kind, before, written):
+def write_rows(n, structs, pool, kind, before, written):
     """Forwards have written rows of a pool, or are about to.
 
     kind: GUESSES, LAGS or OTHER;  before: address of [n] lengths, 0: all that is final;  written: address of [n]
     """
-    own, counts, lens = longs_at(cards, n), longs_at(written, n), longs_at(before, n if before else 0)
+    own, counts, lens = longs_at(structs, n), longs_at(written, n), longs_at(before, n if before else 0)
     for number in range(n):
         request, chain = request_at(own[number]), chain_of(own[number], pool)
         length = lens[number] if before else final_len(chain, request.committed_len)
@@ -75,7 +75,7 @@ def write_rows(n, cards, pool, kind, before, written):
 
 
 @loop("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
-def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
+def launch_rows(n, structs, pool, most, forwards, kind, written, rows):
     """So many forwards of one kind run next over rows of a pool; how many of their lengths are UNKNOWN, and above
     LACKING_BITS whether requests lack pages of rows that they are about to read.
 
@@ -84,20 +84,20 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
     written: address of [n] entries; 0: what a step accepts that runs before them
     rows:    address of [ROWS.size * n + 1], out
     """
-    unknown = tell_rows(n, cards, pool, most, rows)
-    own, told, accepts = longs_at(cards, n), longs_at(rows, ROWS.size * n + 1), written == 0
-    heard, is_behind, is_lacking = 0, accepts, 0
+    unknown = describe_rows(n, structs, pool, most, rows)
+    own, numbers, accepts = longs_at(structs, n), longs_at(rows, ROWS.size * n + 1), written == 0
+    collected, is_behind, is_lacking = 0, accepts, 0
     for number in range(n):
         request = request_at(own[number])
-        is_behind |= request.num_unheard > 0 or request.num_unlanded > 0
-        heard += _heard_len(request)
+        is_behind |= request.num_uncollected > 0 or request.num_pending_acceptances > 0
+        collected += _collected_len(request)
         is_lacking |= request.row_lacks
-        told[ROWS.committed * n + number] = request.committed_len
+        numbers[ROWS.committed * n + number] = request.committed_len
         request.num_in_flight += forwards
-        request.num_unlanded += accepts
-    told[ROWS.size * n] = heard if is_behind else UNKNOWN
+        request.num_pending_acceptances += accepts
+    numbers[ROWS.size * n] = collected if is_behind else UNKNOWN
     if not is_behind:
-        write_rows(n, cards, pool, kind, 0, written)
+        write_rows(n, structs, pool, kind, 0, written)
     return unknown | is_lacking << LACKING_BITS
 
 
@@ -106,42 +106,42 @@ def spread_rows(n, rows, where, step):
     """The first parts of rows of n requests, and the number of the step, to a place (SPREAD): each part as often
     as a request has rows, and zeros behind.
     """
-    card = spread_at(where)
-    size, parts, width = card.room, card.parts, card.width
-    told, there = longs_at(rows, parts * n), longs_at(card.at, parts * size)
+    struct = spread_at(where)
+    size, parts, width = struct.room, struct.parts, struct.width
+    numbers, there = longs_at(rows, parts * n), longs_at(struct.at, parts * size)
     there[:] = 0
-    longs_at(card.step, 1)[0] = step
+    longs_at(struct.step, 1)[0] = step
     for part in range(parts):
         for number in range(n):
             first = part * size + number * width
-            there[first : first + width] = told[part * n + number]
+            there[first : first + width] = numbers[part * n + number]
 
 
 @loop("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
-def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, most, is_kept, where):
+def launch_runs(n, structs, runs, parts, sizes, rows, written, turn, step, now, most, is_kept, where):
     """Forwards run next, one behind the other, in parts; what `launch_rows` gives, of all of them.
 
-    runs:    address of their cards, of which a `LaunchGroup` has told what stays, and the host what each reads
+    runs:    address of their structs, of which a `LaunchGroup` has told what stays, and the host what each reads
     sizes:   address of [parts], forwards of each, of one kind and pool
     rows:    address of [parts, ROWS.size * n + 1], out;  written: of [parts, n], of parts that do not accept
     step, now: its number, and what says number and turn to the device
-    is_kept: somebody keeps what is heard of them
+    is_kept: somebody keeps what is collected of them
     where:   address of [parts] addresses of places to which rows are spread; 0: nobody asks
     """
     counts, places = longs_at(sizes, parts), longs_at(where, parts if where else 0)
     unknown = is_lacking = 0
     for part in range(parts):
         run = run_at(runs)
-        line, told = line_at(run.line_card), 0 if run.places else written
-        pool = pool_at(line.pool).pool_id
-        said = launch_rows(n, cards, pool, most, counts[part], line.kind, told, rows)
+        message, numbers = line_at(run.message_struct), 0 if run.places else written
+        pool = pool_at(message.pool).pool_id
+        said = launch_rows(n, structs, pool, most, counts[part], message.kind, numbers, rows)
         unknown += counts[part] * (said & (1 << LACKING_BITS) - 1)
         is_lacking |= said >> LACKING_BITS
         for _ in range(counts[part]):
             run = run_at(runs)
-            run.requests, run.cards, run.rows = n, cards, rows
-            run.turn, run.step, run.written = turn, step, told
-            line_at(run.line_card).turn = turn
+            run.requests, run.structs, run.rows = n, structs, rows
+            run.turn, run.step, run.written = turn, step, numbers
+            line_at(run.message_struct).turn = turn
             run.keep = run.keep + run.places * n if is_kept else 0
             runs += 8 * RUN.size
         if where:
@@ -151,32 +151,32 @@ def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, mo
 
 
 @loop("int64(int64, int64)")
-def sum_committed(n, cards):
+def sum_committed(n, structs):
     """Of committed lengths."""
-    own, total = longs_at(cards, n), 0
+    own, total = longs_at(structs, n), 0
     for number in range(n):
         total += request_at(own[number]).committed_len
     return total
 
 
 @loop()
-def _has_room(card, count):
+def _has_room(struct, count):
     """For tokens, one more step and what becomes final."""
-    request = request_at(card)
+    request = request_at(struct)
     has_room = request.num_tokens + count <= request.tokens_room
-    has_room &= request.num_unheard < request.unheard_room
+    has_room &= request.num_uncollected < request.uncollected_room
     for pool in range(request.num_chains):
-        queue = queue_at(chain_of(card, pool).reads)
+        queue = queue_at(chain_of(struct, pool).reads)
         has_room &= queue.num_ranges + RANGES_TO_SPARE <= queue.room
     return has_room
 
 
 @loop()
-def _commit(card, length, step):
-    """Entries [0, length) are final, and what was final before joins the queues of looks; NOT_WRITTEN, or 0."""
-    request, found = request_at(card), 0
+def _commit(struct, length, step):
+    """Entries [0, length) are final, and what was final before joins the queue of re-reads; NOT_WRITTEN, or 0."""
+    request, found = request_at(struct), 0
     for pool in range(request.num_chains):
-        chain = chain_of(card, pool)
+        chain = chain_of(struct, pool)
         extend(queue_at(chain.reads), final_len(chain, request.committed_len), request.commit_step)
         if chain.offset == 0 and chain.ahead == 0 and chain.written < length:
             found = NOT_WRITTEN
@@ -186,42 +186,42 @@ def _commit(card, length, step):
 
 
 @loop()
-def _final_pages(card, committed_len, page_size):
+def _final_pages(struct, committed_len, page_size):
     """That lie wholly in what is final in every pool, and the request's own."""
-    request = request_at(card)
+    request = request_at(struct)
     least = request.owned_len
     for pool in range(request.num_chains):
-        least = min(least, final_len(chain_of(card, pool), committed_len))
+        least = min(least, final_len(chain_of(struct, pool), committed_len))
     return max(least, 0) // page_size
 
 
 @loop("int64(int64, int64, int64, int64, int64, boolean)")
-def commit_rows(n, cards, lens, step, page_size, is_judged):
-    """Committed lengths, address of [n], of rows; a step of which the device has told is told by the engine now.
+def commit_rows(n, structs, lens, step, page_size, is_judged):
+    """Committed lengths, address of [n], of rows; a step that the device has reported is declared by the engine now.
 
-    NO_ROOM, LEFT_TO_BOOKS (a row shrinks, or the device has told another length, and it is not judged yet): nothing was
-    done. NOT_WRITTEN: H1. PAGES_FINAL: of rows of which nothing is in the air.
+    NO_ROOM, LEFT_TO_LEDGER (a row shrinks, or the device has reported another length, and it is not judged yet):
+    nothing was done. NOT_WRITTEN: H1. PAGES_FINAL: of rows of which nothing is in flight.
     """
-    own, lengths, found = longs_at(cards, n), longs_at(lens, n), 0
+    own, lengths, found = longs_at(structs, n), longs_at(lens, n), 0
     for number in range(n):
         request = request_at(own[number])
-        if request.num_unheard > 0:
-            is_odd = lengths[number] != unheard_at(request.unheard).after
+        if request.num_uncollected > 0:
+            is_odd = lengths[number] != uncollected_at(request.uncollected).after
         else:
             is_odd = lengths[number] < request.committed_len
             if not _has_room(own[number], 0):
                 return NO_ROOM
         if is_odd and not is_judged:
-            found = LEFT_TO_BOOKS
+            found = LEFT_TO_LEDGER
     if found:
         return found
     for number in range(n):
         request = request_at(own[number])
-        if request.num_unheard > 0:
-            request.num_unheard -= 1
-            steps = longs_at(request.unheard, UNHEARD.size * (request.num_unheard + 1))
-            for i in range(UNHEARD.size * request.num_unheard):
-                steps[i] = steps[i + UNHEARD.size]
+        if request.num_uncollected > 0:
+            request.num_uncollected -= 1
+            steps = longs_at(request.uncollected, UNCOLLECTED.size * (request.num_uncollected + 1))
+            for i in range(UNCOLLECTED.size * request.num_uncollected):
+                steps[i] = steps[i + UNCOLLECTED.size]
         else:
             found |= _commit(own[number], lengths[number], step)
             are_final = _final_pages(own[number], lengths[number], page_size) > request.final_pages
@@ -231,70 +231,70 @@ def commit_rows(n, cards, lens, step, page_size, is_judged):
 
 
 @loop()
-def num_accepted(told, number, stride):
+def num_accepted(numbers, number, stride):
     """Tokens that a request's row names; a device may say anything, and there are no more than have a place."""
-    return min(max(told[number * stride], 0), stride - 1)
+    return min(max(numbers[number * stride], 0), stride - 1)
 
 
 @loop("int64(int64, int64, int64, int64, int64)")
-def accept_rows(n, cards, accepted, stride, step):
-    """The books of live requests go on by what a captured step has accepted; the engine tells of it later.
+def accept_rows(n, structs, accepted, stride, step):
+    """The ledger of live requests goes on by what a captured step has accepted; the engine declares it later.
 
     accepted: address of [n, stride], how many tokens, then these; 0: nothing
     NO_ROOM: nothing was done. NOT_WRITTEN: H1, of the lengths that they have now
     """
-    own, told, found = longs_at(cards, n), longs_at(accepted, n * stride if accepted else 0), 0
+    own, numbers, found = longs_at(structs, n), longs_at(accepted, n * stride if accepted else 0), 0
     for number in range(n if accepted else 0):
-        if not _has_room(own[number], num_accepted(told, number, stride)):
+        if not _has_room(own[number], num_accepted(numbers, number, stride)):
             return NO_ROOM
     for number in range(n):
         request = request_at(own[number])
-        request.num_unlanded -= 1
-        count, before = num_accepted(told, number, stride) if accepted else 0, request.committed_len
+        request.num_pending_acceptances -= 1
+        count, before = num_accepted(numbers, number, stride) if accepted else 0, request.committed_len
         if request.is_live and count > 0:
-            put_tokens(request, told[number * stride + 1 :], count, step)
+            put_tokens(request, numbers[number * stride + 1 :], count, step)
             found |= _commit(own[number], before + count, step)
-            unheard = unheard_at(request.unheard + 8 * UNHEARD.size * request.num_unheard)
-            unheard.tokens, unheard.before, unheard.after = count, before, before + count
-            request.num_unheard += 1
+            uncollected = uncollected_at(request.uncollected + 8 * UNCOLLECTED.size * request.num_uncollected)
+            uncollected.tokens, uncollected.before, uncollected.after = count, before, before + count
+            request.num_uncollected += 1
     return found
 
 
 @loop()
 def _finalise(request, full, page_size, final):
     """So many pages of its row are written no more; whether the rules have nothing to say of that."""
-    told = final_at(final)
-    first, start = request.final_pages, told.num_final
-    if full * page_size > request.num_row or full - first > told.room - start:
+    numbers = final_at(final)
+    first, start = request.final_pages, numbers.num_final
+    if full * page_size > request.num_row or full - first > numbers.room - start:
         return False
-    row, room = longs_at(request.row, full * page_size), told.room
-    pages, uids = longs_at(told.pages, room), longs_at(told.uids, room)
-    book = pages_at(told.book)
-    states, end = flags_at(book.states, book.num_pages), start
+    row, room = longs_at(request.row, full * page_size), numbers.room
+    pages, uids = longs_at(numbers.pages, room), longs_at(numbers.uids, room)
+    struct = pages_at(numbers.struct)
+    states, end = flags_at(struct.states, struct.num_pages), start
     for number in range(first, full):
         page = row[number * page_size] // page_size
         if page >= 0 and states[page] != SHARED:
             pages[end], uids[end] = page, request.uid
             end += 1
-    fresh = told.pages + 8 * start
-    if follow_event(told.book, end - start, fresh, told.following, STAYS, 0) != NOWHERE:
+    fresh = numbers.pages + 8 * start
+    if follow_event(numbers.struct, end - start, fresh, numbers.following, STAYS, 0) != NOWHERE:
         return False
-    told.num_final, request.final_pages = end, full
+    numbers.num_final, request.final_pages = end, full
     return True
 
 
 @loop("int64(int64, int64, int64, int64, int64)")
-def land_runs(runs, count, first, page_size, final):
-    """Runs have landed, and pages that are final now are written no more. Where the next request stands of which the
+def finalise_runs(runs, count, first, page_size, final):
+    """Runs were collected, and pages that are final now are written no more. Where the next request stands of which the
     rules are to say that, number of the run << PLACE_BITS | number in it, or NOWHERE; those before `first` have landed.
 
-    runs: address of cards. Behind what was final at a launch, others that are in the air may be writing still.
+    runs: address of cards. Behind what was final at a launch, others that are in flight may be writing still.
     final: address of what is said of pages that have become final (native/layout.py)
     """
     for one in range(first >> PLACE_BITS, count):
         run = run_at(runs + 8 * RUN.size * one)
         n, start = run.requests, first & (1 << PLACE_BITS) - 1 if one == first >> PLACE_BITS else 0
-        own, lens = longs_at(run.cards, n), longs_at(run.rows + 8 * ROWS.committed * n, n)
+        own, lens = longs_at(run.structs, n), longs_at(run.rows + 8 * ROWS.committed * n, n)
         is_last = one + 1 == count or run_at(runs + 8 * RUN.size * (one + 1)).rows != run.rows
         for number in range(start, n):
             request = request_at(own[number])

@@ -1,11 +1,11 @@
-"""Request tokens: tokens and chain values of requests, by the addresses of their cards (native/layout.py)."""
+"""Request tokens: tokens and chain values of requests, by the addresses of their structs (native/layout.py)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-from kvcanary.native.jit import chain_at, longs_at, loop, request_at, unheard_at
-from kvcanary.native.layout import LEFT_TO_BOOKS, NO_ROOM, REQUEST, ROW_CHAIN, ROWS, UNHEARD, UNKNOWN
+from kvcanary.native.jit import chain_at, longs_at, loop, request_at, uncollected_at
+from kvcanary.native.layout import LEFT_TO_LEDGER, NO_ROOM, REQUEST, ROW_CHAIN, ROWS, UNCOLLECTED, UNKNOWN
 from kvcanary.native.records import mix, step_of
 from kvcanary.pools import slot_maps
 
@@ -14,7 +14,7 @@ _final_of = loop()(slot_maps.final_len)
 
 @loop()
 def chain_of(request, pool):
-    """What is known of a request's row in a pool, by the address of its card."""
+    """What is known of a request's row in a pool, by the address of its struct."""
     return chain_at(request + 8 * (REQUEST.size + ROW_CHAIN.size * pool))
 
 
@@ -35,33 +35,33 @@ def put_tokens(request, tokens, count, step):
 
 
 @loop("int64(int64, int64, int64, int64, int64)")
-def append_tokens(n, cards, counts, tokens, step):
-    """Tokens that follow, n requests one after another. Those that the device has told before are there already.
+def append_tokens(n, structs, counts, tokens, step):
+    """Tokens that follow, n requests one after another. Those that the device has reported before are there already.
 
-    cards, counts: addresses of [n];  tokens: address of [sum of counts]
-    NO_ROOM: nothing was done. LEFT_TO_BOOKS: of some request the device has told others
+    structs, counts: addresses of [n];  tokens: address of [sum of counts]
+    NO_ROOM: nothing was done. LEFT_TO_LEDGER: of some request the device has reported others
     """
-    own, new, total = longs_at(cards, n), longs_at(counts, n), 0
+    own, new, total = longs_at(structs, n), longs_at(counts, n), 0
     for number in range(n):
         request = request_at(own[number])
-        if request.num_unheard == 0 and request.num_tokens + new[number] > request.tokens_room:
+        if request.num_uncollected == 0 and request.num_tokens + new[number] > request.tokens_room:
             return NO_ROOM
         total += new[number]
-    told, at, found = longs_at(tokens, total), 0, 0
+    numbers, at, found = longs_at(tokens, total), 0, 0
     for number in range(n):
         request, count = request_at(own[number]), new[number]
-        if request.num_unheard == 0:
-            put_tokens(request, told[at:], count, step)
+        if request.num_uncollected == 0:
+            put_tokens(request, numbers[at:], count, step)
         else:
             behind = 0
-            for one in range(request.num_unheard):
-                behind += unheard_at(request.unheard + 8 * UNHEARD.size * one).tokens
-            is_same = unheard_at(request.unheard).tokens == count
+            for one in range(request.num_uncollected):
+                behind += uncollected_at(request.uncollected + 8 * UNCOLLECTED.size * one).tokens
+            is_same = uncollected_at(request.uncollected).tokens == count
             known = longs_at(request.tokens, request.num_tokens)
             for i in range(count if is_same else 0):
-                is_same = is_same and known[request.num_tokens - behind + i] == told[at + i]
+                is_same = is_same and known[request.num_tokens - behind + i] == numbers[at + i]
             if not is_same:
-                found = LEFT_TO_BOOKS
+                found = LEFT_TO_LEDGER
         at += count
     return found
 
@@ -84,12 +84,12 @@ def _grown(request, chain, length):
 
 
 @loop("boolean(int64, int64, int64)")
-def grow_chain(card, place, length):
+def grow_chain(struct, place, length):
     """Whether the tokens of so many entries of a row are known; then its chain is.
 
-    place: in the request's card, of the chain's own
+    place: in the request's struct, of the chain's own
     """
-    known, _ = _grown(request_at(card), chain_at(card + 8 * place), length)
+    known, _ = _grown(request_at(struct), chain_at(struct + 8 * place), length)
     return known
 
 
@@ -97,21 +97,21 @@ def grow_chain(card, place, length):
 def _known_len(request, chain, most):
     """Entries whose tokens the host knows, of a row that may go on by what `most` steps have accepted behind them."""
     length, committed_len = final_len(chain, request.committed_len), request.committed_len
-    if request.num_unlanded == 0:
+    if request.num_pending_acceptances == 0:
         return length
-    goes_on = request.num_unlanded <= most and length == committed_len + chain.ahead
+    goes_on = request.num_pending_acceptances <= most and length == committed_len + chain.ahead
     if goes_on and request.num_tokens == committed_len + 1:
         return request.num_tokens - chain.offset
     return UNKNOWN
 
 
 @loop("int64(int64, int64, int64, int64, int64)")
-def tell_rows(n, cards, pool, most, rows):
+def describe_rows(n, structs, pool, most, rows):
     """What is known of rows of n requests in a pool; how many of their lengths are UNKNOWN.
 
     most: steps that may have accepted what the host has not learned yet;  rows: [ROWS.size, n], out
     """
-    own, told, unknown = longs_at(cards, n), longs_at(rows, ROWS.size * n), 0
+    own, numbers, unknown = longs_at(structs, n), longs_at(rows, ROWS.size * n), 0
     for number in range(n):
         request, chain = request_at(own[number]), chain_of(own[number], pool)
         length = _known_len(request, chain, most)
@@ -119,7 +119,7 @@ def tell_rows(n, cards, pool, most, rows):
         if not is_known:
             length = UNKNOWN
         unknown += length == UNKNOWN
-        told[ROWS.uids * n + number], told[ROWS.roots * n + number] = request.uid, chain.root
-        told[ROWS.lengths * n + number], told[ROWS.chains * n + number] = length, value
-        told[ROWS.unheard * n + number] = request.num_unlanded > 0 and length != UNKNOWN
+        numbers[ROWS.uids * n + number], numbers[ROWS.roots * n + number] = request.uid, chain.root
+        numbers[ROWS.lengths * n + number], numbers[ROWS.chains * n + number] = length, value
+        numbers[ROWS.uncollected * n + number] = request.num_pending_acceptances > 0 and length != UNKNOWN
     return unknown

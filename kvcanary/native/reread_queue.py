@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from kvcanary.config import share_of
 from kvcanary.native.jit import longs_at, loop, pool_at, queue_at, range_at, request_at, row_end_at, slice_at, taken_at
-from kvcanary.native.layout import ITS_SHARE, LEFT_TO_BOOKS, LISTED, NO_ROOM, RANGE, RANGES_TO_SPARE, ROW_END, TAKEN
+from kvcanary.native.layout import ITS_SHARE, LEFT_TO_LEDGER, LISTED, NO_ROOM, RANGE, RANGES_TO_SPARE, ROW_END, TAKEN
 from kvcanary.native.request_tokens import chain_of, final_len
 from kvcanary.pools.slot_maps import first_visible
 
@@ -58,7 +58,7 @@ def _put(taken, place, row, start, end, step):
 
 @loop()
 def _take(queue, count, before, step, row, taken):
-    """So many positions, of looks before a step, are looked at in this one; how many ranges of this row they are.
+    """So many positions, of re-reads before a step, are read in this one; how many ranges of this row they are.
 
     taken: address of [ranges in the queue, TAKEN] out
     """
@@ -88,7 +88,7 @@ def take_ranges(queue, count, before, step, taken):
 
 
 @loop("int64(int64)")
-def oldest_look(queue):
+def oldest_read(queue):
     """The step of the position that waits longest, of a queue that has some, by its address."""
     queue = queue_at(queue)
     oldest = 0
@@ -100,23 +100,24 @@ def oldest_look(queue):
 
 @loop()
 def _count(queue, asked, stride):
-    """Positions that are looked at."""
+    """Positions that are read."""
     length = queue.length
     return _share(length, stride) if asked == ITS_SHARE else min(asked, length)
 
 
 @loop("int64(int64, int64, int64, int64, int64, int64, int64, boolean, int64[::1], int64[:, ::1], int64)")
-def take_slice(n, cards, pool, counts, stride, before, step, is_mapped, slots, ranges, said):
-    """What is looked at in a step of rows in a pool: of what was looked at before this step, oldest look first.
+def take_slice(n, structs, pool, counts, stride, before, step, is_mapped, slots, ranges, said):
+    """What is read in a step of rows in a pool: of what was read before this step, oldest re-read first.
 
-    cards:  address of [n];  pool: address of its card
+    structs:  address of [n];  pool: address of its struct
     counts: address of [n] positions, ITS_SHARE: as `config.share_of` has it of all; 0: the share of every row
     slots:  out, as rows name them, where the pool does too without those in front of its own
     ranges: [ranges, TAKEN] out, in their order; what the pool's window has left is not among them
     said:   address of a SLICE, out
-    NO_ROOM: a queue has none. LEFT_TO_BOOKS: slots or ranges have none for as many as `said` has. Nothing was looked at
+    NO_ROOM: a queue has none. LEFT_TO_LEDGER: slots or ranges have none for as many as `said` has. Nothing was looked
+             at
     """
-    own, asked, pool = longs_at(cards, n), longs_at(counts, n if counts else 0), pool_at(pool)
+    own, asked, pool = longs_at(structs, n), longs_at(counts, n if counts else 0), pool_at(pool)
     said, taken = slice_at(said), ranges.ctypes.data
     said.slots, said.ranges, said.wait = 0, 0, 0
     for number in range(n):
@@ -128,7 +129,7 @@ def take_slice(n, cards, pool, counts, stride, before, step, is_mapped, slots, r
         said.slots += _count(queue, asked[number] if counts else ITS_SHARE, stride)
         said.ranges += queue.num_ranges
     if said.slots > slots.shape[0] or said.ranges > ranges.shape[0]:
-        return LEFT_TO_BOOKS
+        return LEFT_TO_LEDGER
     num_slots, num_ranges, wait = 0, 0, 0
     for number in range(n):
         request, chain = request_at(own[number]), chain_of(own[number], pool.pool_id)
@@ -154,14 +155,14 @@ def take_slice(n, cards, pool, counts, stride, before, step, is_mapped, slots, r
 
 
 @loop("int64(int64, int64, int64, int64, boolean, int64, int64)")
-def end_rows(n, cards, pool, generations, again, always, ends):
+def end_rows(n, structs, pool, generations, again, always, ends):
     """Rows whose last page has room behind final entries and was not looked at in its grant; how many.
 
-    cards:  address of [n];  pool: address of its card;  generations: address of [pages]
+    structs:  address of [n];  pool: address of its struct;  generations: address of [pages]
     again:  those that were looked at before, too;  always: address of [n], of which rows they too are asked; 0: of none
     ends:   [n, ROW_END] out: number of the row, its final length, its last page
     """
-    own, hurried = longs_at(cards, n), longs_at(always, n if always else 0)
+    own, hurried = longs_at(structs, n), longs_at(always, n if always else 0)
     pool, found = pool_at(pool), 0
     size = pool.page_size
     for number in range(n):
@@ -219,7 +220,7 @@ def list_ends(n, ends, page_size, generations, listed):
 
 
 @loop("void(int64, int64, int64, int64, int64, int64, int64[::1], int64[::1])")
-def tell_slots(live, to_slots, to_grants, answers, numbers, first, slots, grants):
+def put_slots(live, to_slots, to_grants, answers, numbers, first, slots, grants):
     """Slots [n], behind the first ones of a place, and that none of its answers is known yet.
 
     live, to_slots, to_grants, answers: addresses of [1], [first + n], [first + n] and [numbers] out

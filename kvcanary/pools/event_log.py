@@ -1,4 +1,4 @@
-"""EventLog: where what happens is told, one event at a time, whoever records it."""
+"""EventLog: where events are recorded, one event at a time, whoever records it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG = 16  # sequences of so many integers and more are kept as arrays
 
 
 class EventLog:
-    """Tells events to whoever listens now.
+    """Passes events to whoever listens now.
 
     append: takes one event of plain arguments and short tuples of them, or of arrays of 64-bit integers that nobody
             changes any more; an attribute, for steps tell of themselves in every call and a method is one call more
@@ -26,5 +26,5 @@ class EventLog:
 
 
 def nowhere() -> Callable[[Event], None]:
-    """Where events go of which nobody wants to hear."""
+    """Where events go that nobody wants."""
     return deque[Event](maxlen=0).append

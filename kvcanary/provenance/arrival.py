@@ -33,7 +33,7 @@ class Sent:
 class Trip:
     """One way back: a load, a restore or a swap in.
 
-    pages: by page, in order, the parcel that it left with, its number in that, and the page into which it came back
+    pages: by page, in order, the snapshot that it left with, its number in that, and the page into which it came back
     """
 
     how: str
@@ -43,13 +43,13 @@ class Trip:
 
 
 @dataclass(frozen=True, eq=False)
-class Landed:
+class ArrivedSlots:
     """What came back into one pool: n slots that were compared, in the order of the trip; some are wrong.
 
     places:    [n] their numbers among all slots of the trip;  slots: [n] in the pool;  positions: [n] in the row
-    found:     lanes of the bytes that lie there now, a [layers, n] and b [n];  expected: those of the parcel
-    before:    [layers, n] lane a of what the canary knew to lie there before, 0 where that was nothing
-    known, current: [layers, m] lane a of all slots of the trip, and [m] which of these had been written
+    found:     fingerprints of the bytes that lie there now, a [layers, n] and b [n];  expected: those of the parcel
+    before:    [layers, n] fingerprint a of what the canary knew to lie there before, 0 where that was nothing
+    known, current: [layers, m] fingerprint a of all slots of the trip, and [m] which of these had been written
     """
 
     pool: PoolState
@@ -70,7 +70,9 @@ class Landed:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose bytes a slot of the trip holds: of which parcel, and the slot's number in it; `detail`: of other kinds."""
+    """Whose bytes a slot of the trip holds: of which snapshot, and the slot's number in it; `detail`: of other
+    kinds.
+    """
 
     kind: str
     sent: Sent | None = None
@@ -99,7 +101,7 @@ class Arrival:
     kind:  one of KINDS, that of most wrong slots
     pools: those in which something differs;  intact: names of those in which nothing does
     words: by pool and slot of the pool, the one word that changed there
-    num_forgotten: parcels with which nothing could be compared any more, of `num_known` that could
+    num_forgotten: snapshots with which nothing could be compared any more, of `num_known` that could
     """
 
     trip: Trip

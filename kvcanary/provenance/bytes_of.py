@@ -59,8 +59,8 @@ class Scene:
 
     @cached_property
     def name(self) -> int:
-        """Lane a of the bytes that lie here."""
-        return int(lanes_of_rows(self.pool, self.layer, self.row[None])[0])
+        """Fingerprint a of the bytes that lie here."""
+        return int(fingerprints_of_rows(self.pool, self.layer, self.row[None])[0])
 
     @cached_property
     def first_words(self) -> tuple[Tensor, ...]:
@@ -76,7 +76,7 @@ class Scene:
 Hypothesis = Callable[[Scene], Provenance | None]
 
 
-def whose_bytes(
+def find_provenance(
     pool: PoolState,
     slot: int,
     layer: int,
@@ -102,16 +102,16 @@ def whose_bytes(
     return tuple(answers)
 
 
-def lanes_of_rows(pool: PoolState, layer: int, rows: Tensor) -> Tensor:
-    """[n] int64: lane a that rows [n, words] int32 have in this layer, wherever they lie."""
-    keys = pool.keys.lane_a[layer].to(torch.int64) & MASK_32
+def fingerprints_of_rows(pool: PoolState, layer: int, rows: Tensor) -> Tensor:
+    """[n] int64: fingerprint a that rows [n, words] int32 have in this layer, wherever they lie."""
+    keys = pool.keys.fingerprint_a[layer].to(torch.int64) & MASK_32
     return ((rows.to(torch.int64) & MASK_32) * keys).sum(1) + pool.keys.start_a[layer]
 
 
 def holds_its_own(pool: PoolState, layer: int, slot: int) -> bool:
     """Whether the slot's bytes of the layer are those that its fingerprint names."""
     row = pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))
-    return bool(lanes_of_rows(pool, layer, row)[0] == pool.content_a[layer, slot])
+    return bool(fingerprints_of_rows(pool, layer, row)[0] == pool.content_a[layer, slot])
 
 
 # the hypotheses
@@ -192,7 +192,7 @@ def of_another_layer(scene: Scene) -> Provenance | None:
     layers = [layer for layer in range(pool.view.num_layers) if layer != scene.layer]
     slots = torch.cat((scene.search, scene.search.new_tensor([scene.slot])))
     for layer in layers:
-        name = int(lanes_of_rows(pool, layer, scene.row[None])[0])
+        name = int(fingerprints_of_rows(pool, layer, scene.row[None])[0])
         found = (pool.content_a[layer, slots] == name).nonzero().flatten()
         if len(found):
             slot = int(slots[found[-1]])
@@ -311,4 +311,4 @@ def _slipped(scene: Scene, size: int, unit: str) -> Provenance | None:
 def _was_written(scene: Scene, rows: Tensor) -> list[int]:
     """Which of these rows [n, words] are the one that the record names."""
     written = scene.pool.content_a[scene.layer, scene.slot]
-    return (lanes_of_rows(scene.pool, scene.layer, rows) == written).nonzero().flatten().tolist()
+    return (fingerprints_of_rows(scene.pool, scene.layer, rows) == written).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""Changed word: which word changed, and what it was, from the differences of the two content lanes."""
+"""Changed word: which word changed, and what it was, from the differences of the two fingerprints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.pools.parts import Part
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import CONTENT_B, MASK_32, Keys
 from kvcanary_kernels.record.rows import WORD_BYTES, Piece
@@ -48,21 +48,23 @@ class WordChange:
 
 
 def locate_word(pool: PoolState, slot: int, layer: int) -> ChangedWord | None:
-    """The changed word of a slot whose lane a disagrees in this one layer; None unless exactly one word fits."""
-    differs_a, differs_b = lane_differences(pool, slot)
+    """The changed word of a slot whose fingerprint a disagrees in this one layer; None unless exactly one word fits."""
+    differs_a, differs_b = fingerprint_differences(pool, slot)
     fits = fitting_changes(pool, slot, layer, differs_a[layer], differs_b)
     return describe_change(pool, slot, fits[0]) if len(fits) == 1 else None
 
 
-def lane_differences(pool: PoolState, slot: int) -> tuple[list[int], int]:
-    """Bytes as they lie in the pool minus record, mod 2^64 and signed: lane a by layer, lane b over all layers."""
-    lane_a, lane_b = lanes_of_slots(pool, torch.tensor([slot], device=pool.records.device))
-    differs_a = lane_a[:, 0] - pool.content_a[:, slot]
-    return differs_a.tolist(), int(lane_b[0] - pool.records[slot, CONTENT_B])
+def fingerprint_differences(pool: PoolState, slot: int) -> tuple[list[int], int]:
+    """Bytes as they lie in the pool minus record, mod 2^64 and signed: fingerprint a by layer, fingerprint b over all
+    layers.
+    """
+    fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, torch.tensor([slot], device=pool.records.device))
+    differs_a = fingerprint_a[:, 0] - pool.content_a[:, slot]
+    return differs_a.tolist(), int(fingerprint_b[0] - pool.records[slot, CONTENT_B])
 
 
 def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, differs_b: int) -> list[WordChange]:
-    """Every change of one word of this layer that explains both lanes' differences and has a 32-bit old word.
+    """Every change of one word of this layer that explains both fingerprints' differences and has a 32-bit old word.
 
     Da = key_a * d gives d = Da / key_a for each word; it fits where |d| < 2^32, key_b * d = Db and word - d is a word.
     """
@@ -71,7 +73,7 @@ def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, diff
 
 def fitting_words(keys: Keys, layer: int, row: Tensor, differs_a: int, differs_b: int) -> list[WordChange]:
     """`fitting_changes` of a row [words] int32 that lies in no pool."""
-    key_a, key_b = _unsigned(keys.lane_a[layer]), _unsigned(keys.lane_b[layer])
+    key_a, key_b = _unsigned(keys.fingerprint_a[layer]), _unsigned(keys.fingerprint_b[layer])
     words = _unsigned(row)
     difference = _inverse(key_a) * differs_a
     old = words - difference
@@ -81,11 +83,13 @@ def fitting_words(keys: Keys, layer: int, row: Tensor, differs_a: int, differs_b
 
 
 def single_words(keys: Keys, layer: int, rows: Tensor, differs_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row [n, words] int32 the one word whose change explains lane a alone: its number, -1 where that is none.
+    """Of each row [n, words] int32 the one word whose change explains fingerprint a alone: its number, -1 where that is
+    none.
 
-    Besides what it changed by, and what that adds to lane b: [n] int64 each. Lane b over all layers must confirm it.
+    Besides what it changed by, and what that adds to fingerprint b: [n] int64 each. Fingerprint b over all layers must
+                                                                     confirm it.
     """
-    key_a, key_b = _unsigned(keys.lane_a[layer]), _unsigned(keys.lane_b[layer])
+    key_a, key_b = _unsigned(keys.fingerprint_a[layer]), _unsigned(keys.fingerprint_b[layer])
     difference = _inverse(key_a) * differs_a[:, None]
     old = _unsigned(rows) - difference
     fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference) & (old >= 0) & (old <= MASK_32)

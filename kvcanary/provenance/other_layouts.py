@@ -1,4 +1,5 @@
-"""Other layouts: bytes that came back whole, but by another axis, order or stride. Each is undone, and proved by lanes.
+"""Other layouts: bytes that came back whole, but by another axis, order or stride. Each is undone, and proved by
+fingerprints.
 
 Tried at the first few slots that nothing else explains; an answer holds for all of these, or is none.
 """
@@ -15,17 +16,17 @@ import torch
 from torch import Tensor
 
 from kvcanary.pools.slot_maps import Ints
-from kvcanary.provenance.bytes_of import lanes_of_rows, whose_bytes
+from kvcanary.provenance.bytes_of import find_provenance, fingerprints_of_rows
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
-    from kvcanary.provenance.arrival import Landed
+    from kvcanary.provenance.arrival import ArrivedSlots
 
 LAYOUT, REORDERED, ELSEWHERE = "layout", "reordered", "elsewhere"
 SAMPLE = 8  # slots at which an answer must hold
 COMPARED = 4096  # slots among which a part is looked for
 FEW_HEADS = 5  # of which every order is tried
-MISSING = ("zero_part", "poison", "scale")  # answers of `whose_bytes` to what a part holds that did not come
+MISSING = ("zero_part", "poison", "scale")  # answers of `find_provenance` to what a part holds that did not come
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class _Scene:
     """Slots of one layer that hold bytes without a name.
 
     sample: [n] numbers among the compared slots;  rows: [n, words] int64 as they lie there
-    lacks:  [n] what lane a lacks to be the expected one
+    lacks:  [n] what fingerprint a lacks to be the expected one
     """
 
-    landed: Landed
+    arrived_slots: ArrivedSlots
     layer: int
     page_size: int
     sample: Ints
@@ -53,27 +54,29 @@ class _Scene:
 
     @property
     def num_parts(self) -> int:
-        return len(self.landed.pool.rows.pieces)
+        return len(self.arrived_slots.pool.rows.pieces)
 
     def keys(self, part: int) -> Tensor:
         """[words] int64, of a part."""
-        piece = self.landed.pool.rows.pieces[part]
-        keys = self.landed.pool.keys.lane_a[self.layer, piece.first : piece.first + piece.words]
+        piece = self.arrived_slots.pool.rows.pieces[part]
+        keys = self.arrived_slots.pool.keys.fingerprint_a[self.layer, piece.first : piece.first + piece.words]
         return keys.cpu().to(torch.int64) & MASK_32
 
     def part(self, rows: Tensor, part: int) -> Tensor:
-        piece = self.landed.pool.rows.pieces[part]
+        piece = self.arrived_slots.pool.rows.pieces[part]
         return rows[:, piece.first : piece.first + piece.words]
 
     def name(self, part: int) -> str:
-        return self.landed.pool.view.parts[part].name
+        return self.arrived_slots.pool.view.parts[part].name
 
 
-def other_layout(landed: Landed, layer: int, numbers: Ints, page_size: int) -> Guess | None:
+def other_layout(arrived_slots: ArrivedSlots, layer: int, numbers: Ints, page_size: int) -> Guess | None:
     """What explains the bytes of these compared slots in this layer; None: nothing that is known."""
     sample = numbers[:SAMPLE]
-    lacks = landed.expected[0][layer, sample] - landed.found[0][layer, sample]
-    scene = _Scene(landed, layer, page_size, sample, _rows(landed, layer, landed.slots[sample]), lacks)
+    lacks = arrived_slots.expected[0][layer, sample] - arrived_slots.found[0][layer, sample]
+    scene = _Scene(
+        arrived_slots, layer, page_size, sample, _rows(arrived_slots, layer, arrived_slots.slots[sample]), lacks
+    )
     guesses = (
         look(scene) for look in (_of_other_layers, _part_elsewhere, _by_another_axis, _heads, _page_axes, _named)
     )
@@ -88,27 +91,27 @@ def first_places(known: Ints, wanted: Ints) -> tuple[Ints, Ints]:
     return which, order[at[which]]
 
 
-def _rows(landed: Landed, layer: int, slots: Ints) -> Tensor:
+def _rows(arrived_slots: ArrivedSlots, layer: int, slots: Ints) -> Tensor:
     """[n, words] int64 of unsigned words, on the host."""
-    where = torch.from_numpy(slots).to(landed.pool.records.device)
-    return landed.pool.rows.gather_layer(layer, where).cpu().to(torch.int64) & MASK_32
+    where = torch.from_numpy(slots).to(arrived_slots.pool.records.device)
+    return arrived_slots.pool.rows.gather_layer(layer, where).cpu().to(torch.int64) & MASK_32
 
 
 def _of_other_layers(scene: _Scene) -> Guess | None:
     """Rows of another layer, of the same slots or of others."""
-    landed, pool = scene.landed, scene.landed.pool
+    arrived_slots, pool = scene.arrived_slots, scene.arrived_slots.pool
     origins: dict[int, tuple[int, int]] = {}
     rows = scene.rows.to(torch.int32).to(pool.records.device)
     for layer in range(pool.view.num_layers):
         if layer != scene.layer and len(origins) < len(scene.sample):
-            lanes = lanes_of_rows(pool, layer, rows).cpu().numpy()
-            which, places = first_places(np.where(landed.current, landed.known[layer], 0), lanes)
+            fingerprints = fingerprints_of_rows(pool, layer, rows).cpu().numpy()
+            which, places = first_places(np.where(arrived_slots.current, arrived_slots.known[layer], 0), fingerprints)
             origins |= {
-                n: (layer, p) for n, p in zip(which.tolist(), places.tolist(), strict=True) if landed.current[p]
+                n: (layer, p) for n, p in zip(which.tolist(), places.tolist(), strict=True) if arrived_slots.current[p]
             }
     if len(origins) < len(scene.sample):
         return None
-    own = landed.places[scene.sample].tolist()
+    own = arrived_slots.places[scene.sample].tolist()
     layers = {layer for layer, _ in origins.values()}
     if len(layers) == 1 and [origins[n][1] for n in range(len(own))] == own:
         return Guess(LAYOUT, f"layer {scene.layer} holds layer {layers.pop()} of the same slots")
@@ -122,13 +125,13 @@ def _of_other_layers(scene: _Scene) -> Guess | None:
 
 def _part_elsewhere(scene: _Scene) -> Guess | None:
     """One part alone, or all extras, are those of another slot that came back with it."""
-    compared, view = _compared(scene), scene.landed.pool.view
+    compared, view = _compared(scene), scene.arrived_slots.pool.view
     extras = tuple(range(2 if view.v else 1, scene.num_parts))
     for parts in dict.fromkeys([*((part,) for part in range(scene.num_parts)), extras]):
         own, every = (_sum_of(scene, rows, parts) for rows in (scene.rows, compared))
         which, places = first_places(every, own + scene.lacks)
         if len(which) == len(scene.sample):
-            here, there = (scene.landed.places[[scene.sample[0], places[0]]] // scene.page_size).tolist()
+            here, there = (scene.arrived_slots.places[[scene.sample[0], places[0]]] // scene.page_size).tolist()
             names, those = " and ".join(map(scene.name, parts)), "that" if len(parts) == 1 else "those"
             lies = "lies" if len(parts) == 1 else "lie"
             return Guess(ELSEWHERE, f"{names} alone: {those} of page {here} {lies} in page {there}")
@@ -136,7 +139,7 @@ def _part_elsewhere(scene: _Scene) -> Guess | None:
 
 
 def _sum_of(scene: _Scene, rows: Tensor, parts: tuple[int, ...]) -> Ints:
-    """[n] int64: what these parts of rows [n, words] add to lane a."""
+    """[n] int64: what these parts of rows [n, words] add to fingerprint a."""
     total = np.zeros(len(rows), np.int64)
     for part in parts:
         total += (scene.part(rows, part) * scene.keys(part)).sum(1).numpy()
@@ -145,8 +148,8 @@ def _sum_of(scene: _Scene, rows: Tensor, parts: tuple[int, ...]) -> Ints:
 
 def _by_another_axis(scene: _Scene) -> Guess | None:
     """K and V, of these slots or others, each where the other should be."""
-    pieces = scene.landed.pool.rows.pieces
-    if scene.num_parts < 2 or pieces[0].words != pieces[1].words or not scene.landed.pool.view.v:
+    pieces = scene.arrived_slots.pool.rows.pieces
+    if scene.num_parts < 2 or pieces[0].words != pieces[1].words or not scene.arrived_slots.pool.view.v:
         return None
     compared, keys = _compared(scene), [scene.keys(part) for part in (0, 1)]
     as_k, as_v = (
@@ -164,8 +167,8 @@ def _by_another_axis(scene: _Scene) -> Guess | None:
     many, sample = len(compared), scene.sample.tolist()
     if all((k, v) == (many + n, n) for (k, v), n in zip(found, sample, strict=True)):
         return Guess(LAYOUT, "K and V are exchanged")
-    k, v = ((place // many, scene.landed.places[place % many] // scene.page_size) for place in found[0])
-    page = scene.landed.places[sample[0]] // scene.page_size
+    k, v = ((place // many, scene.arrived_slots.places[place % many] // scene.page_size) for place in found[0])
+    page = scene.arrived_slots.places[sample[0]] // scene.page_size
     return Guess(
         LAYOUT,
         f"K and V lie along another axis: K of page {page} is in the {'KV'[k[0]]} of page {k[1]}, "
@@ -175,7 +178,7 @@ def _by_another_axis(scene: _Scene) -> Guess | None:
 
 def _heads(scene: _Scene) -> Guess | None:
     """Heads in another order, of K, of V or of all parts that have as many."""
-    parts = scene.landed.pool.view.parts
+    parts = scene.arrived_slots.pool.view.parts
     sums: dict[int, Ints] = {}  # by part [orders, n]: what each order would add
     heads = parts[0].heads
     orders = np.array(list(_orders(heads)), np.int64).reshape(-1, heads)
@@ -213,28 +216,31 @@ def _orders(heads: int) -> Iterator[tuple[int, ...]]:
 
 def _page_axes(scene: _Scene) -> Guess | None:
     """Heads and slots of a page exchanged: HND read as NHD, or the other way round."""
-    landed, size = scene.landed, scene.page_size
+    arrived_slots, size = scene.arrived_slots, scene.page_size
     first = int(scene.sample[0])
-    page, own = landed.places[first] // size, np.flatnonzero(landed.places // size == landed.places[first] // size)
-    slots = landed.slots[own]
-    if size == 1 or (slots % size != landed.places[own] % size).any() or len(set((slots // size).tolist())) > 1:
+    page, own = (
+        arrived_slots.places[first] // size,
+        np.flatnonzero(arrived_slots.places // size == arrived_slots.places[first] // size),
+    )
+    slots = arrived_slots.slots[own]
+    if size == 1 or (slots % size != arrived_slots.places[own] % size).any() or len(set((slots // size).tolist())) > 1:
         return None
-    rows = _rows(landed, scene.layer, int(slots[0]) // size * size + np.arange(size))
-    wanted = landed.expected[0][scene.layer, own]
+    rows = _rows(arrived_slots, scene.layer, int(slots[0]) // size * size + np.arange(size))
+    wanted = arrived_slots.expected[0][scene.layer, own]
     for turn in (_turned, _turned_back):
         undone = torch.cat(
             [
                 turn(scene.part(rows, number).unflatten(1, (part.heads, -1)))
                 if part.heads > 1
                 else scene.part(rows, number)
-                for number, part in enumerate(landed.pool.view.parts)
+                for number, part in enumerate(arrived_slots.pool.view.parts)
                 if len(scene.keys(number)) % part.heads == 0
             ],
             dim=1,
         )
         if undone.shape == rows.shape:
-            words = undone[slots % size].to(torch.int32).to(landed.pool.records.device)
-            if (lanes_of_rows(landed.pool, scene.layer, words).cpu().numpy() == wanted).all():
+            words = undone[slots % size].to(torch.int32).to(arrived_slots.pool.records.device)
+            if (fingerprints_of_rows(arrived_slots.pool, scene.layer, words).cpu().numpy() == wanted).all():
                 return Guess(
                     LAYOUT, f"heads and slots of page {page} are exchanged: HND was read as NHD, or NHD as HND"
                 )
@@ -255,8 +261,8 @@ def _turned_back(values: Tensor) -> Tensor:
 
 def _named(scene: _Scene) -> Guess | None:
     """Anything else that explains the bytes of one slot."""
-    landed, slot = scene.landed, int(scene.landed.slots[scene.sample[0]])
-    answers = whose_bytes(landed.pool, slot, scene.layer, first=landed.slots.tolist())
+    arrived_slots, slot = scene.arrived_slots, int(scene.arrived_slots.slots[scene.sample[0]])
+    answers = find_provenance(arrived_slots.pool, slot, scene.layer, first=arrived_slots.slots.tolist())
     if not answers:
         return None
     answer = answers[0]
@@ -268,4 +274,4 @@ def _named(scene: _Scene) -> Guess | None:
 
 def _compared(scene: _Scene) -> Tensor:
     """[m, words] int64: rows of all slots that came back, or of so many."""
-    return _rows(scene.landed, scene.layer, scene.landed.slots[:COMPARED])
+    return _rows(scene.arrived_slots, scene.layer, scene.arrived_slots.slots[:COMPARED])

@@ -1,4 +1,4 @@
-"""CapturedEvents: launches and moves of captured steps in a recording, filled in when the host hears of them."""
+"""CapturedEvents: launches and moves of captured steps in a recording, filled in when the host collects them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvcanary.captured.decoded import Heard
+from kvcanary.captured.decoded import CollectedRun
 from kvcanary.pools.event_log import Event, EventLog
 from kvcanary.recorder.kept_forwards import MOST_UNPACKED, RecordedGroup, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record.layout import MASK_32
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from kvcanary.captured.decoded import DecodedForward, Launch, Launched
     from kvcanary.captured.launch_group import LaunchGroup
     from kvcanary.captured.moves import LaunchedMove
-    from kvcanary.captured.readback import CapturedHit
+    from kvcanary.captured.readback import CapturedViolation
     from kvcanary.recorder.segment import Segment
 
 _LAYERS = attrgetter("layers")
 MOVE_SITE = ("move", 0)
-MOST_KEPT = 8 * MOST_UNPACKED  # numbers of forwards that were heard of together: eight an entry
-KEPT_STEPS = 8  # behind which nobody hears any more of what was launched
+MOST_KEPT = 8 * MOST_UNPACKED  # numbers of forwards that were read together: eight an entry
+KEPT_STEPS = 8  # behind which nothing of what was launched is collected any more
 Site = tuple[str, int]
 Place = tuple["Segment", int]
 
@@ -31,43 +31,43 @@ Place = tuple["Segment", int]
 class CapturedEvents:
     """What a recorder has of captured steps; a `captured.step.Listener`.
 
-    All is heard of what was launched, before another segment begins.
+    All that was launched is collected, before another segment begins.
     """
 
     def __init__(self, segments: deque[Segment], log: EventLog) -> None:
-        """`segments`: of the recording, none where nobody records; `log`: where it is told."""
+        """`segments`: of the recording, none where nobody records; `log`: where it is recorded."""
         self._segments, self._log = segments, log
-        self._landing: int | None = None
+        self._collecting: int | None = None
 
     def launched(
         self,
-        series: LaunchGroup,
+        launch_group: LaunchGroup,
         requests: tuple[str, ...],
         written: Sequence[int],
         reads: Sequence[int],
     ) -> RecordedGroup | None:
-        """Forwards run next; the rest as `CanaryManager.launch_series` has it.
+        """Forwards run next; the rest as `CanaryManager.launch_group` has it.
 
-        What is returned comes back with what the host hears of them (`Launch`).
+        What is returned comes back with what the host collects them (`Launch`).
         """
         if not self._segments:
             return None
-        launched, append = RecordedGroup(series, requests, written, reads), self._log.append
-        for number in range(series.count):
+        launched, append = RecordedGroup(launch_group, requests, written, reads), self._log.append
+        for number in range(launch_group.count):
             append(("launch", launched, number))
         return launched
 
     def launched_move(self, number: int, pool: str) -> RecordedMove | None:
-        """A move runs next; as `launched`. `number`: of those in the bank."""
+        """A move runs next; as `launched`. `number`: of those in the registry."""
         if not self._segments:
             return None
         recorded = RecordedMove(number, pool)
         self._log.append(("captured_move", recorded))
         return recorded
 
-    def landing(self, step: int | None) -> None:
+    def collecting(self, step: int | None) -> None:
         """What fires now was found by this step; None: by the one that runs."""
-        self._landing = step
+        self._collecting = step
 
     def event_of(self, pool: str, site: Site, step: int) -> Place | None:
         """Where the event lies in which a check has fired that fires now: the launch of its forward or move, or its
@@ -76,19 +76,19 @@ class CapturedEvents:
         None: it is the last one.
         """
         found = self._last_launch(pool, site, step) or self._last_move(pool, site, step)
-        if found is None and self._landing is not None:
-            found = next((place for place, event in self._of_step(self._landing) if event[0] == "end_step"), None)
+        if found is None and self._collecting is not None:
+            found = next((place for place, event in self._of_step(self._collecting) if event[0] == "end_step"), None)
         return found
 
     def _last_launch(self, pool: str, site: Site, step: int) -> Place | None:
-        for place, (name, *told) in self._of_step(step):
-            if name == "launch" and told[0].is_of(told[1], pool, site):
+        for place, (name, *fields) in self._of_step(step):
+            if name == "launch" and fields[0].is_of(fields[1], pool, site):
                 return place
         return None
 
     def _last_move(self, pool: str, site: Site, step: int) -> Place | None:
-        for place, (name, *told) in self._of_step(step) if site == MOVE_SITE else ():
-            if name == "captured_move" and told[0].pool == pool:
+        for place, (name, *fields) in self._of_step(step) if site == MOVE_SITE else ():
+            if name == "captured_move" and fields[0].pool == pool:
                 return place
         return None
 
@@ -109,7 +109,7 @@ class CapturedEvents:
             begins = segment.checkpoint.step  # the step in the middle of which a segment may begin
         return found if begins & MASK_32 == step & MASK_32 else []
 
-    # what the host hears
+    # what the host collects
 
     def learned(self, run: Launched, forward: DecodedForward) -> None:
         launch: RecordedLaunch | None = run.record
@@ -117,12 +117,12 @@ class CapturedEvents:
             launch.learn(forward, run.substep.layers)
             self._count(launch.num_bytes)
 
-    def heard(self, launches: Sequence[Launch], moves: Sequence[LaunchedMove], numbers: array[int]) -> None:
+    def collected(self, launches: Sequence[Launch], moves: Sequence[LaunchedMove], numbers: array[int]) -> None:
         first, is_large = 0, len(numbers) > MOST_KEPT
         for launch in launches:
             launched: RecordedGroup | None = launch.record
             if launched is not None:
-                launched.heard = launch.step, numbers, first, tuple(map(_LAYERS, launched.series.substeps))
+                launched.collected = launch.step, numbers, first, tuple(map(_LAYERS, launched.launch_group.substeps))
                 first += launched.num_kept
                 if is_large:
                     _pack(launched)
@@ -136,10 +136,10 @@ class CapturedEvents:
         if not is_large:
             self._log.ints += first
 
-    def heard_one(self, run: Launched) -> None:
+    def collected_one(self, run: Launched) -> None:
         launch: RecordedLaunch | None = run.record
         if launch is not None:
-            launch.told, launch.layers = Heard.of(run), run.substep.layers
+            launch.collected, launch.layers = CollectedRun.of(run), run.substep.layers
             if launch.num_bytes > 8 * MOST_KEPT:
                 _pack([launch])
             self._count(launch.num_bytes)
@@ -150,17 +150,17 @@ class CapturedEvents:
             record.places = run.places
             self._count(8 * len(record.places))
 
-    def noticed(self, hit: CapturedHit) -> None:
-        place = self._last_launch(hit.pool, hit.site, hit.step) if hit.is_exact else None
+    def noticed(self, violation: CapturedViolation) -> None:
+        place = self._last_launch(violation.pool, violation.site, violation.step) if violation.is_exact else None
         if place is None:
             return
         segment, number = place
         _, launched, which = segment.events[number]
         launch = launched[which]
-        if hit.code == "W9":
-            launch.padding += ((hit.row, hit.entry, hit.slot),)
-        elif hit.row >= 0 and hit.place >= 0:
-            launch.strays += ((hit.row, hit.place, hit.slot),)
+        if violation.code == "W9":
+            launch.padding += ((violation.row, violation.entry, violation.slot),)
+        elif violation.row >= 0 and violation.place >= 0:
+            launch.strays += ((violation.row, violation.place, violation.slot),)
 
     def _count(self, num_bytes: int) -> None:
         """That the newest segment keeps besides."""

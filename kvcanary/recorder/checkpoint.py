@@ -13,7 +13,7 @@ from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW
 if TYPE_CHECKING:
     from kvcanary.captured.step import CapturedStep
     from kvcanary.ledger.ledger import Ledger, Request
-    from kvcanary.ledger.requests import Unheard
+    from kvcanary.ledger.requests import UncollectedStep
     from kvcanary.records.record_store import RecordStore
     from kvcanary.records.state import CanaryState, PoolState
     from kvcanary.scrub.poison import Poisoner
@@ -30,28 +30,28 @@ class Checks(Protocol):
     """Of the checks of a step, what a recording and its checkpoints read."""
 
     step: int
-    static: CapturedStep | None
+    captured: CapturedStep | None
 
     @property
-    def mirror(self) -> RecordStore: ...
+    def record_store(self) -> RecordStore: ...
 
     @property
-    def sweeper(self) -> Scrubber: ...
+    def scrubber(self) -> Scrubber: ...
 
     @property
     def cached(self) -> PrefixScrubber: ...
 
 
-class Books(NamedTuple):
+class ManagerState(NamedTuple):
     """Where the truth of a manager is kept."""
 
     state: CanaryState
     ledger: Ledger
     checks: Checks
-    tickets: AsyncTracker
+    async_tracker: AsyncTracker
     poisoner: Poisoner
     mapped: dict[str, Poisoner]
-    untold: dict[str, bool]
+    undeclared: dict[str, bool]
 
     def poisoners(self) -> dict[str | None, Poisoner]:
         """By group behind a slot map; None: of all pools without one."""
@@ -64,7 +64,7 @@ class Books(NamedTuple):
 
 
 class Poisoned(NamedTuple):
-    """The free pages of one poisoner. `is_untold`: nobody has told of pages of its group yet."""
+    """The free pages of one poisoner. `is_untold`: nobody has declared pages of its group yet."""
 
     group: str | None
     waiting: tuple[int, ...]
@@ -78,7 +78,7 @@ class RequestState:
     """One live request; `tokens`: those that were known then, and `steps`, in which each became so, where they lie.
 
     roots: by pool, what stands for role, salt and adapter; reads: by pool, [n, 3] int64 ranges of `ReadQueue.numbers`
-    judged: by pool, (length, step, whether the epoch is the mirror's)
+    judged: by pool, (length, step, whether the epoch is the record store's)
     """
 
     request_id: str
@@ -97,7 +97,7 @@ class RequestState:
     released: bool
     owned_len: int | None
     is_damaged: bool
-    unheard: tuple[Unheard, ...]
+    uncollected: tuple[UncollectedStep, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Checkpoint:
     judged:   [slots of all pools] bool, as `RecordStore.judged`
     poisoners: one a group;  quarantine: (page, step), oldest first
     buffers:  host buffers with the generations that they are in
-    budgets:  (uid, pool, credit) of the rolling check;  read_at: by page, when a cached page was looked at
+    budgets:  (uid, pool, credit) of the rolling check;  read_at: by page, when a cached page was read
     """
 
     step: int
@@ -137,28 +137,28 @@ class Checkpoint:
         return sum(array.nbytes for array in arrays) + 8 * lists
 
 
-def room_for_records(books: Books, most_bytes: int) -> Array | None:
+def room_for_records(manager_state: ManagerState, most_bytes: int) -> Array | None:
     """Memory for the records of one checkpoint, every page of it touched; None where they take more bytes.
 
     To find it takes a host ten times as long as to copy records into it (280,000 of them: 12 ms and 1.2).
     """
-    count = len(books.checks.mirror.memory)
+    count = len(manager_state.checks.record_store.memory)
     return np.full((count, RECORD_BYTES // 8), 0, np.int64) if count * RECORD_BYTES <= most_bytes else None
 
 
-def take_checkpoint(books: Books, step: int, room: Array | None) -> Checkpoint:
-    """Copy it; the caller has settled. `room`: `room_for_records`, which nobody else uses from now on."""
-    ledger, checks = books.ledger, books.checks
-    partial = _copy_records(books, room)
-    table = checks.mirror.table
+def take_checkpoint(manager_state: ManagerState, step: int, room: Array | None) -> Checkpoint:
+    """Copy it; nothing waits to be judged. `room`: `room_for_records`, which nobody else uses from now on."""
+    ledger, checks = manager_state.ledger, manager_state.checks
+    partial = _copy_records(manager_state, room)
+    table = checks.record_store.table
     return Checkpoint(
         step=step,
-        requests=tuple(_request(request, checks.mirror.epoch) for request in ledger.requests.values()),
+        requests=tuple(_request(request, checks.record_store.epoch) for request in ledger.requests.values()),
         pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
         | {"holder_sums": ledger.pages.holder_sums.copy()},
         records=None if room is None else room.view(np.uint64),
         partial=np.column_stack([partial.astype(np.uint64), table[partial][:, [LAYERS_LOW, LAYERS_HIGH]]]),
-        judged=checks.mirror.judged.copy(),
+        judged=checks.record_store.judged.copy(),
         quarantine=tuple(ledger.quarantined),
         poisoners=tuple(
             Poisoned(
@@ -166,20 +166,20 @@ def take_checkpoint(books: Books, step: int, room: Array | None) -> Checkpoint:
                 tuple(poisoner.waiting),
                 tuple(poisoner.poisoned),
                 poisoner.credit,
-                books.untold.get(group or "", False),
+                manager_state.undeclared.get(group or "", False),
             )
-            for group, poisoner in books.poisoners().items()
+            for group, poisoner in manager_state.poisoners().items()
         ),
-        buffers=tuple(books.tickets.buffers.items()),
-        budgets=tuple((uid, pool, credit) for (uid, pool), credit in checks.sweeper.credit.items()),
-        hurried=tuple(checks.sweeper.hurried),
+        buffers=tuple(manager_state.async_tracker.buffers.items()),
+        budgets=tuple((uid, pool, credit) for (uid, pool), credit in checks.scrubber.credit.items()),
+        hurried=tuple(checks.scrubber.hurried),
         read_at=checks.cached.read_at.copy(),
     )
 
 
-def _copy_records(books: Books, room: Array | None) -> Array:
+def _copy_records(manager_state: ManagerState, room: Array | None) -> Array:
     """`records` of a checkpoint into this room; [n] int64 rows that some layers have written and others not."""
-    memory, pools = books.checks.mirror.memory, books.state.pools
+    memory, pools = manager_state.checks.record_store.memory, manager_state.state.pools
     records = np.empty((0, RECORD_BYTES // 8), np.int64) if room is None else room
     partial, num_partial = np.empty(len(memory), np.int64), 0
     for pool in pools:
@@ -206,5 +206,5 @@ def _request(request: Request, epoch: int) -> RequestState:
         request.released,
         request.owned_len,
         request.is_damaged,
-        tuple(request.unheard),
+        tuple(request.uncollected),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.captured.decoded import Heard
+from kvcanary.captured.decoded import CollectedRun
 from kvcanary.native.layout import PlanLayout, plan_layout
 
 if TYPE_CHECKING:
@@ -133,28 +133,28 @@ class RecordedForward:
 class RecordedGroup:
     """Captured forwards as the host launched them together; of each a `RecordedLaunch`, made when somebody asks.
 
-    written, reads: as of `CanaryManager.launch_series`
+    written, reads: as of `CanaryManager.launch_group`
     num_kept: numbers that are kept of them, where all are clean
-    heard:    then: the step's number, numbers that are kept of several, where their own begin, and the layers that each
-              stored, in their order
+    collected:    then: the step's number, numbers that are kept of several, where their own begin, and the layers that
+              each stored, in their order
     """
 
     __slots__ = (
         "_launches",
-        "heard",
+        "collected",
+        "launch_group",
         "num_kept",
         "reads",
         "requests",
-        "series",
         "written",
     )
 
     def __init__(
-        self, series: LaunchGroup, requests: tuple[str, ...], written: Sequence[int], reads: Sequence[int]
+        self, launch_group: LaunchGroup, requests: tuple[str, ...], written: Sequence[int], reads: Sequence[int]
     ) -> None:
-        self.series, self.requests, self.written, self.reads = series, requests, written, reads
-        self.num_kept = series.num_kept + len(requests) * series.places
-        self.heard: tuple[int, array[int], int, tuple[tuple[int, ...], ...]] | None = None
+        self.launch_group, self.requests, self.written, self.reads = launch_group, requests, written, reads
+        self.num_kept = launch_group.num_kept + len(requests) * launch_group.places
+        self.collected: tuple[int, array[int], int, tuple[tuple[int, ...], ...]] | None = None
         self._launches: list[RecordedLaunch] | None = None
 
     def __getitem__(self, number: int) -> RecordedLaunch:
@@ -165,32 +165,37 @@ class RecordedGroup:
 
     def is_of(self, number: int, pool: str, site: tuple[str, int]) -> bool:
         """Whether this one of them is the forward of a site."""
-        substep = self.series.substeps[number]
+        substep = self.launch_group.substeps[number]
         return substep.site == site and substep.pool.name == pool
 
     @property
     def launches(self) -> list[RecordedLaunch]:
-        """One for each, with what was heard."""
-        n, of_each = len(self.requests), [*self.series.of_each(len(self.requests))]
+        """One for each, with what was collected."""
+        n, of_each = len(self.requests), [*self.launch_group.of_each(len(self.requests))]
         if self._launches is None:
             self._launches = [
                 RecordedLaunch(substep, self.requests, () if entries is None else self.written[entries], reads)
                 for (substep, entries), reads in zip(of_each, self.reads, strict=True)
             ]
-        if self.heard is not None:
-            (step, numbers, first, layers), self.heard = self.heard, None
+        if self.collected is not None:
+            (step, numbers, first, layers), self.collected = self.collected, None
             for launch, (substep, entries), stored in zip(self._launches, of_each, layers, strict=True):
-                end = first + substep.num_kept + (n * self.series.places if entries is None else 0)
-                launch.told, launch.layers, first = Heard(substep, step, n, numbers, first, end), stored, end
+                end = first + substep.num_kept + (n * self.launch_group.places if entries is None else 0)
+                launch.collected, launch.layers, first = (
+                    CollectedRun(substep, step, n, numbers, first, end),
+                    stored,
+                    end,
+                )
         return self._launches
 
 
 class RecordedLaunch:
-    """A captured forward of a `RecordedGroup`; what it read and wrote is there once the host has heard of it.
+    """A captured forward of a `RecordedGroup`; what it read and wrote is there once the host has collected it.
 
-    number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
-    written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told, with `forward`
-    told:    what the host has heard of it; None: nothing yet
+    number:  of its substep in the registry, None: it is no captured forward, but an eager one that judged itself there
+    written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has reported, with
+                    `forward`
+    collected:    what the host has collected it; None: nothing yet
     layers:  that it stored, in their order
     accepted: as `DecodedForward` has it;  again: layers that have stored before, and did again; both with `forward`
     strays:  (row, place, slot) that checks found, which are all that a row may name besides
@@ -200,13 +205,13 @@ class RecordedLaunch:
     __slots__ = (
         "accepted",
         "again",
+        "collected",
         "layers",
         "number",
         "padding",
         "reads",
         "requests",
         "strays",
-        "told",
         "written",
     )
     layers: tuple[int, ...]
@@ -216,33 +221,33 @@ class RecordedLaunch:
 
     def __init__(self, substep: CapturedSubstep, requests: tuple[str, ...], written: Sequence[int], reads: int) -> None:
         self.number, self.requests, self.written, self.reads = substep.number, requests, written, reads
-        self.told: RecordedForward | DecodedForward | Heard | None = None
+        self.collected: RecordedForward | DecodedForward | CollectedRun | None = None
         self.accepted: list[list[int]] | None = None
         self.layers = self.again = self.strays = self.padding = ()
 
     @property
     def forward(self) -> RecordedForward | None:
         """Its plans, and its rows as granted; packed when somebody asks for the first time, which few ever do."""
-        told = self.told
-        if told is None or isinstance(told, RecordedForward):
-            return told
-        learned = told.learned() if isinstance(told, Heard) else told
+        collected = self.collected
+        if collected is None or isinstance(collected, RecordedForward):
+            return collected
+        learned = collected.learned() if isinstance(collected, CollectedRun) else collected
         stored, self.again = _stored(self.layers, learned.pool.full_layers)
         self.accepted = learned.accepted
         if self.accepted is not None:
             self.written = tuple(map(len, self.accepted))
-        self.told = packed = RecordedForward(learned)
+        self.collected = packed = RecordedForward(learned)
         packed.keep_captured(learned, stored, self.requests)
         return packed
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.told is None else self.told.num_bytes
+        return 0 if self.collected is None else self.collected.num_bytes
 
     def learn(self, forward: DecodedForward, layers: tuple[int, ...]) -> None:
         """`layers`: those that stored, in their order."""
-        self.told, self.layers = forward, layers
-        rows = forward.rows() if self.number is None and forward.has_read_hits else None
+        self.collected, self.layers = forward, layers
+        rows = forward.rows() if self.number is None and forward.has_read_violations else None
         if forward.num_entries > MOST_UNPACKED or rows is not None:
             packed = self.forward
             if packed is not None and rows is not None:
@@ -254,7 +259,7 @@ class RecordedLaunch:
 class RecordedMove:
     """A captured move in a pool.
 
-    places: once the host has heard of it, as `LaunchedMove` has them
+    places: once the host has collected it, as `LaunchedMove` has them
     """
 
     __slots__ = ("number", "places", "pool")

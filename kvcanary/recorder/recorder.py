@@ -19,24 +19,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.codes import UNWRITTEN
 from kvcanary.pools.event_log import LONG, Event, EventLog, nowhere
 from kvcanary.recorder.captured_events import CapturedEvents
-from kvcanary.recorder.checkpoint import Books, room_for_records, take_checkpoint
+from kvcanary.recorder.checkpoint import ManagerState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward
 from kvcanary.recorder.segment import EVENT_BYTES, PARTS, SPARE, Damage, Segment
-from kvcanary.transfers.snapshots import Parcel
+from kvcanary.transfers.snapshots import PageSnapshot
 
 if TYPE_CHECKING:
     from kvcanary.calls.forward import Forward
-    from kvcanary.calls.violation import Hit
+    from kvcanary.calls.violation import Violation
     from kvcanary.checks.rows import Verdict
 
 MOST_BYTES = 64 << 20  # of all segments together
 INT_BYTES = 8
 MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
-MOST_PARCELS = 4096  # that may be away at a time
+MOST_SNAPSHOTS = 4096  # that may be away at a time
 RECORDS = 4  # part of the bytes that the records of one checkpoint may take
 _PLAIN = frozenset({str, int, bool, float, type(None)})
 _NOTHING: tuple[()] = ()
@@ -48,25 +48,27 @@ T = TypeVar("T")
 class Recorder:
     """The ring of one manager; it records from `start` on, and nothing with 0 steps.
 
-    log:      where what happens is told
+    log:      where events are recorded
     maps:     pools behind a slot map, whose changes are events too
     captured: what is told of captured steps
     """
 
-    def __init__(self, books: Books, steps: int, most_bytes: int = MOST_BYTES) -> None:
-        self.books = books
+    def __init__(self, manager_state: ManagerState, steps: int, most_bytes: int = MOST_BYTES) -> None:
+        self.manager_state = manager_state
         self.steps, self.most_bytes = steps, most_bytes
         self.segments: deque[Segment] = deque()
         self._most_newest = 0  # bytes of the newest segment, up to which `is_due` looks no closer
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self.log = EventLog()
         self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
-        self._closings: dict[str, Event] = {pool.view.name: ("close", pool.view.name) for pool in books.state.pools}
+        self._closings: dict[str, Event] = {
+            pool.view.name: ("close", pool.view.name) for pool in manager_state.state.pools
+        }
         self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self.captured = CapturedEvents(self.segments, self.log)
         self._waiting: dict[int, RecordedForward] = {}
-        self._parcels: dict[int, tuple[Parcel, int]] = {}
-        self._num_parcels = 0
+        self._snapshots: dict[int, tuple[PageSnapshot, int]] = {}
+        self._num_snapshots = 0
 
     @property
     def is_on(self) -> bool:
@@ -81,9 +83,9 @@ class Recorder:
     def start(self, step: int) -> None:
         """The canary is armed: what comes is recorded, if steps were asked for."""
         if self.steps:
-            views = [pool.view for pool in self.books.state.pools]
+            views = [pool.view for pool in self.manager_state.state.pools]
             self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
-            rooms = (room_for_records(self.books, self.most_bytes // RECORDS) for _ in range(PARTS + 1))
+            rooms = (room_for_records(self.manager_state, self.most_bytes // RECORDS) for _ in range(PARTS + 1))
             self._rooms = [room for room in rooms if room is not None]
             self.begin_segment(step)
 
@@ -118,8 +120,8 @@ class Recorder:
         while len(self.segments) > 1 and step - self.segments[1].checkpoint.step >= self.steps:
             gone = self.segments.popleft().checkpoint.records
             self._rooms += [] if gone is None else [gone.view(np.int64)]
-        room = self._rooms.pop() if self._rooms else room_for_records(self.books, self.most_bytes // RECORDS)
-        checkpoint = take_checkpoint(self.books, step, room)
+        room = self._rooms.pop() if self._rooms else room_for_records(self.manager_state, self.most_bytes // RECORDS)
+        checkpoint = take_checkpoint(self.manager_state, step, room)
         self.segments.append(Segment(checkpoint, -(-self.steps // PARTS), self._room))
         self.log.append = self._noted if self.maps else self.segments[-1].events.append
         self._limit_newest()
@@ -147,7 +149,7 @@ class Recorder:
         self._most_newest = min(newest.end_bytes, self._room + newest.num_bytes - self.num_bytes)
 
     def note(self, *event: Any) -> None:
-        """A call of the manager, or of its desk, is about to run: its name, then its arguments."""
+        """A call of the manager, or of its async tracker, is about to run: its name, then its arguments."""
         if not self.segments:
             return
         if not _PLAIN.issuperset(map(type, event)):
@@ -162,17 +164,17 @@ class Recorder:
             self.note_maps()
         recorded = RecordedForward(forward)
         self._waiting[id(forward)] = recorded
-        self._tell(("forward", recorded))
+        self._add(("forward", recorded))
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
         if self.segments:
-            self._tell(self._closings[pool])
+            self._add(self._closings[pool])
 
     def stored_again(self, pool: str, layer: int) -> None:
         """A layer of the open forward of this pool has stored before, and does again."""
         if self.segments:
-            self._tell(("store", pool, layer))
+            self._add(("store", pool, layer))
 
     def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
         """These forwards were judged: their plans are kept, and the rows that are not as granted."""
@@ -209,37 +211,41 @@ class Recorder:
                 recorded.keep_clean(forward, values[begin:middle], values[middle:end])
             begin = end
 
-    def fired(self, hit: Hit | HitBatch) -> None:
+    def fired(self, violation: Violation | ViolationBatch) -> None:
         """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
-        if not self.segments or hit.code not in _DAMAGE:
+        if not self.segments or violation.code not in _DAMAGE:
             return
-        place = self.captured.event_of(hit.pool.name, hit.site, hit.step)
+        place = self.captured.event_of(violation.pool.name, violation.site, violation.step)
         segment, number = (self.segments[-1], None) if place is None else place
-        hits = [hit.hit(n) for n in range(min(len(hit), MOST_DAMAGED))] if isinstance(hit, HitBatch) else [hit]
-        damage = _damage([one for one in hits if 0 <= one.slot < one.pool.view.num_slots])
+        violations = (
+            [violation.violation(n) for n in range(min(len(violation), MOST_DAMAGED))]
+            if isinstance(violation, ViolationBatch)
+            else [violation]
+        )
+        damage = _damage([one for one in violations if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
             number = max(len(segment.events) - 1, 0) if number is None else number
             segment.add_damage(number, damage)
             self._limit_newest()
 
     def note_maps(self) -> None:
-        """What has changed in the slot maps since the last look."""
+        """What has changed in the slot maps since the last re-read."""
         for name, (slot_map, before) in self.maps.items():
             now = slot_map.detach().cpu().numpy()
             where = np.arange(len(now)) if before is None else np.flatnonzero(now != before)
             if len(where):
-                self._tell(("map", name, where, now[where].copy()))
+                self._add(("map", name, where, now[where].copy()))
                 self.segments[-1].array_bytes += 16 * len(where)
                 self.maps[name] = slot_map, now.copy()
 
-    def number_parcel(self, parcel: Parcel) -> None:
+    def number_snapshot(self, snapshot: PageSnapshot) -> None:
         """What left has a number, by which the way back is known."""
         if self.segments:
-            self._parcels[id(parcel)] = parcel, self._num_parcels
-            self._tell(("parcel", self._num_parcels))
-            self._num_parcels += 1
-            while len(self._parcels) > MOST_PARCELS:
-                del self._parcels[next(iter(self._parcels))]
+            self._snapshots[id(snapshot)] = snapshot, self._num_snapshots
+            self._add(("parcel", self._num_snapshots))
+            self._num_snapshots += 1
+            while len(self._snapshots) > MOST_SNAPSHOTS:
+                del self._snapshots[next(iter(self._snapshots))]
 
     def wait_over(self) -> list[RecordedForward]:
         """Forwards that were not judged yet, with the rows that they have now; for a dump in mid-step."""
@@ -250,19 +256,19 @@ class Recorder:
     # helpers
 
     def _count_arrays(self) -> None:
-        """Those of events that were told since."""
+        """Those of events that were recorded since."""
         if self.segments:
             self.segments[-1].array_bytes += INT_BYTES * self.log.ints
         self.log.ints = 0
 
-    def _tell(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         """With slot maps as they were noted last; somebody records."""
         self.segments[-1].events.append(event)
 
     def _noted(self, event: Event) -> None:
         """Behind what has changed in slot maps."""
         self.note_maps()
-        self._tell(event)
+        self._add(event)
 
     def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         recorded = self._waiting.pop(id(forward), None)
@@ -270,9 +276,9 @@ class Recorder:
             recorded.keep(forward, suspects)
             self.segments[-1].array_bytes += recorded.num_bytes
 
-    def _number_of(self, parcel: Parcel) -> int:
+    def _number_of(self, snapshot: PageSnapshot) -> int:
         """-1 of one that left before the recording."""
-        return self._parcels.get(id(parcel), (parcel, -1))[1]
+        return self._snapshots.get(id(snapshot), (snapshot, -1))[1]
 
     def _kept(self, value: Any) -> Any:
         """An argument that nobody can change any more."""
@@ -281,13 +287,13 @@ class Recorder:
             return value
         if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
             return tuple(value)
-        if isinstance(value, list) and value and isinstance(value[0], Parcel):
-            value = [self._number_of(parcel) for parcel in value]
+        if isinstance(value, list) and value and isinstance(value[0], PageSnapshot):
+            value = [self._number_of(snapshot) for snapshot in value]
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             return tuple(value)
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
-        if isinstance(value, Parcel):
+        if isinstance(value, PageSnapshot):
             return ("parcel", self._number_of(value))
         return self._ints(value)
 
@@ -328,18 +334,22 @@ _BYTES = frozenset({"R3", "R9", "T1", "P1"})
 _DAMAGE = _BYTES | {"R4", "R5", "R7", "R8", "R11", "R12"}
 
 
-def _damage(hits: Sequence[Hit]) -> list[Damage]:
-    """What these hits of one pool say of bytes and records; the others are consequences of calls."""
-    if not hits:
+def _damage(violations: Sequence[Violation]) -> list[Damage]:
+    """What these violations of one pool say of bytes and records; the others are consequences of calls."""
+    if not violations:
         return []
-    pool, damage = hits[0].pool, []
-    slots = torch.tensor([hit.slot for hit in hits], device=pool.records.device)
+    pool, damage = violations[0].pool, []
+    slots = torch.tensor([violation.slot for violation in violations], device=pool.records.device)
     found, expected = (rows[slots].cpu().numpy().view(np.uint32) for rows in (pool.records, pool.expected))
     differing = (found != expected) @ (1 << np.arange(found.shape[1]))
-    for hit, halves, words in zip(hits, differing.tolist(), found[:, list(PUBLIC_WORDS)].tolist(), strict=True):
-        is_strange = halves or hit.code == "R11"
-        if is_strange or hit.code in _BYTES:
+    for violation, halves, words in zip(
+        violations, differing.tolist(), found[:, list(PUBLIC_WORDS)].tolist(), strict=True
+    ):
+        is_strange = halves or violation.code == "R11"
+        if is_strange or violation.code in _BYTES:
             own = tuple(words) if is_strange else ()
-            code = UNWRITTEN if hit.is_unwritten else hit.code
-            damage.append(Damage(code, pool.name, hit.slot, hit.layers, hit.fingerprint_hit, halves, own))
+            code = UNWRITTEN if violation.is_unwritten else violation.code
+            damage.append(
+                Damage(code, pool.name, violation.slot, violation.layers, violation.fingerprint_violation, halves, own)
+            )
     return damage

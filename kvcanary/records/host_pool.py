@@ -73,7 +73,7 @@ class HostPool:
     parts:      of a row;  steps: of values as a model gives them
     address:    [pieces, layers] of slot 0
     layout:     [pieces, fields] what each `Piece` of a row says
-    keys:       [layers, 2, words] int32, of lane a and lane b
+    keys:       [layers, 2, words] int32, of fingerprint a and fingerprint b
     layer_keys: by layer, the address of its keys
     start_a:    [layers], and the same as integers: `starts`
     content_a:  [layers, num_slots]
@@ -99,7 +99,7 @@ def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, ex
     """None where the pool is not in host memory."""
     if not records.is_cpu:
         return None
-    both = torch.stack([keys.lane_a, keys.lane_b], 1)
+    both = torch.stack([keys.fingerprint_a, keys.fingerprint_b], 1)
     parts = tuple(_dense_part(part.shape, part.dtype) for part in view.parts)
     return HostPool(
         parts=parts,
@@ -118,7 +118,7 @@ def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, ex
     )
 
 
-def pool_card(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **numbers: int) -> Longs:
+def pool_struct(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **numbers: int) -> Longs:
     """POOL, what loops read of a pool (native/layout.py); `numbers`: what its view does not tell, by field."""
     numbers |= {"num_slots": view.num_slots, "null_slots": view.null_slots, "page_size": view.page_size}
     numbers |= {"window": view.window or 0, "vocabulary": view.vocab_size or 0, "token_offset": view.token_offset}

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvcanary_kernels.judge.post import parts_of
 
-IN_THE_AIR = 4  # steps of which the host may not have heard: buffers of every outbox
-LINES = IN_THE_AIR + 1  # of a body that runs step by step: those, and the one that it writes
+MAX_IN_FLIGHT = 4  # steps that the host may not have collected: buffers of every mailbox
+NUM_MESSAGES = MAX_IN_FLIGHT + 1  # of a body that runs step by step: those, and the one that it writes
 
 
 class Mailbox:
@@ -28,7 +28,7 @@ class Mailbox:
         self.device = device
         with torch.inference_mode(False):
             buffers = [
-                torch.zeros(device.shape, dtype=device.dtype, pin_memory=device.is_cuda) for _ in range(IN_THE_AIR)
+                torch.zeros(device.shape, dtype=device.dtype, pin_memory=device.is_cuda) for _ in range(MAX_IN_FLIGHT)
             ]
         self._buffers = deque((buffer, buffer.numpy()) for buffer in buffers)
 
@@ -40,8 +40,8 @@ class Mailbox:
         return numbers
 
 
-class Line:
-    """Tensors as they were packed in one turn, flat: there when the run is over, for IN_THE_AIR turns.
+class Message:
+    """Tensors as they were packed in one turn, flat: there when the run is over, for MAX_IN_FLIGHT turns.
 
     numbers: all of them, one behind the other;  at: their address;  where: of each
     """
@@ -64,27 +64,29 @@ class Packed:
     step: [1] int64 (`kernel_launches.Shared`), whose turn says where they go;  post: the operation
     """
 
-    def __init__(self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], lines: int = LINES) -> None:
-        """`lines`: turns that may be read; one for a body that runs once."""
+    def __init__(
+        self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], num_messages: int = NUM_MESSAGES
+    ) -> None:
+        """`num_messages`: turns that may be read; one for a body that runs once."""
         self._step, self._post = step, post
         ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
         where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
             self._parts = parts_of([*(tensor.view(-1) for tensor in tensors), step])
-            self._box = torch.zeros(lines, self._parts.numel, dtype=torch.int64, pin_memory=step.is_cuda)
-        self._lines = [Line(numbers, where) for numbers in self._box.numpy()]
+            self._box = torch.zeros(num_messages, self._parts.numel, dtype=torch.int64, pin_memory=step.is_cuda)
+        self._messages = [Message(numbers, where) for numbers in self._box.numpy()]
 
     def pack(self) -> None:
         """Within the body, at fixed addresses."""
         self._post(self._parts, self._step, box=self._box)
 
-    def line_of(self, turn: int) -> Line:
+    def message_of(self, turn: int) -> Message:
         """What is packed when the body runs in this turn."""
-        return self._lines[turn % len(self._lines)]
+        return self._messages[turn % len(self._messages)]
 
     def has_run(self, turn: int) -> bool:
         """Whether the body ran in that turn, as long as its line is there; else a run before has left it."""
-        return self.line_of(turn).numbers.item(-1) >> 32 == turn
+        return self.message_of(turn).numbers.item(-1) >> 32 == turn
 
 
 class PackedMask:

@@ -24,20 +24,20 @@ class PageUpdates:
         self._table, self._replays = table, Replays(table.device)
         self._buffers: dict[int, deque[_Buffer]] = {}
 
-    def send(self, count: int, tell: Callable[[int, int], None]) -> None:
+    def send(self, count: int, fill: Callable[[int, int], None]) -> None:
         """So many columns, some at least, and which numbers the table's rows have there.
 
-        tell: writes to an address [1 + rows, room] int64, the columns first; where there is more room than columns one
+        fill: writes to an address [1 + rows, room] int64, the columns first; where there is more room than columns one
               of them comes again, with the same numbers
         """
         room = max(LEAST_ROOM, 1 << (count - 1).bit_length())
         buffer = self._take(room) if self._table.is_cuda else None
         if buffer is None:
-            told = torch.empty(1 + len(self._table), room, dtype=torch.int64)
-            tell(told.data_ptr(), room)
-            self._put(to_device(told, self._table.device))
+            reported = torch.empty(1 + len(self._table), room, dtype=torch.int64)
+            fill(reported.data_ptr(), room)
+            self._put(to_device(reported, self._table.device))
             return
-        tell(buffer.at, room)
+        fill(buffer.at, room)
         self._replays.run(buffer, buffer.launch)
         buffer.over.record(current(self._table.device))
 
@@ -60,9 +60,9 @@ class _Buffer:
 
     def __init__(self, table: Tensor, put: Callable[[Tensor], None], room: int) -> None:
         with torch.inference_mode(False):
-            self._told = torch.zeros(1 + len(table), room, dtype=torch.int64, pin_memory=True)
+            self._reported = torch.zeros(1 + len(table), room, dtype=torch.int64, pin_memory=True)
             self._there = torch.zeros(1 + len(table), room, dtype=torch.int64, device=table.device)
-        self.at, self.over, self._put = self._told.data_ptr(), torch.cuda.Event(), put
+        self.at, self.over, self._put = self._reported.data_ptr(), torch.cuda.Event(), put
 
     def launch(self) -> None:
-        self._put(self._there.copy_(self._told, non_blocking=True))
+        self._put(self._there.copy_(self._reported, non_blocking=True))

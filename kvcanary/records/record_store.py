@@ -50,7 +50,7 @@ class RecordStore:
             a GPU records that captured forwards have sealed are read when somebody looks
     memory: the same with signs
     judged: [rows] the entries that were found to be their requests' truth
-    memory_of_loops: the keys of seals and chains, `memory`, what an engine can reach of it, and `judged`
+    native_memory: the keys of seals and chains, `memory`, what an engine can reach of it, and `judged`
     epoch:  counts up when one of them is written again, so that every row is judged anew
     fresh:  rows that a device has from `flush` on
     """
@@ -73,7 +73,7 @@ class RecordStore:
 
         A device has them from `flush` on.
         """
-        self._note(self._loops.write_records(rows, records.view(np.int64), *self.memory_of_loops))
+        self._note(self._loops.write_records(rows, records.view(np.int64), *self.native_memory))
         if not self._is_host:
             self.fresh.append(rows)
 
@@ -84,7 +84,14 @@ class RecordStore:
             self.fresh.append(slots[slots >= pool.view.null_slots] + pool.base)
 
     def move(
-        self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, grants: Rows, owners: Rows
+        self,
+        origin: PoolState,
+        pool: PoolState,
+        move: Move,
+        step: int,
+        has_fingerprints: bool,
+        grants: Rows,
+        owners: Rows,
     ) -> tuple[int, bool]:
         """Records follow moved entries, in host memory fingerprints and damage too; `loops.move_records`.
 
@@ -92,15 +99,15 @@ class RecordStore:
         slots of some are none or null, or where one stays.
         """
         seen = self._loops.move_records(
-            origin.card_at,
-            pool.card_at,
+            origin.struct_at,
+            pool.struct_at,
             *(move.src, move.dst, move.src_names, move.dst_names),
             grants,
             owners,
             self._state.page_size,
             _MOVED << 32 | step & MASK_32,
-            has_lanes,
-            *self.memory_of_loops,
+            has_fingerprints,
+            *self.native_memory,
         )
         if seen < 0:
             return NOT_ALL, False
@@ -110,11 +117,11 @@ class RecordStore:
         return seen >> MOVED_BITS, bool(seen & BLANK)
 
     @property
-    def flags_of_loops(self) -> tuple[int, int]:
+    def flags_address(self) -> tuple[int, int]:
         """Addresses of what was judged and, on a device, of what was learned, by record; they stay."""
         return self.judged.ctypes.data, 0 if self._is_host else self._learned.ctypes.data
 
-    def heard(self, rewritten: int) -> None:
+    def collected(self, rewritten: int) -> None:
         """As `learn`, of rows that a loop has marked; `rewritten`: not 0 where one of them was judged."""
         self._is_behind = not self._is_host
         if rewritten:
@@ -137,7 +144,7 @@ class RecordStore:
         return self.memory.view(np.uint64)
 
     @property
-    def memory_of_loops(self) -> tuple[Rows, Rows, Rows, NDArray[np.bool_]]:
+    def native_memory(self) -> tuple[Rows, Rows, Rows, NDArray[np.bool_]]:
         if self._is_behind:
             self._catch_up()
         return self._memory_of_loops

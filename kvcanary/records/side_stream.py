@@ -1,4 +1,4 @@
-"""Beside: a stream on which operations run while a forward goes on, in a captured step a branch of its graph."""
+"""SideStream: a stream on which operations run while a forward goes on, in a captured step a branch of its graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = nullcontext()
 FIRST, LAST = -2, 0  # priorities of streams; an engine may capture its forwards between them
 
 
-class Beside:
+class SideStream:
     """On a GPU a second stream, in whose order all runs that is launched `behind`; on a CPU all runs at once.
 
     It goes FIRST where both want to start: its kernels are short, and would wait for the whole of a long one. What
@@ -45,7 +45,7 @@ class Beside:
         """Whether what is launched now goes into a graph: then a body has run before, as it will run from now on."""
         return self._stream is not None and torch.cuda.is_current_stream_capturing()
 
-    def postpone(self, pool: str, *launches: Callable[[], None]) -> None:
+    def defer(self, pool: str, *launches: Callable[[], None]) -> None:
         """What each of these launches, of this pool, is launched at a `catch_up` to come, in their order."""
         self._postponed += [(pool, launch) for launch in launches]
 

@@ -20,7 +20,7 @@ from kvcanary.native.layout import POOL
 from kvcanary.pools.aliasing import first_overlap
 from kvcanary.pools.slot_maps import check_groups, full_group_slots
 from kvcanary.pools.views import PoolView
-from kvcanary.records.host_pool import HostPool, host_pool, pool_card
+from kvcanary.records.host_pool import HostPool, host_pool, pool_struct
 from kvcanary.records.mailbox import to_device
 from kvcanary.records.page_updates import PageUpdates
 from kvcanary_kernels.record import layout as record
@@ -44,7 +44,7 @@ class PoolState:
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
     seen:       [num_slots] bool, all False: a loop's own
-    card:       POOL, the same for loops that read by address (native/layout.py); `card_at`: its address
+    struct:       POOL, the same for loops that read by address (native/layout.py); `struct_at`: its address
     """
 
     view: PoolView
@@ -65,14 +65,14 @@ class PoolState:
     host: HostPool | None
     loops: ModuleType
     seen: NDArray[np.bool_]
-    card: NDArray[np.int64]
-    card_at: int
+    struct: NDArray[np.int64]
+    struct_at: int
 
-    def write_lanes(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
+    def write_fingerprints(self, slots: Tensor, fingerprint_a: Tensor, fingerprint_b: Tensor) -> None:
         """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
-        self.content_a.index_copy_(1, slots, lane_a)
+        self.content_a.index_copy_(1, slots, fingerprint_a)
         for records in (self.records, self.expected):
-            records.select(1, record.CONTENT_B).index_copy_(0, slots, lane_b)
+            records.select(1, record.CONTENT_B).index_copy_(0, slots, fingerprint_b)
 
     @property
     def name(self) -> str:
@@ -153,7 +153,7 @@ class CanaryState:
         self._pages = pages  # whose arrays stay where they are
         for pool in self.pools:
             if pool.view.slot_map is None:
-                pool.card[POOL.writers] = pages.writers.ctypes.data
+                pool.struct[POOL.writers] = pages.writers.ctypes.data
 
     def publish(self, pages: Pages) -> None:
         """What has happened to pages since the last time is true from now on."""
@@ -164,7 +164,7 @@ class CanaryState:
             own = pages.generations, pages.owners, pages.states
             self.pools[0].loops.publish_pages(where, *own, *self._host_pages)
         else:
-            self._deltas.send(len(where), partial(self.pools[0].loops.tell_pages, pages.book_at, where))
+            self._deltas.send(len(where), partial(self.pools[0].loops.describe_pages, pages.struct_at, where))
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         from kvcanary.native import loops
@@ -180,7 +180,7 @@ class CanaryState:
         low, high = stored_columns((1 << view.num_layers) - 1)
         host, seen = host_pool(view, keys, content_a, records, expected), np.zeros(view.num_slots, np.bool_)
         numbers = {"pool_id": number, "base": base, "seal_term": signed(seal_term)}
-        card = pool_card(view, host, seen, low_layers=low, high_layers=high, **numbers)
+        struct = pool_struct(view, host, seen, low_layers=low, high_layers=high, **numbers)
         return PoolState(
             view=view,
             pool_id=number,
@@ -200,8 +200,8 @@ class CanaryState:
             host=host,
             loops=loops,
             seen=seen,
-            card=card,
-            card_at=card.ctypes.data,
+            struct=struct,
+            struct_at=struct.ctypes.data,
         )
 
 

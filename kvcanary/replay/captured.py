@@ -33,7 +33,7 @@ def captured_batch(substep: CapturedSubstep, event: Call, read: ReadPlan, write:
         begin, end = read.indptr[row : row + 2].tolist()
         if 0 <= place < end - begin:
             indices[begin + place] = slot
-    by_row = [torch.from_numpy(values).repeat_interleave(width) for values in truth.numbers[: ROWS.unheard]]
+    by_row = [torch.from_numpy(values).repeat_interleave(width) for values in truth.numbers[: ROWS.uncollected]]
     written = torch.as_tensor(read.num_written)
     return Batch(
         read.indptr,
@@ -54,13 +54,13 @@ def captured_batch(substep: CapturedSubstep, event: Call, read: ReadPlan, write:
 def advanced(truth: RowTruth, pool: PoolState, accepted: Sequence[Sequence[int]]) -> RowTruth:
     """The same of rows as they are, `accepted` by request: behind what the host knows lies what the last step accepted.
 
-    As the device does it (`StaticTruth`).
+    As the device does it (`CapturedTruth`).
     """
     now = truth.copy()
     lens, truths = now.numbers[ROWS.lengths], now.numbers[ROWS.chains]
     for number, tokens in enumerate(accepted):
         count = entries_behind(pool, len(tokens))
-        if now.numbers[ROWS.unheard, number] and count > 0:
+        if now.numbers[ROWS.uncollected, number] and count > 0:
             chains = chain_host(list(tokens[:count]), int(lens[number]), int(truths[number]), pool.keys)
             lens[number], truths[number] = lens[number] + count, signed(chains[-1])
     return now

@@ -28,8 +28,8 @@ class Damager:
             if damage["words"] or damage["code"] == "R3":
                 self._damage_record(pool, damage)
                 continue
-            page = slot // self._stage.books.state.page_size
-            poisoner = self._stage.books.poisoner_of(pool)
+            page = slot // self._stage.manager_state.state.page_size
+            poisoner = self._stage.manager_state.poisoner_of(pool)
             if damage["code"] == "P1" and page in poisoner.waiting:
                 poisoner.fill([page])
             if damage["code"] == UNWRITTEN:
@@ -59,11 +59,11 @@ class Damager:
             self._write_record(pool, slot, words)
 
     def _write_record(self, pool: PoolState, slot: int, words: list[int]) -> None:
-        mirror = self._stage.books.checks.mirror
-        record = mirror.table[[pool.base + slot]]
+        record_store = self._stage.manager_state.checks.record_store
+        record = record_store.table[[pool.base + slot]]
         record.view(np.uint32)[0, list(PUBLIC_WORDS)] = words
         record[0, SEAL] = pool.seal_term
-        mirror.write(np.array([pool.base + slot]), record)
+        record_store.write(np.array([pool.base + slot]), record)
 
 
 def _fill_with_nan(pool: PoolState, layers: list[int], slot: int) -> None:

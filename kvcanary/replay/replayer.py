@@ -31,7 +31,7 @@ from kvcanary.replay.stage import Stage
 from kvcanary.report.finding import Finding
 from kvcanary.transfers.async_ops import AsyncOp
 from kvcanary.transfers.async_tracker import Resources
-from kvcanary.transfers.snapshots import Parcel
+from kvcanary.transfers.snapshots import PageSnapshot
 
 #: What makes two findings one and the same.
 PLACE = ("code", "pool", "page", "slot", "offset", "position", "layers", "site", "step", "reader", "writer")
@@ -84,12 +84,12 @@ class Replayer:
             raise
         except (KVCanaryError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise _contradiction(dump, error) from error
-        self.manager, self._books = self._stage.manager, self._stage.books
+        self.manager, self._manager_state = self._stage.manager, self._stage.manager_state
         self._damage = Damager(self._stage).bring_about
         self._open: dict[str, _Open] = {}
-        self._parcels: dict[int, _Put] = {}
+        self._snapshots: dict[int, _Put] = {}
         self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
-        self._tickets: dict[tuple[str, int], AsyncOp] = {}
+        self._async_ops: dict[tuple[str, int], AsyncOp] = {}
         self._flights: dict[int, InFlight] = {}
         self._accepted: dict[str, list[int]] = {}  # by request, in its last captured step
 
@@ -102,10 +102,10 @@ class Replayer:
             if not self._survives(event, outcome):
                 break
         outcome.findings = [finding for finding in self.manager.findings if code in (None, finding.code)]
-        told = [finding for finding in self._dump.findings if code in (None, finding["code"])]
-        told = [finding for finding in told if until is None or finding["step"] <= until]
+        reported = [finding for finding in self._dump.findings if code in (None, finding["code"])]
+        reported = [finding for finding in reported if until is None or finding["step"] <= until]
         here = [finding.to_dict() for finding in outcome.findings]
-        outcome.missing = [one for one in told if not any(self._is_same(one, other) for other in here)]
+        outcome.missing = [one for one in reported if not any(self._is_same(one, other) for other in here)]
         return outcome
 
     def _survives(self, event: Call, outcome: Outcome) -> bool:
@@ -193,7 +193,7 @@ class Replayer:
         flight = self._flights.get(event["step"])
         if flight is None:
             flight = InFlight(event["step"], None, [])
-            flight.has_landed = True
+            flight.is_collected = True
         self.manager.collect(flight)
 
     _depart, _hear = _end_step, _collect  # up to version 5
@@ -236,26 +236,28 @@ class Replayer:
     def _on_offload(self, event: Call) -> None:
         self._damage(event)
         pages = event["pages"]
-        parcel = self.manager.on_offload(pages.tolist())
-        self._new_puts.append(_Put(parcel, self._values(self._books.state.pools, pages)))
+        snapshot = self.manager.on_offload(pages.tolist())
+        self._new_puts.append(_Put(snapshot, self._values(self._manager_state.state.pools, pages)))
 
     def _on_swap_out(self, event: Call) -> None:
         self._damage(event)
-        pages, pools = event["pages"], self._books.state.pools_of(event["group"])
-        parcels = self.manager.on_swap_out(event["group"], pages.tolist())
-        self._new_puts += [_Put(parcel, self._values(pools, pages[n : n + 1])) for n, parcel in enumerate(parcels)]
+        pages, pools = event["pages"], self._manager_state.state.pools_of(event["group"])
+        snapshots = self.manager.on_swap_out(event["group"], pages.tolist())
+        self._new_puts += [
+            _Put(snapshot, self._values(pools, pages[n : n + 1])) for n, snapshot in enumerate(snapshots)
+        ]
 
     def _on_swap_in(self, event: Call) -> None:
         """Pages that left before the recording are adopted as they lie."""
         known, strange = [], []
         numbers = event.get("parcels", np.full(len(event["pages"]), -1))
         for page, number in zip(event["pages"], numbers.tolist(), strict=True):
-            put = self._parcels.get(number)
+            put = self._snapshots.get(number)
             if put is None:
                 strange.append(int(page))
             else:
                 self._bring_back(put, np.array([page]))
-                known.append((int(page), put.parcel))
+                known.append((int(page), put.snapshot))
         self._damage(event)
         if strange:
             self.manager.on_swap_in(event["group"], strange, None)
@@ -264,7 +266,7 @@ class Replayer:
 
     def _parcel(self, event: Call) -> None:
         if self._new_puts:
-            self._parcels[event["number"]] = self._new_puts.popleft()
+            self._snapshots[event["number"]] = self._new_puts.popleft()
 
     def _on_load_end(self, event: Call) -> None:
         self._come_back(event, self.manager.on_load_end)
@@ -275,40 +277,40 @@ class Replayer:
     def _ticket_issue(self, event: Call) -> None:
         reads = _resources(event["reads"], event["read_names"], event.get("read_grants"))
         writes = _resources(event["writes"], event["write_names"], event.get("write_grants"))
-        ticket = self.manager.tickets.issue(event["what"], event["stream"], reads, writes)
-        self._tickets[event["stream"], event["sequence"]] = ticket
+        op = self.manager.async_tracker.issue(event["what"], event["stream"], reads, writes)
+        self._async_ops[event["stream"], event["sequence"]] = op
 
     def _ticket_waits(self, event: Call) -> None:
-        ticket = self._tickets.get((event["other"], event["sequence"]))
-        if ticket is not None:
-            self.manager.tickets.waits(event["stream"], ticket)
+        op = self._async_ops.get((event["other"], event["sequence"]))
+        if op is not None:
+            self.manager.async_tracker.waits(event["stream"], op)
 
     def _ticket_complete(self, event: Call) -> None:
-        ticket = self._tickets.get((event["other"], event["sequence"]))
-        if ticket is not None:
-            self.manager.tickets.complete(ticket)
+        op = self._async_ops.get((event["other"], event["sequence"]))
+        if op is not None:
+            self.manager.async_tracker.complete(op)
 
     def _ticket_use(self, event: Call) -> None:
         resources = _resources(event["pages"], event["names"], event.get("grants"))
-        self.manager.tickets.use(event["what"], event["stream"], resources, event["writes"], event["requests"])
+        self.manager.async_tracker.use(event["what"], event["stream"], resources, event["writes"], event["requests"])
 
     def _ticket_renew(self, event: Call) -> None:
-        self.manager.tickets.renew(event["buffer"], event["generation"])
+        self.manager.async_tracker.renew(event["buffer"], event["generation"])
 
     # helpers
 
-    def _come_back(self, event: Call, tell: Callable[..., None]) -> None:
+    def _come_back(self, event: Call, arrive: Callable[..., None]) -> None:
         """Bytes that were put away lie in other pages; what left before the recording is adopted as it lies."""
-        put = self._parcels.get(event.get("parcel", -1))
+        put = self._snapshots.get(event.get("parcel", -1))
         pages = event["pages"]
         if put is not None:
             self._bring_back(put, pages)
         self._damage(event)
-        parcel = None if put is None else put.parcel
-        if parcel is None:
+        snapshot = None if put is None else put.snapshot
+        if snapshot is None:
             self.manager.on_load_end(event["request_id"], pages.tolist(), event["length"])
         else:
-            tell(event["request_id"], pages.tolist(), event["length"], parcel)
+            arrive(event["request_id"], pages.tolist(), event["length"], snapshot)
 
     def _values(self, pools: Iterable[PoolState], pages: Ints) -> dict[str, list[list[Tensor]]]:
         return {pool.name: self._stage.take(pool, self._slots(pool, pages)) for pool in pools}
@@ -320,7 +322,7 @@ class Replayer:
                 self._stage.put(pool, layer, self._slots(pool, pages), values)
 
     def _slots(self, pool: PoolState, pages: Ints) -> Tensor:
-        slots = slots_in(pool.view, slots_of_pages(pages, self._books.state.page_size))
+        slots = slots_in(pool.view, slots_of_pages(pages, self._manager_state.state.page_size))
         return _tensor(slots[slots >= 0])
 
     def _move(self, source: PoolState, target: PoolState, src: Ints, dst: Ints) -> None:
@@ -368,19 +370,19 @@ class Replayer:
             if row in whole_rows:
                 parts.append(whole_rows[row])
                 continue
-            request = self._books.ledger.request(event["requests"][row // event["width"]])
+            request = self._manager_state.ledger.request(event["requests"][row // event["width"]])
             parts += [request.known.slots[start : start + known], tail]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _is_same(self, told: dict[str, Any], here: dict[str, Any]) -> bool:
+    def _is_same(self, reported: dict[str, Any], here: dict[str, Any]) -> bool:
         keys = (*PLACE, *WORD) if self._stage.is_exact else PLACE
-        return all(_plain(told.get(key)) == _plain(here[key]) for key in keys)
+        return all(_plain(reported.get(key)) == _plain(here[key]) for key in keys)
 
 
 def _taken_along(event: Call, source: PoolState, leaving: Ints) -> list[dict[str, Any]]:
     """Damage in slots that a move reads, and does not write, was there before it."""
-    told = (damage for damage in event.get("damage", ()) if (damage["code"], damage["pool"]) == ("R9", source.name))
-    return [damage for damage in told if damage["slot"] in leaving]
+    reported = (damage for damage in event.get("damage", ()) if (damage["code"], damage["pool"]) == ("R9", source.name))
+    return [damage for damage in reported if damage["slot"] in leaving]
 
 
 class _Open(NamedTuple):
@@ -392,9 +394,9 @@ class _Open(NamedTuple):
 
 @dataclass(frozen=True)
 class _Put:
-    """What was put away: the canary's parcel, and by pool, layer and part the bytes."""
+    """What was put away: the canary's snapshot, and by pool, layer and part the bytes."""
 
-    parcel: Parcel
+    snapshot: PageSnapshot
     values: dict[str, list[list[Tensor]]]
 
 
@@ -409,7 +411,7 @@ def _plain(value: Any) -> Any:
 
 
 def _resources(pages: Ints, names: list[str], grants: Ints | None) -> Resources:
-    """Of a ticket: as they are now, or under these generations."""
+    """Of an operation: as they are now, or under these generations."""
     resources: list[int | str] = [*pages.tolist(), *names]
     if grants is None:
         return resources

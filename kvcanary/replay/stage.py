@@ -19,12 +19,12 @@ from kvcanary.dumps.reading import Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError
 from kvcanary.ledger.ledger import Judged, Request
-from kvcanary.ledger.requests import Unheard
+from kvcanary.ledger.requests import UncollectedStep
 from kvcanary.manager.manager import CanaryManager
 from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.pools.views import PoolView
 from kvcanary.recorder.checkpoint import PAGE_ARRAYS
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import no_records
 from kvcanary.records.state import PoolState
 from kvcanary.report.stats import Stats
@@ -53,7 +53,7 @@ class Stage:
     """A manager over stand-ins. `is_exact`: rows are as long as the engine's, so that a word has its true place.
 
     captured, moves: forwards and moves over static buffers, as the engine numbered them
-    acceptance: what captured steps accept for all requests of a batch; None: nobody launches before it has heard
+    acceptance: what captured steps accept for all requests of a batch; None: nobody launches before it has collected
     damaged: (pool, slot, layer) of bytes that are not what was stored, `fingerprint_of` it where only that is wrong
     """
 
@@ -71,25 +71,27 @@ class Stage:
         views = [self._view(pool, dump.manifest["page_size"], maps) for pool in dump.manifest["pools"]]
         self.manager = CanaryManager(_config(dump), views, holds_back=dump.manifest["quarantine"] > 0)
         self.manager.reporting._stats = Stats(NEVER)
-        self.books = self.manager.recorder.books
-        if len(self.books.ledger.generations) != dump.manifest["num_pages"]:
+        self.manager_state = self.manager.recorder.manager_state
+        if len(self.manager_state.ledger.generations) != dump.manifest["num_pages"]:
             raise DumpError(
                 f"{dump.path} is damaged: its pools do not have the {dump.manifest['num_pages']} pages it says"
             )
-        bank = self.manager.bank if dump.manifest["captured"] else None
-        self.captured = [] if bank is None else [_captured(bank, one) for one in dump.manifest["captured"]]
-        self.moves = [] if bank is None else [bank.add_move(**one) for one in dump.manifest["captured_moves"]]
+        registry = self.manager.registry if dump.manifest["captured"] else None
+        self.captured = [] if registry is None else [_captured(registry, one) for one in dump.manifest["captured"]]
+        self.moves = [] if registry is None else [registry.add_move(**one) for one in dump.manifest["captured_moves"]]
         seats = dump.manifest.get("seats")
         self.acceptance = (
-            None if bank is None or seats is None else bank.add_seats(*seats).add_acceptance(seats[0], bank.step)
+            None
+            if registry is None or seats is None
+            else registry.add_accepted_tokens(*seats).add_acceptance(seats[0], registry.step)
         )
         self.manager.arm()
         self._set_the_scene(dump)
-        if bank is not None:
-            bank.begin_step(dump.manifest["first_step"])
+        if registry is not None:
+            registry.begin_step(dump.manifest["first_step"])
 
     def pool(self, name: str) -> PoolState:
-        return self.books.state.by_name[name]
+        return self.manager_state.state.by_name[name]
 
     def values(self, pool: PoolState, n: int) -> list[Tensor]:
         """By part, [n, ...] small finite numbers."""
@@ -140,7 +142,7 @@ class Stage:
         return torch.randint(low, 101, (n, *shape), generator=self.random, dtype=torch.int16).to(dtype)
 
     def _set_the_scene(self, dump: Dump) -> None:
-        ledger, checks = self.books.ledger, self.manager.session.checks
+        ledger, checks = self.manager_state.ledger, self.manager.session.checks
         start, step = dump.manifest["start"], dump.manifest["first_step"]
         for name in (*PAGE_ARRAYS, "holder_sums"):
             getattr(ledger.pages, name)[:] = dump.arrays[f"start.{name}"]
@@ -152,18 +154,18 @@ class Stage:
         self._write_records(dump)
         for poisoned in start["poisoners"]:
             self._set_poison(poisoned, BUDGETS.get(dump.manifest["device"], BUDGETS["cuda"]))
-        self.books.tickets.buffers.update((name, generation) for name, generation in start["buffers"])
+        self.manager_state.async_tracker.buffers.update((name, generation) for name, generation in start["buffers"])
         for page, since in start["quarantine"]:
             ledger.quarantined.add(np.array([page]), since)
-        checks.sweeper.credit = {(uid, pool): credit for uid, pool, credit in start["budgets"]}
-        checks.sweeper.hurried.update(start["hurried"])
+        checks.scrubber.credit = {(uid, pool): credit for uid, pool, credit in start["budgets"]}
+        checks.scrubber.hurried.update(start["hurried"])
         checks.cached.read_at[:] = dump.arrays["start.read_at"]
         checks.publish_pages()
-        self.manager.session.step = self.manager.tickets.step = checks.step = step
+        self.manager.session.step = self.manager.async_tracker.step = checks.step = step
 
     def _admit(self, line: dict[str, Any], step: int) -> None:
         """A request as it was."""
-        ledger = self.books.ledger
+        ledger = self.manager_state.ledger
         request = ledger.admit(line["request_id"], line["tokens"].tolist(), step, salt_of(line["root"]))
         request.pages = line["pages"].tolist()
         request.row = slots_of_pages(line["pages"], ledger.page_size).tobytes()
@@ -173,34 +175,34 @@ class Stage:
         request.growth = line["growth"]
         request.is_damaged = line.get("is_damaged", False)
         first = len(request.tokens) - sum(count for count, *_ in line.get("unheard", ()))
-        unheard = list[Unheard]()
+        uncollected = list[UncollectedStep]()
         for count, *lens in line.get("unheard", ()):
-            unheard.append(Unheard(request.tokens[first : first + count].tolist(), *lens))
+            uncollected.append(UncollectedStep(request.tokens[first : first + count].tolist(), *lens))
             first += count
-        request.unheard = unheard
-        self._set_looks(request, line)
+        request.uncollected = uncollected
+        self._set_reads(request, line)
 
-    def _set_looks(self, request: Request, line: dict[str, Any]) -> None:
-        epoch = self.books.checks.mirror.epoch
+    def _set_reads(self, request: Request, line: dict[str, Any]) -> None:
+        epoch = self.manager_state.checks.record_store.epoch
         for queue, ranges in zip(request.reads, line["reads"], strict=True):
             queue.put([(first, end, at) for first, end, at in ranges])
         request.judged = [Judged(length, at, epoch if is_new else -1) for length, at, is_new in line["judged"]]
 
     def _set_poison(self, poisoned: dict[str, Any], budget: int) -> None:
         group, pages = poisoned["group"], poisoned["poisoned"]
-        poisoner = self.books.poisoners()[group]
+        poisoner = self.manager_state.poisoners()[group]
         poisoner.budget, poisoner.waiting = budget, dict.fromkeys(pages)
         if pages:
             poisoner.fill(pages)
         poisoner.waiting, poisoner.credit = dict.fromkeys(poisoned["waiting"]), poisoned["credit"]
         if group is not None:
-            self.books.untold[group] = poisoned["is_untold"]
+            self.manager_state.undeclared[group] = poisoned["is_untold"]
 
     def _write_records(self, dump: Dump) -> None:
         """What was known of every slot, over the stand-in bytes that lie there."""
-        mirror, table = self.books.checks.mirror, dump.arrays["start.records"].view(np.uint64)
+        record_store, table = self.manager_state.checks.record_store, dump.arrays["start.records"].view(np.uint64)
         partial = dump.arrays["start.partial"].view(np.uint64)
-        for pool in self.books.state.pools:
+        for pool in self.manager_state.state.pools:
             own = table[pool.base : pool.base + pool.view.num_slots]
             slots = np.flatnonzero(own[:, STEP_SITE] >> np.uint64(32))
             records = no_records(len(slots))
@@ -211,14 +213,14 @@ class Stage:
             for row, low, high in partial.tolist():
                 if row in rows:
                     records[rows[row], [LAYERS_LOW, LAYERS_HIGH]] = np.array([low, high], np.uint64)
-            mirror.write(slots + pool.base, records)
+            record_store.write(slots + pool.base, records)
             where = torch.from_numpy(slots)
             if len(slots):
-                pool.write_lanes(where, *lanes_of_slots(pool, where))
-        mirror.judged[:] = dump.arrays["start.judged"]
-        for request in self.books.ledger.requests.values():
+                pool.write_fingerprints(where, *fingerprints_of_slots(pool, where))
+        record_store.judged[:] = dump.arrays["start.judged"]
+        for request in self.manager_state.ledger.requests.values():
             request.judged = [
-                judged._replace(epoch=mirror.epoch) if judged.epoch >= 0 else judged for judged in request.judged
+                judged._replace(epoch=record_store.epoch) if judged.epoch >= 0 else judged for judged in request.judged
             ]
 
 
@@ -253,7 +255,7 @@ def _check_size(dump: Dump, is_exact: bool) -> None:
         )
 
 
-def _captured(bank: SubstepRegistry, one: dict[str, Any]) -> CapturedSubstep:
+def _captured(registry: SubstepRegistry, one: dict[str, Any]) -> CapturedSubstep:
     """A forward over buffers as large as those that it ran over."""
     sizes, nodes = (one["rows"], one["entries"], one["indices"]), one["nodes"]
     feeds = {"is_tree": one["has_parents"], "has_truths": one["has_truths"]}
@@ -262,7 +264,7 @@ def _captured(bank: SubstepRegistry, one: dict[str, Any]) -> CapturedSubstep:
     mask = None if nodes is None else torch.zeros(one["rows"] // one["width"], nodes, nodes, dtype=torch.bool)
     settings = {"width": one["width"], "max_depth": one["depth"], "tree_mask": mask}
     settings |= {"attends": one.get("judges_bytes", False)}
-    return bank.add(one["pool"], one["kind"], one["index"], buffers, **settings)
+    return registry.add(one["pool"], one["kind"], one["index"], buffers, **settings)
 
 
 def _config(dump: Dump) -> CanaryConfig:

@@ -35,7 +35,7 @@ def evidence_of(arrival: Arrival, kind: str) -> tuple[str, ...]:
     lines = [_count(arrival, kind), *_way(arrival.trip, origins)]
     if kind == UNKNOWN:
         forgotten = f", {arrival.num_forgotten} older ones are forgotten" if arrival.num_forgotten else ""
-        lines.append(f"compared with zeros, poison, what lay there before and {arrival.num_known} parcels{forgotten}")
+        lines.append(f"compared with zeros, poison, what lay there before and {arrival.num_known} snapshots{forgotten}")
     return *lines, _journey(arrival.trip, min(origins) // arrival.trip.page_size)
 
 
@@ -107,20 +107,20 @@ def _misrouted(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) 
 
 
 def _shifted(trip: Trip, known: dict[int, Origin]) -> str:
-    """Pages of one parcel that changed places, or are all shifted by the same number; or ""."""
+    """Pages of one snapshot that changed places, or are all shifted by the same number; or ""."""
     size, (sent, first, _) = trip.page_size, trip.pages[0]
     if any(origin.sent is not sent or origin.place % size != place % size for place, origin in known.items()):
         return ""
     ways = {(place // size + first, origin.place // size) for place, origin in known.items()}
     here, total = sorted({page for page, _ in ways}), len(sent.pages)
     if len(here) == 2 and ways == {(here[0], here[1]), (here[1], here[0])}:
-        return f"pages {here[0]} and {here[1]} of parcel {sent.number} changed places"
+        return f"pages {here[0]} and {here[1]} of snapshot {sent.number} changed places"
     shifts = {(there - page) % total for page, there in ways}
     if len(here) < 2 or len(shifts) != 1:
         return ""
     (ahead,) = shifts
     other = f"the page {ahead} behind it" if 2 * ahead <= total else f"the page {total - ahead} before it"
-    return f"each of {len(here)} pages came back with the bytes of {other} in parcel {sent.number}"
+    return f"each of {len(here)} pages came back with the bytes of {other} in snapshot {sent.number}"
 
 
 def _short(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> str:
@@ -195,20 +195,20 @@ def _count(arrival: Arrival, kind: str) -> str:
 
 def _way(trip: Trip, origins: dict[int, Origin]) -> Iterable[str]:
     """Page by page whose bytes they are."""
-    size, told = trip.page_size, dict[int, str]()
+    size, named = trip.page_size, dict[int, str]()
     for place in sorted(origins):
         origin = origins[place]
         here = trip.pages[place // size][:2]
-        if origin.sent is not None and place // size not in told and here != (origin.sent, origin.place // size):
+        if origin.sent is not None and place // size not in named and here != (origin.sent, origin.place // size):
             left = f"left from page {origin.sent.pages[origin.place // size]} in step {origin.sent.step}"
-            told[place // size] = f"{_page(trip, place // size)} holds {_name(trip, origin)}, which {left}"
-    return list(told.values())[:MOST_LINES]
+            named[place // size] = f"{_page(trip, place // size)} holds {_name(trip, origin)}, which {left}"
+    return list(named.values())[:MOST_LINES]
 
 
 def _journey(trip: Trip, page: int) -> str:
     sent, number, into = trip.pages[page]
     return (
-        f"page {number} of parcel {sent.number} left from page {sent.pages[number]} in step {sent.step}, "
+        f"page {number} of snapshot {sent.number} left from page {sent.pages[number]} in step {sent.step}, "
         f"and came back by {trip.how} into page {into} in step {trip.step}"
     )
 
@@ -219,13 +219,13 @@ def _slot(trip: Trip, place: int) -> str:
 
 def _page(trip: Trip, page: int) -> str:
     sent, number, _ = trip.pages[page]
-    return f"page {number} of parcel {sent.number}"
+    return f"page {number} of snapshot {sent.number}"
 
 
 def _name(trip: Trip, origin: Origin) -> str:
-    """`page 2 of the same parcel`, or of parcel 7."""
+    """`page 2 of the same snapshot`, or of snapshot 7."""
     if origin.sent is None:
         return origin.detail
     page = origin.place // trip.page_size
     is_own = all(sent is origin.sent for sent, _, _ in trip.pages)
-    return f"page {page} of the same parcel" if is_own else f"page {page} of parcel {origin.sent.number}"
+    return f"page {page} of the same snapshot" if is_own else f"page {page} of snapshot {origin.sent.number}"

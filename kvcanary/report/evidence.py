@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvcanary.calls.violation import NO_BRANCH, Hit
+from kvcanary.calls.violation import NO_BRANCH, Violation
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import site_name, unpack_site
@@ -29,15 +29,15 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Everything that was read about the first hit of an incident; the finding and its causes are made from it.
+    """Everything that was read about the first violation of an incident; the finding and its causes are made from it.
 
     Every kind of pool gives one, and leaves out what it does not know: rules name no cause then.
 
-    told:    what the engine has told of pages and requests, None where it tells nobody
+    declared:    what the engine has told of pages and requests, None where it tells nobody
     record:  of the slot, None where the slot is outside the pool, or a cache has no records
     writer:  request that the record names, where its name is still known
-    word:    the one word that changed, where the two lanes name one
-    whose:   whose bytes lie there now
+    word:    the one word that changed, where the two fingerprints name one
+    provenance:   whose bytes lie there now
     source:  record of the slot whose bytes these are; source_is_damaged: that slot does not hold its own
     owner:   request that the page is granted to;  holders: those whose rows name it, for R7 and R8
     is_shared: rows or a prefix cache may read the page, and nobody may write it
@@ -49,12 +49,12 @@ class Evidence:
     exposed_tokens: of theirs, sampled since it was last good
     """
 
-    incident: Sequence[Hit]
-    told: Ledger | None
+    incident: Sequence[Violation]
+    declared: Ledger | None
     record: Record | None = None
     writer: str | None = None
     word: ChangedWord | None = None
-    whose: tuple[Provenance, ...] = ()
+    provenance: tuple[Provenance, ...] = ()
     source: Record | None = None
     source_is_damaged: bool = False
     owner: str | None = None
@@ -71,16 +71,16 @@ class Evidence:
     @property
     def ledger(self) -> Ledger:
         """Asked where it is known whose row it is: never in pools of which nobody tells."""
-        return cast("Ledger", self.told)
+        return cast("Ledger", self.declared)
 
     @property
-    def hit(self) -> Hit:
+    def violation(self) -> Violation:
         return self.incident[0]
 
     @cached_property
     def row(self) -> RowEvidence:
         """What the records of the row say; for incidents that have a slot."""
-        return RowEvidence(self.incident, self.told, self.reader)
+        return RowEvidence(self.incident, self.declared, self.reader)
 
     @property
     def write_site(self) -> tuple[str, int] | None:
@@ -99,22 +99,24 @@ class Evidence:
     @property
     def was_never_right(self) -> bool:
         """Whether nobody has seen the bytes right since they were written."""
-        return self.hit.last_good in (None, self.write_step)
+        return self.violation.last_good in (None, self.write_step)
 
     @property
-    def is_first_look(self) -> bool:
+    def is_first_read(self) -> bool:
         """Whether the forward that wrote the entry is the one that found it, and nothing ran in between.
 
         A forward is judged before the tokens of its step leave; extend runs behind that, and waits for the next step.
         """
-        return (self.hit.site, self.hit.step) == (self.write_site, self.write_step) and self.hit.site[0] != "extend"
+        return (self.violation.site, self.violation.step) == (self.write_site, self.write_step) and self.violation.site[
+            0
+        ] != "extend"
 
     @cached_property
     def granted_slot(self) -> int | None:
         """The slot that the reader was granted for this position; None where it was granted none."""
-        if self.hit.position is None:
+        if self.violation.position is None:
             return None
-        return self._slot_of(self.hit.position)
+        return self._slot_of(self.violation.position)
 
     @property
     def held_by(self) -> str:
@@ -125,22 +127,22 @@ class Evidence:
     @property
     def is_own_place(self) -> bool:
         """Whether the row looks where it should: what is wrong is what lies there."""
-        return self.granted_slot == self.hit.slot
+        return self.granted_slot == self.violation.slot
 
     @property
     def own_position(self) -> int | None:
         """The position of the row for which this slot was granted to the request; None where it was not."""
-        if self.reader is None or self.hit.page not in self.reader.pages:
+        if self.reader is None or self.violation.page not in self.reader.pages:
             return None
-        size = self.hit.pool.view.page_size
-        slot = self.hit.slot if self.hit.named is None else self.hit.named
-        return self.reader.pages.index(self.hit.page) * size + slot % size
+        size = self.violation.pool.view.page_size
+        slot = self.violation.slot if self.violation.named is None else self.violation.named
+        return self.reader.pages.index(self.violation.page) * size + slot % size
 
     def _slot_of(self, position: int) -> int | None:
-        if self.reader is None or not 0 <= position < len(self.reader.pages) * self.hit.pool.view.page_size:
+        if self.reader is None or not 0 <= position < len(self.reader.pages) * self.violation.pool.view.page_size:
             return None
         name = np.array([self.ledger.slot(self.reader, position)])
-        return int(slots_in(self.hit.pool.view, name)[0])
+        return int(slots_in(self.violation.pool.view, name)[0])
 
     @cached_property
     def different_record(self) -> Record | None:
@@ -148,38 +150,40 @@ class Evidence:
         if self.first_difference is None:
             return None
         slot = self._slot_of(self.first_difference)
-        begin = (self.hit.position or 0) + 1 - len(self.hit.row_slots)
-        if slot is None or slot != int(self.hit.row_slots[self.first_difference - begin]):
+        begin = (self.violation.position or 0) + 1 - len(self.violation.row_slots)
+        if slot is None or slot != int(self.violation.row_slots[self.first_difference - begin]):
             return None
-        return record.read_record(self.hit.pool.records, slot)
+        return record.read_record(self.violation.pool.records, slot)
 
     @cached_property
     def holds_its_own(self) -> bool:
         """Whether the bytes of the entry that lies wrong are those that its record names; never where R9 says so."""
-        slot: int | None = self.hit.slot if self.hit.code in ("R4", "R5") else None
-        if self.hit.code == "R6" and self.first_difference is not None:
+        slot: int | None = self.violation.slot if self.violation.code in ("R4", "R5") else None
+        if self.violation.code == "R6" and self.first_difference is not None:
             slot = self._slot_of(self.first_difference)
         if slot is None:
-            return self.hit.code != "R9"
-        return all(holds_its_own(self.hit.pool, layer, slot) for layer in range(self.hit.pool.view.num_layers))
+            return self.violation.code != "R9"
+        return all(
+            holds_its_own(self.violation.pool, layer, slot) for layer in range(self.violation.pool.view.num_layers)
+        )
 
     @cached_property
     def first_difference(self) -> int | None:
         """First position at which the row that was read (R6) holds another token than the request has."""
-        if self.reader is None or not len(self.hit.row_slots):
+        if self.reader is None or not len(self.violation.row_slots):
             return None
-        pool, offset = self.hit.pool, self.hit.pool.view.token_offset
-        slots = torch.tensor(self.hit.row_slots, device=pool.records.device)
+        pool, offset = self.violation.pool, self.violation.pool.view.token_offset
+        slots = torch.tensor(self.violation.row_slots, device=pool.records.device)
         held = (pool.records[slots, record.TOKEN_POSITION] & MASK_32).cpu()
-        begin = (self.hit.position or 0) + 1 - len(slots)  # a window may hide what lies before
+        begin = (self.violation.position or 0) + 1 - len(slots)  # a window may hide what lies before
         tokens = self.reader.tokens[begin + offset : begin + offset + len(slots)]
         wanted = torch.tensor(tokens, dtype=torch.int64) & MASK_32
         differs = (held[: len(wanted)] != wanted).nonzero().flatten()
         return begin + int(differs[0]) if len(differs) else None
 
-    def whose_is(self, *kinds: str) -> Provenance | None:
+    def provenance_of(self, *kinds: str) -> Provenance | None:
         """The best answer of one of these kinds."""
-        return next((answer for answer in self.whose if answer.kind in kinds), None)
+        return next((answer for answer in self.provenance if answer.kind in kinds), None)
 
 
 def expected_and_found(facts: Evidence) -> tuple[Values, Values]:
@@ -189,69 +193,73 @@ def expected_and_found(facts: Evidence) -> tuple[Values, Values]:
     show is who has written there since, if somebody tells of writes.
     """
     expected, found = _both_sides(facts)
-    if expected and facts.told is not None and all(found.get(name) == value for name, value in expected.items()):
-        before = f"before {site_name(*facts.hit.site)}, step {facts.hit.step}"
+    if expected and facts.declared is not None and all(found.get(name) == value for name, value in expected.items()):
+        before = f"before {site_name(*facts.violation.site)}, step {facts.violation.step}"
         return {"last_write": before}, found | {"last_write": facts.last_write}
     return expected, found
 
 
 def _both_sides(facts: Evidence) -> tuple[Values, Values]:
-    if facts.hit.expected is not None:
+    if facts.violation.expected is not None:
         expected, found = _content(facts) if facts.word is not None else ({}, {})
-        return facts.hit.expected | expected, (facts.hit.found or {}) | found
-    if facts.hit.arrival is not None:
-        return _arrival(facts, facts.hit.arrival)
-    if facts.hit.is_unwritten:
-        return {"elements": "finite"}, {"layers_not_finite": list(facts.hit.layers)}
+        return facts.violation.expected | expected, (facts.violation.found or {}) | found
+    if facts.violation.arrival is not None:
+        return _arrival(facts, facts.violation.arrival)
+    if facts.violation.is_unwritten:
+        return {"elements": "finite"}, {"layers_not_finite": list(facts.violation.layers)}
     table = _WITHOUT_RECORD if facts.record is None else _WITHOUT_RECORD | _WITH_RECORD
-    sides = table.get(facts.hit.code)
+    sides = table.get(facts.violation.code)
     return sides(facts) if sides is not None else ({}, {})
 
 
 def tokens_of(facts: Evidence) -> tuple[Values, Values]:
     """The request's token at this place and the record's; only for those who asked to see tokens."""
-    hit, reader = facts.hit, facts.reader
+    violation, reader = facts.violation, facts.reader
     found = {} if facts.record is None or not facts.record.site else {"token": facts.record.token}
-    if reader is None or hit.position is None:
+    if reader is None or violation.position is None:
         return {}, found
-    place = hit.position + hit.pool.view.token_offset
+    place = violation.position + violation.pool.view.token_offset
     return {"token": int(reader.tokens[place])} if place < len(reader.tokens) else {}, found
 
 
 def _range(facts: Evidence) -> tuple[Values, Values]:
-    return {"slot": f"0 to {facts.hit.pool.view.num_slots - 1}"}, _slot(facts)
+    return {"slot": f"0 to {facts.violation.pool.view.num_slots - 1}"}, _slot(facts)
 
 
 def _not_null(facts: Evidence) -> tuple[Values, Values]:
-    return {"slot": f"{facts.hit.pool.view.null_slots} or more"}, _slot(facts)
+    return {"slot": f"{facts.violation.pool.view.null_slots} or more"}, _slot(facts)
 
 
 def _slot(facts: Evidence) -> Values:
     """The slot, and where a slot map led to it the slot of the full group."""
-    hit = facts.hit
-    return {"slot": hit.slot} if hit.named is None else {"slot": hit.slot, "slot_map_of": hit.named}
+    violation = facts.violation
+    return (
+        {"slot": violation.slot}
+        if violation.named is None
+        else {"slot": violation.slot, "slot_map_of": violation.named}
+    )
 
 
 def _one_write(facts: Evidence) -> tuple[Values, Values]:
-    return {"writes_in_forward": 1}, {"writes_in_forward": 2, "layers": list(facts.hit.layers)}
+    return {"writes_in_forward": 1}, {"writes_in_forward": 2, "layers": list(facts.violation.layers)}
 
 
 def _after_parent(facts: Evidence) -> tuple[Values, Values]:
-    parent = facts.hit.parent_position
-    return {"position": None if parent is None else parent + 1}, {"position": facts.hit.position}
+    parent = facts.violation.parent_position
+    return {"position": None if parent is None else parent + 1}, {"position": facts.violation.position}
 
 
 def _seal(facts: Evidence) -> tuple[Values, Values]:
-    hit, found = facts.hit, _record(facts)
-    if hit.fingerprint_hit:
-        lane_b = {"lane_b": _hex(found.content_b)}
-        return lane_b | {"lane_a": "agrees"}, lane_b | {"lane_a": "differs"}
-    seal = record.seal_host(found, hit.slot, hit.pool.pool_id, hit.pool.keys)
+    violation, found = facts.violation, _record(facts)
+    if violation.fingerprint_violation:
+        fingerprint_b = {"lane_b": _hex(found.content_b)}
+        return fingerprint_b | {"lane_a": "agrees"}, fingerprint_b | {"lane_a": "differs"}
+    seal = record.seal_host(found, violation.slot, violation.pool.pool_id, violation.pool.keys)
     return {"seal": _hex(seal)}, {"seal": _hex(found.seal)}
 
 
 def _owner(facts: Evidence) -> tuple[Values, Values]:
-    return {"owner": facts.hit.request_id}, {"owner": facts.owner, "generation": facts.granted}
+    return {"owner": facts.violation.request_id}, {"owner": facts.owner, "generation": facts.granted}
 
 
 def _page(facts: Evidence) -> tuple[Values, Values]:
@@ -260,20 +268,20 @@ def _page(facts: Evidence) -> tuple[Values, Values]:
     if not facts.is_shared:
         return expected, found
     granted = -1 if facts.granted_slot is None else facts.granted_slot
-    page = granted // facts.hit.pool.view.page_size if granted >= 0 else None
-    return expected | {"page": page}, found | {"page": facts.hit.page, "held_by": facts.held_by}
+    page = granted // facts.violation.pool.view.page_size if granted >= 0 else None
+    return expected | {"page": page}, found | {"page": facts.violation.page, "held_by": facts.held_by}
 
 
 def _position(facts: Evidence) -> tuple[Values, Values]:
     found = _record(facts)
-    return {"position": facts.hit.position}, {"position": found.position, "chain": _hex(found.chain)}
+    return {"position": facts.violation.position}, {"position": found.position, "chain": _hex(found.chain)}
 
 
 def _chain(facts: Evidence) -> tuple[Values, Values]:
     found = _record(facts)
-    if facts.hit.lineage is not None:
-        _, parent, other = facts.hit.lineage
-        before = site_name(facts.hit.site[0], facts.hit.site[1] - 1)
+    if facts.violation.lineage is not None:
+        _, parent, other = facts.violation.lineage
+        before = site_name(facts.violation.site[0], facts.violation.site[1] - 1)
         read = "none" if other == NO_BRANCH else other
         return {"branch": f"{parent} of {before}"}, {"branch": f"{read} of {before}", "chain": _hex(found.chain)}
     expected = _continued_chain(facts, found)
@@ -283,24 +291,24 @@ def _chain(facts: Evidence) -> tuple[Values, Values]:
 
 def _continued_chain(facts: Evidence, found: Record) -> int | None:
     """Chain that this token would have behind the entry that the row's owner was granted before it."""
-    hit, reader = facts.hit, facts.reader
-    if reader is None or hit.position is None:
+    violation, reader = facts.violation, facts.reader
+    if reader is None or violation.position is None:
         return None
-    before = reader.root(hit.pool.pool_id)
-    if hit.position:
-        name = np.array([facts.ledger.slot(reader, hit.position - 1)])
-        slot = int(slots_in(hit.pool.view, name)[0])
-        if slot < hit.pool.view.null_slots:
+    before = reader.root(violation.pool.pool_id)
+    if violation.position:
+        name = np.array([facts.ledger.slot(reader, violation.position - 1)])
+        slot = int(slots_in(violation.pool.view, name)[0])
+        if slot < violation.pool.view.null_slots:
             return None
-        before = record.read_record(hit.pool.records, slot).chain
-    return chain_host([found.token], found.position, before, hit.pool.keys)[0]
+        before = record.read_record(violation.pool.records, slot).chain
+    return chain_host([found.token], found.position, before, violation.pool.keys)[0]
 
 
 def _truth(facts: Evidence) -> tuple[Values, Values]:
-    hit, reader, found = facts.hit, facts.reader, _record(facts)
+    violation, reader, found = facts.violation, facts.reader, _record(facts)
     if reader is None:
         return {}, {"chain": _hex(found.chain)}
-    truth = facts.ledger.truth(reader, hit.pool.pool_id, (hit.position or 0) + 1)
+    truth = facts.ledger.truth(reader, violation.pool.pool_id, (violation.position or 0) + 1)
     return {"chain": _hex(truth)}, {
         "chain": _hex(found.chain),
         "first_different_position": facts.first_difference,
@@ -308,20 +316,20 @@ def _truth(facts: Evidence) -> tuple[Values, Values]:
 
 
 def _step(facts: Evidence) -> tuple[Values, Values]:
-    return {"written_by_step": facts.hit.step}, {"written_in_step": _record(facts).step}
+    return {"written_by_step": facts.violation.step}, {"written_in_step": _record(facts).step}
 
 
 def _grant(facts: Evidence) -> tuple[Values, Values]:
-    found, every = _record(facts), facts.hit.pool.full_layers
-    missing = [layer for layer in range(facts.hit.pool.view.num_layers) if not found.layers >> layer & 1]
+    found, every = _record(facts), facts.violation.pool.full_layers
+    missing = [layer for layer in range(facts.violation.pool.view.num_layers) if not found.layers >> layer & 1]
     expected = {"generation": facts.granted, "layers": every.bit_count()}
     return expected, {"generation": found.generation, "layers": every.bit_count() - len(missing), "missing": missing}
 
 
 def _content(facts: Evidence) -> tuple[Values, Values]:
-    word, hit = facts.word, facts.hit
+    word, violation = facts.word, facts.violation
     if word is None:
-        return {"layers": "as written"}, {"layers_changed": list(hit.layers)}
+        return {"layers": "as written"}, {"layers_changed": list(violation.layers)}
     digits = 2 * word.size
     expected = {"bits": f"0x{word.old:0{digits}x}", "value": _number(word.old_value)}
     return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
@@ -329,12 +337,12 @@ def _content(facts: Evidence) -> tuple[Values, Values]:
 
 def _arrival(facts: Evidence, arrival: Arrival) -> tuple[Values, Values]:
     expected, found = _content(facts) if facts.word is not None else ({}, {})
-    place = facts.hit.arrived_as
+    place = facts.violation.arrived_as
     return expected | expected_of(arrival, place), found | found_of(arrival, place)
 
 
 def _poison(facts: Evidence) -> tuple[Values, Values]:
-    return {"layers": "poison"}, {"layers_changed": list(facts.hit.layers)}
+    return {"layers": "poison"}, {"layers_changed": list(facts.violation.layers)}
 
 
 _WITHOUT_RECORD: dict[str, Callable[[Evidence], tuple[Values, Values]]] = {
@@ -364,7 +372,9 @@ _WITH_RECORD: dict[str, Callable[[Evidence], tuple[Values, Values]]] = {
 
 def _record(facts: Evidence) -> Record:
     if facts.record is None:
-        raise ValueError(f"a record must have been read for {facts.hit.code}, slot {facts.hit.slot} has none")
+        raise ValueError(
+            f"a record must have been read for {facts.violation.code}, slot {facts.violation.slot} has none"
+        )
     return facts.record
 
 

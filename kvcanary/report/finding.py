@@ -59,11 +59,11 @@ class Cause:
 class Finding:
     """One fault: what, where, whose, expected and found, since when, and why.
 
-    sentence:   what the check's hit means
+    sentence:   what the check's violation means
     offset:     slot within its page
     layers:     layers that differ or are missing; `layer` is the first
     part, head, dim, byte, bit: where exactly one word changed; byte and bit count within the element
-    site, step: the forward that read (R) or wrote (W), or the canary's own look (`sweep`, `release`)
+    site, step: the forward that read (R) or wrote (W), or the canary's own re-read (`sweep`, `release`)
     reader:     request whose row it is; None for writes
     writer:     request named by the slot's record, or the one that writes; with its step and site
     undeclared: the record is not to blame: somebody wrote here and declared nothing
@@ -126,7 +126,7 @@ class Finding:
         }
 
 
-def tell(finding: Finding, rank: int | None = None) -> None:
+def log_finding(finding: Finding, rank: int | None = None) -> None:
     """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and the rank that has it."""
     _events.error("kvcanary.finding", **finding.to_dict(), rank=rank)
 
@@ -150,12 +150,12 @@ class FindingLog:
     def __init__(self) -> None:
         self.groups: dict[tuple[str, str], FindingGroup] = {}
         self.total = 0
-        self._told: set[tuple[str, int]] = set()  # codes and incidents
+        self._reported: set[tuple[str, int]] = set()  # codes and incidents
 
     def add(self, finding: Finding) -> bool:
         """Count a finding; whether it is one to tell: a new incident, and not one of very many.
 
-        What several sites see of one incident, such as a damaged bit that a forward and the last look find, is told
+        What several sites see of one incident, such as a damaged bit that a forward and the last re-read find, is told
         once; entries that a forward without hooks (H1) has left unwritten, and lengths that it left behind, are not.
         """
         key = finding.code, site_name(*finding.site)
@@ -163,10 +163,10 @@ class FindingLog:
         group.last, group.count = finding, group.count + 1
         self.total += 1
         codes = (finding.code, "H1") if finding.code in ("R10", "R12") else (finding.code,)
-        is_told = any((code, finding.incident) in self._told for code in codes)
-        if is_told or len(group.kept) >= KEPT_IN_GROUP:
+        is_reported = any((code, finding.incident) in self._reported for code in codes)
+        if is_reported or len(group.kept) >= KEPT_IN_GROUP:
             return False
-        self._told.add((finding.code, finding.incident))
+        self._reported.add((finding.code, finding.incident))
         group.kept.append(finding)
         return True
 

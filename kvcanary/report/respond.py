@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from kvcanary.calls.coverage import Coverage
-from kvcanary.calls.violation import FOLLOWING, Hit
-from kvcanary.calls.violation_log import HitGroup, HitLog
+from kvcanary.calls.violation import FOLLOWING, Violation
+from kvcanary.calls.violation_log import ViolationGroup, ViolationLog
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.report.describe import Describer
-from kvcanary.report.finding import Finding, FindingLog, tell
+from kvcanary.report.finding import Finding, FindingLog, log_finding
 from kvcanary.report.render import Report
 
 REMEMBERED_INCIDENTS = 65536
@@ -22,7 +22,7 @@ REMEMBERED_INCIDENTS = 65536
 class Response:
     """`log` tells, `raise` stops the engine, `abort` names the requests that must end.
 
-    tell: what a finding is given to
+    log_finding: what a finding is given to
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Response:
         Without a ledger nobody can be ended: CanaryConfigs of such pools have other modes than `abort`.
         """
         self._dump = dump
-        self.tell: Callable[[Finding], None] = tell
+        self.report_finding: Callable[[Finding], None] = log_finding
         self._config, self._describer, self._ledger = config, describer, ledger
         self._requests: dict[str, Request] = {} if ledger is None else ledger.requests
         self._incidents: dict[tuple[object, ...], int] = {}
@@ -46,33 +46,33 @@ class Response:
         self.damaged_pages: set[int] = set()  # that a prefix cache has
         self.log = FindingLog()
 
-    def act(self, groups: Sequence[HitGroup], step: int, coverage: Coverage) -> frozenset[str]:
-        """Join what an intake took into findings and tell them; the running requests that they end."""
+    def act(self, groups: Sequence[ViolationGroup], step: int, coverage: Coverage) -> frozenset[str]:
+        """Join what a violation log took into findings and tell them; the running requests that they end."""
         if not groups:
             return frozenset()
-        coverage.count_hits(groups)
-        doomed = self._marked(groups)
-        stops, action = self._decide(groups, doomed, step)
+        coverage.count_violations(groups)
+        aborted = self._marked(groups)
+        stops, action = self._decide(groups, aborted, step)
         with torch.inference_mode():
             described = self._describer.describe(groups, self._number, action)
-        coverage.untold_incidents += described.untold
-        told = [finding for finding in described.findings if self.log.add(finding)]
+        coverage.untold_incidents += described.undescribed
+        reported = [finding for finding in described.findings if self.log.add(finding)]
         if stops:
             report = Report(tuple(described.findings), action, coverage.counters(), self._dump(described.findings))
             raise KVCorruptionError(described.findings, report)
-        for finding in told:
-            self.tell(finding)
-        if told:
-            self._dump(told)
-        return doomed
+        for finding in reported:
+            self.report_finding(finding)
+        if reported:
+            self._dump(reported)
+        return aborted
 
-    def answer(self, hits: Iterable[Hit], step: int, coverage: Coverage) -> None:
-        """`act`, for hits of one step that no intake has taken."""
-        intake = HitLog(self._config.disable)
-        intake += hits
+    def answer(self, violations: Iterable[Violation], step: int, coverage: Coverage) -> None:
+        """`act`, for violations of one step that no intake has taken."""
+        intake = ViolationLog(self._config.disable)
+        intake += violations
         self.act(intake.take(), step, coverage)
 
-    def _marked(self, groups: Sequence[HitGroup]) -> frozenset[str]:
+    def _marked(self, groups: Sequence[ViolationGroup]) -> frozenset[str]:
         """Those that end, of all requests that are damaged from now on."""
         touched = self._touched(groups)
         for name in touched:
@@ -80,62 +80,67 @@ class Response:
         self.damaged_pages |= self._cached(groups)
         return touched if self._config.mode == "abort" else frozenset()
 
-    def _decide(self, groups: Sequence[HitGroup], doomed: frozenset[str], step: int) -> tuple[bool, str]:
+    def _decide(self, groups: Sequence[ViolationGroup], aborted: frozenset[str], step: int) -> tuple[bool, str]:
         """Whether the engine stops, and what is done, in words."""
         mode = self._config.mode
-        is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
+        is_blind = (
+            mode == "abort" and not aborted and any(violation.code == "H1" for g in groups for violation in g.kept)
+        )
         if mode == "raise" or is_blind:  # a canary that does not run protects nobody
             return True, f"raised KVCorruptionError; no token of step {step} leaves the engine"
-        return False, f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
+        return (
+            False,
+            f"ended {', '.join(sorted(aborted))}; the others go on" if aborted else "logged; the engine goes on",
+        )
 
-    def _touched(self, groups: Sequence[HitGroup]) -> frozenset[str]:
+    def _touched(self, groups: Sequence[ViolationGroup]) -> frozenset[str]:
         """Requests that read or wrote wrongly, and those that hold a page whose bytes or records are damaged."""
         touched = {name for group in groups for name in group.request_ids}
-        touched |= {name for group in groups for hit in group.kept for name in self._holders(hit)}
+        touched |= {name for group in groups for violation in group.kept for name in self._holders(violation)}
         return frozenset(name for name in touched if name in self._requests)
 
-    def _holders(self, hit: Hit) -> list[str]:
-        if not _is_damage(hit):
+    def _holders(self, violation: Violation) -> list[str]:
+        if not _is_damage(violation):
             return []
-        return [name for name, request in self._requests.items() if hit.page in request.pages]
+        return [name for name, request in self._requests.items() if violation.page in request.pages]
 
-    def _cached(self, groups: Sequence[HitGroup]) -> set[int]:
+    def _cached(self, groups: Sequence[ViolationGroup]) -> set[int]:
         """Pages with damage that a prefix cache has."""
         if self._ledger is None:
             return set()
-        damaged = {hit.page for group in groups for hit in group.kept if _is_damage(hit)}
+        damaged = {violation.page for group in groups for violation in group.kept if _is_damage(violation)}
         return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
 
-    def _number(self, incident: Sequence[Hit]) -> int:
+    def _number(self, incident: Sequence[Violation]) -> int:
         """The number of an incident; a slot, or forward without hooks, that was seen before keeps its number.
 
         What follows from such a forward in rows of its requests has its number, but for another such forward.
         """
-        known = [self._incidents[hit.place] for hit in incident if hit.place in self._incidents]
+        known = [self._incidents[violation.place] for violation in incident if violation.place in self._incidents]
         if self._unhooked and not (incident[0].is_unhooked and incident[0].position is None):
-            rows = [row for hit in incident if hit.code in FOLLOWING for row in self._rows(hit)]
+            rows = [row for violation in incident if violation.code in FOLLOWING for row in self._rows(violation)]
             known += [self._unhooked[row] for row in rows if row in self._unhooked]
         new = len(self._incidents) + self._num_contradictions + 1
         if incident[0].code == "L1":  # what an engine does twice are two events
             self._num_contradictions += 1
             return new
         number = known[0] if known else new
-        for hit in incident:
+        for violation in incident:
             if len(self._incidents) < REMEMBERED_INCIDENTS:
-                self._incidents.setdefault(hit.place, number)
-            if hit.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
-                self._unhooked |= dict.fromkeys(self._rows(hit), number)
+                self._incidents.setdefault(violation.place, number)
+            if violation.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
+                self._unhooked |= dict.fromkeys(self._rows(violation), number)
         return number
 
-    def _rows(self, hit: Hit) -> list[tuple[int, int]]:
+    def _rows(self, violation: Violation) -> list[tuple[int, int]]:
         """Pool and request of those of its rows whose requests live."""
         requests = self._requests
-        return [(pool_id, requests[name].uid) for pool_id, name in hit.rows if name in requests]
+        return [(pool_id, requests[name].uid) for pool_id, name in violation.rows if name in requests]
 
 
 #: Findings about what lies in a page, whoever reads it.
 DAMAGE = frozenset({"R3", "R9", "R12", "T1"})
 
 
-def _is_damage(hit: Hit) -> bool:
-    return hit.code in DAMAGE and 0 <= hit.slot < hit.pool.view.num_slots
+def _is_damage(violation: Violation) -> bool:
+    return violation.code in DAMAGE and 0 <= violation.slot < violation.pool.view.num_slots

@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import unpack_site
@@ -25,10 +25,10 @@ _GRANTED = frozenset({"granted", "set aside", "copied"})
 class RowEvidence:
     """Of the row in which an incident lies, read when it is described; all of it is about the slots granted to it."""
 
-    def __init__(self, incident: Sequence[Hit], told: Ledger | None, reader: Request | None) -> None:
+    def __init__(self, incident: Sequence[Violation], declared: Ledger | None, reader: Request | None) -> None:
         self._incident, self._reader = incident, reader
-        self._ledger = cast("Ledger", told)  # asked for what is about a reader, whom nobody knows without it
-        self._hit, self._pool = incident[0], incident[0].pool
+        self._ledger = cast("Ledger", declared)  # asked for what is about a reader, whom nobody knows without it
+        self._violation, self._pool = incident[0], incident[0].pool
 
     def at(self, position: int | None) -> Record | None:
         """The record of the slot that was granted for a position; None where nobody has written there."""
@@ -41,12 +41,12 @@ class RowEvidence:
     @cached_property
     def before(self) -> Record | None:
         """The record of the entry before the one that was found."""
-        return self.at(None if self._hit.position is None else self._hit.position - 1)
+        return self.at(None if self._violation.position is None else self._violation.position - 1)
 
     @cached_property
     def last_no_guess(self) -> tuple[int, Record] | None:
         """Position and record of the last entry before the one that was found that no draft forward wrote."""
-        position = self._hit.position or 0
+        position = self._violation.position or 0
         for place in range(position - 1, max(-1, position - MOST_ENTRIES), -1):
             entry = self.at(place)
             if entry is None or unpack_site(entry.site)[0] != "draft":
@@ -88,29 +88,35 @@ class RowEvidence:
     @property
     def owners_place(self) -> int | None:
         """Where the slot stands in the row of the request whose private page it is."""
-        page, size, pages = self._hit.page, self._pool.view.page_size, self._ledger.pages
+        page, size, pages = self._violation.page, self._pool.view.page_size, self._ledger.pages
         owner = self._ledger.owner_of(page) if 0 <= page < len(pages) else None
         request = None if owner is None else self._ledger.requests.get(owner)
-        return None if request is None else request.pages.index(page) * size + self._hit.slot % size
+        return None if request is None else request.pages.index(page) * size + self._violation.slot % size
 
     @cached_property
     def page(self) -> tuple[Record | None, ...]:
         """[page_size] the records of the page in which the slot lies; None where nobody has written."""
-        size, slot = self._pool.view.page_size, self._hit.slot
+        size, slot = self._pool.view.page_size, self._violation.slot
         return tuple(self._read(slot - slot % size + offset) for offset in range(size))
 
     @cached_property
     def copied_from(self) -> int | None:
         """The page of which the granted page is to be a copy; None where it was granted for something else."""
-        granted = [event for event in self._ledger.history.of(self._hit.page) if event.kind in _GRANTED]
+        granted = [event for event in self._ledger.history.of(self._violation.page) if event.kind in _GRANTED]
         is_copy = granted and granted[-1].kind == "copied"
-        return self._ledger.copies.get(self._hit.page) if is_copy else None
+        return self._ledger.copies.get(self._violation.page) if is_copy else None
 
     @cached_property
     def fed(self) -> dict[int, int]:
         """By position of this row, the token of every entry that was fed a wrong one (W6), as its record has it."""
-        own = [hit for hit in self._incident if hit.code == "W6" and hit.row == self._hit.row]
-        spans = [(hit.position, hit.until or hit.position) for hit in own if hit.position is not None]
+        own = [
+            violation for violation in self._incident if violation.code == "W6" and violation.row == self._violation.row
+        ]
+        spans = [
+            (violation.position, violation.until or violation.position)
+            for violation in own
+            if violation.position is not None
+        ]
         positions = sorted({p for first, last in spans for p in range(first, last + 1)})[:MOST_ENTRIES]
         entries = {position: self.at(position) for position in positions}
         return {position: entry.token for position, entry in entries.items() if entry is not None}
@@ -135,7 +141,7 @@ class RowEvidence:
     @cached_property
     def together(self) -> tuple[list[int], list[int]]:
         """Tokens that the forward which wrote the entry wrote around it in the row, and the request's own there."""
-        middle, position = self.at(self._hit.position), self._hit.position
+        middle, position = self.at(self._violation.position), self._violation.position
         if middle is None or position is None or self._reader is None:
             return [], []
         below = list(self._same_write(middle, range(position - 1, position - MOST_ENTRIES, -1)))[::-1]
@@ -146,7 +152,7 @@ class RowEvidence:
     @cached_property
     def first_of(self) -> str | None:
         """A request, the row's own or another, that begins with the token of the entry that was found."""
-        entry = self.at(self._hit.position)
+        entry = self.at(self._violation.position)
         names = self._ledger.requests.items()
         return next((n for n, r in names if entry is not None and len(r.tokens) and r.tokens[0] == entry.token), None)
 

@@ -24,7 +24,7 @@ class Stats:
             raise CanaryConfigError(f"every must be at least 1 step, got {every}: leave Stats out to tell nothing")
         self._every = every
         self._step, self.due = 0, every
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     def tick(self, step: int, coverage: Coverage) -> bool:
         """Call once a step, after its checks, or in those that are due; whether an event was told."""
@@ -36,9 +36,9 @@ class Stats:
             step=step,
             steps=step - self._step,
             totals=totals,
-            deltas={name: total - self._told.get(name, 0) for name, total in totals.items()},
+            deltas={name: total - self._reported.get(name, 0) for name, total in totals.items()},
             peak_live_bytes=coverage.peak_live_bytes,
             max_unread_steps=coverage.max_unread_steps,
         )
-        self._step, self.due, self._told = step, step + self._every, totals
+        self._step, self.due, self._reported = step, step + self._every, totals
         return True

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.pools.views import PoolView
 from kvcanary.records.state import PoolState
 from kvcanary.report.evidence import Evidence
@@ -59,7 +59,7 @@ class WatchedPool:
 
     @classmethod
     def of(cls, view: PoolView | CacheView, *kept: Any) -> PoolState:
-        """As a hit takes it; `kept`: the fields behind the view."""
+        """As a violation takes it; `kept`: the fields behind the view."""
         return cast("PoolState", cls(view, *kept))
 
 
@@ -69,20 +69,20 @@ class WatchedEvidence:
     def __init__(self, writers: Mapping[int, str]) -> None:
         self._writers = writers
 
-    def read(self, incident: Sequence[Hit], place: int = 0) -> Evidence:
-        hit = incident[0]
-        records: Tensor | None = hit.pool.records
-        is_inside = records is not None and 0 <= hit.slot < len(records)
-        found = record.read_record(hit.pool.records, hit.slot) if is_inside else None
+    def read(self, incident: Sequence[Violation], place: int = 0) -> Evidence:
+        violation = incident[0]
+        records: Tensor | None = violation.pool.records
+        is_inside = records is not None and 0 <= violation.slot < len(records)
+        found = record.read_record(violation.pool.records, violation.slot) if is_inside else None
         names = dict.fromkeys(name for own in incident for name in (own.request_id, *own.others) if name is not None)
-        told = "nobody tells this canary of grants and frees"
+        declared = "nobody tells this canary of grants and frees"
         return Evidence(
             incident,
             None,
             found,
             writer=self._writers.get(found.request) if found is not None and found.site else None,
-            word=hit.word,
-            history=(told if hit.row_number is None else f"row {hit.row_number} of the batch",),
+            word=violation.word,
+            history=(declared if violation.row_number is None else f"row {violation.row_number} of the batch",),
             readers=tuple(names),
-            exposed_tokens=0 if hit.last_good is None else max(0, hit.step - hit.last_good - 1),
+            exposed_tokens=0 if violation.last_good is None else max(0, violation.step - violation.last_good - 1),
         )

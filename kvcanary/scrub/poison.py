@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.forward import Ints, on_host
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.records.dispatch import ops_for
 from kvcanary.records.mailbox import to_device
@@ -40,14 +40,14 @@ class Poisoner:
         pools: Sequence[PoolState],
         pattern: str,
         coverage: Coverage,
-        looks: Rereads,
+        rereads: Rereads,
         tails: UnwrittenTails,
     ) -> None:
         """`pools`: of one group, whose free pages are told of; `pattern`: finite, nan or off.
 
         `tails`: looks at granted pages for which no poison vouches
         """
-        self._state, self._coverage, self._looks, self._tails = state, coverage, looks, tails
+        self._state, self._coverage, self._rereads, self._tails = state, coverage, rereads, tails
         self._is_off, self._nan = pattern == "off", pattern == "nan"
         self._pools = pools
         self._slot_bytes = sum(pool.view.slot_bytes for pool in self._pools)
@@ -91,10 +91,12 @@ class Poisoner:
             self.credit -= count * page_bytes
             self.fill(list(islice(self.waiting, count)))
 
-    def granted(self, pages: Sequence[int], step: int, full_pages: Sequence[int] | None = None) -> list[Hit | HitBatch]:
+    def granted(
+        self, pages: Sequence[int], step: int, full_pages: Sequence[int] | None = None
+    ) -> list[Violation | ViolationBatch]:
         """P1 for every slot of these pages whose poison is damaged; they have an owner from now on.
 
-        What fires at once; on a GPU the host hears of it with the step.
+        What fires at once; on a GPU the host collects it with the step.
 
         `full_pages`: those of the full group that a slot map sends there; None: the pages are these themselves
         """
@@ -116,10 +118,10 @@ class Poisoner:
             np.array(poisoned, np.int64) if names is None else names[:: self._state.page_size] // self._state.page_size
         )
         self._tails.found_finite(first, step)  # poison is, or is zeroed now
-        hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step, names)]
+        violations = [violation for pool in self._pools for violation in self._check(pool, poisoned, step, names)]
         if self._nan:
             self._zero(poisoned)
-        return hits
+        return violations
 
     def fill(self, pages: Sequence[int]) -> None:
         """Poison pages that wait."""
@@ -131,26 +133,28 @@ class Poisoner:
             if pool.host is None:
                 self._ops.poison_fill(pool.rows, slots, nan=self._nan)
             else:
-                pool.loops.poison(pool.card_at, slots.numpy(), self._nan, True)
+                pool.loops.poison(pool.struct_at, slots.numpy(), self._nan, True)
 
-    def _check(self, pool: PoolState, pages: Sequence[int], step: int, names: Ints | None) -> Sequence[Hit | HitBatch]:
+    def _check(
+        self, pool: PoolState, pages: Sequence[int], step: int, names: Ints | None
+    ) -> Sequence[Violation | ViolationBatch]:
         slots = self._slots(pages)
-        if pool.host is not None and pool.loops.poison(pool.card_at, slots.numpy(), self._nan, False):
+        if pool.host is not None and pool.loops.poison(pool.struct_at, slots.numpy(), self._nan, False):
             return []
-        mismatch = self._looks.room(2 * len(slots)).view(-1, 2)
+        mismatch = self._rereads.room(2 * len(slots)).view(-1, 2)
         self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
-        return self._looks.ask(mismatch, partial(self._damaged, pool, slots, mismatch, step, names))
+        return self._rereads.ask(mismatch, partial(self._damaged, pool, slots, mismatch, step, names))
 
     def _damaged(
         self, pool: PoolState, slots: Tensor, mismatch: Tensor, step: int, names: Ints | None
-    ) -> list[HitBatch]:
+    ) -> list[ViolationBatch]:
         damaged = np.flatnonzero(mismatch.any(1))
         layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.numpy()
         nobody = np.full(len(damaged), -1)
         named = None if names is None else names[damaged]
         where = on_host(slots)[damaged]
         self._tails.found_otherwise(where if named is None else named)
-        return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]
+        return [ViolationBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]
 
     def _names(self, pages: Sequence[int], full: Mapping[int, int]) -> Ints:
         """What plans call the slots of these pages, where that is not what the pools call them."""

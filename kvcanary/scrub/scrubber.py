@@ -1,4 +1,4 @@
-"""Scrubber: the rolling check of committed bytes under a budget, and the last look when a request ends."""
+"""Scrubber: the rolling check of committed bytes under a budget, and the last re-read when a request ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvcanary.calls.entries import Entries, named
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.content import find_changed
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
@@ -32,15 +32,15 @@ _is_over = attrgetter("released")
 
 
 class Scrubber:
-    """Plans on the host which committed slots are read again, oldest look first.
+    """Plans on the host which committed slots are read again, oldest re-read first.
 
     stride:  steps from slice to slice; with a budget of the user's every step has one
     hurried: requests of which the next slice reads all
     """
 
-    def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None, looks: Rereads) -> None:
+    def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None, rereads: Rereads) -> None:
         self.stride = STRIDE if budget is None else 1
-        self._state, self._ledger, self._budget, self._looks = state, ledger, budget, looks
+        self._state, self._ledger, self._budget, self._rereads = state, ledger, budget, rereads
         self.credit: dict[tuple[int, int], float] = {}
         self.hurried: set[str] = set()
         self._attended: dict[tuple[int, int], int] = {}
@@ -51,7 +51,7 @@ class Scrubber:
         self.bytes_read = 0
         self.longest_wait = 0
 
-    def look_around(self, request_ids: Iterable[str]) -> None:
+    def reread_soon(self, request_ids: Iterable[str]) -> None:
         """Something was found near these requests' bytes: the next slice reads all of them."""
         self.hurried.update(request_ids)
 
@@ -59,13 +59,13 @@ class Scrubber:
         """Attention reads and compares all bytes of these rows in this step: its slice leaves them out."""
         self._attended.update(((request.uid, pool.pool_id), step) for request in requests)
 
-    def slice(self, step: int, batch: Batch) -> list[Hit | HitBatch]:
+    def slice(self, step: int, batch: Batch) -> list[Violation | ViolationBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again.
 
-        batch: the running requests. What fires at once; on a GPU the host hears of it with the step.
+        batch: the running requests. What fires at once; on a GPU the host collects it with the step.
         """
         requests = batch.requests
-        hits: list[Hit | HitBatch] = []
+        violations: list[Violation | ViolationBatch] = []
         total = self._bytes_of(requests) if self._budget is not None else 0
         is_even = self._budget is None and not self.hurried and not self._attended
         for pool in self._state.pools if requests else ():
@@ -73,22 +73,24 @@ class Scrubber:
             slots, taken = self._take(pool, batch, counts, step)
             if len(slots):
                 entries = partial(_entries_of, pool, requests, taken.copy())
-                judge = partial(find_changed, pool, entries_of=entries, site=("sweep", 0), step=step, both_lanes=False)
-                hits += self._looks.look(pool, slots, judge)
+                judge = partial(
+                    find_changed, pool, entries_of=entries, site=("sweep", 0), step=step, both_fingerprints=False
+                )
+                violations += self._rereads.reread(pool, slots, judge)
         self.hurried.clear()
-        return hits
+        return violations
 
-    def last_look(self, request: Request, step: int) -> list[HitBatch]:
-        """All committed bytes of a request, in every pool, with both lanes."""
-        hits: list[HitBatch] = []
+    def reread_all(self, request: Request, step: int) -> list[ViolationBatch]:
+        """All committed bytes of a request, in every pool, with both fingerprints."""
+        violations: list[ViolationBatch] = []
         for pool in self._state.pools:
             slots, taken = self._take(pool, Batch([request]), array("q", [ALL]), step, again=True)
             self.credit.pop((request.uid, pool.pool_id), None)
             self._attended.pop((request.uid, pool.pool_id), None)
-            if len(slots) and not slots_are_right(pool, self._to_device(slots), both_lanes=True):
+            if len(slots) and not slots_are_right(pool, self._to_device(slots), both_fingerprints=True):
                 entries = partial(_entries_of, pool, [request], taken)
-                hits += find_changed(pool, slots, entries, ("release", 0), step, both_lanes=True)
-        return hits
+                violations += find_changed(pool, slots, entries, ("release", 0), step, both_fingerprints=True)
+        return violations
 
     def mark_read(self, pool: PoolState, request: Request, step: int) -> int:
         """All committed bytes of this request were read by another check in this step; how many."""
@@ -104,7 +106,7 @@ class Scrubber:
         return queue.length
 
     def waiting(self, step: int) -> int:
-        """Steps since the last look at the live byte that waits longest."""
+        """Steps since the last re-read at the live byte that waits longest."""
         oldest = [
             read
             for request in self._ledger.requests.values()
@@ -154,14 +156,22 @@ class Scrubber:
     def _take(
         self, pool: PoolState, batch: Batch, counts: array[int] | None, step: int, again: bool = False
     ) -> tuple[Ints, Ints]:
-        """Slots of the pool to look at, oldest look first, and ranges [ranges, TAKEN.size] of positions behind them.
+        """Slots of the pool to read, oldest re-read first, and ranges [ranges, TAKEN.size] of positions behind them.
 
         Both lie where the next slice does. counts: slots to read now, by request; None: of all their share
-        again: also what was looked at in this very step
+        again: also what was read in this very step
         """
         at, said = 0 if counts is None else counts.buffer_info()[0], self._said
-        told = *batch.told, pool.card_at, at, self.stride, step + again, step, pool.view.slot_map is not None
-        while found := pool.loops.take_slice(*told, self._slots, self._ranges, self._said_at):
+        arguments = (
+            *batch.loop_arguments,
+            pool.struct_at,
+            at,
+            self.stride,
+            step + again,
+            step,
+            pool.view.slot_map is not None,
+        )
+        while found := pool.loops.take_slice(*arguments, self._slots, self._ranges, self._said_at):
             if found == NO_ROOM:
                 batch.make_room(repeat(0, len(batch)))
             else:
@@ -180,7 +190,7 @@ class Scrubber:
 
 
 def _entries_of(pool: PoolState, requests: Sequence[Request], taken: Ints) -> Entries:
-    """What is known of every slot that is looked at; freed ones are none, nor those that a slot map sends nowhere."""
+    """What is known of every slot that is read; freed ones are none, nor those that a slot map sends nowhere."""
     columns = []
     for row, start, end, read in taken.tolist():
         slots = np.frombuffer(requests[row].row, np.int64)[start:end]

@@ -18,8 +18,8 @@ from torch import Tensor
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries, named
 from kvcanary.calls.forward import Ints
-from kvcanary.calls.violation import Hit
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.config import CanaryConfig, share_of
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
@@ -41,27 +41,27 @@ class UnwrittenTails:
     """Looks at null pages in turn, at what is unwritten of new pages, and at a row's end when its last page changes.
 
     is_on: whether anything is looked at
-    has_new_pages: whether some were granted since the last look
+    has_new_pages: whether some were granted since the last re-read
     """
 
     def __init__(
         self,
         state: CanaryState,
         ledger: Ledger,
-        mirror: RecordStore,
+        record_store: RecordStore,
         config: CanaryConfig,
         coverage: Coverage,
-        looks: Rereads,
+        rereads: Rereads,
     ) -> None:
-        self._asked = looks
-        self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage
+        self._asked = rereads
+        self._state, self._ledger, self._record_store, self._coverage = state, ledger, record_store, coverage
         self.is_on = config.content != "write" and "R9" not in config.disable
         self._is_full = config.content == "full"
         self._is_host = state.records.device.type == "cpu"
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
         self._granted: dict[int, Granted] = {}  # by pool
         self.has_new_pages = False
-        self._parts: dict[int, list[Part]] = {}  # of the look that comes next, by pool
+        self._parts: dict[int, list[Part]] = {}  # of the check that comes next, by pool
         self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, from the first on to an end
         self._room = array("q")  # for ends of rows
         self._generations_at = ledger.generations.ctypes.data
@@ -83,29 +83,31 @@ class UnwrittenTails:
                 renamed.append((self._state.page_size * len(own), names))
             own.extend(pages)
 
-    def look(self, step: int, stride: int, batch: Batch | None, hurried: set[str]) -> list[Hit | HitBatch]:
+    def reread(
+        self, step: int, stride: int, batch: Batch | None, hurried: set[str]
+    ) -> list[Violation | ViolationBatch]:
         """At pages that were granted in a step that ends; what is known of them at once.
 
-        batch:   of one of a look every `stride` steps, which comes now; None: none does
+        batch:   of one of one every `stride` steps, which comes now; None: none does
         hurried: requests near whose bytes something was found
         """
         granted, self._granted, self.has_new_pages = self._granted, {}, False
         for pool_id, own in granted.items():
-            self._look_at_granted(self._state.pools[pool_id], own, step)
+            self._check_granted(self._state.pools[pool_id], own, step)
         if batch is not None:
             for pool in self._state.pools:
-                self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
-                self._look_at_tails(pool, batch, TAIL_SITE, step, hurried)
+                self._check_null_slots(pool, step, stride, self._is_full or bool(hurried))
+                self._check_tails(pool, batch, TAIL_SITE, step, hurried)
         return self._launch()
 
-    def last_look(self, request: Request, step: int) -> list[Hit | HitBatch]:
+    def reread_all(self, request: Request, step: int) -> list[Violation | ViolationBatch]:
         """A request ends, or its row changes hands; what is known at once."""
         for pool in self._state.pools if self.is_on else ():
-            self._look_at_tails(pool, Batch([request]), RELEASE_SITE, step, {request.request_id})
+            self._check_tails(pool, Batch([request]), RELEASE_SITE, step, {request.request_id})
             request.known.forget_tail(pool.pool_id)
         return self._launch()
 
-    def _look_at_granted(self, pool: PoolState, granted: Granted, step: int) -> None:
+    def _check_granted(self, pool: PoolState, granted: Granted, step: int) -> None:
         """All slots of these pages that nobody has written yet."""
         size, (pages, renamed) = self._state.page_size, granted
         slots, grants = np.empty((2, size * len(pages)), np.int64)
@@ -120,7 +122,7 @@ class UnwrittenTails:
         self.found_finite(names[::size] // size, step)  # until something fires
         which = self._unwritten(pool, slots, names)
         slots, names = slots[which], names[which]
-        self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
+        self._check(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
 
     def found_finite(self, pages: Ints, step: int) -> None:
         """These pages, as plans call them, were looked at when they were granted; `found_otherwise` takes it back."""
@@ -130,10 +132,10 @@ class UnwrittenTails:
         """In pages of these slots, as plans call them, lay something else."""
         self._ledger.pages.looked_at[0, names // self._state.page_size] = 0
 
-    def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
+    def _check_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
         """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says.
 
-        A GPU pays for each look, and takes several at once as often as a host comes to the last of them.
+        A GPU pays for each check, and takes several at once as often as a host comes to the last of them.
         """
         count, number = pool.view.null_slots, step // stride
         parts = 1 if whole else max(1, count // max(stride, share_of(count, stride)))
@@ -143,19 +145,19 @@ class UnwrittenTails:
         slots = self._null_slots.get(key)
         if slots is None:
             slots = self._null_slots[key] = np.arange(*key[1:])
-        self._look(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
+        self._check(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
 
-    def _look_at_tails(self, pool: PoolState, batch: Batch, site: tuple[str, int], step: int, always: set[str]) -> None:
+    def _check_tails(self, pool: PoolState, batch: Batch, site: tuple[str, int], step: int, always: set[str]) -> None:
         """The slots behind final entries on last pages that nobody has written since those were granted.
 
         always: requests whose last page is asked for again, though it was looked at before
         """
-        if len(self._room) < ROW_END.size * batch.told[0]:
-            self._room = array("q", bytes(8 * ROW_END.size * batch.told[0]))
+        if len(self._room) < ROW_END.size * batch.loop_arguments[0]:
+            self._room = array("q", bytes(8 * ROW_END.size * batch.loop_arguments[0]))
         hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
         again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
-        told = pool.card_at, self._generations_at, *again, self._room.buffer_info()[0]
-        found = pool.loops.end_rows(*batch.told, *told)
+        arguments = pool.struct_at, self._generations_at, *again, self._room.buffer_info()[0]
+        found = pool.loops.end_rows(*batch.loop_arguments, *arguments)
         if not found:
             return
         size, ends = self._state.page_size, self._room[: ROW_END.size * found]
@@ -169,19 +171,19 @@ class UnwrittenTails:
             ids = [batch.requests[number].request_id for number in ends[ROW_END.row :: ROW_END.size]]
             return Entries(slots, positions, rows, ids, names=named(pool, names)).at(which)
 
-        self._look(pool, slots[which], entries, site, step, grants[which])
+        self._check(pool, slots[which], entries, site, step, grants[which])
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Which:
-        """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_look`."""
+        """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_check`."""
         if not self._is_host:
             if pool.view.slot_map is None:
                 return EVERY
             return np.flatnonzero((slots >= pool.view.null_slots) & (slots < pool.view.num_slots))
         which, ledger = np.empty(len(slots), np.int64), self._ledger
-        known = ledger.page_size, ledger.generations, self._mirror.memory
-        return which[: pool.loops.find_unwritten(pool.card_at, slots, names, *known, which)]
+        known = ledger.page_size, ledger.generations, self._record_store.memory
+        return which[: pool.loops.find_unwritten(pool.struct_at, slots, names, *known, which)]
 
-    def _look(
+    def _check(
         self,
         pool: PoolState,
         slots: Ints,
@@ -195,14 +197,14 @@ class UnwrittenTails:
             return
         if self._is_host or grants is None:
             self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
-        if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
+        if pool.host is not None and pool.loops.are_finite(pool.struct_at, slots, self._formats[pool.pool_id]):
             return
         part = slots, grants, partial(self._fired, pool, entries_of, site, step)
         self._parts.setdefault(pool.pool_id, []).append(part)
 
     def _fired(
         self, pool: PoolState, entries_of: Callable[[], Entries], site: tuple[str, int], step: int, mismatch: Tensor
-    ) -> list[HitBatch]:
+    ) -> list[ViolationBatch]:
         """R9 where nobody has written (U1)."""
         which = np.flatnonzero(mismatch.any(1))
         layers = mismatched_layers(mismatch, pool.view.num_layers).T.numpy()
@@ -211,13 +213,13 @@ class UnwrittenTails:
             self.found_otherwise(batch.slots if batch.names is None else batch.names)
         return [replace(batch, is_unwritten=True)] if len(batch) else []
 
-    def _launch(self) -> list[Hit | HitBatch]:
-        """One look a pool at all that was asked for; what it has found, where that is known at once."""
+    def _launch(self) -> list[Violation | ViolationBatch]:
+        """One check a pool at all that was asked for; what it has found, where that is known at once."""
         parts, self._parts = self._parts, {}
-        hits: list[Hit | HitBatch] = []
+        violations: list[Violation | ViolationBatch] = []
         for pool_id, own in parts.items():
-            hits += self._asked.look_for_finite(self._state.pools[pool_id], own)
-        return hits
+            violations += self._asked.check_finite(self._state.pools[pool_id], own)
+        return violations
 
 
 def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:

@@ -1,4 +1,4 @@
-"""Window eviction: a pool behind a slot map gives up own pages, the full ones stay; bytes get a last look before."""
+"""Window eviction: a pool behind a slot map gives up own pages, the full ones stay; bytes get a last re-read before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
-from kvcanary.calls.violation_log import HitBatch
+from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.content import find_changed
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
@@ -19,10 +19,12 @@ from kvcanary_kernels.record.layout import COLUMNS, REQUEST_GENERATION, SEAL
 
 
 class WindowEviction:
-    """Reads what leaves. Of a request that has ended, that is what its last look left out, since no window shows it."""
+    """Reads what leaves. Of a request that has ended, that is what its last re-read left out, since no window shows
+    it.
+    """
 
-    def __init__(self, state: CanaryState, ledger: Ledger, mirror: RecordStore, coverage: Coverage) -> None:
-        self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage
+    def __init__(self, state: CanaryState, ledger: Ledger, record_store: RecordStore, coverage: Coverage) -> None:
+        self._state, self._ledger, self._record_store, self._coverage = state, ledger, record_store, coverage
 
     def enter(self, group: str, own_pages: Sequence[int]) -> None:
         """The group's own pages are granted: what their records said was of another full page."""
@@ -30,16 +32,16 @@ class WindowEviction:
         for pool in self._state.pools_of(group):
             never = np.zeros((len(slots), COLUMNS), np.uint64)
             never[:, SEAL] = pool.seal_term
-            self._mirror.write(pool.base + slots, never)
+            self._record_store.write(pool.base + slots, never)
 
-    def look(self, group: str, pages: Sequence[int], step: int) -> list[HitBatch]:
+    def reread(self, group: str, pages: Sequence[int], step: int) -> list[ViolationBatch]:
         """R9 and R3 for the final entries on these full pages, in the pools of the group; the map still names them."""
-        hits: list[HitBatch] = []
+        violations: list[ViolationBatch] = []
         for pool in self._state.pools_of(group):
-            hits += self._look_in(pool, pages, step)
-        return hits
+            violations += self._reread_in(pool, pages, step)
+        return violations
 
-    def _look_in(self, pool: PoolState, pages: Sequence[int], step: int) -> list[HitBatch]:
+    def _reread_in(self, pool: PoolState, pages: Sequence[int], step: int) -> list[ViolationBatch]:
         size = self._state.page_size
         holders = [self._ledger.holder(page) for page in pages]
         held_by = list(zip(pages, holders, strict=True))
@@ -58,12 +60,12 @@ class WindowEviction:
         positions = np.where(is_row, np.array(firsts)[rows] + offsets, -1)
         ids = ["" if holder is None else holder.request_id for holder in holders]
         entries = Entries(slots, positions, np.where(is_row, rows, -1), ids, names=names).at(held)
-        return find_changed(pool, entries.slots, lambda: entries, ("release", 1), step, both_lanes=True)
+        return find_changed(pool, entries.slots, lambda: entries, ("release", 1), step, both_fingerprints=True)
 
     def _is_current(self, pool: PoolState, slots: Ints, names: Ints) -> NDArray[np.bool_]:
         """Written under the grant that the page has: what came back from elsewhere may lack what no window showed."""
         grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
-        return self._mirror.table[pool.base + slots, REQUEST_GENERATION] >> 32 == grants
+        return self._record_store.table[pool.base + slots, REQUEST_GENERATION] >> 32 == grants
 
 
 def _num_unread(pool: PoolState, holder: Request | None, first: int, page_size: int) -> int:

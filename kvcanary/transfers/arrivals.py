@@ -1,6 +1,7 @@
 """Arrivals: bytes that came back and are not those that left. Whose are they? Asked once a transfer that failed.
 
-Each slot and layer has a lane, which is a name: it is looked up among those of the parcel itself, of parcels that left
+Each slot and layer has a fingerprint, which is a name: it is looked up among those of the snapshot itself, of snapshots
+                                                        that left
 before, of zeros, of poison, and of what lay in the slot before. What has no name is tried for one changed word, and for
 another layout. The answer for most slots is the transfer's.
 """
@@ -24,16 +25,16 @@ from kvcanary.provenance.arrival import (
     STALE,
     UNKNOWN,
     Arrival,
-    Landed,
+    ArrivedSlots,
     Origin,
     PoolArrival,
     Trip,
 )
-from kvcanary.provenance.bytes_of import lanes_of_rows
+from kvcanary.provenance.bytes_of import fingerprints_of_rows
 from kvcanary.provenance.changed_word import ChangedWord, WordChange, describe_change, part_of_word, single_words
 from kvcanary.provenance.other_layouts import ELSEWHERE, REORDERED, Guess, first_places, other_layout
 from kvcanary.records.state import PoolState
-from kvcanary.transfers.recent_snapshots import Departures
+from kvcanary.transfers.recent_snapshots import RecentSnapshots
 from kvcanary.transfers.stale_snapshots import Outdated
 from kvcanary_kernels.content.poison import poison_words
 from kvcanary_kernels.record.layout import MASK_32
@@ -47,89 +48,90 @@ POISON_SLOTS = 4096  # and all, up to so many
 
 def judge(
     trip: Trip,
-    landed: Mapping[str, Landed | None],
-    departures: Departures,
+    arrived_slots: Mapping[str, ArrivedSlots | None],
+    recent: RecentSnapshots,
     poisoned: NDArray[np.bool_],
     outdated: Sequence[Outdated] = (),
 ) -> Arrival:
-    """Whose bytes came back, by pool; None: those of the parcel. `outdated`: entries of which it has older ones.
+    """Whose bytes came back, by pool; None: those of the snapshot. `outdated`: entries of which it has older ones.
 
-    Every pool's fingerprints are those of the parcel by now. poisoned: by page of the trip, whether its poison vouched
+    Every pool's fingerprints are those of the snapshot by now. poisoned: by page of the trip, whether its poison
+    vouched
     for it when it was granted: nothing that had lain there before lies there now.
     """
     words: dict[tuple[int, int], ChangedWord] = {}
     pools, intact = [], []
-    for name, one in landed.items():
+    for name, one in arrived_slots.items():
         if one is None:
             intact.append(name)
             continue
         was_filled = poisoned[one.places // trip.page_size]
-        pools.append(_Look(trip, one, departures, was_filled, words).arrival())
+        pools.append(_Comparison(trip, one, recent, was_filled, words).arrival())
     for pool, place, _, _, step in outdated:
         _add_outdated(trip, pools, intact, pool, place, step)
     kinds = Counter(origin.kind for pool in pools for origin in pool.origins.values())
     kind = max(KINDS, key=lambda kind: (kinds[kind], -KINDS.index(kind)))
-    known = len(departures.last), departures.num_forgotten
+    known = len(recent.last), recent.num_forgotten
     return Arrival(trip, kind, kinds, tuple(pools), tuple(intact), words, *known)
 
 
-class _Look:
+class _Comparison:
     """One pool; every step answers for slots that the steps before it could not name."""
 
     def __init__(
         self,
         trip: Trip,
-        landed: Landed,
-        departures: Departures,
+        arrived_slots: ArrivedSlots,
+        recent: RecentSnapshots,
         was_filled: NDArray[np.bool_],
         words: dict[tuple[int, int], ChangedWord],
     ) -> None:
-        self._trip, self._landed, self._departures = trip, landed, departures
+        self._trip, self._arrived_slots, self._recent = trip, arrived_slots, recent
         self._was_filled, self._words = was_filled, words
-        self._differs = landed.differs
+        self._differs = arrived_slots.differs
         self._wrong = np.flatnonzero(self._differs.any(0))
         self._layer = self._differs.argmax(0)  # [n] the first wrong layer of each
         self._origins: dict[int, Origin] = {}  # by number among those compared
 
     def arrival(self) -> PoolArrival:
-        pool, layers = self._landed.pool, np.flatnonzero(self._differs.any(1))
+        pool, layers = self._arrived_slots.pool, np.flatnonzero(self._differs.any(1))
         for look in (self._nothing, self._by_name, self._one_word, self._layout):
             if len(left := self._left()):
                 look(left)
         for n in self._left().tolist():
             self._origins[n] = Origin(UNKNOWN)
-        origins = {int(self._landed.places[n]): self._origins[n] for n in self._wrong.tolist()}
-        return PoolArrival(pool.name, tuple(layers.tolist()), pool.view.num_layers, self._landed.places, origins)
+        origins = {int(self._arrived_slots.places[n]): self._origins[n] for n in self._wrong.tolist()}
+        return PoolArrival(pool.name, tuple(layers.tolist()), pool.view.num_layers, self._arrived_slots.places, origins)
 
     def _left(self) -> Ints:
         return np.array([n for n in self._wrong.tolist() if n not in self._origins], np.int64)
 
     def _nothing(self, left: Ints) -> None:
-        """Zeros, whose lane is its start, or poison."""
-        starts = self._landed.pool.keys.start_a.cpu().numpy()
+        """Zeros, whose fingerprint is its start, or poison."""
+        starts = self._arrived_slots.pool.keys.start_a.cpu().numpy()
         layers = self._layer[left]
-        self._tell(left[self._landed.found[0][layers, left] == starts[layers]], Origin(SHORT, detail=ZERO))
+        self._explain(left[self._arrived_slots.found[0][layers, left] == starts[layers]], Origin(SHORT, detail=ZERO))
         left = self._left()
         if len(left) and self._is_poison(left[:POISON_SAMPLE]).any():
             left = left[:POISON_SLOTS]
-            self._tell(left[self._is_poison(left)], Origin(SHORT, detail=POISON))
+            self._explain(left[self._is_poison(left)], Origin(SHORT, detail=POISON))
 
     def _is_poison(self, numbers: Ints) -> NDArray[np.bool_]:
-        pool, same = self._landed.pool, np.zeros(len(numbers), np.bool_)
+        pool, same = self._arrived_slots.pool, np.zeros(len(numbers), np.bool_)
         words, layers = pool.rows.words_per_row, self._layer[numbers]
         for layer in np.unique(layers).tolist():
             own = layers == layer
-            slots = torch.from_numpy(self._landed.slots[numbers[own]]).to(pool.records.device)
-            found = torch.from_numpy(self._landed.found[0][layer, numbers[own]])
+            slots = torch.from_numpy(self._arrived_slots.slots[numbers[own]]).to(pool.records.device)
+            found = torch.from_numpy(self._arrived_slots.found[0][layer, numbers[own]])
             for nan in (False, True):
                 pattern = poison_words(slots, layer * words, words, nan)
-                same[own] |= (lanes_of_rows(pool, layer, pattern).cpu() == found).numpy()
+                same[own] |= (fingerprints_of_rows(pool, layer, pattern).cpu() == found).numpy()
         return same
 
     def _by_name(self, left: Ints) -> None:
-        """Bytes that lay there before, or those of a parcel that is remembered, this one or another.
+        """Bytes that lay there before, or those of a snapshot that is remembered, this one or another.
 
-        Where all that another parcel, or another page, could explain lay there before, nothing arrived.
+        Where all that another snapshot, or another page, could explain lay there before, nothing arrived.
         """
         lay_there = set(self._lay_there(left).tolist())
         named = self._named(left)
@@ -143,23 +145,23 @@ class _Look:
     def _lay_there(self, left: Ints) -> Ints:
         """Of which the canary knew before what lies there now, and no poison came between."""
         layers = self._layer[left]
-        same = self._landed.found[0][layers, left] == self._landed.before[layers, left]
+        same = self._arrived_slots.found[0][layers, left] == self._arrived_slots.before[layers, left]
         return left[same & ~self._was_filled[left]]
 
     def _named(self, left: Ints) -> dict[int, Origin]:
-        """First of the slots that came back, then of the parcels that left last."""
-        trip, size, pool_id = self._trip, self._trip.page_size, self._landed.pool.pool_id
+        """First of the slots that came back, then of the snapshots that left last."""
+        trip, size, pool_id = self._trip, self._trip.page_size, self._arrived_slots.pool.pool_id
         own = {sent for sent, _, _ in trip.pages}
         oldest, named = min(sent.number for sent in own), dict[int, Origin]()
-        for n, place in self._matches(left, self._landed.known, self._landed.current):
+        for n, place in self._matches(left, self._arrived_slots.known, self._arrived_slots.current):
             sent, page, _ = trip.pages[place // size]
             named[n] = Origin(MISROUTED, sent, page * size + place % size)
-        for departed in sorted(self._departures.last, key=lambda one: one.sent not in own):
+        for sent_snapshot in sorted(self._recent.last, key=lambda one: one.sent not in own):
             left = np.array([n for n in left.tolist() if n not in named], np.int64)
-            lanes, sent = departed.pools.get(pool_id), departed.sent
-            if lanes is not None and len(left):
+            fingerprints, sent = sent_snapshot.pools.get(pool_id), sent_snapshot.sent
+            if fingerprints is not None and len(left):
                 kind = STALE if sent not in own and sent.number < oldest else MISROUTED
-                for n, place in self._matches(left, lanes.lane_a.numpy(), lanes.current):
+                for n, place in self._matches(left, fingerprints.fingerprint_a.numpy(), fingerprints.current):
                     named[n] = Origin(kind, sent, place)
         return named
 
@@ -169,16 +171,18 @@ class _Look:
         layers = self._layer[numbers]
         for layer in np.unique(layers).tolist():
             own = numbers[layers == layer]
-            found = self._landed.found[0][layer, own]
+            found = self._arrived_slots.found[0][layer, own]
             which, places = first_places(np.where(current, known[layer], 0), found)
             is_written = current[places]
             matches += zip(own[which][is_written].tolist(), places[is_written].tolist(), strict=True)
         return matches
 
     def _one_word(self, left: Ints) -> None:
-        """One word in each layer that differs: lane a names them, and lane b says whether they are all."""
-        landed, left = self._landed, left[:WORD_SLOTS]
-        lacks_b = landed.found[1][left] - landed.expected[1][left]
+        """One word in each layer that differs: fingerprint a names them, and fingerprint b says whether they are
+        all.
+        """
+        arrived_slots, left = self._arrived_slots, left[:WORD_SLOTS]
+        lacks_b = arrived_slots.found[1][left] - arrived_slots.expected[1][left]
         changes: dict[int, list[WordChange]] = {n: [] for n in left.tolist()}
         is_one = np.ones(len(left), np.bool_)
         for layer in np.flatnonzero(self._differs[:, left].any(1)).tolist():
@@ -192,17 +196,19 @@ class _Look:
             self._name_words(n, changes[n])
 
     def _words_of(self, layer: int, numbers: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Of these slots in one layer [n]: number of the word, its bits, what it changed by, and what lane b lacks."""
-        landed, pool = self._landed, self._landed.pool
-        slots = torch.from_numpy(landed.slots[numbers]).to(pool.records.device)
+        """Of these slots in one layer [n]: number of the word, its bits, what it changed by, and what fingerprint b
+        lacks.
+        """
+        arrived_slots, pool = self._arrived_slots, self._arrived_slots.pool
+        slots = torch.from_numpy(arrived_slots.slots[numbers]).to(pool.records.device)
         rows = pool.rows.gather_layer(layer, slots)
-        differs = landed.found[0][layer, numbers] - landed.expected[0][layer, numbers]
+        differs = arrived_slots.found[0][layer, numbers] - arrived_slots.expected[0][layer, numbers]
         which, changed, adds = single_words(pool.keys, layer, rows, torch.from_numpy(differs).to(rows.device))
         news = rows.gather(1, which.clamp(min=0)[:, None])[:, 0].to(torch.int64) & MASK_32
         return which.cpu().numpy(), news.cpu().numpy(), changed.cpu().numpy(), adds.cpu().numpy()
 
     def _name_words(self, n: int, changes: Sequence[WordChange]) -> None:
-        pool, slot = self._landed.pool, int(self._landed.slots[n])
+        pool, slot = self._arrived_slots.pool, int(self._arrived_slots.slots[n])
         parts = dict.fromkeys(part_of_word(pool, change.number)[0].name for change in changes)
         self._origins[n] = Origin(ONE_WORD, detail=" and ".join(parts))
         if len(changes) == 1 and len(self._words) < MOST_WORDS:
@@ -212,13 +218,13 @@ class _Look:
         """One answer for all that are left, tried at the first of them."""
         layer = int(self._layer[left[0]])
         own = left[self._layer[left] == layer]
-        guess = other_layout(self._landed, layer, own, self._trip.page_size)
+        guess = other_layout(self._arrived_slots, layer, own, self._trip.page_size)
         if guess is not None:
             if guess.kind == REORDERED:
                 left = self._wrong  # slots that found their own layer are of the same order
-            self._tell(left, _origin_of(guess))
+            self._explain(left, _origin_of(guess))
 
-    def _tell(self, numbers: Ints, origin: Origin) -> None:
+    def _explain(self, numbers: Ints, origin: Origin) -> None:
         self._origins |= dict.fromkeys(numbers.tolist(), origin)
 
 

@@ -1,9 +1,9 @@
 """AsyncOps: every copy, zeroing, offload and host buffer in flight, and who has waited for it.
 
 Streams are opaque; the host is one of them. Each stream has a clock: how far it has seen every other stream. An access
-is ordered after a ticket if its stream has run the ticket's work itself, or has waited for its event, or for another
-event behind it. Two accesses that both read need no order. O1 is an access that is not ordered, or that belongs to an
-earlier grant of its page, or to what a host buffer held before it was taken again.
+is ordered after an operation if its stream has run the operation's work itself, or has waited for its event, or for
+another event behind it. Two accesses that both read need no order. O1 is an access that is not ordered, or that belongs
+to an earlier grant of its page, or to what a host buffer held before it was taken again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Resource = int | str
 #: What an access touches, each with the generation that it was planned for; None where it was planned for any.
 Touched = Mapping[Resource, int | None]
 
-#: A ticket, and the sequence of the mark that its stream has waited for.
+#: An operation, and the sequence of the mark that its stream has waited for.
 Fetch = tuple["AsyncOp", int]
 
 HOST: Stream = "host"
@@ -30,12 +30,12 @@ UNORDERED, OUTDATED, FREED = "not waited for", "old grant", "freed in flight"
 
 
 @dataclass(frozen=True)
-class Violation:
+class UnorderedAccess:
     """One access that came too early, or to a page that is granted anew.
 
     resource:  the page or the buffer
     stream:    on which the access runs
-    ticket:    the work in flight that it did not wait for, or None
+    op:    the work in flight that it did not wait for, or None
     sentence:  what happened, in plain words with all numbers
     hazard:    UNORDERED, OUTDATED or FREED
     what:      the access, in its own words;  writes: whether it writes
@@ -44,7 +44,7 @@ class Violation:
 
     resource: Resource
     stream: Stream
-    ticket: AsyncOp | None
+    op: AsyncOp | None
     sentence: str
     hazard: str = UNORDERED
     code: str = "O1"
@@ -75,7 +75,7 @@ class AsyncOp(NamedTuple):
     number:     of its stream
     sequence:   its number on its stream, from 1
     clock:      by number of a stream, up to where its own had waited for that when it was issued, itself included
-    violations: what was wrong with it from the start
+    unordered_accesses: what was wrong with it from the start
     """
 
     what: str
@@ -85,7 +85,7 @@ class AsyncOp(NamedTuple):
     reads: Touched
     writes: Touched
     clock: Sequence[int]
-    violations: tuple[Violation, ...] = ()
+    unordered_accesses: tuple[UnorderedAccess, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.what!r} (stream {self.stream}, sequence {self.sequence})"
@@ -120,7 +120,8 @@ class AsyncOps:
         self._reads: dict[Resource, dict[Stream, AsyncOp]] = {}  # the last one of each stream since
 
     def issue(self, what: str, stream: Stream, reads: Touched = NOTHING, writes: Touched = NOTHING) -> AsyncOp:
-        """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for.
+        """Work is enqueued on a stream, its event behind it; the operation's `unordered_accesses` say what it did not
+        wait for.
 
         Nobody changes `reads` and `writes` any more.
         """
@@ -131,22 +132,22 @@ class AsyncOps:
         clock = [*clocks[number]]
         sequence = clock[number] = clock[number] + 1
         clocks[number] = clock
-        ticket = AsyncOp(what, stream, number, sequence, reads, writes, clock, tuple(found))
+        op = AsyncOp(what, stream, number, sequence, reads, writes, clock, tuple(found))
         for resource in reads:
-            self._reads.setdefault(resource, {})[stream] = ticket
+            self._reads.setdefault(resource, {})[stream] = op
         for resource in writes:
-            self._writes[resource] = ticket
+            self._writes[resource] = op
             self._reads.pop(resource, None)
-        return ticket
+        return op
 
-    def waits(self, stream: Stream, ticket: AsyncOp) -> None:
-        """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
-        number, clocks, seen = self._streams[stream], self._clocks, ticket.clock
+    def waits(self, stream: Stream, op: AsyncOp) -> None:
+        """The stream waits for the event of an operation: all that comes on it from now on is ordered behind."""
+        number, clocks, seen = self._streams[stream], self._clocks, op.clock
         own = clocks[number]
         clocks[number] = [*map(max, own, seen), *own[len(seen) :]]
 
     def follow(self, stream: Stream, other: Stream) -> int:
-        """`waits`, for a ticket that is issued on the other stream now and touches nothing; its sequence."""
+        """`waits`, for an operation that is issued on the other stream now and touches nothing; its sequence."""
         number, behind, clocks = self._streams[stream], self._streams[other], self._clocks
         seen = [*clocks[behind]]
         seen[behind] += 1
@@ -171,36 +172,36 @@ class AsyncOps:
         clock = clocks[number] = [*map(max, clocks[number], seen)]
         clock[number] = sequence = clock[number] + 1
         own = what, stream, number, sequence, NOTHING, {buffer: generation}, clock, ()
-        ticket = self._writes[buffer] = tuple.__new__(AsyncOp, own)  # as `AsyncOp(*own)`, without a call
-        return ticket, mark
+        op = self._writes[buffer] = tuple.__new__(AsyncOp, own)  # as `AsyncOp(*own)`, without a call
+        return op, mark
 
-    def receive(self, ticket: AsyncOp) -> bool:
+    def receive(self, op: AsyncOp) -> bool:
         """`complete` it, if neither that nor a use by the host of what it has written finds anything; else nothing."""
-        if ticket.reads or not ticket.writes.items() <= self.buffers.items():
+        if op.reads or not op.writes.items() <= self.buffers.items():
             return False
-        for buffer in ticket.writes:
-            if self._writes.get(buffer) is not ticket:
+        for buffer in op.writes:
+            if self._writes.get(buffer) is not op:
                 return False
-        for buffer in ticket.writes:
+        for buffer in op.writes:
             del self._writes[buffer]
-        own, seen = self._clocks[0], ticket.clock
+        own, seen = self._clocks[0], op.clock
         if len(own) > len(seen):
-            self.waits(HOST, ticket)
+            self.waits(HOST, op)
         else:
             self._clocks[0] = [*map(max, own, seen)]  # as that does, without a call
         return True
 
-    def complete(self, ticket: AsyncOp) -> list[Violation]:
-        """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
-        self.waits(HOST, ticket)
-        if not ticket.reads and not ticket.writes:
+    def complete(self, op: AsyncOp) -> list[UnorderedAccess]:
+        """The host has seen the event: nothing needs to wait any more. What arrived in a page granted anew is O1."""
+        self.waits(HOST, op)
+        if not op.reads and not op.writes:
             return []
-        touched = {**ticket.reads, **ticket.writes} if ticket.reads else ticket.writes
-        landed = {resource: planned for resource, planned in touched.items() if self._leaves(resource, ticket)}
-        outdated = self._outdated(landed) if landed else ()
-        return [_too_late(f"the end of {ticket}", ticket.what, ticket.stream, *one, ticket) for one in outdated]
+        touched = {**op.reads, **op.writes} if op.reads else op.writes
+        outdated_here = {resource: planned for resource, planned in touched.items() if self._leaves(resource, op)}
+        outdated = self._outdated(outdated_here) if outdated_here else ()
+        return [_too_late(f"the end of {op}", op.what, op.stream, *one, op) for one in outdated]
 
-    def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
+    def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[UnorderedAccess]:
         """An access that leaves nothing in flight, such as the host's own."""
         outdated = self._outdated(touched)
         found = [_too_late(f"{what!r} on stream {stream}", what, stream, *one) for one in outdated] if outdated else []
@@ -208,17 +209,17 @@ class AsyncOps:
             return found
         clock, host = self._clocks[self._streams[stream]], self._clocks[0]
         for resource in touched:
-            for ticket in self._conflicts(resource, writes):
-                if clock[ticket.number] < ticket.sequence > host[ticket.number]:
-                    sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {ticket}"
-                    found.append(Violation(resource, stream, ticket, sentence, what=what, writes=writes))
+            for op in self._conflicts(resource, writes):
+                if clock[op.number] < op.sequence > host[op.number]:
+                    sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {op}"
+                    found.append(UnorderedAccess(resource, stream, op, sentence, what=what, writes=writes))
         return found
 
-    def free(self, pages: Touched, stream: Stream = HOST) -> list[Violation]:
+    def free(self, pages: Touched, stream: Stream = HOST) -> list[UnorderedAccess]:
         """Pages are given back in the generation in which they were granted; `stream`: who may write them next."""
         found = [
-            violation if violation.hazard == OUTDATED else replace(violation, hazard=FREED)
-            for violation in self.use("free", stream, pages, writes=True)
+            unordered if unordered.hazard == OUTDATED else replace(unordered, hazard=FREED)
+            for unordered in self.use("free", stream, pages, writes=True)
         ]
         for page in pages:
             self._writes.pop(page, None)
@@ -243,12 +244,12 @@ class AsyncOps:
     def _generation(self, resource: Resource) -> int | None:
         return self.buffers.get(resource) if isinstance(resource, str) else int(self._generations[resource])
 
-    def _leaves(self, resource: Resource, ticket: AsyncOp) -> bool:
-        """The ticket is no longer in flight there; False where a later access or a free has taken its place."""
+    def _leaves(self, resource: Resource, op: AsyncOp) -> bool:
+        """The operation is no longer in flight there; False where a later access or a free has taken its place."""
         reads = self._reads.get(resource, {})
-        was_read, was_write = reads.get(ticket.stream) is ticket, self._writes.get(resource) is ticket
+        was_read, was_write = reads.get(op.stream) is op, self._writes.get(resource) is op
         if was_read:
-            del reads[ticket.stream]
+            del reads[op.stream]
             if not reads:
                 del self._reads[resource]
         if was_write:
@@ -263,10 +264,10 @@ def _too_late(
     resource: Resource,
     planned: int,
     now: int | None,
-    ticket: AsyncOp | None = None,
-) -> Violation:
+    op: AsyncOp | None = None,
+) -> UnorderedAccess:
     sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
-    return Violation(resource, stream, ticket, sentence, OUTDATED, what=what, planned=planned, now=now)
+    return UnorderedAccess(resource, stream, op, sentence, OUTDATED, what=what, planned=planned, now=now)
 
 
 def _name(resource: Resource) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from kvcanary.calls.violation import NO_SLOT, Hit
+from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.pools.event_log import LONG, Event, EventLog
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.records.state import PoolState
-from kvcanary.transfers.async_ops import HOST, NOTHING, AsyncOp, AsyncOps, Resource, Stream, Touched, Violation
+from kvcanary.transfers.async_ops import HOST, NOTHING, AsyncOp, AsyncOps, Resource, Stream, Touched, UnorderedAccess
 
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
@@ -23,16 +23,17 @@ Named = tuple[Resource, ...] | dict[Resource, int | None]
 
 
 class AsyncTracker:
-    """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
+    """What an engine declares of its copies, zeroings, offloads and staging buffers; each unordered access is a
+    violation.
 
     note: is told of every call, its name and then its arguments
     log:  the same, where nobody can change these any more; LAID_OUT of what has another name there
     """
 
-    def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
+    def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Violation]], None]) -> None:
         self._ledger, self._pool, self._report = ledger, pool, report
-        self._tickets = AsyncOps(ledger.generations)
-        self.is_used = self.has_told = False  # told: a violation since somebody has judged it
+        self._async_ops = AsyncOps(ledger.generations)
+        self.is_used = self.has_reported = False  # told: a violation since somebody has judged it
         self.step = 0
         self.note: Note = _nobody
         self.log = EventLog()
@@ -44,31 +45,31 @@ class AsyncTracker:
         """
         self.is_used = True
         read, written = _named(reads) if reads else (), _named(writes) if writes else ()
-        ticket = self._tickets.issue(what, stream, self._granted(read), self._granted(written))
+        op = self._async_ops.issue(what, stream, self._granted(read), self._granted(written))
         if len(read) + len(written) < LONG:
-            self.log.append(("issued", what, stream, ticket.sequence, read, written))
+            self.log.append(("issued", what, stream, op.sequence, read, written))
         else:
-            for event in issued(what, stream, ticket.sequence, read, written):
+            for event in issued(what, stream, op.sequence, read, written):
                 self.note(*event)
-        if ticket.violations:
-            self._tell(ticket.violations)
-        return ticket
+        if op.unordered_accesses:
+            self._report_unordered(op.unordered_accesses)
+        return op
 
-    def waits(self, stream: Stream, ticket: AsyncOp) -> None:
-        """What comes on this stream from now on runs behind the ticket's work."""
-        self.log.append(("ticket_waits", str(stream), str(ticket.stream), ticket.sequence))
-        self._tickets.waits(stream, ticket)
+    def waits(self, stream: Stream, op: AsyncOp) -> None:
+        """What comes on this stream from now on runs behind the operation's work."""
+        self.log.append(("ticket_waits", str(stream), str(op.stream), op.sequence))
+        self._async_ops.waits(stream, op)
 
     def follow(self, stream: Stream, other: Stream) -> None:
         """What comes on this stream from now on runs behind all of the other's: `waits`, for a mark issued there."""
         self.is_used = True
-        self.log.append(("followed", stream, other, self._tickets.follow(stream, other)))
+        self.log.append(("followed", stream, other, self._async_ops.follow(stream, other)))
 
-    def complete(self, ticket: AsyncOp) -> None:
+    def complete(self, op: AsyncOp) -> None:
         """The host has seen the work's event."""
-        self.log.append(("ticket_complete", str(ticket.stream), ticket.sequence))
-        if violations := self._tickets.complete(ticket):
-            self._tell(violations)
+        self.log.append(("ticket_complete", str(op.stream), op.sequence))
+        if unordered_accesses := self._async_ops.complete(op):
+            self._report_unordered(unordered_accesses)
 
     def use(
         self, what: str, stream: Stream, resources: Resources, writes: bool = False, requests: Sequence[str] = ()
@@ -84,20 +85,22 @@ class AsyncTracker:
             else:
                 for event in used(what, stream, named, writes, tuple(requests)):
                     self.note(*event)
-            if violations := self._tickets.use(what, stream, self._granted(named), writes):
-                self._tell(violations, requests)
+            if unordered_accesses := self._async_ops.use(what, stream, self._granted(named), writes):
+                self._report_unordered(unordered_accesses, requests)
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else, and counts its generation up."""
         self.log.append(("ticket_renew", buffer, generation))
-        self._tickets.renew(buffer, generation)
+        self._async_ops.renew(buffer, generation)
 
     def take(self, what: str, stream: Stream, buffer: str, generation: int) -> None:
         """`renew` it, and `use` it for a write on a stream, in one call."""
         self.log.append(("took", what, stream, buffer, generation))
-        self._tickets.renew(buffer, generation)
-        if self.is_used and (violations := self._tickets.use(what, stream, {buffer: generation}, writes=True)):
-            self._tell(violations)
+        self._async_ops.renew(buffer, generation)
+        if self.is_used and (
+            unordered_accesses := self._async_ops.use(what, stream, {buffer: generation}, writes=True)
+        ):
+            self._report_unordered(unordered_accesses)
 
     def fetch(self, what: str, stream: Stream, behind: Stream, buffer: str, generation: int) -> AsyncOp:
         """A host buffer is taken, for a copy on a stream, behind all that another was given so far, which writes it.
@@ -105,34 +108,34 @@ class AsyncTracker:
         `take` by the host, `follow` and `issue` in one call.
         """
         self.is_used = True
-        fetch = self._tickets.fetch(what, stream, behind, buffer, generation)
+        fetch = self._async_ops.fetch(what, stream, behind, buffer, generation)
         if fetch is None:  # something is in flight there, and may have been waited for by nobody
             self.take(FILL, HOST, buffer, generation)
             self.follow(stream, behind)
             return self.issue(what, stream, writes={buffer: generation})
-        ticket, mark = fetch
-        self.log.append(("fetched", what, stream, behind, buffer, generation, mark, ticket.sequence))
-        return ticket
+        op, mark = fetch
+        self.log.append(("fetched", what, stream, behind, buffer, generation, mark, op.sequence))
+        return op
 
-    def receive(self, ticket: AsyncOp, what: str, requests: Sequence[str] = ()) -> None:
+    def receive(self, op: AsyncOp, what: str, requests: Sequence[str] = ()) -> None:
         """The host has seen the work's event, and reads what it has written: `complete`, and `use` by the host."""
-        self.log.append(("received", what, ticket, tuple(requests)))
-        if self._tickets.receive(ticket):
+        self.log.append(("received", what, op, tuple(requests)))
+        if self._async_ops.receive(op):
             return
-        if violations := self._tickets.complete(ticket):
-            self._tell(violations)
-        if violations := self._tickets.use(what, HOST, ticket.writes):
-            self._tell(violations, requests)
+        if unordered_accesses := self._async_ops.complete(op):
+            self._report_unordered(unordered_accesses)
+        if unordered_accesses := self._async_ops.use(what, HOST, op.writes):
+            self._report_unordered(unordered_accesses, requests)
 
     @property
     def buffers(self) -> dict[str, int]:
         """Host buffers that have a generation, and the one that they are in."""
-        return self._tickets.buffers
+        return self._async_ops.buffers
 
     def freed(self, pages: Sequence[int]) -> None:
         """Pages are given back: nothing may be in flight there."""
-        if self.is_used and (violations := self._tickets.free(self._granted(tuple(pages)), HOST)):
-            self._tell(violations)
+        if self.is_used and (unordered_accesses := self._async_ops.free(self._granted(tuple(pages)), HOST)):
+            self._report_unordered(unordered_accesses)
 
     def _granted(self, named: Named) -> Touched:
         if not named:
@@ -146,15 +149,15 @@ class AsyncTracker:
         generations = self._ledger.generations
         return {r: None if isinstance(r, str) else int(generations[r]) for r in named}
 
-    def _tell(self, violations: Sequence[Violation], requests: Sequence[str] = ()) -> None:
-        self.has_told = True
-        self._report([self._hit(violation, requests) for violation in violations])
+    def _report_unordered(self, unordered_accesses: Sequence[UnorderedAccess], requests: Sequence[str] = ()) -> None:
+        self.has_reported = True
+        self._report([self._violation(unordered, requests) for unordered in unordered_accesses])
 
-    def _hit(self, violation: Violation, requests: Sequence[str]) -> Hit:
-        page = violation.resource if isinstance(violation.resource, int) else None
+    def _violation(self, unordered: UnorderedAccess, requests: Sequence[str]) -> Violation:
+        page = unordered.resource if isinstance(unordered.resource, int) else None
         slot, name = (NO_SLOT, None) if page is None else self._slot(page)
         owners = requests if page is None else _names(self._ledger.owner_of(page)) or requests
-        return Hit(
+        return Violation(
             "O1",
             self._pool,
             slot,
@@ -164,8 +167,8 @@ class AsyncTracker:
             self.step,
             named=name,
             others=tuple(owners[1:]),
-            expected=_due(violation),
-            found=_done(violation),
+            expected=_due(unordered),
+            found=_done(unordered),
         )
 
     def _slot(self, page: int) -> tuple[int, int | None]:
@@ -175,21 +178,21 @@ class AsyncTracker:
         return (name, None) if view.slot_map is None else (int(slots_in(view, np.array([name]))[0]), name)
 
 
-def _due(violation: Violation) -> dict[str, Any]:
+def _due(unordered: UnorderedAccess) -> dict[str, Any]:
     """What the access should have come behind, what that does there, and who should have waited; or its generation."""
-    ticket = violation.ticket
-    behind = "nothing" if ticket is None else str(ticket)
-    if ticket is None or violation.planned is not None:
-        return {"behind": behind, "generation": violation.planned}
-    does = "fills" if violation.resource in ticket.writes else "reads"
-    return {"behind": behind, "which": f"{does} {violation.place}", "waiting": violation.where}
+    op = unordered.op
+    behind = "nothing" if op is None else str(op)
+    if op is None or unordered.planned is not None:
+        return {"behind": behind, "generation": unordered.planned}
+    does = "fills" if unordered.resource in op.writes else "reads"
+    return {"behind": behind, "which": f"{does} {unordered.place}", "waiting": unordered.where}
 
 
-def _done(violation: Violation) -> dict[str, Any]:
+def _done(unordered: UnorderedAccess) -> dict[str, Any]:
     """Which resource was used, by whom, and how."""
-    used = {"resource": violation.place, "reader": violation.access, "used_to": "write" if violation.writes else "read"}
-    generation = {} if violation.planned is None else {"generation": violation.now}
-    return used | generation | {"access": violation.sentence, "hazard": violation.hazard}
+    used = {"resource": unordered.place, "reader": unordered.access, "used_to": "write" if unordered.writes else "read"}
+    generation = {} if unordered.planned is None else {"generation": unordered.now}
+    return used | generation | {"access": unordered.sentence, "hazard": unordered.hazard}
 
 
 def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> list[Event]:
@@ -220,13 +223,13 @@ def fetched(
     return [*taken, *followed(stream, behind, mark), *issued(what, stream, sequence, (), {buffer: generation})]
 
 
-def received(what: str, ticket: AsyncOp, requests: tuple[str, ...]) -> list[Event]:
+def received(what: str, op: AsyncOp, requests: tuple[str, ...]) -> list[Event]:
     """A `receive` as a dump has it."""
-    used_by_host = used(what, HOST, dict(ticket.writes), False, requests)
-    return [("ticket_complete", str(ticket.stream), ticket.sequence), *used_by_host]
+    used_by_host = used(what, HOST, dict(op.writes), False, requests)
+    return [("ticket_complete", str(op.stream), op.sequence), *used_by_host]
 
 
-#: By the name under which the desk tells of a call, which calls a dump has instead.
+#: By the name under which the tracker tells of a call, which calls a dump has instead.
 LAID_OUT: dict[str, Callable[..., list[Event]]] = {
     "issued": issued,
     "used": used,
@@ -259,4 +262,4 @@ def _sorted(resources: Named) -> tuple[tuple[int, ...], tuple[str, ...], tuple[i
 
 
 def _nobody(*event: Any) -> None:
-    """Who is told where nobody asked to be."""
+    """Who is called where nobody asked to be."""

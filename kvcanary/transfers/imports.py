@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.slot_maps import slots_in
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import RecordStore, no_records, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import (
@@ -27,7 +27,7 @@ from kvcanary_kernels.record.layout import (
 
 def adopt(
     ledger: Ledger,
-    mirror: RecordStore,
+    record_store: RecordStore,
     state: CanaryState,
     pool: PoolState,
     request: Request,
@@ -56,7 +56,7 @@ def adopt(
     records[:, CONTENT_B] = 0
     records[:, [LAYERS_LOW, LAYERS_HIGH]] = np.array(bitmap_columns(pool.full_layers), np.uint64)
     records[:, SEAL] = pool.seal_term
-    mirror.write(pool.base + slots, records)
-    mirror.flush()
+    record_store.write(pool.base + slots, records)
+    record_store.flush()
     where = torch.from_numpy(slots).to(pool.records.device)
-    pool.write_lanes(where, *lanes_of_slots(pool, where))
+    pool.write_fingerprints(where, *fingerprints_of_slots(pool, where))

@@ -1,4 +1,6 @@
-"""Parcels: what the canary knows of bytes that leave the pools for a while, to be compared when they come back."""
+"""PageSnapshots: what the canary knows of bytes that leave the pools for a while, to be compared when they come
+back.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +12,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.calls.violation import Hit, speaks_first
-from kvcanary.errors import ContradictionError, ForeignParcelError
+from kvcanary.calls.violation import Violation, speaks_first
+from kvcanary.errors import ContradictionError, ForeignSnapshotError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
-from kvcanary.provenance.arrival import Arrival, Landed, Sent, Trip
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.provenance.arrival import Arrival, ArrivedSlots, Sent, Trip
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import RecordStore, Words, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
-from kvcanary.transfers.recent_snapshots import Departed, Departures, Lanes
+from kvcanary.transfers.recent_snapshots import RecentSnapshots, SentSnapshot, SnapshotFingerprints
 from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
 from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, SEAL, STEP_SITE, TOKEN_POSITION
 
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What one pool held for the parcel's pages, n slots in page order; on the host.
+    """What one pool held for the snapshot's pages, n slots in page order; on the host.
 
     records: [n, 8] as the canary wrote them
     damage:  [n, 8] int64, what the device's records were off by
-    lane_a:  [layers, n] int64
-    lane_b:  [n] int64
+    fingerprint_a:  [layers, n] int64
+    fingerprint_b:  [n] int64
     current: [n] bool, written under the grant that the page had
     """
 
     records: Words
     damage: Tensor
-    lane_a: Tensor
-    lane_b: Tensor
+    fingerprint_a: Tensor
+    fingerprint_b: Tensor
     current: NDArray[np.bool_]
 
     def part(self, own: slice) -> Contents:
         """These slots alone."""
-        return Contents(self.records[own], self.damage[own], self.lane_a[:, own], self.lane_b[own], self.current[own])
+        return Contents(
+            self.records[own], self.damage[own], self.fingerprint_a[:, own], self.fingerprint_b[own], self.current[own]
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Parcel:
+class PageSnapshot:
     """Identity and fingerprints of whole pages, by pool. They name content, so they hold wherever it comes back.
 
     sent: what left together;  first: number of the first of these pages among them
@@ -62,44 +66,48 @@ class Parcel:
     sent: Sent
     first: int = 0
 
-    def behind(self, page: int) -> Parcel:
-        """The parcel of all but the first ``page`` pages, which need not come back."""
+    def behind(self, page: int) -> PageSnapshot:
+        """The snapshot of all but the first ``page`` pages, which need not come back."""
         return self._part(page, self.num_pages)
 
-    def each(self) -> list[Parcel]:
-        """A parcel for each page, in order."""
+    def each(self) -> list[PageSnapshot]:
+        """A snapshot for each page, in order."""
         return [self._part(page, page + 1) for page in range(self.num_pages)]
 
-    def _part(self, first: int, end: int) -> Parcel:
-        sizes = (len(contents.lane_b) // self.num_pages for contents in self.contents)
+    def _part(self, first: int, end: int) -> PageSnapshot:
+        sizes = (len(contents.fingerprint_b) // self.num_pages for contents in self.contents)
         parts = zip(self.contents, sizes, strict=True)
         contents = tuple(one.part(slice(first * size, end * size)) for one, size in parts)
-        return Parcel(end - first, contents, self.seed_id, self.layouts, self.sent, self.first + first)
+        return PageSnapshot(end - first, contents, self.seed_id, self.layouts, self.sent, self.first + first)
 
 
-class Parcels:
+class PageSnapshots:
     """Packs and unpacks; everything that was written must be sealed before."""
 
-    def __init__(self, state: CanaryState, mirror: RecordStore, ledger: Ledger, compares_content: bool) -> None:
-        self._state, self._mirror, self._ledger = state, mirror, ledger
+    def __init__(self, state: CanaryState, record_store: RecordStore, ledger: Ledger, compares_content: bool) -> None:
+        self._state, self._record_store, self._ledger = state, record_store, ledger
         self._compares_content = compares_content
-        self._departures, self.left = Departures(), LeftRecords(state, mirror, ledger)
+        self._recent, self.left = RecentSnapshots(), LeftRecords(state, record_store, ledger)
         self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
         self._layouts: dict[str | None, tuple[str, ...]] = {}  # by group, None: of all pools
 
-    def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> Parcel:
+    def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> PageSnapshot:
         """What is known of these pages now, in all pools or in those of a group."""
         names = self._slots(self._ledger.pages.numbers(pages))
         pools = self._state.pools if group is None else self._state.pools_of(group)
         if group is not None:
             self.left.save(group, pages)
-        sent = self._departures.number(step, tuple(pages))
+        sent = self._recent.number(step, tuple(pages))
         contents = tuple(self._contents(pool, names) for pool in pools)
-        parcel = Parcel(len(pages), contents, self._state.keys.seed_id, self._layouts_of(group), sent)
+        snapshot = PageSnapshot(len(pages), contents, self._state.keys.seed_id, self._layouts_of(group), sent)
         if self._compares_content:
-            lanes = (Lanes(contents.lane_a, contents.current) for contents in parcel.contents)
-            self._departures.remember(Departed(sent, {p.pool_id: own for p, own in zip(pools, lanes, strict=True)}))
-        return parcel
+            fingerprints = (
+                SnapshotFingerprints(contents.fingerprint_a, contents.current) for contents in snapshot.contents
+            )
+            self._recent.remember(
+                SentSnapshot(sent, {p.pool_id: own for p, own in zip(pools, fingerprints, strict=True)})
+            )
+        return snapshot
 
     def _layouts_of(self, group: str | None) -> tuple[str, ...]:
         layouts = self._layouts.get(group)
@@ -108,32 +116,32 @@ class Parcels:
             layouts = self._layouts[group] = tuple(map(_layout, pools))
         return layouts
 
-    def expect_own(self, parcels: Sequence[Parcel], pages: Sequence[int], group: str | None = None) -> None:
-        """ContradictionError unless parcels come back into as many pages as left; ForeignParcelError for other keys or
-        pools, with both sides.
+    def expect_own(self, snapshots: Sequence[PageSnapshot], pages: Sequence[int], group: str | None = None) -> None:
+        """ContradictionError unless snapshots come back into as many pages as left; ForeignParcelError for other keys
+        or pools, with both sides.
         """
-        expect_fits(parcels, pages)
+        expect_fits(snapshots, pages)
         seed_id, layouts = self._state.keys.seed_id, self._layouts_of(group)
-        for parcel in parcels:
-            if parcel.seed_id != seed_id:
-                raise ForeignParcelError(
-                    f"a parcel must come back under the seed that made its fingerprints, got one of seed id "
-                    f"{parcel.seed_id} for {seed_id}: give both canaries one seed, or load without a parcel",
+        for snapshot in snapshots:
+            if snapshot.seed_id != seed_id:
+                raise ForeignSnapshotError(
+                    f"a snapshot must come back under the seed that made its fingerprints, got one of seed id "
+                    f"{snapshot.seed_id} for {seed_id}: give both canaries one seed, or load without a snapshot",
                     expected=seed_id,
-                    found=parcel.seed_id,
+                    found=snapshot.seed_id,
                 )
-            if parcel.layouts != layouts:
-                expected, found = ("; ".join(own) or "no pool" for own in (layouts, parcel.layouts))
-                raise ForeignParcelError(
-                    f"a parcel must come back into pools like those that it left, got one of {found} for {expected}: "
-                    "load without a parcel",
+            if snapshot.layouts != layouts:
+                expected, found = ("; ".join(own) or "no pool" for own in (layouts, snapshot.layouts))
+                raise ForeignSnapshotError(
+                    f"a snapshot must come back into pools like those that it left, got one of {found} for {expected}: "
+                    "load without a snapshot",
                     expected=expected,
                     found=found,
                 )
 
     def unpack(
-        self, how: str, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int
-    ) -> list[Hit]:
+        self, how: str, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int, step: int
+    ) -> list[Violation]:
         """The records of positions below `length` follow their bytes into these pages of the row.
 
         T1 where what arrived is not what was written before it left. Slots that held nothing then hold nothing now.
@@ -142,8 +150,8 @@ class Parcels:
         names = self._slots(np.array(pages, dtype=np.int64))
         positions = self._positions(request, pages)
         request.brought_len = max(request.brought_len, length)
-        landed: dict[str, Landed | None] = {}
-        for pool, contents in zip(self._state.pools, parcel.contents, strict=True):
+        arrived_slots: dict[str, ArrivedSlots | None] = {}
+        for pool, contents in zip(self._state.pools, snapshot.contents, strict=True):
             held = slots_in(pool.view, names) >= pool.view.null_slots  # a window may have left the others
             chosen = (contents.current & held & (positions < length)).nonzero()[0]
             if len(chosen):
@@ -151,32 +159,34 @@ class Parcels:
                 request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
                 records = self._granted_anew(contents.records[chosen], request, names[chosen])
                 if self._compares_content:
-                    landed[pool.name] = self._compare(pool, contents, chosen, names[chosen])
+                    arrived_slots[pool.name] = self._compare(pool, contents, chosen, names[chosen])
                 self._write(pool, contents, chosen, records, names[chosen], step)
                 self._ledger.rows.note_moved(pool.pool_id, names[chosen], _positions_of(records))
-        return self._judge(how, [parcel], pages, landed, [], step)
+        return self._judge(how, [snapshot], pages, arrived_slots, [], step)
 
-    def unpack_group(self, group: str, parcels: Sequence[Parcel], pages: Sequence[int], step: int) -> list[Hit]:
+    def unpack_group(
+        self, group: str, snapshots: Sequence[PageSnapshot], pages: Sequence[int], step: int
+    ) -> list[Violation]:
         """The records of pages that have kept their grant follow their bytes to where the slot map leads now."""
         names = self._slots(self._ledger.pages.numbers(pages))
-        landed: dict[str, Landed | None] = {}
+        arrived_slots: dict[str, ArrivedSlots | None] = {}
         outdated: list[Outdated] = []
         for number, pool in enumerate(self._state.pools_of(group)):
-            contents = _joined([parcel.contents[number] for parcel in parcels])
+            contents = _joined([snapshot.contents[number] for snapshot in snapshots])
             if self._compares_content:
                 outdated += self.left.outdated(pool, pages, contents.records)
             chosen = contents.current.nonzero()[0]
             if len(chosen):
                 if self._compares_content:
-                    landed[pool.name] = self._compare(pool, contents, chosen, names[chosen])
+                    arrived_slots[pool.name] = self._compare(pool, contents, chosen, names[chosen])
                 self._write(pool, contents, chosen, contents.records[chosen], names[chosen], step)
-        return self._judge("swap in", parcels, pages, landed, outdated, step)
+        return self._judge("swap in", snapshots, pages, arrived_slots, outdated, step)
 
     def _contents(self, pool: PoolState, names: Ints) -> Contents:
         slots = slots_in(pool.view, names).clip(0)
         where = torch.from_numpy(slots).to(pool.records.device)
         expected = pool.expected.index_select(0, where)
-        records = self._mirror.table[pool.base + slots]
+        records = self._record_store.table[pool.base + slots]
         grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
         return Contents(
             records,
@@ -207,71 +217,81 @@ class Parcels:
         records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
         records[:, CONTENT_B] = 0
         records[:, SEAL] = pool.seal_term
-        self._mirror.write(pool.base + slots, records)
-        self._mirror.flush()
-        lanes = contents.lane_a.index_select(1, taken).to(device), contents.lane_b.index_select(0, taken).to(device)
-        pool.write_lanes(where, *lanes)
+        self._record_store.write(pool.base + slots, records)
+        self._record_store.flush()
+        fingerprints = (
+            contents.fingerprint_a.index_select(1, taken).to(device),
+            contents.fingerprint_b.index_select(0, taken).to(device),
+        )
+        pool.write_fingerprints(where, *fingerprints)
         damage = contents.damage.index_select(0, taken).to(device)  # a damaged record stays damaged
         pool.records.index_copy_(0, where, pool.records.index_select(0, where) + damage)
 
-    def _compare(self, pool: PoolState, contents: Contents, chosen: Ints, names: Ints) -> Landed | None:
+    def _compare(self, pool: PoolState, contents: Contents, chosen: Ints, names: Ints) -> ArrivedSlots | None:
         """What lies in the chosen slots, before the records of then are written there; None: the bytes of then."""
         slots, taken = slots_in(pool.view, names), torch.from_numpy(chosen)
         where = torch.from_numpy(slots).to(pool.records.device)
-        lane_a, lane_b = lanes_of_slots(pool, where)
-        expected = contents.lane_a.index_select(1, taken)
-        if torch.equal(lane_a, expected.to(lane_a.device)):
+        fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, where)
+        expected = contents.fingerprint_a.index_select(1, taken)
+        if torch.equal(fingerprint_a, expected.to(fingerprint_a.device)):
             return None
-        return Landed(
+        return ArrivedSlots(
             pool,
             chosen,
             slots,
             _positions_of(contents.records[chosen]),
-            (lane_a.cpu().numpy(), lane_b.cpu().numpy()),
-            (expected.numpy(), contents.lane_b.index_select(0, taken).numpy()),
+            (fingerprint_a.cpu().numpy(), fingerprint_b.cpu().numpy()),
+            (expected.numpy(), contents.fingerprint_b.index_select(0, taken).numpy()),
             pool.content_a.index_select(1, where).cpu().numpy(),
-            contents.lane_a.numpy(),
+            contents.fingerprint_a.numpy(),
             contents.current,
         )
 
     def _judge(
         self,
         how: str,
-        parcels: Sequence[Parcel],
+        snapshots: Sequence[PageSnapshot],
         pages: Sequence[int],
-        landed: Mapping[str, Landed | None],
+        arrived_slots: Mapping[str, ArrivedSlots | None],
         outdated: Sequence[Outdated],
         step: int,
-    ) -> list[Hit]:
+    ) -> list[Violation]:
         """T1 for every slot that holds other bytes than those of then, all of them of one arrival."""
         poisoned = np.array([page in self.poisoned for page in pages], np.bool_)
         self.poisoned.difference_update(pages)
-        if not any(landed.values()) and not outdated:
+        if not any(arrived_slots.values()) and not outdated:
             return []
-        origins = [(parcel.sent, parcel.first + page) for parcel in parcels for page in range(parcel.num_pages)]
+        origins = [
+            (snapshot.sent, snapshot.first + page) for snapshot in snapshots for page in range(snapshot.num_pages)
+        ]
         ways = [(*origin, page) for origin, page in zip(origins, pages, strict=True)]
         trip = Trip(how, step, self._state.page_size, ways)
-        arrival = judge(trip, landed, self._departures, poisoned, outdated)
-        hits = [hit for one in landed.values() if one is not None for hit in self._hits(one, arrival)]
-        known = {(hit.pool.pool_id, hit.arrived_as) for hit in hits}
+        arrival = judge(trip, arrived_slots, self._recent, poisoned, outdated)
+        violations = [
+            violation
+            for one in arrived_slots.values()
+            if one is not None
+            for violation in self._violations(one, arrival)
+        ]
+        known = {(violation.pool.pool_id, violation.arrived_as) for violation in violations}
         for pool, place, slot, position, _ in outdated:
             if (pool.pool_id, place) not in known:
-                hits.append(self._hit(pool, arrival, place, slot, position, range(pool.view.num_layers)))
-        return _one_of_each_page_first(hits)
+                violations.append(self._violation(pool, arrival, place, slot, position, range(pool.view.num_layers)))
+        return _one_of_each_page_first(violations)
 
-    def _hits(self, landed: Landed, arrival: Arrival) -> Iterator[Hit]:
-        differs, positions = landed.differs, landed.positions.tolist()
-        places, slots = landed.places.tolist(), landed.slots.tolist()
+    def _violations(self, arrived_slots: ArrivedSlots, arrival: Arrival) -> Iterator[Violation]:
+        differs, positions = arrived_slots.differs, arrived_slots.positions.tolist()
+        places, slots = arrived_slots.places.tolist(), arrived_slots.slots.tolist()
         for n in np.flatnonzero(differs.any(0)).tolist():
             layers = np.flatnonzero(differs[:, n]).tolist()
-            yield self._hit(landed.pool, arrival, places[n], slots[n], positions[n], layers)
+            yield self._violation(arrived_slots.pool, arrival, places[n], slots[n], positions[n], layers)
 
-    def _hit(
+    def _violation(
         self, pool: PoolState, arrival: Arrival, place: int, slot: int, position: int, layers: Iterable[int]
-    ) -> Hit:
+    ) -> Violation:
         trip = arrival.trip
         name = trip.pages[place // trip.page_size][2] * trip.page_size + place % trip.page_size
-        return Hit(
+        return Violation(
             "T1",
             pool,
             slot,
@@ -303,21 +323,24 @@ def _layout(pool: PoolState) -> str:
     return f"{view.name}: {view.num_layers} layers of {pool.rows.words_per_row} words, pages of {view.page_size}"
 
 
-def expect_fits(parcels: Sequence[Parcel], pages: Sequence[int]) -> None:
-    """ContradictionError unless parcels come back into as many pages as left."""
-    num_pages = sum(parcel.num_pages for parcel in parcels)
+def expect_fits(snapshots: Sequence[PageSnapshot], pages: Sequence[int]) -> None:
+    """ContradictionError unless snapshots come back into as many pages as left."""
+    num_pages = sum(snapshot.num_pages for snapshot in snapshots)
     if num_pages != len(pages):
         raise ContradictionError(
-            f"a parcel must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
+            f"a snapshot must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
             "pack and load the same pages, in row order"
         )
 
 
-def _one_of_each_page_first(hits: list[Hit]) -> list[Hit]:
+def _one_of_each_page_first(violations: list[Violation]) -> list[Violation]:
     """In the order in which they speak; where few are kept, none of the pages goes missing."""
-    hits = sorted(hits, key=speaks_first)
-    firsts = {(hit.pool.pool_id, hit.page): hit for hit in reversed(hits)}
-    return [*sorted(firsts.values(), key=speaks_first), *(h for h in hits if firsts[h.pool.pool_id, h.page] is not h)]
+    violations = sorted(violations, key=speaks_first)
+    firsts = {(violation.pool.pool_id, violation.page): violation for violation in reversed(violations)}
+    return [
+        *sorted(firsts.values(), key=speaks_first),
+        *(h for h in violations if firsts[h.pool.pool_id, h.page] is not h),
+    ]
 
 
 def _joined(contents: Sequence[Contents]) -> Contents:
@@ -325,8 +348,8 @@ def _joined(contents: Sequence[Contents]) -> Contents:
     return Contents(
         np.concatenate([one.records for one in contents]),
         torch.cat([one.damage for one in contents]),
-        torch.cat([one.lane_a for one in contents], 1),
-        torch.cat([one.lane_b for one in contents]),
+        torch.cat([one.fingerprint_a for one in contents], 1),
+        torch.cat([one.fingerprint_b for one in contents]),
         np.concatenate([one.current for one in contents]),
     )
 

@@ -1,4 +1,4 @@
-"""Outdated parcels: entries that were written again after the bytes of their page were saved, and before it left."""
+"""Outdated snapshots: entries that were written again after the bytes of their page were saved, and before it left."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Outdated(NamedTuple):
 class LeftRecords:
     """What records said of pages that were saved, when a group behind a slot map gave up its own pages for them."""
 
-    def __init__(self, state: CanaryState, mirror: RecordStore, ledger: Ledger) -> None:
-        self._state, self._mirror, self._ledger = state, mirror, ledger
+    def __init__(self, state: CanaryState, record_store: RecordStore, ledger: Ledger) -> None:
+        self._state, self._record_store, self._ledger = state, record_store, ledger
         self._saved: set[tuple[str, int]] = set()
         self._left: dict[tuple[int, int], Words] = {}
 
@@ -50,7 +50,7 @@ class LeftRecords:
         for page in [page for page in pages if (group, page) in self._saved]:
             for pool in self._state.pools_of(group):
                 slots = slots_in(pool.view, slots_of_pages([page], size)).clip(0)
-                self._left[pool.pool_id, page] = self._mirror.table[pool.base + slots]
+                self._left[pool.pool_id, page] = self._record_store.table[pool.base + slots]
 
     def outdated(self, pool: PoolState, pages: Sequence[int], records: Words) -> list[Outdated]:
         """Final entries on these pages that are older in the records [n, 8] that come back than in those that left."""

@@ -25,7 +25,7 @@ class Tree:
     tokens, parents, depths: [bs, N] int64; parents of the root and of unreachable nodes are -1.
     mask: [bs, N, N] bool, ``mask[b, n, a]``: a is n itself or an ancestor of n.
 
-    For the host to judge, once it hears of the step:
+    For the host to judge, once it has collected the step:
     num_seen: [bs, N] int64, nodes in each row of the mask; None: whoever asks counts them.
     made_for: [bs, 2 or 4] int64, row and committed length for which the proposals were made that it grew from, and
         what those were drawn from, as they lie in the relay; None where it grew from none.
@@ -101,7 +101,7 @@ def build_tree(nodes: Tensor, chosen: Tensor, parent_list: Tensor, topk: int, nu
     parent_list [bs, K * (T - 1) + 1]: -1 for the root, then the flat index of every survivor, step by step;
     candidate c is a child of entry c // K. With T = 1 all are children of the root and the width is 0.
     An index that is out of range, or names a candidate that was not chosen or not before its child, leaves the
-    node unreachable: its parent is -1, and the host refuses the tree when it hears of it. TreeShapeError for other
+    node unreachable: its parent is -1, and the host refuses the tree when it collects it. TreeShapeError for other
     widths, for strides, and for narrower integers.
     """
     bs, width = len(nodes), parent_list_width(topk, num_steps)

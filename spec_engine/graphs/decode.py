@@ -42,7 +42,7 @@ class DecodeProgram(StepProgram):
         self._model, self._forwards, self._table = model, forwards, table.table
         forward = StaticForward.allocate("decode", 0, self._table, requests=size, new=1)
         self._hooked = forwards.hook(forward, forwards.rows(self._feed, "decode", "live"))
-        self._told = forwards.together([self._hooked])
+        self._launches = forwards.together([self._hooked])
         self._hidden = torch.zeros(
             size, model.config.hidden_size, dtype=forwards.pool.dtype, device=forward.slots.device
         )
@@ -59,7 +59,7 @@ class DecodeProgram(StepProgram):
         """The hidden states of the requests' bonus tokens, [bs, H]; ``decides``: the relay's new lengths too."""
         live = len(batch)
         self._feed.set(rows=[request.row for request in batch.requests], live=[live], decides=[decides])
-        self._told.launch(batch.ids, [1] * live, [sum(batch.lens) + live])
+        self._launches.launch(batch.ids, [1] * live, [sum(batch.lens) + live])
         self._feed.send()
         self._run()
         return self._hidden[:live]

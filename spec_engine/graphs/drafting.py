@@ -20,7 +20,7 @@ from spec_engine.graphs.hooks import Hooked, StaticForwards
 from spec_engine.graphs.results import Results
 from spec_engine.graphs.step import SECTIONS, StepProgram
 from spec_engine.models.decoder import DecoderOutput
-from spec_engine.step.verify import Accepted, accepted_of, owners_of, told_of
+from spec_engine.step.verify import Accepted, accepted_of, owners_of, results_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,9 +77,9 @@ class DraftProgram(StepProgram):
         nodes, depth = drafter.num_draft_tokens, drafter.num_steps
         verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
         self._verify = target.hook(verify, target.rows(self._feed, "verify", "live"))
-        self._told = self._told_deciding = target.together(self._draft_forwards, [self._verify])
+        self._launches = self._launches_deciding = target.together(self._draft_forwards, [self._verify])
         self._num_places = depth + 1
-        self._results = Results({"told": (size, 1 + 4 * nodes + self._num_places + 2)}, self._table.device)
+        self._results = Results({"results": (size, 1 + 4 * nodes + self._num_places + 2)}, self._table.device)
         self._move = self._target.hook_move(size * (depth + 1), self._feed) if self.compacts else None
         self._is_followed = is_followed
         self._moved: Moves | None = None
@@ -90,7 +90,7 @@ class DraftProgram(StepProgram):
     def follow_by(self, extend: Hooked, acceptance: CapturedAcceptance | None) -> None:
         """An extend runs behind each step that decides, over what it has accepted: they are launched together."""
         forwards = self._draft_forwards, [self._verify], [extend]
-        self._told_deciding = self._target.together(*forwards, acceptance=acceptance)
+        self._launches_deciding = self._target.together(*forwards, acceptance=acceptance)
 
     def _make_draft(self, step: int) -> Hooked:
         topk = self._drafter.topk
@@ -99,7 +99,7 @@ class DraftProgram(StepProgram):
             "draft", step, self._table, requests=self.size, width=topk, new=1, ancestors=step, has_lineage=asks
         )
         forward = replace(forward, slots=self._slots[step].view(-1), positions=self._positions[step].view(-1))
-        return self._drafts.hook(forward, self._rows, is_postponed=True)
+        return self._drafts.hook(forward, self._rows, is_deferred=True)
 
     def __call__(self, batch: Batch, decides: bool) -> Tensor:
         """The hidden states of all nodes, [bs * N, H]; ``decides``: acceptance, moves, the relay's new lengths too."""
@@ -114,7 +114,7 @@ class DraftProgram(StepProgram):
         reads.append(committed + written)
         if decides and self._is_followed:
             reads.append(committed + live * self._drafter.head.ahead)
-        (self._told_deciding if decides else self._told).launch(batch.ids, [*entries, *[nodes] * live], reads)
+        (self._launches_deciding if decides else self._launches).launch(batch.ids, [*entries, *[nodes] * live], reads)
         if self._move is not None and decides:
             self._target.launch_move(self._move)
         self._feed.send()
@@ -135,7 +135,7 @@ class DraftProgram(StepProgram):
 
     def fetch(self, batch: Batch) -> list[Accepted]:
         """What each request accepts by argmax; waits for the device."""
-        rows = self._results.fetch()["told"][: len(batch)].tolist()
+        rows = self._results.fetch()["results"][: len(batch)].tolist()
         shape = self._drafter.num_draft_tokens, self._num_places
         return [accepted_of(row, *shape, owner) for row, owner in zip(rows, owners_of(batch), strict=True)]
 
@@ -162,7 +162,7 @@ class DraftProgram(StepProgram):
             self._moved = compact(self._target.pool, self.windows(self.size), accepted, is_decided)
             if not self._is_followed:
                 self.record_moves()
-        self._results.put(told=told_of(self._tree, accepted))
+        self._results.put(results=results_of(self._tree, accepted))
         self._target.join()
 
     def record_moves(self) -> None:

@@ -47,13 +47,13 @@ class ExtendProgram:
         forward = StaticForward.allocate("extend", 0, self._table, requests=size, new=width)
         self._hooked = drafts.hook(forward, drafts.rows(self._feed, "extend", "live"))
         self._acceptance = drafts.hook_acceptance(size, self._feed)
-        self._told = drafts.together([self._hooked])
+        self._launches = drafts.together([self._hooked])
         if follows:
             verified.follow_by(self._hooked, self._acceptance)
         self._run = recorder.record(self._body)
 
     def follow(self, batch: Batch) -> None:
-        """Extend all requests of the batch by what the step before has accepted, of which the host has not heard.
+        """Extend all requests of the batch by what the step before has accepted, that the host has not collected.
 
         The canary was told with that step.
         """
@@ -73,10 +73,10 @@ class ExtendProgram:
         lens = [batch.lens[b] for b in going]
         counts = [len(accepted[b].tokens) for b in going]
         rows = [batch.requests[b].row for b in going]
-        told = {"rows": rows, "live": [len(going)], "decided": [0]}
-        self._feed.set(**told, lens=lens, counts=counts, tokens=tokens, nodes=nodes)
+        inputs = {"rows": rows, "live": [len(going)], "decided": [0]}
+        self._feed.set(**inputs, lens=lens, counts=counts, tokens=tokens, nodes=nodes)
         ids = [batch.ids[b] for b in going]
-        self._told.launch(ids, counts, [sum(lens) + len(going) * self._drafter.head.ahead + sum(counts)])
+        self._launches.launch(ids, counts, [sum(lens) + len(going) * self._drafter.head.ahead + sum(counts)])
         self._feed.send()
         self._run()
 
@@ -117,8 +117,8 @@ class ExtendProgram:
 
     def _path(self) -> Path:
         feed, shape = self._feed, (self._size, self._width)
-        told = Path(feed["lens"], feed["counts"], feed["tokens"].view(shape), feed["nodes"].view(shape))
+        inputs = Path(feed["lens"], feed["counts"], feed["tokens"].view(shape), feed["nodes"].view(shape))
         if not self._follows:
-            return told
+            return inputs
         is_decided = feed["decided"].bool()
-        return Path(*(torch.where(is_decided, *both) for both in zip(self._verified.path(), told, strict=True)))
+        return Path(*(torch.where(is_decided, *both) for both in zip(self._verified.path(), inputs, strict=True)))

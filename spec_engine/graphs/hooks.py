@@ -25,7 +25,7 @@ from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.captured import AcceptedTokens, CapturedAcceptance, CapturedMove, CapturedSubstep, StaticTruth
+    from kvcanary.captured import AcceptedTokens, CapturedAcceptance, CapturedMove, CapturedSubstep, CapturedTruth
 
 TRUTH = (
     "uids",
@@ -33,7 +33,7 @@ TRUTH = (
     "truths",
     "roots",
 )  # sections of a feed that a watched forward needs, by row, one behind the other as in `RowTruth`
-UNHEARD = "unheard"  # one more, where the host may launch a step before it has heard of the last one
+UNCOLLECTED = "uncollected"  # one more, where the host may launch a step before it has collected the last one
 STEP = "step"  # a section of one number, the running step's, for all rows of a feed
 
 
@@ -42,7 +42,7 @@ class Rows:
     """Rows of a program's forwards, and what the host says of them.
 
     pool: that they lie in;  name: of their sections in the feed;  live: the section that says how many are no padding
-    width: rows a request;  truth: where they go on by what the host has not heard of; None: the host knows them
+    width: rows a request;  truth: where they go on by what the host has not collected; None: the host knows them
     """
 
     feed: Feed
@@ -50,7 +50,7 @@ class Rows:
     name: str
     live: str
     width: int
-    truth: StaticTruth | None
+    truth: CapturedTruth | None
 
     def section(self, part: str) -> Tensor:
         return self.feed[f"{self.name}_{part}"]
@@ -94,7 +94,7 @@ class Hooked:
 
 
 class Together:
-    """Hooked forwards that run one behind the other, in parts of the same rows, and how the canary hears of it.
+    """Hooked forwards that run one behind the other, in parts of the same rows, and how the canary is told of it.
 
     acceptance: of the step before, what it accepts is what the last part writes; None: the host knows that
     """
@@ -110,7 +110,7 @@ class Together:
             for one in chain.from_iterable(parts):
                 one.check_hooks()
             substeps = [[one.substep for one in part if one.substep is not None] for part in parts]
-            self._series = canary.bank.series(*substeps, acceptance=acceptance)
+            self._launch_group = canary.registry.launch_group(*substeps, acceptance=acceptance)
             self._rows = [part[0].rows for part in parts]
             self._where = array("q", bytes(8 * len(parts)))
             self._where_at = self._where.buffer_info()[0]
@@ -125,46 +125,46 @@ class Together:
             where = self._where
             for part, rows in enumerate(self._rows):
                 where[part] = rows.places[rows.feed.turn]
-            self._canary.launch_series(self._series, requests, written, reads, self._where_at)
+            self._canary.launch_group(self._launch_group, requests, written, reads, self._where_at)
 
 
 class StaticForwards:
     """Opens static forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
-    seats: what steps accept, by row of the request table, where a host may be behind that; else None
+    accepted_tokens: what steps accept, by row of the request table, where a host may be behind that; else None
     """
 
     def __init__(
-        self, pool: KVPool, num_heads: int, canary: CanaryManager | None, seats: AcceptedTokens | None = None
+        self, pool: KVPool, num_heads: int, canary: CanaryManager | None, accepted_tokens: AcceptedTokens | None = None
     ) -> None:
-        self.pool, self.num_heads, self.canary, self.seats = pool, num_heads, canary, seats
+        self.pool, self.num_heads, self.canary, self.accepted_tokens = pool, num_heads, canary, accepted_tokens
 
     def sections(self, name: str, rows: int) -> dict[str, int]:
         """What a feed must hold for forwards of so many rows."""
         if self.canary is None:
             return {}
-        parts = TRUTH if self.seats is None else (*TRUTH, UNHEARD)
+        parts = TRUTH if self.accepted_tokens is None else (*TRUTH, UNCOLLECTED)
         return {f"{name}_{part}": rows for part in parts} | {STEP: 1}
 
     def rows(self, feed: Feed, name: str, live: str, width: int = 1) -> Rows:
         """Rows of the requests in the feed's ``rows``, with sections ``name``."""
         rows = Rows(feed, self.pool.name, name, live, width, None)
-        if self.canary is None or self.seats is None:
+        if self.canary is None or self.accepted_tokens is None:
             return rows
-        known = (rows.section(part) for part in (UNHEARD, "prefix_lens", "truths"))
-        return replace(rows, truth=self.canary.bank.add_truth(self.pool.name, feed["rows"], *known))
+        known = (rows.section(part) for part in (UNCOLLECTED, "prefix_lens", "truths"))
+        return replace(rows, truth=self.canary.registry.add_truth(self.pool.name, feed["rows"], *known))
 
-    def hook(self, forward: StaticForward, rows: Rows, is_postponed: bool = False) -> Hooked:
-        """The forward with its hooks; ``is_postponed``: judged beside a later one of its program, and `admit` comes.
+    def hook(self, forward: StaticForward, rows: Rows, is_deferred: bool = False) -> Hooked:
+        """The forward with its hooks; ``is_deferred``: judged beside a later one of its program, and `admit` comes.
 
         MissingHooksError where it has none, at once: hooks of later forwards build on those of earlier ones.
         """
-        hooked = self._hook(forward, rows, is_postponed)
+        hooked = self._hook(forward, rows, is_deferred)
         if self.canary is not None:
             hooked.check_hooks()
         return hooked
 
-    def _hook(self, forward: StaticForward, rows: Rows, is_postponed: bool) -> Hooked:
+    def _hook(self, forward: StaticForward, rows: Rows, is_deferred: bool) -> Hooked:
         kv, workspace = self.pool.kv, self._workspace(forward)
         shape = (forward.slots.numel(), self.num_heads, kv.shape[-1])
         out = torch.zeros(shape, dtype=self.pool.dtype, device=kv.device)
@@ -190,7 +190,7 @@ class StaticForwards:
             roots,
             forward.lineage,
         )
-        substep = self.canary.bank.add(
+        substep = self.canary.registry.add(
             self.pool.name,
             forward.kind,
             forward.index,
@@ -200,7 +200,7 @@ class StaticForwards:
             max_depth=forward.depth,
             tree_mask=forward.tree_mask,
             attends=True,
-            is_postponed=is_postponed,
+            is_deferred=is_deferred,
         )
         substep = seam("hooks.captured_without_hooks", substep, kind=forward.kind, index=forward.index)
         return Hooked(forward, rows, out, workspace, substep)
@@ -225,11 +225,11 @@ class StaticForwards:
 
     def hook_move(self, size: int, feed: Feed) -> CapturedMove | None:
         """What tells the canary of moves of at most ``size`` entries in the program of this feed; None without one."""
-        return None if self.canary is None else self.canary.bank.add_move(self.pool.name, size, feed[STEP])
+        return None if self.canary is None else self.canary.registry.add_move(self.pool.name, size, feed[STEP])
 
     def hook_acceptance(self, size: int, feed: Feed) -> CapturedAcceptance | None:
         """What keeps what the program of this feed accepts; None where the host is never behind that."""
-        return None if self.seats is None else self.seats.add_acceptance(size, feed[STEP])
+        return None if self.accepted_tokens is None else self.accepted_tokens.add_acceptance(size, feed[STEP])
 
     def launch_move(self, move: CapturedMove) -> None:
         """Tell the canary that a move runs next."""
@@ -260,7 +260,7 @@ class StaticForwards:
     def join(self) -> None:
         """Within a program, behind its forwards: what the canary does beside them is over when the program is."""
         if self.canary is not None:
-            self.canary.bank.join()
+            self.canary.registry.join()
 
 
 class StaticAttention:

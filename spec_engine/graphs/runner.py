@@ -40,42 +40,42 @@ class GraphRunner(Runner):
     """Runs the smallest bucket that holds a batch; one that no bucket holds runs as without graphs.
 
     Where every request takes its likeliest token the program decides by itself, and the host reads what it did; else
-    acceptance runs behind it as it does without graphs. A host that lags hears of such a step, its tokens and what the
+    acceptance runs behind it as it does without graphs. A host that lags collects such a step, its tokens and what the
     canary found in it, behind the next launch.
     """
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make the programs of these batch sizes, ascending; before the canary is armed."""
         self._lens: dict[int, int] = {}  # by row, the committed length that the host knows
-        self._unheard: dict[int, int] = {}  # by row, steps behind it of which the host has not heard
+        self._uncollected: dict[int, int] = {}  # by row, steps behind it that the host has not collected
         self._bucket: Bucket | None = None  # in which the current step runs
         self._decides = False  # whether its program does
         recorder = Recorder(self.device)
-        seats = self._add_seats(self.drafter)
-        target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary, seats)
+        accepted_tokens = self._add_accepted_tokens(self.drafter)
+        target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary, accepted_tokens)
         self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
 
-    def _add_seats(self, drafter: Drafter | None) -> AcceptedTokens | None:
+    def _add_accepted_tokens(self, drafter: Drafter | None) -> AcceptedTokens | None:
         """Where a canary keeps what steps accept, if the host goes ahead of that."""
         if self.canary is None or drafter is None or not self.lag:
             return None
-        return self.canary.bank.add_seats(len(self.table.table), drafter.most_accepted)
+        return self.canary.registry.add_accepted_tokens(len(self.table.table), drafter.most_accepted)
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
         super().begin(row, committed_len)
-        self._lens[row], self._unheard[row] = committed_len, 0
+        self._lens[row], self._uncollected[row] = committed_len, 0
 
-    def heard(self, result: StepResult) -> None:
+    def collected(self, result: StepResult) -> None:
         """The host knows now what this step has done."""
-        super().heard(result)
+        super().collected(result)
         if self.drafter is None or result.drafted is None:
             return
         for part in result.parts:
             request = part.request
             if request.finish_reason is None:
                 self._lens[request.row] = part.committed_len
-                self._unheard[request.row] -= 1
+                self._uncollected[request.row] -= 1
                 self.drafter.renew(request, part.committed_len)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -84,14 +84,16 @@ class GraphRunner(Runner):
         return super().prefill(chunks)
 
     def runs_ahead(self, requests: Sequence[Request]) -> bool:
-        """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
+        """Whether a decode step of these can be launched while the host has not collected the tokens of the last
+        one.
+        """
         return self._bucket_for(len(requests)) is not None and self._can_decide(requests)
 
     def _make_bucket(self, size: int, target: StaticForwards, recorder: Recorder) -> Bucket:
         drafter = self.drafter
         if drafter is None:
             return Bucket(DecodeProgram(size, self.model, target, self.table, self.relay, recorder))
-        drafts = StaticForwards(drafter.forwards.pool, drafter.forwards.num_heads, self.canary, target.seats)
+        drafts = StaticForwards(drafter.forwards.pool, drafter.forwards.num_heads, self.canary, target.accepted_tokens)
         follows = self.lag > 0
         step = DraftProgram(size, self.model, target, drafter, drafts, self.relay, recorder, follows)
         return Bucket(step, ExtendProgram(size, drafter, drafts, step, recorder, follows))
@@ -124,12 +126,12 @@ class GraphRunner(Runner):
         if not self._decides or not self.lag:
             return super()._decode_one(batch)
         accepted = self._decide(batch, self._decoded(batch)).accepted
-        doomed, lens = self._judge(), [length + 1 for length in batch.lens]
+        aborted, lens = self._judge(), [length + 1 for length in batch.lens]
         self._publish(batch, lens, ())
         parts = tuple(Part(*own, [NO_TOKEN]) for own in zip(batch.requests, lens, strict=True))
         if self.canary is not None:
             self.canary.commit_all(batch.ids, lens)
-        return StepResult(True, parts, doomed, accepted, flight=self._take_flight(), is_heard=False)
+        return StepResult(True, parts, aborted, accepted, flight=self._take_flight(), is_collected=False)
 
     def _draft_step(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> StepResult:
         """A host that lags only launches the step and its extend: the device knows what was accepted."""
@@ -138,12 +140,12 @@ class GraphRunner(Runner):
             return super()._draft_step(batch, drafter, num_steps)
         tree = self._verified(batch, drafter, num_steps).tree
         bucket.extend.follow(batch)
-        doomed, accepted = self._judge(), bucket.step.accepted(len(batch))
+        aborted, accepted = self._judge(), bucket.step.accepted(len(batch))
         drafter.publish(batch.requests, batch.lens)
         for request in batch.requests:
-            self._unheard[request.row] += 1
+            self._uncollected[request.row] += 1
         parts = tuple(Part(*own, [NO_TOKEN]) for own in zip(batch.requests, batch.lens, strict=True))
-        return StepResult(True, parts, doomed, accepted, flight=self._take_flight(), is_heard=False, drafted=tree)
+        return StepResult(True, parts, aborted, accepted, flight=self._take_flight(), is_collected=False, drafted=tree)
 
     def _decoded(self, batch: Batch) -> Tensor:
         if self._bucket is None:
@@ -194,12 +196,12 @@ class GraphRunner(Runner):
     def _check(self, batch: Batch, drafter: Drafter, step: DraftProgram) -> None:
         """What the host knows of the step's slots before they are used: however much the last one has accepted."""
         page_size, most = self.table.page_size, drafter.most_accepted
-        unheard = [self._unheard[request.row] for request in batch.requests]
-        lens = [length + most * steps for length, steps in zip(batch.lens, unheard, strict=True)]
+        uncollected = [self._uncollected[request.row] for request in batch.requests]
+        lens = [length + most * steps for length, steps in zip(batch.lens, uncollected, strict=True)]
         for request, length in zip(batch.requests, lens, strict=True):
             check_window(request.request_id, length, drafter.num_draft_tokens, len(request.pages) * page_size)
         ahead = drafter.head.ahead
-        least = [length + steps + ahead for length, steps in zip(batch.lens, unheard, strict=True)]
+        least = [length + steps + ahead for length, steps in zip(batch.lens, uncollected, strict=True)]
         lens = [length + ahead for length in lens]
         drafter.check_step(batch.requests, lens, drafter.num_steps, least)
         step.check_indices(sum(lens))

@@ -47,7 +47,7 @@ class KVMemory:
         """``tier``: where what retracted requests had computed is put away; None: it is computed again."""
         self.allocator, self.table, self.tier = allocator, table, tier
         self._canary = canary
-        self._untold: deque[Callable[[], None]] = deque()
+        self._unreported: deque[Callable[[], None]] = deque()
         self._granted: list[tuple[str, list[int]]] | None = None  # that are told together; None: each is told by itself
         self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.split = allocator if isinstance(allocator, SplitPool) else None
@@ -59,19 +59,19 @@ class KVMemory:
     @property
     def canary(self) -> CanaryManager | None:
         """To be told something else: it knows all that came before."""
-        self.tell()
+        self.report()
         return self._canary
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """What waits to be told is told now."""
         if self._granted:
-            self._tell_granted()
-        while self._untold:
-            self._untold.popleft()()
+            self._report_granted()
+        while self._unreported:
+            self._unreported.popleft()()
 
     def before_open(self) -> None:
         """A forward is about to read its rows and the canary to judge them: nothing waits any more."""
-        self.tell()
+        self.report()
         self.table.flush()
 
     @property
@@ -98,7 +98,7 @@ class KVMemory:
         request.row = self.table.acquire()
         if self._canary is not None:
             known = request.numbers(0, request.num_tokens)
-            self._teller(self._canary.admit)(request.request_id, known, request.salt, request.adapter)
+            self._reporter(self._canary.admit)(request.request_id, known, request.salt, request.adapter)
         if self.caches_prefixes:
             self._acquire(request, request.tokens[: request.prefill_len], running)
         if request.block is not None and request.block.length <= request.committed_len:
@@ -145,7 +145,7 @@ class KVMemory:
         try:
             return sum(self.grow(own, own.committed_len, reserve, most(own)) for own in requests)
         finally:
-            self._tell_granted()
+            self._report_granted()
             self._granted = None
 
     def bring(self, what: str, requests: Sequence[Request]) -> None:
@@ -155,7 +155,7 @@ class KVMemory:
         """
         is_late = self.defers and what == PREFILL  # a decode step may be one program, in which nothing is opened
         if not is_late:
-            self.tell()
+            self.report()
         if not is_late or len(requests) > 1:  # the indices of one row are the table's own, those of several are copied
             self.table.flush()
         if self.split is not None:
@@ -186,7 +186,7 @@ class KVMemory:
         is_intact = self.canary is None or self.canary.release(name, own)
         if publish and is_intact and self.caches_prefixes:
             result = self.cache.retire(request, *self._final(request), *request.root)
-            self._tell_shared(name, result.added)
+            self._report_shared(name, result.added)
         else:
             self.cache.release(request)
         if self.windows is not None:
@@ -197,7 +197,7 @@ class KVMemory:
 
     def check_accounting(self, requests: Iterable[Request]) -> None:
         """PageLeakError unless every page is free, waits, or is held by a request or the cache."""
-        self.tell()
+        self.report()
         self.cache.check_accounting(requests)
         if self.tier is not None:
             self.tier.check_accounting()
@@ -269,22 +269,22 @@ class KVMemory:
         if self._canary is None:
             return
         if self._granted is None or for_load:
-            self._tell_granted()
-            self._teller(self._canary.on_alloc)(request.request_id, pages, for_load)
+            self._report_granted()
+            self._reporter(self._canary.on_alloc)(request.request_id, pages, for_load)
         else:
             self._granted.append((request.request_id, pages))
 
-    def _tell_granted(self) -> None:
+    def _report_granted(self) -> None:
         """What rows were granted together."""
         if not self._granted or self._canary is None:
             return
         names, pages = zip(*self._granted, strict=True)
         self._granted.clear()
-        self._teller(self._canary.on_alloc_all)(names, pages)
+        self._reporter(self._canary.on_alloc_all)(names, pages)
 
-    def _teller(self, event: Callable[..., None]) -> Callable[..., None]:
+    def _reporter(self, event: Callable[..., None]) -> Callable[..., None]:
         """Tells of it, or keeps it until it may be told; where nothing is kept, histories have the caller's line."""
-        return (lambda *facts: self._untold.append(partial(event, *facts))) if self.defers else event
+        return (lambda *facts: self._unreported.append(partial(event, *facts))) if self.defers else event
 
     # sharing what running requests have
 
@@ -313,7 +313,7 @@ class KVMemory:
         """Cache the whole pages of what a running request has committed; it reads the cache's where there were some."""
         before = list(request.pages)
         result = self.cache.publish(request, *self._final(request), *request.root)
-        self._tell_shared(request.request_id, result.added)
+        self._report_shared(request.request_id, result.added)
         if self.canary is not None:
             for page, kept in zip(before, request.pages, strict=True):
                 if page != kept:
@@ -323,7 +323,7 @@ class KVMemory:
         """The tokens that committed pages are found by, and the committed length."""
         return request.tokens[: request.committed_len + self.cache.tree.bigram], request.committed_len
 
-    def _tell_shared(self, name: str, pages: list[int]) -> None:
+    def _report_shared(self, name: str, pages: list[int]) -> None:
         if pages and self.canary is not None:
             self.canary.on_share(name, pages)
 

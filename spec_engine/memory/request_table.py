@@ -63,8 +63,8 @@ class RequestTable:
         """Write what was appended to all rows since the last time, in one copy; before anybody reads the table."""
         if self._pages:
             where = self._spread(self._first_columns)
-            told = to_device(np.stack((where, self._slots_of(self._pages))), self.table.device)
-            self.table.view(-1).index_copy_(0, *told.unbind(0))
+            entries = to_device(np.stack((where, self._slots_of(self._pages))), self.table.device)
+            self.table.view(-1).index_copy_(0, *entries.unbind(0))
             self._first_columns, self._pages = [], []
 
     def replace_pages(self, row: int, pages: list[int]) -> None:

@@ -19,7 +19,7 @@ from spec_engine.server.errors import handle_errors
 from spec_engine.server.exposition import Timings, exposition
 from spec_engine.server.gate import Gate
 from spec_engine.server.health import health
-from spec_engine.server.inspection.faulting import FaultDesk, TargetOf
+from spec_engine.server.inspection.faulting import FaultPanel, TargetOf
 from spec_engine.server.options import ServerOptions
 from spec_engine.server.routes import Serving
 from spec_engine.server.worker import EngineWorker
@@ -39,9 +39,9 @@ def create_app(
     on_failure: called on the event loop when the engine stops by itself; ``worker.failure`` says why.
     target_of: how a fault sees an engine, for faults in its state.
     """
-    worker, timings, desk = EngineWorker(engine, options.max_waiting), Timings(), FaultDesk(engine, target_of)
+    worker, timings, panel = EngineWorker(engine, options.max_waiting), Timings(), FaultPanel(engine, target_of)
     if options.allow_faults:
-        worker.before_step = desk.strike
+        worker.before_step = panel.strike
     clock = None if engine.canary is None else _clock(engine.canary)
 
     @asynccontextmanager
@@ -51,7 +51,7 @@ def create_app(
             yield
         finally:
             await worker.stop()
-            desk.disarm_all()
+            panel.disarm_all()
 
     template = ChatTemplate.of(engine.config.model)
     serving = Serving(worker, model_name_of(engine, options), template, options, timings, started=int(time.time()))
@@ -72,7 +72,7 @@ def create_app(
     if options.has_debug:
         from spec_engine.server.inspection import pages as debug
 
-        app.include_router(debug.router(serving, desk), include_in_schema=False)
+        app.include_router(debug.router(serving, panel), include_in_schema=False)
     return app, worker
 
 

@@ -21,14 +21,14 @@ CANARY_COUNTERS = {
     "slots_checked": "Entries that a forward read and whose identity was judged.",
     "slots_sealed": "Entries that a forward wrote and that were sealed.",
     "bytes_checked": "Bytes of K and V that were read again and compared.",
-    "freed_unread_bytes": "Committed bytes whose pages were freed without a last look.",
-    "only_counted": "Hits that were too many to be kept.",
+    "freed_unread_bytes": "Committed bytes whose pages were freed without a last re-read.",
+    "only_counted": "Violations that were too many to be kept.",
     "untold_incidents": "Faults that were too many in one step to be described.",
 }
 CANARY_GAUGES = {
     "live_bytes": "Committed bytes that are watched now.",
     "peak_live_bytes": "The most committed bytes that were watched at a time.",
-    "max_unread_steps": "Longest time, in steps, that a committed byte went without a look.",
+    "max_unread_steps": "Longest time, in steps, that a committed byte went without a re-read.",
 }
 
 

@@ -71,10 +71,10 @@ class Server(uvicorn.Server):
             yield
             return
 
-        def told(number: int, frame: FrameType | None) -> None:
+        def reported(number: int, frame: FrameType | None) -> None:
             self.stop()
 
-        before = {number: signal.signal(number, told) for number in SIGNALS}
+        before = {number: signal.signal(number, reported) for number in SIGNALS}
         try:
             yield
         finally:

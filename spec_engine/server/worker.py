@@ -152,11 +152,11 @@ class EngineWorker:
                 self._obey()
                 if self.engine.has_work:
                     self.before_step()
-                    self._tell(self.engine.step())
+                    self._send(self.engine.step())
                 else:
                     self.engine.rest()
-            while self.engine.has_work:  # nobody's any more: what is in flight lands, and is judged
-                self._tell(self.engine.step())
+            while self.engine.has_work:  # nobody's any more: what is in flight arrives, and is judged
+                self._send(self.engine.step())
             if self.engine.canary is not None:
                 self.engine.canary.drain()
         except BaseException as error:
@@ -190,17 +190,17 @@ class EngineWorker:
     def _end_all(self, reason: str, job: Job | None = None) -> None:
         names = [name for name, (own, _) in self._places.items() if job is None or own is job]
         events = [event for name in names if (event := self.engine.cancel(name)) is not None]
-        self._tell([replace(event, finish_reason=reason) for event in events])
+        self._send([replace(event, finish_reason=reason) for event in events])
 
-    def _tell(self, events: Sequence[TokenEvent]) -> None:
-        told = []
+    def _send(self, events: Sequence[TokenEvent]) -> None:
+        delivered = []
         for event in events:
-            told.append((*self._places[event.request_id], event))
+            delivered.append((*self._places[event.request_id], event))
             if event.finish_reason is not None:
                 del self._places[event.request_id]
                 self.ended[event.finish_reason] += 1
-        if told:
-            self._later(lambda: self._deliver(told))
+        if delivered:
+            self._later(lambda: self._deliver(delivered))
 
     def _stop(self) -> None:
         self._end_all(SHUTDOWN)
@@ -215,7 +215,7 @@ class EngineWorker:
                 self._commands.get()()
         touched = _touched(self.failure)
         reasons = {name: KV_CORRUPTION if name in touched else SERVER_ERROR for name in self._places}
-        self._tell([TokenEvent(name, (), "", reason) for name, reason in reasons.items()])
+        self._send([TokenEvent(name, (), "", reason) for name, reason in reasons.items()])
         if self.failure is not None:
             self._later(self._on_failure)
 

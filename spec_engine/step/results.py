@@ -16,7 +16,7 @@ from kvcanary.invariants import check_staging_room
 from spec_engine.drafting.tree import MADE_FOR
 from spec_engine.step.runner import Part, StepResult
 from spec_engine.step.streams import Event, Staging, StagingRing, Streams
-from spec_engine.step.verify import Owner, accepted_of, told_of
+from spec_engine.step.verify import Owner, accepted_of, results_of
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
@@ -25,8 +25,8 @@ STREAM = "results"
 
 
 @dataclass(frozen=True, eq=False)
-class Landing:
-    """A step of which the host has not heard: behind ``event`` its tokens lie in ``staging``, None: nothing comes."""
+class PendingResult:
+    """A step that the host has not collected: behind ``event`` its tokens lie in ``staging``, None: nothing comes."""
 
     result: StepResult
     event: Event | None
@@ -35,7 +35,9 @@ class Landing:
 
 
 class Results:
-    """``max_bs`` requests a step, each with ``max_accept`` tokens of trees of ``max_nodes`` at most; see `_told_of`."""
+    """``max_bs`` requests a step, each with ``max_accept`` tokens of trees of ``max_nodes`` at most; see
+    `_results_of`.
+    """
 
     def __init__(
         self,
@@ -51,47 +53,47 @@ class Results:
         most = max_bs * (1 + max_accept + (4 * max_nodes + MADE_FOR if max_nodes else 0))
         self._ring = StagingRing(streams, STREAM, lag + 2, (most,), torch.int64) if lag else None
 
-    def send(self, result: StepResult) -> Landing:
+    def send(self, result: StepResult) -> PendingResult:
         """The step is launched, and so is the copy of what it says."""
         if self._ring is None or result.accepted is None:
-            return Landing(result, self._streams.launched())
-        told = _told_of(result)
-        copy = lambda target: _table(target, *told.shape).copy_(told, non_blocking=True)  # noqa: E731
+            return PendingResult(result, self._streams.launched())
+        results = _results_of(result)
+        copy = lambda target: _table(target, *results.shape).copy_(results, non_blocking=True)  # noqa: E731
         staging = self._ring.fetch("results", self._streams.side(STREAM), self._streams.main, copy)
-        return Landing(result, staging.event, staging, told.shape[1])
+        return PendingResult(result, staging.event, staging, results.shape[1])
 
-    def hear(self, landing: Landing) -> StepResult:
+    def collect(self, pending: PendingResult) -> StepResult:
         """What the step says, once it is there and the canary has judged it.
 
         KVCorruptionError or StagingError for what is not there, or not any more, and for what fired; behind these
         TreeShapeError for what is no tree.
         """
-        result, parts, said = landing.result, landing.result.parts, dict[str, list[int]]()
-        doomed: frozenset[str] = frozenset()
-        if self._ring is None or landing.staging is None or landing.event is None:
-            self._streams.heard(landing.event)
+        result, parts, said = pending.result, pending.result.parts, dict[str, list[int]]()
+        aborted: frozenset[str] = frozenset()
+        if self._ring is None or pending.staging is None or pending.event is None:
+            self._streams.collected(pending.event)
         else:
             speaking = [part.request.request_id for part in parts if part.tokens]
-            self._streams.host.receive(landing.event, "results", speaking)
-            doomed = doomed if self._canary is None else self._canary.judge_copies()
-            self._ring.check(landing.staging)
-            told = _table(landing.staging.tensor, len(speaking), landing.num_columns).tolist()
-            said = dict(zip(speaking, told, strict=True))
+            self._streams.host.receive(pending.event, "results", speaking)
+            aborted = aborted if self._canary is None else self._canary.judge_copies()
+            self._ring.check(pending.staging)
+            results = _table(pending.staging.tensor, len(speaking), pending.num_columns).tolist()
+            said = dict(zip(speaking, results, strict=True))
         if self._canary is not None and result.flight is not None:
-            doomed |= self._canary.collect(result.flight)  # a report says more than that a tree is none
+            aborted |= self._canary.collect(result.flight)  # a report says more than that a tree is none
         if said:
-            heard = said.keys() - doomed  # who ends by a finding has no tree to check
+            collected = said.keys() - aborted  # who ends by a finding has no tree to check
             own = ((part.request.request_id, part) for part in parts)
-            parts = tuple(_told(part, said[name], result) if name in heard else part for name, part in own)
-        if self._canary is not None and not result.is_heard:
+            parts = tuple(_filled(part, said[name], result) if name in collected else part for name, part in own)
+        if self._canary is not None and not result.is_collected:
             going = [part for part in parts if part.request.finish_reason is None]
-            if doomed:
-                going = [part for part in going if part.request.request_id not in doomed]
+            if aborted:
+                going = [part for part in going if part.request.request_id not in aborted]
             ids = [part.request.request_id for part in going]
             self._canary.append_all(ids, [part.tokens for part in going])
             if result.drafted is not None:
                 self._canary.commit_all(ids, [part.committed_len for part in going])
-        return replace(result, parts=parts, doomed=result.doomed | doomed, is_heard=True)
+        return replace(result, parts=parts, aborted=result.aborted | aborted, is_collected=True)
 
 
 def _table(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -100,18 +102,18 @@ def _table(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
     return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
-def _told_of(result: StepResult) -> Tensor:
+def _results_of(result: StepResult) -> Tensor:
     """``[bs, columns] int64``: how many tokens each request has, then the tokens, then padding.
 
-    Of trees that the host has not heard of it is `told_of`.
+    Of trees that the host has not collected it is `results_of`.
     """
     accepted = result.accepted
     if result.drafted is not None:
-        return told_of(result.drafted, accepted)
+        return results_of(result.drafted, accepted)
     return torch.cat((accepted.lens[:, None], accepted.tokens), 1)
 
 
-def _told(part: Part, row: list[int], result: StepResult) -> Part:
+def _filled(part: Part, row: list[int], result: StepResult) -> Part:
     """The part with what its row in the buffer says; errors as of `accepted_of`.
 
     Who has ended meanwhile has no row of its own any more.

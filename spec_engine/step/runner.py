@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Part:
     """One request's share of a step: [0, committed_len) is final, ``tokens`` are new, the last of them the bonus.
 
-    A token that the device has not told yet is NO_TOKEN, until the landing of the step says what it is. Where it has
+    A token that the device has not told yet is NO_TOKEN, until the step's results says what it is. Where it has
     not told how many they are there is one, and the length is the one that the host knew before.
     logprobs: those of ``tokens``, where the request asks for them.
     root: the token behind which a tree was drafted.
@@ -65,22 +65,22 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host learns of a step; ``doomed`` are requests that a finding touches (mode abort).
+    """What the host learns of a step; ``aborted`` are requests that a finding touches (mode abort).
 
     accepted: where the device has the tokens, one row for each of the ``parts`` that have some; None: none has.
     num_steps: T of a decode step, where it may change.
     flight: what the canary has still to judge of it, before a token leaves; None: nothing.
-    is_heard: whether the host knows its tokens; else each is NO_TOKEN in the parts, and was not told to the canary.
+    is_collected: whether the host knows its tokens; else each is NO_TOKEN in the parts, and was not told to the canary.
     drafted: trees of a step of which the host knows not even how many tokens there are; None: it knows that.
     """
 
     is_decode: bool
     parts: tuple[Part, ...]
-    doomed: frozenset[str]
+    aborted: frozenset[str]
     accepted: Acceptance | None = None
     num_steps: int | None = None
     flight: InFlight | None = None
-    is_heard: bool = True
+    is_collected: bool = True
     drafted: Tree | None = None
 
 
@@ -104,20 +104,22 @@ class Runner:
         self.states, self.lag = states, lag
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
-        self.doomed: frozenset[str] = frozenset()  # as of the last look
+        self.aborted: frozenset[str] = frozenset()  # as of the last check
         self._flight: InFlight | None = None  # what the canary has still to judge of the current step
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make what a step needs beforehand, for batches of these sizes: nothing, where each is built as it comes."""
 
     def runs_ahead(self, requests: Sequence[Request]) -> bool:
-        """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
+        """Whether a decode step of these can be launched while the host has not collected the tokens of the last
+        one.
+        """
         return False
 
-    def heard(self, result: StepResult) -> None:
+    def collected(self, result: StepResult) -> None:
         """The host knows now what this step has done."""
         if result.flight is not None:
-            self.doomed = result.doomed
+            self.aborted = result.aborted
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
@@ -146,17 +148,17 @@ class Runner:
         new, logprobs, accepted = self._first_tokens(chunks, batch, hidden, is_ahead)
         if self.drafter is not None:
             self._extend_prompts(self.drafter, batch, chunks, new, output, lens)
-        doomed = self._judge()
+        aborted = self._judge()
         ends = [chunk.end for chunk in chunks]
         bonus = [own[0] if own else chunk.following for chunk, own in zip(chunks, new, strict=True)]
         self._publish(batch, ends, bonus)
         if accepted is not None and is_ahead:
             sampled = to_device([chunk.request.row for chunk in chunks if chunk.samples], self.device)
             self.relay.bonus.index_copy_(0, sampled, accepted.bonus)
-        return self._finish(False, batch, ends, new, logprobs, doomed, accepted, is_ahead)
+        return self._finish(False, batch, ends, new, logprobs, aborted, accepted, is_ahead)
 
     def is_ahead(self, requests: Sequence[Request]) -> bool:
-        """Whether nobody on the host needs the tokens of a prefill before it hears of the step.
+        """Whether nobody on the host needs the tokens of a prefill before it collects the step.
 
         A canary that judges at once does, for its truth, a drafter for what it extends by, and log-probabilities come
         with the tokens.
@@ -167,11 +169,11 @@ class Runner:
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
         """One decode step for everyone: one token each, or a drafted tree of ``num_steps`` (None: as configured).
 
-        But for those that a finding has ended, of whom a lagging host has not heard: nothing was proposed for them.
+        But for those that a finding has ended, of whom a lagging host does not know yet: nothing was proposed for them.
         """
-        requests = [request for request in requests if request.request_id not in self.doomed]
+        requests = [request for request in requests if request.request_id not in self.aborted]
         if not requests:
-            return StepResult(True, (), self.doomed)
+            return StepResult(True, (), self.aborted)
         batch = self._batch_of(requests)
         if self.drafter is None:
             return self._decode_one(batch)
@@ -184,9 +186,9 @@ class Runner:
 
     def _decode_one(self, batch: Batch) -> StepResult:
         decision = self._decide(batch, self._decoded(batch))
-        doomed = self._judge()
+        aborted = self._judge()
         accepted = self._to_host(batch, None, decision)
-        return self._commit(batch, accepted, decision, doomed)
+        return self._commit(batch, accepted, decision, aborted)
 
     def _decoded(self, batch: Batch) -> Tensor:
         """The hidden states of the bonus tokens, [bs, H]."""
@@ -199,13 +201,13 @@ class Runner:
         # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
         tree, windows, output = self._verified(batch, drafter, num_steps)
         decision = self._decide(batch, output.hidden, tree, drafter.draft_probs)
-        doomed = self._judge()
+        aborted = self._judge()
         accepted = self._to_host(batch, tree, decision)
-        going = [b for b, request_id in enumerate(batch.ids) if request_id not in doomed]
+        going = [b for b, request_id in enumerate(batch.ids) if request_id not in aborted]
         self.compact(windows, accepted, going)
         if self.states is not None:
             self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
-        result = self._commit(batch, accepted, decision, doomed)
+        result = self._commit(batch, accepted, decision, aborted)
         if not going:
             return result
         self._extend(batch, drafter, output, accepted, going)
@@ -257,7 +259,7 @@ class Runner:
         self.forwards.move(source, destination)
 
     def _commit(
-        self, batch: Batch, accepted: Sequence[Accepted], decision: Decision, doomed: frozenset[str]
+        self, batch: Batch, accepted: Sequence[Accepted], decision: Decision, aborted: frozenset[str]
     ) -> StepResult:
         lens = [length + len(path.nodes) for length, path in zip(batch.lens, accepted, strict=True)]
         tokens = [path.tokens for path in accepted]
@@ -265,7 +267,7 @@ class Runner:
         requests = enumerate(batch.requests)
         logprobs = [decision.logprobs_of(b, request.params, len(tokens[b])) for b, request in requests]
         roots = [path.root for path in accepted]
-        return self._finish(True, batch, lens, tokens, logprobs, doomed, decision.accepted, roots=roots)
+        return self._finish(True, batch, lens, tokens, logprobs, aborted, decision.accepted, roots=roots)
 
     def _extend(
         self,
@@ -326,8 +328,8 @@ class Runner:
         positions = to_device([chunks[c].end for c in ending], self.device)
         logits = self.model.logits(hidden[rows])[:, None]
         decision = self.acceptor.decide(logits, Nodes(requests, batch.rows[rows], positions))
-        told = [NO_TOKEN] * len(ending) if is_ahead else decision.accepted.bonus.tolist()
-        for number, (c, token) in enumerate(zip(ending, told, strict=True)):
+        shown = [NO_TOKEN] * len(ending) if is_ahead else decision.accepted.bonus.tolist()
+        for number, (c, token) in enumerate(zip(ending, shown, strict=True)):
             new[c], logprobs[c] = [token], decision.logprobs_of(number, requests[number].params, 1)
         return new, logprobs, decision.accepted
 
@@ -372,24 +374,24 @@ class Runner:
     def _judge(self) -> frozenset[str]:
         """Let the canary judge the step before a token of it counts.
 
-        A host that lags hears later what a device has to say of it, and knows now what it heard last.
+        A host that lags collects later what a device has to say of it, and knows now what it collected last.
         """
         self._flight = None
         if self.canary is None:
-            return self.doomed
+            return self.aborted
         flight = self.canary.end_step(is_waited_for=self._waits_for_results)
-        if self.lag and not flight.has_landed:
+        if self.lag and not flight.is_collected:
             self._flight = flight
         else:
-            self.doomed = self.canary.collect(flight)
-        return self.doomed
+            self.aborted = self.canary.collect(flight)
+        return self.aborted
 
     def _judged_again(self, result: StepResult) -> StepResult:
         """Behind what runs when the step has been judged: whether all of it had its hooks."""
-        if self.canary is None or not (doomed := self.canary.check_forwards()):
+        if self.canary is None or not (aborted := self.canary.check_forwards()):
             return result
-        self.doomed = doomed
-        return replace(result, doomed=result.doomed | doomed)
+        self.aborted = aborted
+        return replace(result, aborted=result.aborted | aborted)
 
     def _finish(
         self,
@@ -398,25 +400,25 @@ class Runner:
         lens: Sequence[int],
         tokens: Sequence[list[int]],
         logprobs: Sequence[tuple[TokenLogProb, ...] | None],
-        doomed: frozenset[str],
+        aborted: frozenset[str],
         accepted: Acceptance | None,
         is_ahead: bool = False,
         roots: Sequence[int | None] | None = None,
     ) -> StepResult:
         """Truth advances with acceptance: the canary learns it now, the host when it reads the result.
 
-        ``is_ahead``: nobody has heard the tokens, the canary learns them when somebody does; ``roots``: of trees.
+        ``is_ahead``: nobody has collected the tokens, the canary learns them when somebody does; ``roots``: of trees.
         """
         roots = [None] * len(batch) if roots is None else roots
         parts = tuple(Part(*own) for own in zip(batch.requests, lens, tokens, logprobs, roots, strict=True))
         if self.canary is not None:
-            going = [part for part in parts if part.request.request_id not in doomed]
+            going = [part for part in parts if part.request.request_id not in aborted]
             ids = [part.request.request_id for part in going]
             if not is_ahead:
                 self.canary.append_all(ids, [part.tokens for part in going])
             self.canary.commit_all(ids, [part.committed_len for part in going])
-        is_heard = self.canary is None or not is_ahead
-        return StepResult(is_decode, parts, doomed, accepted, flight=self._take_flight(), is_heard=is_heard)
+        is_collected = self.canary is None or not is_ahead
+        return StepResult(is_decode, parts, aborted, accepted, flight=self._take_flight(), is_collected=is_collected)
 
     def _take_flight(self) -> InFlight | None:
         """What the canary has still to judge of this step; nobody else holds it, and what it needs on the device."""

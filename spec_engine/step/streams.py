@@ -1,7 +1,7 @@
 """Streams: work beside the forwards. Each stream runs in order, and in none with another unless one waits for it.
 
 On CUDA a side stream is a ``torch.cuda.Stream``. On a CPU it is a queue of operations that have not run yet: whoever
-does not wait reads old bytes there too. Every piece of work is a ticket at the canary's desk, which says O1 for a use
+does not wait reads old bytes there too. Every piece of work is issued at the canary's tracker, which says O1 for a use
 that is ordered behind nothing, also where the bytes happened to be right.
 """
 
@@ -30,19 +30,19 @@ Operation = Callable[[], object]
 class Streams:
     """The streams of one engine: ``host``, ``main`` (its forwards), and side streams by name."""
 
-    def __init__(self, device: torch.device, desk: AsyncTracker | None = None) -> None:
-        """``desk``: ``canary.tickets``, where there is a canary."""
-        self._device, self._desk = device, desk
+    def __init__(self, device: torch.device, tracker: AsyncTracker | None = None) -> None:
+        """``tracker``: ``canary.async_tracker``, where there is a canary."""
+        self._device, self._tracker = device, tracker
         self._sides: dict[str, Stream] = {}
         self.is_cuda = device.type == "cuda"
-        self.host = Stream(HOST, _AtOnce(), desk)
-        self.main = Stream(MAIN, _Cuda(device, None) if self.is_cuda else _AtOnce(), desk)
+        self.host = Stream(HOST, _AtOnce(), tracker)
+        self.main = Stream(MAIN, _Cuda(device, None) if self.is_cuda else _AtOnce(), tracker)
 
     def side(self, name: str) -> Stream:
         """The side stream of this name, made at its first use."""
         if name not in self._sides:
             queue = _Cuda(self._device, torch.cuda.Stream(self._device)) if self.is_cuda else _Deferred()
-            self._sides[name] = Stream(name, queue, self._desk)
+            self._sides[name] = Stream(name, queue, self._tracker)
         return self._sides[name]
 
     def behind_main(self, name: str) -> Stream:
@@ -52,10 +52,12 @@ class Streams:
         return side
 
     def launched(self) -> Event | None:
-        """The end of a step's work on ``main``, for ``heard``; None where it has no side stream to be ordered with."""
+        """The end of a step's work on ``main``, for ``collected``; None where it has no side stream to be ordered
+        with.
+        """
         return self.main.mark() if self._sides else None
 
-    def heard(self, event: Event | None) -> None:
+    def collected(self, event: Event | None) -> None:
         """The host has the results of a step: it is behind all that the step waited for."""
         if event is not None:
             self.host.wait(event)
@@ -70,18 +72,18 @@ class Streams:
 class Stream:
     """One stream; ``last`` is the event of its newest work. See :class:`Streams` for the three kinds."""
 
-    def __init__(self, name: Hashable, queue: _Queue, desk: AsyncTracker | None) -> None:
+    def __init__(self, name: Hashable, queue: _Queue, tracker: AsyncTracker | None) -> None:
         self.name = name
         self.last: Event | None = None
-        self._queue, self._desk = queue, desk
+        self._queue, self._tracker = queue, tracker
 
     def submit(self, what: str, operation: Operation, reads: Resources = (), writes: Resources = ()) -> Event:
         """Enqueue an operation that touches these pages (by number) and host buffers (by name).
 
         The operation is kept until it has run, and with it every tensor that it names.
         """
-        ticket = None if self._desk is None else self._desk.issue(what, self.name, reads, writes)
-        self.last = Event(what, self._queue, self._queue.put(operation), ticket)
+        op = None if self._tracker is None else self._tracker.issue(what, self.name, reads, writes)
+        self.last = Event(what, self._queue, self._queue.put(operation), op)
         return self.last
 
     def mark(self) -> Event:
@@ -91,16 +93,16 @@ class Stream:
     def follow(self, other: Stream) -> None:
         """What comes on this stream from now on runs behind all that the other was given so far: its `mark`."""
         self._queue.wait(other._queue, other._queue.put(_nothing))
-        if self._desk is not None:
-            self._desk.follow(self.name, other.name)
+        if self._tracker is not None:
+            self._tracker.follow(self.name, other.name)
 
     def fetch(self, what: str, copy: Callable[[Tensor], object], buffer: Staging, behind: Stream) -> Event:
         """`submit` of a copy into a buffer that was taken for it, behind all that another stream was given so far."""
         self._queue.wait(behind._queue, behind._queue.put(_nothing))
-        ticket = None
-        if self._desk is not None:
-            ticket = self._desk.fetch(what, self.name, behind.name, buffer.name, buffer.generation)
-        self.last = Event(what, self._queue, self._queue.put(partial(copy, buffer.tensor)), ticket)
+        op = None
+        if self._tracker is not None:
+            op = self._tracker.fetch(what, self.name, behind.name, buffer.name, buffer.generation)
+        self.last = Event(what, self._queue, self._queue.put(partial(copy, buffer.tensor)), op)
         return self.last
 
     def receive(self, event: Event, what: str, requests: Sequence[str]) -> None:
@@ -108,10 +110,10 @@ class Stream:
         if not event.is_over:
             self._queue.wait(event.queue, event.mark)
             event.is_over = True
-            if self._desk is not None and event.ticket is not None:
-                self._desk.receive(event.ticket, what, requests)
-        elif event.ticket is not None:
-            self.use(what, event.ticket.writes, requests=requests)
+            if self._tracker is not None and event.op is not None:
+                self._tracker.receive(event.op, what, requests)
+        elif event.op is not None:
+            self.use(what, event.op.writes, requests=requests)
 
     def wait(self, event: Event) -> None:
         """What comes on this stream from now on runs behind the event's work; the host stands still, once."""
@@ -119,25 +121,25 @@ class Stream:
             return
         self._queue.wait(event.queue, event.mark)
         event.is_over = self.name == HOST
-        if self._desk is None or event.ticket is None:
+        if self._tracker is None or event.op is None:
             return
         if event.is_over:
-            self._desk.complete(event.ticket)
+            self._tracker.complete(event.op)
         else:
-            self._desk.waits(self.name, event.ticket)
+            self._tracker.waits(self.name, event.op)
 
     def use(self, what: str, resources: Resources, writes: bool = False, requests: Sequence[str] = ()) -> None:
         """An access that is no work of its own: a forward over pages, the host over a buffer.
 
         requests: whose tokens it touches, where no page says that.
         """
-        if self._desk is not None:
-            self._desk.use(what, self.name, resources, writes, requests)
+        if self._tracker is not None:
+            self._tracker.use(what, self.name, resources, writes, requests)
 
     def take(self, what: str, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else, and filled with it."""
-        if self._desk is not None:
-            self._desk.take(what, self.name, buffer, generation)
+        if self._tracker is not None:
+            self._tracker.take(what, self.name, buffer, generation)
 
     def advance(self, count: int = 1) -> None:
         """On a CPU: ``count`` waiting operations run, as a device would run them by and by. Elsewhere nothing."""
@@ -151,7 +153,7 @@ class Event:
     what: str
     queue: _Queue
     mark: Any
-    ticket: AsyncOp | None
+    op: AsyncOp | None
     is_over: bool = False
 
 

@@ -53,13 +53,13 @@ def owners_of(batch: Batch) -> list[Owner]:
 
 def to_host(tree: Tree, accepted: Acceptance, owners: Sequence[Owner] = ()) -> list[Accepted]:
     """Each request's path as lists, see `accepted_of`; waits for the device."""
-    rows = told_of(tree, accepted).tolist()
+    rows = results_of(tree, accepted).tolist()
     owners = owners or [Owner(f"request {b} of the batch") for b in range(len(rows))]
     num_nodes, num_places = tree.tokens.shape[1], accepted.nodes.shape[1]
     return [accepted_of(row, num_nodes, num_places, own) for row, own in zip(rows, owners, strict=True)]
 
 
-def told_of(tree: Tree, accepted: Acceptance) -> Tensor:
+def results_of(tree: Tree, accepted: Acceptance) -> Tensor:
     """``[bs, columns] int64``: what the host is told of these trees, and how many accepted nodes there are first.
 
     Then of every node what follows it, its token, its parent and the nodes that it sees, the accepted nodes, and where
@@ -70,17 +70,17 @@ def told_of(tree: Tree, accepted: Acceptance) -> Tensor:
     return torch.cat(columns if tree.made_for is None else [*columns, tree.made_for], 1)
 
 
-def accepted_of(told: list[int], num_nodes: int, num_places: int, owner: Owner) -> Accepted:
-    """What a row of `told_of` says, of trees of so many nodes and paths of so many places.
+def accepted_of(row: list[int], num_nodes: int, num_places: int, owner: Owner) -> Accepted:
+    """What a row of `results_of` says, of trees of so many nodes and paths of so many places.
 
     TreeShapeError for a tree that is none and for a path that is none of its tree, AcceptanceError where other tokens
     would leave than were accepted, RelayError for a tree that grew from what was proposed to another.
     """
-    count, first, end = told[0], 1 + 4 * num_nodes, 1 + 4 * num_nodes + num_places
-    after, tokens, parents, num_seen = (told[start : start + num_nodes] for start in range(1, first, num_nodes))
-    nodes = told[first:end][: max(count, 0)]
+    count, first, end = row[0], 1 + 4 * num_nodes, 1 + 4 * num_nodes + num_places
+    after, tokens, parents, num_seen = (row[start : start + num_nodes] for start in range(1, first, num_nodes))
+    nodes = row[first:end][: max(count, 0)]
     if owner.place is not None:
-        check_proposals(owner.request, *owner.place, told[end:])
+        check_proposals(owner.request, *owner.place, row[end:])
     check_tree(owner.request, parents, tokens, num_seen, nodes)
     emitted = [after[node] for node in nodes]
     check_emitted(owner.request, count, nodes, tokens, emitted)

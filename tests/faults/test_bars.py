@@ -40,7 +40,7 @@ def test_what_is_right_misses_nothing():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reported"),
     [
         ({"found": False}, "3 of 4 runs were found"),
         ({"place_right": False}, "the place is right in 3 of 4"),
@@ -52,10 +52,10 @@ def test_what_is_right_misses_nothing():
         ({"rank": 0}, "it is among the first 3 in 3 of 4"),
     ],
 )
-def test_each_bar_is_told_with_its_fault(wrong, told):
+def test_each_bar_is_told_with_its_fault(wrong, reported):
     """One line a fault and bar, with both numbers."""
     first, *others = right()
-    assert any(line.startswith(f"bits.flip: {told}") for line in missed_by([replace(first, **wrong), *others]))
+    assert any(line.startswith(f"bits.flip: {reported}") for line in missed_by([replace(first, **wrong), *others]))
 
 
 def test_verdicts_and_counts_are_of_the_campaign_that_is_measured():
@@ -106,11 +106,11 @@ def test_dumps_are_explained_and_replayed(tmp_path):
     for fault in ("bits.flip", "lifetime.freed_and_granted_while_read"):
         perform(Run(fault, name, setup_for(find(fault), QUICK[name]), 1, FAULTY, dumps=str(tmp_path)))
     scores = [dumps.score(path) for path in sorted(tmp_path.iterdir())]
-    told = dumps.as_json(scores)
-    assert [row["fault"] for row in told["rows"]] == ["bits.flip", "lifetime.freed_and_granted_while_read"]
+    reported = dumps.as_json(scores)
+    assert [row["fault"] for row in reported["rows"]] == ["bits.flip", "lifetime.freed_and_granted_while_read"]
     sums = {"faults": 2, "dumps": 2, "cause_first": 2, "cause_named": 2, "replayed": 2}
-    assert told["meta"] == sums | report.versions()
-    assert list(dumps.missed(told)) == []
+    assert reported["meta"] == sums | report.versions()
+    assert list(dumps.missed(reported)) == []
     worse = dumps.as_json([replace(scores[0], rank=2, missing=("R9 at slot 1",)), *scores[1:]])
     assert len(list(dumps.missed(worse))) == 2
     assert [one["dump"] for one in worse["wrong"]] == [scores[0].dump]

@@ -74,12 +74,12 @@ def strike_with(monkeypatch, strike, kind: str = FAULTY, **more) -> runs.Result:
     return perform(Run(fault.name, NAME, SETUP, 1, kind))
 
 
-def flip(target, **told) -> bool:
-    """Flip a bit of the first entry of the first request, and say what `told` says."""
+def flip(target, **reported) -> bool:
+    """Flip a bit of the first entry of the first request, and say what `reported` says."""
     [reader, *_] = target.running()
     slot = int(reader.slots[0])
     target.pools["target"].k[0][slot].view(-1).mul_(-1)
-    target.record(told.pop("writer", UNDECLARED), **({"slot": slot, "layer": 0, "position": 0} | told))
+    target.record(reported.pop("writer", UNDECLARED), **({"slot": slot, "layer": 0, "position": 0} | reported))
     return True
 
 
@@ -300,7 +300,7 @@ def cut_short(monkeypatch, name: str, steps: int, **more) -> runs.Result:
         ("bits.flip", 7, {"mode": "abort"}),  # found, and then the traffic goes on
     ],
 )
-def test_a_run_that_its_cap_ends_is_no_hit(monkeypatch, name, steps, more):
+def test_a_run_that_its_cap_ends_is_no_violation(monkeypatch, name, steps, more):
     """Whatever its entry says, and whatever spoke before: it has not ended, and matrix and report say so."""
     result = cut_short(monkeypatch, name, steps, **more)
     assert (result.not_ended, result.found, is_right(result)) == (True, False, False)
@@ -308,7 +308,7 @@ def test_a_run_that_its_cap_ends_is_no_hit(monkeypatch, name, steps, more):
     [total] = totals_of([result])
     assert total.not_ended == 1
     assert not total.is_right
-    assert "1 runs and twins did not end" in [told for told, is_held in total.bars() if not is_held]
+    assert "1 runs and twins did not end" in [reported for reported, is_held in total.bars() if not is_held]
     assert "not ended" in next(failures([result]))
     [case] = ElementTree.fromstring(as_junit([total], [result])).iter("failure")
     assert (case.get("type"), "1 not ended" in case.get("message")) == ("not ended", True)

@@ -58,12 +58,14 @@ def test_the_first_cause_is_of_the_fault_s_family(strike, name, family):
     error = strike(FAULTS[name], **FAULTS[name].settings)
     causes = error.findings[0].causes
     assert causes[0].family == family, error
-    assert not any(told.expected and told.expected.items() <= told.found.items() for told in error.findings), error
+    assert not any(
+        reported.expected and reported.expected.items() <= reported.found.items() for reported in error.findings
+    ), error
     assert len({(cause.family, cause.text) for cause in causes}) == len(causes)
 
 
 #: Faults of the catalogue that a rule of their own tells from their neighbours.
-TOLD = (
+REPORTED = (
     "addressing.chunk_local_position",
     "bits.k_and_v_swapped",
     "bits.nan_row",
@@ -94,7 +96,7 @@ TOLD = (
 )
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", REPORTED)
 def test_the_first_cause_is_the_right_one(name):
     """In the engine of the quick campaign, under an even seed, on which the rules were tuned."""
     fault = find(name)
@@ -120,11 +122,12 @@ SAID = {
     "transfer.wrong_axis": OTHER_LAYOUT,
     "transfer.strides_ignored": OTHER_LAYOUT,
     "transfer.layer_group_skipped": MOVED_WRONG,
-    "transfer.pages_rotated": "misrouted: pages # and # of parcel # changed places; in the target pool only "
+    "transfer.pages_rotated": "misrouted: pages # and # of snapshot # changed places; in the target pool only "
     "(transfer, derived)",
     "transfer.last_page_not_copied": "short: nothing arrived behind offset #: # of # pages hold zeros; in the target "
     "pool only (transfer, derived)",
-    "transfer.earlier_parcel": "stale: page # of parcel # came back with the bytes of page # of parcel #, an earlier "
+    "transfer.earlier_parcel": "stale: page # of snapshot # came back with the bytes of page # of snapshot #, an "
+    "earlier "
     "one, which left in step #; in the target pool only (transfer, derived)",
     "transfer.heads_permuted": "other layout: heads of K and V are in another order: #, #; in the target pool only "
     "(transfer, inferred)",

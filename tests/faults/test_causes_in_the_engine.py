@@ -62,8 +62,8 @@ def move_in_silence(monkeypatch):
 
     def strike(engine):
         own = engine.canary.on_move
-        told = lambda pool, *move, **more: None if pool == "target" else own(pool, *move, **more)  # noqa: E731
-        monkeypatch.setattr(engine.canary, "on_move", told)
+        reported = lambda pool, *move, **more: None if pool == "target" else own(pool, *move, **more)  # noqa: E731
+        monkeypatch.setattr(engine.canary, "on_move", reported)
 
     return strike
 
@@ -132,8 +132,8 @@ def test_the_first_cause_is_what_was_broken(monkeypatch, fault, settings, codes,
     finding = report.findings[0]
     assert finding.code in codes, report.text()
     assert (finding.causes[0].family, words in finding.causes[0].text) == (family, True), report.text()
-    for told in report.findings:
-        assert not told.expected or not told.expected.items() <= told.found.items(), report.text()
+    for reported in report.findings:
+        assert not reported.expected or not reported.expected.items() <= reported.found.items(), report.text()
     assert "a request that ended long ago, verify" not in report.text()
 
 

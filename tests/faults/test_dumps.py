@@ -60,10 +60,10 @@ def test_a_drafting_engine(make_engine: Callable[..., Engine], tmp_path: Path, f
     assert dump.findings[0]["code"] == code
     outcome = replay(dump)
     assert outcome.missing == []
-    told = explain(dump, 0)
-    assert told["causes"][0]["family"] == family == outcome.findings[0].causes[0].family
-    assert told["story"][0]["kind"] == "born"
-    assert told["story"][-1]["kind"] == "found"
+    reported = explain(dump, 0)
+    assert reported["causes"][0]["family"] == family == outcome.findings[0].causes[0].family
+    assert reported["story"][0]["kind"] == "born"
+    assert reported["story"][-1]["kind"] == "found"
 
 
 MORE = {

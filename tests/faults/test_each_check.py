@@ -71,7 +71,7 @@ def damage_record(engine: Engine) -> Place:
 
 @found_by("R3")
 def damage_fingerprint(engine: Engine) -> Place:
-    """The fingerprint was hit, not the bytes: lane b over all layers tells them apart."""
+    """The fingerprint was damaged, not the bytes: fingerprint b over all layers tells them apart."""
     mine, _ = rows(engine)
     slot = int(mine[9])
     engine.canary.session.state.by_name["target"].content_a[7, slot] ^= 1 << 40
@@ -259,8 +259,8 @@ def write_into_a_free_page(engine: Engine) -> Place:
 def read_before_the_copy_has_landed(engine: Engine) -> Place:
     """A copy into a page is in flight on another stream when the forward's stream uses the page."""
     page = engine.running[0].pages[2]
-    engine.canary.tickets.issue("upload", "copies", writes=[page])
-    engine.canary.tickets.use("verify", "forward", [page])
+    engine.canary.async_tracker.issue("upload", "copies", writes=[page])
+    engine.canary.async_tracker.use("verify", "forward", [page])
     return page * 4, None
 
 
@@ -329,11 +329,11 @@ def believe_a_shorter_row(engine: Engine) -> Place:
 def read_what_a_later_step_has_written(engine: Engine) -> Place:
     """A record of a step that has not come yet, whole in every other respect."""
     mine, _ = rows(engine)
-    slot, mirror = int(mine[9]), engine.canary.session.checks.mirror
-    record = mirror.table[[slot]]
+    slot, record_store = int(mine[9]), engine.canary.session.checks.record_store
+    record = record_store.table[[slot]]
     record[0, 3] += 5
     record[0, 7] = engine.canary.session.state.by_name["target"].seal_term
-    mirror.write(np.array([slot]), record)
+    record_store.write(np.array([slot]), record)
     return slot, 9
 
 

@@ -19,8 +19,8 @@ def campaign(*faults: str, seed: int = 1, configs: tuple[str, ...] = ("a", "b"),
     runs = [Run(fault, config, Setup(), seed, FAULTY) for fault in faults for config in configs]
     results = [Result(run, struck=True, found=True, code="R9", expected="R9") for run in runs]
     results.append(Result(Run("", "a", Setup(), seed, CLEAN)))
-    told = {"config": "full", "complete": True, "cpu_seconds": 60, "seed": seed} | meta
-    return as_json(rows_of(results), totals_of(results), results, **told)
+    reported = {"config": "full", "complete": True, "cpu_seconds": 60, "seed": seed} | meta
+    return as_json(rows_of(results), totals_of(results), results, **reported)
 
 
 def test_rows_of_the_named_faults_are_replaced():

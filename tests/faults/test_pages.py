@@ -76,7 +76,7 @@ def test_the_pages_quote_the_records(page):
 
 def test_the_dumps_hold_their_bars():
     """The right cause first in 90 %, the same finding in every replay, of every fault that ends in a finding."""
-    told = pages.load("dumps")
-    assert list(missed(told)) == []
-    assert {row["fault"] for row in told["rows"]} <= {fault.name for fault in catalogue.faults()}
-    assert sum(row["dumps"] for row in told["rows"]) == told["meta"]["dumps"]
+    reported = pages.load("dumps")
+    assert list(missed(reported)) == []
+    assert {row["fault"] for row in reported["rows"]} <= {fault.name for fault in catalogue.faults()}
+    assert sum(row["dumps"] for row in reported["rows"]) == reported["meta"]["dumps"]

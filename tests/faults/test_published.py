@@ -46,7 +46,7 @@ def test_the_page_has_the_tables():
 
 def test_a_difference_that_nobody_tells_counts_for_no_fault():
     """Other weights or images behind equal tokens: nobody tells the canary, so that no fault stands for these bugs."""
-    untold = {"LMCache/LMCache#4086", "LMCache/LMCache#4783", "LMCache/LMCache#3301"}
-    untold |= {"InternLM/lmdeploy#4917", "InternLM/lmdeploy#4918", "NVIDIA/TensorRT-LLM#13815"}
-    assert [fault.name for fault in faults() if untold & set(fault.bugs)] == []
-    assert UNREACHED.keys() >= untold & {bug for bugs in PUBLISHED.values() for bug in bugs}
+    undeclared = {"LMCache/LMCache#4086", "LMCache/LMCache#4783", "LMCache/LMCache#3301"}
+    undeclared |= {"InternLM/lmdeploy#4917", "InternLM/lmdeploy#4918", "NVIDIA/TensorRT-LLM#13815"}
+    assert [fault.name for fault in faults() if undeclared & set(fault.bugs)] == []
+    assert UNREACHED.keys() >= undeclared & {bug for bugs in PUBLISHED.values() for bug in bugs}

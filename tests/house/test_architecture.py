@@ -70,11 +70,11 @@ def test_every_flag_has_its_row(root: Path, page: str) -> None:
 
 def test_every_event_has_its_row(root: Path, page: str) -> None:
     """The events are those of their page, each with the file that tells it."""
-    told: dict[str, set[Path]] = {}
+    reported: dict[str, set[Path]] = {}
     for path in (path for package in PACKAGES for path in (root / package).rglob("*.py")):
         for name in re.findall(r"_events\.\w+\(\s*\"([\w.]+)\"", path.read_text(encoding="utf-8")):
-            told.setdefault(name, set()).add(path)
+            reported.setdefault(name, set()).add(path)
     rows = rows_below(page, "... what tells an event")
-    assert {name.strip("`"): set(found(root, path.strip("`"))) for name, path in rows} == told
+    assert {name.strip("`"): set(found(root, path.strip("`"))) for name, path in rows} == reported
     events = (root / "docs" / "events.md").read_text(encoding="utf-8")
-    assert sorted(told) == sorted(re.findall(r"^## `(\S+)`", events, re.M))
+    assert sorted(reported) == sorted(re.findall(r"^## `(\S+)`", events, re.M))

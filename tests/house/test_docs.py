@@ -22,8 +22,8 @@ def docs(root: Path) -> Path:
 
 def test_every_page_is_in_the_navigation(root: Path, docs: Path) -> None:
     """The table of contents has each page once; mkdocs itself checks the links (`make docs`)."""
-    told = re.findall(r"\b([a-z_]+\.md)\b", str(yaml.safe_load((root / "mkdocs.yml").read_text())["nav"]))
-    assert sorted(told) == sorted(path.name for path in docs.iterdir())
+    reported = re.findall(r"\b([a-z_]+\.md)\b", str(yaml.safe_load((root / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(reported) == sorted(path.name for path in docs.iterdir())
 
 
 def test_tests_build_the_docs(root: Path) -> None:

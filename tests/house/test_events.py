@@ -20,7 +20,7 @@ UNPACKED = {
 }
 
 
-def told(root: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def reported(root: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """(name, level, keys) of every call that tells an event."""
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -54,7 +54,7 @@ def documented(root: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 def test_every_event_is_on_the_page(root: Path) -> None:
     """Names, levels and keys of the code are those of the page, no more and no fewer."""
-    code = {name: (level, tuple(sorted(keys))) for name, level, keys in told(root)}
+    code = {name: (level, tuple(sorted(keys))) for name, level, keys in reported(root)}
     page = {name: (level, tuple(sorted(keys))) for name, (level, keys) in documented(root).items()}
     assert code == page
 
@@ -62,7 +62,7 @@ def test_every_event_is_on_the_page(root: Path) -> None:
 def test_a_name_has_one_set_of_keys(root: Path) -> None:
     """An event that is told in two places is the same in both."""
     by_name: dict[str, set[tuple[str, ...]]] = {}
-    for name, level, keys in told(root):
+    for name, level, keys in reported(root):
         by_name.setdefault(name, set()).add((level, *sorted(keys)))
     assert all(len(kinds) == 1 for kinds in by_name.values())
 

@@ -1,4 +1,4 @@
-"""Content check: the bitmap names exactly the layers whose bytes differ from the stored lane."""
+"""Content check: the bitmap names exactly the layers whose bytes differ from the stored fingerprint."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ POISON = -77
 both = pytest.mark.parametrize("operation", [check_content, check_content_torch], ids=["triton", "torch"])
 
 
-def stored_lanes(rows: PoolRows, keys: Keys) -> Tensor:
+def stored_fingerprints(rows: PoolRows, keys: Keys) -> Tensor:
     slots = torch.arange(rows.num_slots, device=rows.ptrs.device)
     content_a = torch.empty(rows.num_layers, rows.num_slots, dtype=torch.int64, device=slots.device)
-    fingerprint_torch(rows, slots, keys, lane_a=content_a)
+    fingerprint_torch(rows, slots, keys, fingerprint_a=content_a)
     return content_a
 
 
@@ -33,7 +33,7 @@ def run(operation, rows: PoolRows, slots: Tensor, keys: Keys, content_a: Tensor,
 def test_check_content_names_the_layers(operation, layout: str, pool, tensor) -> None:
     """Flipped bits in layers 0, 63, 64 and 66 set these bits of their slots; clean slots have none."""
     rows, keys = pool(layout, torch.float16, layers=67, slots=8)
-    content_a = stored_lanes(rows, keys)
+    content_a = stored_fingerprints(rows, keys)
     for slot, layer, tensors in ((7, 0, rows.k), (2, 63, rows.v), (2, 64, rows.k), (2, 66, rows.v)):
         tensors[layer][slot, 1] ^= 1 << 30
     mismatch = run(operation, rows, tensor([7, 3, 2]), keys, content_a)
@@ -47,7 +47,7 @@ def test_check_content_names_the_layers(operation, layout: str, pool, tensor) ->
 def test_check_content_takes_few_slots(operation, n: int, pool, tensor) -> None:
     """None and one."""
     rows, keys = pool()
-    mismatch = run(operation, rows, tensor([31][:n]), keys, stored_lanes(rows, keys))
+    mismatch = run(operation, rows, tensor([31][:n]), keys, stored_fingerprints(rows, keys))
     assert mismatch.tolist() == [[0, 0]][:n]
 
 
@@ -56,7 +56,7 @@ def test_check_content_writes_nothing_for_padding_and_bad_slots(operation, pool,
     """Entries at and after the live count, and ids outside the pool, keep their outputs."""
     rows, keys = pool()
     slots = tensor([-1, 4, 32, 5, 6])
-    mismatch = run(operation, rows, slots, keys, stored_lanes(rows, keys), num_live=tensor([4]))
+    mismatch = run(operation, rows, slots, keys, stored_fingerprints(rows, keys), num_live=tensor([4]))
     assert mismatch[:, 0].tolist() == [POISON, 0, POISON, 0, POISON]
     assert torch.equal(mismatch[:, 0], mismatch[:, 1])
 
@@ -70,7 +70,7 @@ def test_check_content_says_only_whether_something_differs(
 ) -> None:
     """In one number, which stays as it is where nothing does; padding and slots outside are nobody's."""
     rows, keys = pool("fused", torch.float16, layers=67, slots=8)
-    content_a = stored_lanes(rows, keys)
+    content_a = stored_fingerprints(rows, keys)
     rows.k[66][7, 1] ^= 1
     found = tensor([0])
     operation(rows, tensor(slots), keys, content_a, differs=found, num_live=tensor([live]))
@@ -83,7 +83,7 @@ def test_check_content_says_only_whether_something_differs(
 def test_a_number_of_the_host_tells_whether_something_differs(pool, tensor) -> None:
     """The kernel writes there."""
     rows, keys = pool()
-    content_a, found = stored_lanes(rows, keys), torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    content_a, found = stored_fingerprints(rows, keys), torch.zeros(1, dtype=torch.int64, pin_memory=True)
     for wanted in (0, 1):
         rows.v[0][5, 0] ^= wanted
         check_content(rows, tensor([4, 5]), keys, content_a, differs=found)
@@ -92,7 +92,7 @@ def test_a_number_of_the_host_tells_whether_something_differs(pool, tensor) -> N
 
 
 @both
-def test_zeroed_bytes_under_zeroed_lanes_are_a_mismatch(operation, pool, tensor) -> None:
+def test_zeroed_bytes_under_zeroed_fingerprints_are_a_mismatch(operation, pool, tensor) -> None:
     """A pool and a canary that were both wiped do not vouch for each other."""
     rows, keys = pool()
     for row in (*rows.k, *rows.v):
@@ -106,4 +106,4 @@ def test_check_content_refuses_a_bitmap_of_the_wrong_shape(operation, pool, tens
     """The message shows the shape that it wants and the one that it got."""
     rows, keys = pool()
     with pytest.raises(ValueError, match=r"mismatch must be contiguous \[1, 2\] int64, got \[1\]"):
-        operation(rows, tensor([4]), keys, stored_lanes(rows, keys), mismatch=tensor([0]))
+        operation(rows, tensor([4]), keys, stored_fingerprints(rows, keys), mismatch=tensor([0]))

@@ -28,10 +28,10 @@ class Header:
     def __post_init__(self) -> None:
         self.rows = self.rows or [0] * self.num_rows
 
-    def add(self, hits: list[tuple[int, int, int, int]], step: int) -> None:
-        """Hits are (entry, slot, row, code) in any order."""
+    def add(self, violations: list[tuple[int, int, int, int]], step: int) -> None:
+        """Violations are (entry, slot, row, code) in any order."""
         new: dict[int, list[int]] = {}
-        for entry, slot, row, code in sorted(hits):
+        for entry, slot, row, code in sorted(violations):
             for bit in range(64):
                 if code >> bit & 1:
                     self.counts[bit] += 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcanary_kernels.watch.fetch import BLOCK, fetch, fetch_torch, keep, keep_torch, send, send_torch
-from kvcanary_kernels.watch.walk import NO_HIT, Rows
+from kvcanary_kernels.watch.walk import NO_VIOLATION, Rows
 
 POISON = -77
 
@@ -23,7 +23,7 @@ def test_fetch_copies_the_line_of_the_step_and_clears_its_cells(act, width: int,
         act(held, ticks, out, width=width, cells=cells)
         assert ticks.tolist() == [tick, 0]
         assert out.tolist() == [*lines[tick % 3, :width].tolist(), *[POISON] * (200 - width)]
-        wanted = [NO_HIT if place == tick % 3 else POISON for place in range(3)]
+        wanted = [NO_VIOLATION if place == tick % 3 else POISON for place in range(3)]
         assert torch.equal(cells.cpu(), torch.tensor(wanted)[:, None].expand(3, 150))
 
 

@@ -1,4 +1,4 @@
-"""Content lanes: kernel, torch reference and a plain-integer oracle agree on every bit."""
+"""Fingerprints: kernel, torch reference and a plain-integer oracle agree on every bit."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ def row_words(row: Tensor) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 4}I", data)
 
 
-def lane(words: tuple[int, ...], keys: Tensor, start: int) -> int:
+def plain_fingerprint(words: tuple[int, ...], keys: Tensor, start: int) -> int:
     return (start + sum((k & 0xFFFFFFFF) * w for k, w in zip(keys.tolist(), words, strict=True))) & MASK
 
 
 def oracle(rows: PoolRows, slots: list[int], keys: Keys) -> tuple[list[list[int]], list[int]]:
-    lane_a, lane_b = [], [keys.start_b] * len(slots)
+    fingerprint_a, fingerprint_b = [], [keys.start_b] * len(slots)
     for layer in range(rows.num_layers):
         words = [row_words(rows.k[layer][s]) + row_words(rows.v[layer][s]) for s in slots]
-        lane_a.append([lane(w, keys.lane_a[layer], int(keys.start_a[layer])) for w in words])
-        lane_b = [(b + lane(w, keys.lane_b[layer], 0)) & MASK for b, w in zip(lane_b, words, strict=True)]
-    return lane_a, lane_b
+        fingerprint_a.append([plain_fingerprint(w, keys.fingerprint_a[layer], int(keys.start_a[layer])) for w in words])
+        fingerprint_b = [
+            (b + plain_fingerprint(w, keys.fingerprint_b[layer], 0)) & MASK
+            for b, w in zip(fingerprint_b, words, strict=True)
+        ]
+    return fingerprint_a, fingerprint_b
 
 
 def run(operation, rows: PoolRows, slots: Tensor, keys: Keys, **kwargs) -> tuple[list[list[int]], list[int]]:
-    lane_a = torch.full((rows.num_layers, slots.numel()), POISON, device=slots.device)
-    lane_b = torch.full((slots.numel(),), POISON, device=slots.device)
-    operation(rows, slots, keys, lane_a=lane_a, lane_b=lane_b, **kwargs)
-    return [[v & MASK for v in layer] for layer in lane_a.tolist()], [v & MASK for v in lane_b.tolist()]
+    fingerprint_a = torch.full((rows.num_layers, slots.numel()), POISON, device=slots.device)
+    fingerprint_b = torch.full((slots.numel(),), POISON, device=slots.device)
+    operation(rows, slots, keys, fingerprint_a=fingerprint_a, fingerprint_b=fingerprint_b, **kwargs)
+    return [[v & MASK for v in layer] for layer in fingerprint_a.tolist()], [v & MASK for v in fingerprint_b.tolist()]
 
 
 @both
@@ -72,11 +75,11 @@ def test_fingerprint_takes_few_slots(operation, n: int, pool, tensor) -> None:
 
 
 @both
-def test_fingerprint_of_lane_a_alone(operation, pool, tensor) -> None:
-    """Without lane b, lane a is the same, and may be a slice of a larger buffer."""
+def test_fingerprint_of_fingerprint_a_alone(operation, pool, tensor) -> None:
+    """Without fingerprint b, fingerprint a is the same, and may be a slice of a larger buffer."""
     rows, keys = pool()
     buffer = torch.full((3, 10), POISON, device=rows.ptrs.device)
-    operation(rows, tensor([4, 8]), keys, lane_a=buffer[:, 3:5])
+    operation(rows, tensor([4, 8]), keys, fingerprint_a=buffer[:, 3:5])
     assert [[v & MASK for v in layer] for layer in buffer[:, 3:5].tolist()] == oracle(rows, [4, 8], keys)[0]
     buffer[:, 3:5] = POISON
     assert (buffer == POISON).all()
@@ -86,13 +89,13 @@ def test_fingerprint_of_lane_a_alone(operation, pool, tensor) -> None:
 def test_fingerprint_writes_nothing_for_bad_slots(operation, pool, tensor) -> None:
     """Ids outside the pool keep their outputs."""
     rows, keys = pool()
-    lane_a, lane_b = run(operation, rows, tensor([2, -1, 7, 32, 2**40, 5]), keys)
+    fingerprint_a, fingerprint_b = run(operation, rows, tensor([2, -1, 7, 32, 2**40, 5]), keys)
     expected_a, expected_b = oracle(rows, [2, 7, 5], keys)
     untouched = POISON & MASK
-    assert [lane_b[i] for i in (0, 2, 5)] == expected_b
-    assert [lane_b[i] for i in (1, 3, 4)] == [untouched] * 3
-    assert [[layer[i] for i in (0, 2, 5)] for layer in lane_a] == expected_a
-    assert all(layer[i] == untouched for layer in lane_a for i in (1, 3, 4))
+    assert [fingerprint_b[i] for i in (0, 2, 5)] == expected_b
+    assert [fingerprint_b[i] for i in (1, 3, 4)] == [untouched] * 3
+    assert [[layer[i] for i in (0, 2, 5)] for layer in fingerprint_a] == expected_a
+    assert all(layer[i] == untouched for layer in fingerprint_a for i in (1, 3, 4))
 
 
 @both
@@ -100,8 +103,8 @@ def test_fingerprint_writes_nothing_for_bad_slots(operation, pool, tensor) -> No
 def test_fingerprint_writes_nothing_for_one_bad_slot(operation, bad: int, pool, tensor) -> None:
     """Below the pool or beyond it: each is enough."""
     rows, keys = pool()
-    lane_b = run(operation, rows, tensor([2, bad]), keys)[1]
-    assert lane_b == [*oracle(rows, [2], keys)[1], POISON & MASK]
+    fingerprint_b = run(operation, rows, tensor([2, bad]), keys)[1]
+    assert fingerprint_b == [*oracle(rows, [2], keys)[1], POISON & MASK]
 
 
 @both
@@ -114,19 +117,21 @@ def test_fingerprint_of_values_on_their_way_into_the_pool(operation, pool, tenso
 
 
 def test_every_flipped_bit_changes_its_layer_alone(pool, tensor) -> None:
-    """All 32 bits of words in K and V, first and last: lane a of that layer and lane b change, nothing else does."""
+    """All 32 bits of words in K and V, first and last: fingerprint a of that layer and fingerprint b change, nothing
+    else does.
+    """
     rows, keys = pool(layers=2)
     slots = tensor([6])
-    lane_a, lane_b = run(fingerprint_torch, rows, slots, keys)
+    fingerprint_a, fingerprint_b = run(fingerprint_torch, rows, slots, keys)
     for row, word in ((rows.k[1], 0), (rows.k[1], 11), (rows.v[1], 0), (rows.v[1], 11)):
         for bit in range(32):
             flip = (1 << bit) - (1 << 32 if bit == 31 else 0)
             row[6, word] ^= flip
             changed_a, changed_b = run(fingerprint_torch, rows, slots, keys)
             row[6, word] ^= flip
-            assert changed_a[0] == lane_a[0]
-            assert changed_a[1] != lane_a[1]
-            assert changed_b != lane_b
+            assert changed_a[0] == fingerprint_a[0]
+            assert changed_a[1] != fingerprint_a[1]
+            assert changed_b != fingerprint_b
 
 
 @both
@@ -142,12 +147,12 @@ def test_two_flipped_top_bits_do_not_cancel(operation, pool, tensor) -> None:
 
 
 def test_a_zeroed_row_has_its_layers_constant(pool, tensor) -> None:
-    """Zero bytes do not have a zero lane, and two layers of zeros differ."""
+    """Zero bytes do not have a zero fingerprint, and two layers of zeros differ."""
     rows, keys = pool()
     for row in (*rows.k, *rows.v):
         row.zero_()
-    lane_a, lane_b = run(fingerprint, rows, tensor([6]), keys)
-    assert len({0, lane_b[0], *(layer[0] for layer in lane_a)}) == 5
+    fingerprint_a, fingerprint_b = run(fingerprint, rows, tensor([6]), keys)
+    assert len({0, fingerprint_b[0], *(layer[0] for layer in fingerprint_a)}) == 5
 
 
 @pytest.mark.parametrize("words", [16, 31, 1024, 1026, 6000])
@@ -185,8 +190,8 @@ def test_fingerprint_refuses_what_does_not_fit(operation, pool, tensor) -> None:
     rows, keys = pool()
     with pytest.raises(ValueError, match="keys are for 3 layers of 8 words, rows have 3 layers of 24"):
         run(operation, rows, tensor([1]), make_keys(1, 3, 8))
-    with pytest.raises(ValueError, match=r"lane_a must be \[3, 1\] int64"):
-        operation(rows, tensor([1]), keys, lane_a=torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"fingerprint_a must be \[3, 1\] int64"):
+        operation(rows, tensor([1]), keys, fingerprint_a=torch.zeros(2, 1, dtype=torch.int64))
 
 
 def test_pool_rows_refuses_rows_it_would_have_to_copy(device: str) -> None:

@@ -143,7 +143,7 @@ def test_a_bitmap_of_the_wrong_shape_is_refused(check, pool, tensor) -> None:
         check(rows, tensor([4]), mismatch=tensor([0]))
 
 
-def test_a_format_has_as_many_lanes_as_a_word_has_elements() -> None:
+def test_a_format_has_as_many_fingerprints_as_a_word_has_elements() -> None:
     """Four of 8 bits, two of 16, one of 32; an element of 64 bits is judged by its upper word."""
     assert format_of(torch.float8_e5m2).lows == 0x01010101
     assert format_of(torch.bfloat16).highs == 0x80008000
@@ -174,9 +174,9 @@ def test_slots_and_grants_may_lie_in_pinned_memory(pool, tensor) -> None:
     for words in (*rows.k[1:], *rows.v):
         words.fill_(0)
     rows.k[0].fill_(0x7F800000)
-    told = torch.tensor([[0, 1, 2], [5, 6, 7]]).pin_memory()
+    reported = torch.tensor([[0, 1, 2], [5, 6, 7]]).pin_memory()
     mismatch = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
     records = torch.zeros(3, 8, dtype=torch.int64, device="cuda")
     records[:, 2] = 6 << 32
-    finite_check(rows, told[0], mismatch=mismatch, records=records, grants=told[1])
+    finite_check(rows, reported[0], mismatch=mismatch, records=records, grants=reported[1])
     assert mismatch.tolist() == [[1, 0], [0, 0], [1, 0]]

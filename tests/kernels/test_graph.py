@@ -39,15 +39,15 @@ class Step:
         self.indptr, self.starts, self.ones = tensor(range(ROWS + 1)), tensor(range(ROWS)), tensor([1] * ROWS)
         self.parents, self.seeds, self.one = tensor([-1] * ROWS), tensor(range(ROWS)), tensor([1])
         self.generations, self.layers = tensor([1] * (NUM_SLOTS // PAGE_SIZE)), layers_bitmap(LAYERS, "cuda")
-        self.scan, self.tree, self.lane_b, self.codes = (torch.empty_like(self.slots) for _ in range(4))
+        self.scan, self.tree, self.fingerprint_b, self.codes = (torch.empty_like(self.slots) for _ in range(4))
         self.twice, self.into, self.arrived = (torch.zeros_like(self.slots) for _ in range(3))
         self.nowhere = tensor([-1])
-        self.lane_a = torch.empty(LAYERS, ROWS, dtype=torch.int64, device="cuda")
+        self.fingerprint_a = torch.empty(LAYERS, ROWS, dtype=torch.int64, device="cuda")
         self.mismatch = torch.empty(ROWS, 2, dtype=torch.int64, device="cuda")
         self.scratch = torch.empty(ROWS, 8 + LAYERS, dtype=torch.int64, device="cuda")
         self.records = torch.empty(NUM_SLOTS, 8, dtype=torch.int64, device="cuda")
         self.content_a = torch.empty(LAYERS, NUM_SLOTS, dtype=torch.int64, device="cuda")
-        self.outputs = [self.scan, self.tree, self.lane_a, self.lane_b, self.records, self.content_a]
+        self.outputs = [self.scan, self.tree, self.fingerprint_a, self.fingerprint_b, self.records, self.content_a]
         self.outputs += [self.codes, self.mismatch]
 
     def __call__(self) -> None:
@@ -58,8 +58,8 @@ class Step:
         chain_tree(*operands, self.parents, self.seeds, max_depth=2, keys=keys, out=self.tree, **live)
         written = {"tokens": self.tokens, "positions": self.positions, "chains": self.scan, "requests": self.one}
         seal(self.records, self.slots, **written, **sites, **live)
-        lanes = {"lane_a": self.lane_a, "lane_b": self.lane_b}
-        fingerprint(self.rows, self.slots, keys, **lanes)
+        fingerprints = {"fingerprint_a": self.fingerprint_a, "fingerprint_b": self.fingerprint_b}
+        fingerprint(self.rows, self.slots, keys, **fingerprints)
         stored = {"records": self.records, "content_a": self.content_a, "twice": self.twice}
         for layer in range(LAYERS):
             put(self.rows, layer, self.slots, self.k, self.v, keys=keys, **stored, **live)
@@ -133,7 +133,7 @@ def test_a_captured_step_sees_a_flipped_bit() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_store_replays_with_fewer_rows() -> None:
-    """Live rows get the bytes, lanes and bits that an eager store gives them."""
+    """Live rows get the bytes, fingerprints and bits that an eager store gives them."""
     step, k, v = Step(), torch.randn(ROWS, 2, 8, device="cuda"), torch.randn(ROWS, 2, 8, device="cuda")
     twice, times = torch.zeros_like(step.slots), torch.zeros(LAYERS, ROWS, dtype=torch.int64, device="cuda")
     kept = torch.zeros(LAYERS, ROWS, step.rows.words_per_row, dtype=torch.int32, device="cuda")

@@ -15,19 +15,19 @@ both = pytest.mark.parametrize("operation", [move, move_torch], ids=["triton", "
 
 
 def sealed_pool(keys: Keys, device: str) -> tuple[Tensor, Tensor]:
-    """Records of random identity and content whose seals hold, and random lanes."""
+    """Records of random identity and content whose seals hold, and random fingerprints."""
     generator = torch.Generator().manual_seed(3)
     records = torch.randint(-(2**62), 2**62, (NUM_SLOTS, 8), generator=generator)
     for slot in range(NUM_SLOTS):
         records[slot, 7] = signed(seal_host(read_record(records, slot), slot, POOL_ID, keys))
-    lanes = torch.randint(-(2**62), 2**62, (LAYERS, NUM_SLOTS), generator=generator)
-    return records.to(device), lanes.to(device)
+    fingerprints = torch.randint(-(2**62), 2**62, (LAYERS, NUM_SLOTS), generator=generator)
+    return records.to(device), fingerprints.to(device)
 
 
 def oracle(records: Tensor, content_a: Tensor, src: list[int], dst: list[int], news: list[dict[str, int]], keys: Keys):
-    """Expected records and lanes, every source read first; seals computed anew from the words."""
-    rows, lanes = records.tolist(), content_a.T.tolist()
-    new_rows, new_lanes = [list(r) for r in rows], [list(x) for x in lanes]
+    """Expected records and fingerprints, every source read first; seals computed anew from the words."""
+    rows, fingerprints = records.tolist(), content_a.T.tolist()
+    new_rows, new_fingerprints = [list(r) for r in rows], [list(x) for x in fingerprints]
     for s, d, new in zip(src, dst, news, strict=True):
         row = list(rows[s])
         request = new.get("request", row[2] & 0xFFFFFFFF)
@@ -35,8 +35,8 @@ def oracle(records: Tensor, content_a: Tensor, src: list[int], dst: list[int], n
         row[3] = signed(new["step"] | new["site"] << 32)
         words = [w & 0xFFFFFFFF for column in row[:4] for w in (column, column >> 32)] + [d, POOL_ID]
         row[7] = signed(keys.seal_start + sum(k * w for k, w in zip(keys.seal_keys, words, strict=True)))
-        new_rows[d], new_lanes[d] = row, lanes[s]
-    return new_rows, new_lanes
+        new_rows[d], new_fingerprints[d] = row, fingerprints[s]
+    return new_rows, new_fingerprints
 
 
 def run(operation, records: Tensor, content_a: Tensor, src: Tensor, dst: Tensor, keys: Keys, **given) -> None:
@@ -123,9 +123,9 @@ def test_what_was_not_written_since_its_grant_arrives_blank(operation, is_damage
     for slot, grant in zip((4, 12, 7), (grants[0], grants[2], grants[3] + 1), strict=True):
         pages[slot // 2] = grant + 2**34
     pages[9 // 2] = grants[1] - 1
-    expected, lanes = oracle(records, content_a, [4, 12], [20, 1], [new, new], keys)
+    expected, fingerprints = oracle(records, content_a, [4, 12], [20, 1], [new, new], keys)
     for slot in (21, 3):
-        expected[slot], lanes[slot] = [0] * 8, [0] * LAYERS
+        expected[slot], fingerprints[slot] = [0] * 8, [0] * LAYERS
         expected[slot][7] = signed(seal_host(read_record(torch.tensor([expected[slot]]), 0), slot, POOL_ID, keys))
     if is_damaged:
         records[9, 7] += 5
@@ -136,7 +136,7 @@ def test_what_was_not_written_since_its_grant_arrives_blank(operation, is_damage
     given |= {"page_generations": tensor(pages), "page_size": 2}
     run(operation, records, content_a, tensor(src), tensor(dst), keys, **given)
     assert arrived.tolist() == [20, -1, 1, -1, -1]
-    assert (records.tolist(), content_a.T.tolist()) == (expected, lanes)
+    assert (records.tolist(), content_a.T.tolist()) == (expected, fingerprints)
 
 
 def test_move_needs_scratch(device: str, tensor) -> None:

@@ -326,9 +326,9 @@ LINEAGES = {  # what is wrong, the chains that rows go on from, and which of the
 }
 
 
-@pytest.mark.parametrize(("planner", "settler"), [(plan, settle), (plan_torch, settle_torch)], ids=["triton", "torch"])
+@pytest.mark.parametrize(("planner", "prover"), [(plan, settle), (plan_torch, settle_torch)], ids=["triton", "torch"])
 @pytest.mark.parametrize("case", LINEAGES)
-def test_rows_go_on_from_what_their_lineage_names(planner, settler, device, case: str) -> None:
+def test_rows_go_on_from_what_their_lineage_names(planner, prover, device, case: str) -> None:
     """From its chain, whatever they read; R5 where they read an entry of another chain, wherever that one lies."""
     changes, seeds, astray = LINEAGES[case]
     forward, world = branches(device, **changes)
@@ -339,7 +339,7 @@ def test_rows_go_on_from_what_their_lineage_names(planner, settler, device, case
     assert world.planned.entry_seeds.tolist()[:live] == seeds[:live]
     world.codes.zero_()
     world.records[16:20, 1] = torch.arange(4, device=device)
-    run_settle(settler, forward, world)
+    run_settle(prover, forward, world)
     starts = forward.row_starts.tolist()
     assert world.codes.nonzero().flatten().tolist() == [starts[row] for row in astray]
     assert set(world.codes.tolist()) <= {0, CODE_BITS["R5"]}

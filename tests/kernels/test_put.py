@@ -15,7 +15,7 @@ both = pytest.mark.parametrize("operation", [put, put_torch], ids=["triton", "to
 @both
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make_stored, make_content) -> None:
-    """Its slots alone are reported; bytes and lanes are those of the new values, the start is not doubled."""
+    """Its slots alone are reported; bytes and fingerprints are those of the new values, the start is not doubled."""
     pool, first, second = make_stored(12, "hnd", 4), make_content(2, seed=1), make_content(3, seed=2)
     for either in (0, 1):
         assert by_put(operation)(pool, either, [5, 10], first) == [POISON] * 2

@@ -1,4 +1,6 @@
-"""Reads: attention adds up the lanes of what it reads, bit for bit those of the fingerprints; R9 is what differs."""
+"""Reads: attention adds up the fingerprints of what it reads, bit for bit those of the fingerprints; R9 is what
+differs.
+"""
 
 from __future__ import annotations
 
@@ -98,14 +100,14 @@ class World:
     def expected(self) -> Tensor:
         """Word by word, in plain integers."""
         sums = [0] * (self.page_size * self.firsts()[-1] + 3)
-        keys = [key & 2**32 - 1 for key in self.keys.lane_a[1].tolist()]
+        keys = [key & 2**32 - 1 for key in self.keys.fingerprint_a[1].tolist()]
         for row, first in enumerate(self.firsts()[:-1]):
             for number, slot in enumerate(self.slots(row) if self.new[row] else []):
                 words = self.bytes[1, slot].flatten().tolist()
                 if self.scales is not None:
                     words += self.scales[1, slot].view(torch.int32).tolist()
-                lane = sum(key * (word & 2**32 - 1) for key, word in zip(keys, words, strict=True)) % 2**64
-                sums[first * self.page_size + number] = lane - 2**64 if lane >> 63 else lane
+                fingerprint = sum(key * (word & 2**32 - 1) for key, word in zip(keys, words, strict=True)) % 2**64
+                sums[first * self.page_size + number] = fingerprint - 2**64 if fingerprint >> 63 else fingerprint
         return self.tensor(sums)
 
 
@@ -115,7 +117,7 @@ ROWS = [([1, 9, 37], [1, 1, 1]), ([12, 5, 0, 40], [5, 0, 0, 7]), ([20, 20], [20,
 @both
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("lens", "new"), ROWS, ids=["decode", "ragged", "prefill"])
-def test_every_entry_of_a_row_that_is_read_adds_its_lane_once(attention, lens, new, page_size, device):
+def test_every_entry_of_a_row_that_is_read_adds_its_fingerprint_once(attention, lens, new, page_size, device):
     """Rows without queries add nothing, nor do places behind a row's end; rows that share slots add each its own."""
     pages = sum(math.ceil(length / page_size) for length in lens)
     if pages >= SLOTS // page_size:
@@ -196,7 +198,7 @@ class Judged:
     def fingerprint(self, world: World) -> None:
         self.content_a = torch.zeros(LAYERS, SLOTS, dtype=torch.int64, device=world.device)
         slots = torch.arange(SLOTS, device=world.device)
-        fingerprint_torch(world.rows, slots, world.keys, lane_a=self.content_a)
+        fingerprint_torch(world.rows, slots, world.keys, fingerprint_a=self.content_a)
         self.sums = torch.zeros(world.firsts()[-1], dtype=torch.int64, device=world.device)
 
     def codes(self, world: World, attention, live: int | None = None) -> Tensor:

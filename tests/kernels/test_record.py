@@ -27,10 +27,10 @@ def unmix(value: int, mix_key: int) -> int:
 
 
 def test_make_keys_gives_odd_distinct_32_bit_keys() -> None:
-    """Within a layer and a lane no two words share a key, and every key has an inverse."""
+    """Within a layer and a fingerprint no two words share a key, and every key has an inverse."""
     keys = record.make_keys(5, 3, 500)
-    for lane in (keys.lane_a, keys.lane_b):
-        for layer in lane.tolist():
+    for fingerprint in (keys.fingerprint_a, keys.fingerprint_b):
+        for layer in fingerprint.tolist():
             values = {v & 0xFFFFFFFF for v in layer}
             assert len(values) == 500
             assert all(v % 2 for v in values)
@@ -43,9 +43,9 @@ def test_make_keys_depends_on_the_seed_alone() -> None:
     """The same seed gives the same keys; pools of different sizes share seal, mix, chain and root."""
     one, again, other = record.make_keys(1, 2, 8), record.make_keys(1, 2, 8), record.make_keys(2, 2, 8)
     wide = record.make_keys(1, 4, 16)
-    assert torch.equal(one.lane_a, again.lane_a)
+    assert torch.equal(one.fingerprint_a, again.fingerprint_a)
     assert torch.equal(one.constants, again.constants)
-    assert not torch.equal(one.lane_a, other.lane_a)
+    assert not torch.equal(one.fingerprint_a, other.fingerprint_a)
     shared = ("seal_start", "seal_keys", "mix_key", "multiplier", "root_key", "seed_id")
     assert all(getattr(one, name) == getattr(wide, name) for name in shared)
     assert one.seed_id == record.seed_id(1) != other.seed_id
@@ -61,8 +61,8 @@ def test_key_pieces_keep_float64_sums_exact(words: int) -> None:
         assert keys.piece_bits == bits
         pieces = keys.pieces[0].to(torch.int64).unflatten(1, (2, -1))
         shifts = torch.arange(pieces.shape[2]) * bits
-        lanes = torch.stack((keys.lane_a[0], keys.lane_b[0])).to(torch.int64) & 0xFFFFFFFF
-        assert torch.equal((pieces << shifts).sum(2).T, lanes)
+        fingerprints = torch.stack((keys.fingerprint_a[0], keys.fingerprint_b[0])).to(torch.int64) & 0xFFFFFFFF
+        assert torch.equal((pieces << shifts).sum(2).T, fingerprints)
 
 
 @pytest.mark.parametrize(("layers", "words", "text"), [(0, 8, "num_layers"), (129, 8, "num_layers"), (1, 0, "words")])
@@ -141,9 +141,9 @@ def test_keys_are_words_of_splitmix_streams() -> None:
         return [finalised(state + n * 0x9E3779B97F4A7C15) for n in range(1, count + 1)]
 
     keys = record.make_keys(41, 2, 3)
-    for name, lane in (("a", keys.lane_a), ("b", keys.lane_b)):
+    for name, fingerprint in (("a", keys.fingerprint_a), ("b", keys.fingerprint_b)):
         for layer in range(2):
-            assert [key % 2**32 for key in lane[layer].tolist()] == [
+            assert [key % 2**32 for key in fingerprint[layer].tolist()] == [
                 w >> 32 | 1 for w in stream(f"lane {name} {layer}", 3)
             ]
     assert list(keys.seal_keys) == [word >> 32 | 1 for word in stream("seal", 10)]

@@ -79,7 +79,7 @@ CASES = {
     ),
     "fingerprint": (
         fingerprint_torch,
-        {"slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N)} | {"rows": POOL, "keys": KEYS},
+        {"slots": ints(N), "fingerprint_a": ints(LAYERS, N), "fingerprint_b": ints(N)} | {"rows": POOL, "keys": KEYS},
     ),
     "index": (
         index_rows_torch,

@@ -1,4 +1,4 @@
-"""Rows: the lane of a slot is a sum over its bytes in logical order, wherever the layout puts them."""
+"""Rows: the fingerprint of a slot is a sum over its bytes in logical order, wherever the layout puts them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,34 @@ def keys_of(rows: PoolRows):
 
 
 def oracle(content, slots: list[int], keys) -> tuple[list[list[int]], list[int]]:
-    """Both lanes from bytes, in plain integers."""
-    lane_a, lane_b = [], [keys.start_b] * len(slots)
+    """Both fingerprints from bytes, in plain integers."""
+    fingerprint_a, fingerprint_b = [], [keys.start_b] * len(slots)
     for layer in range(len(content.k)):
         rows = [content.row(layer, slot) for slot in slots]
         words = [struct.unpack(f"<{len(row) // 4}I", row) for row in rows]
-        keys_a, keys_b = ([k & 0xFFFFFFFF for k in lane[layer].tolist()] for lane in (keys.lane_a, keys.lane_b))
+        keys_a, keys_b = (
+            [k & 0xFFFFFFFF for k in fingerprint[layer].tolist()]
+            for fingerprint in (keys.fingerprint_a, keys.fingerprint_b)
+        )
         start = int(keys.start_a[layer])
-        lane_a.append([(start + sum(k * w for k, w in zip(keys_a, row, strict=True))) & MASK for row in words])
+        fingerprint_a.append([(start + sum(k * w for k, w in zip(keys_a, row, strict=True))) & MASK for row in words])
         sums = [sum(k * w for k, w in zip(keys_b, row, strict=True)) for row in words]
-        lane_b = [(b + s) & MASK for b, s in zip(lane_b, sums, strict=True)]
-    return lane_a, lane_b
+        fingerprint_b = [(b + s) & MASK for b, s in zip(fingerprint_b, sums, strict=True)]
+    return fingerprint_a, fingerprint_b
 
 
-def lanes(operation, rows: PoolRows, slots: list[int], keys) -> tuple[list[list[int]], list[int]]:
+def fingerprints(operation, rows: PoolRows, slots: list[int], keys) -> tuple[list[list[int]], list[int]]:
     device = rows.ptrs.device
-    lane_a = torch.full((rows.num_layers, len(slots)), POISON, device=device)
-    lane_b = torch.full((len(slots),), POISON, device=device)
-    operation(rows, torch.tensor(slots, dtype=torch.int64, device=device), keys, lane_a=lane_a, lane_b=lane_b)
-    return [[v & MASK for v in layer] for layer in lane_a.tolist()], [v & MASK for v in lane_b.tolist()]
+    fingerprint_a = torch.full((rows.num_layers, len(slots)), POISON, device=device)
+    fingerprint_b = torch.full((len(slots),), POISON, device=device)
+    operation(
+        rows,
+        torch.tensor(slots, dtype=torch.int64, device=device),
+        keys,
+        fingerprint_a=fingerprint_a,
+        fingerprint_b=fingerprint_b,
+    )
+    return [[v & MASK for v in layer] for layer in fingerprint_a.tolist()], [v & MASK for v in fingerprint_b.tolist()]
 
 
 def some_slots(num_slots: int, page_size: int) -> list[int]:
@@ -54,54 +63,58 @@ def some_slots(num_slots: int, page_size: int) -> list[int]:
 @both
 @every_layout
 @pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_lanes_are_those_of_the_content_in_every_layout(
+def test_fingerprints_are_those_of_the_content_in_every_layout(
     operation, layout: str, page_size: int, make_content, lay_out
 ) -> None:
-    """Heads and pages at any strides: the sums over the plain bytes, so that the same content has the same lanes."""
+    """Heads and pages at any strides: the sums over the plain bytes, so that the same content has the same
+    fingerprints.
+    """
     content = make_content(3 * page_size)
     k, v, options = lay_out(content, layout, page_size)
     rows = pool_rows(k, v, **options)
     slots, keys = some_slots(rows.num_slots, page_size), keys_of(rows)
     assert rows.num_slots == 3 * page_size
-    assert lanes(operation, rows, slots, keys) == oracle(content, slots, keys)
+    assert fingerprints(operation, rows, slots, keys) == oracle(content, slots, keys)
 
 
 @both
 @every_layout
 @pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_lanes_cover_scales_and_their_order(operation, layout: str, page_size: int, make_content, lay_out) -> None:
-    """Scales of K and of V are bytes of the row behind V: a scale that changed changes the lane."""
+def test_fingerprints_cover_scales_and_their_order(
+    operation, layout: str, page_size: int, make_content, lay_out
+) -> None:
+    """Scales of K and of V are bytes of the row behind V: a scale that changed changes the fingerprint."""
     content = make_content(3 * page_size, torch.float8_e4m3fn, extras=2)
     k, v, options = lay_out(content, layout, page_size)
     rows = pool_rows(k, v, **options)
     slots, keys = some_slots(rows.num_slots, page_size), keys_of(rows)
     assert rows.words_per_row == 3 * (2 + 2 + 1 + 1)
-    assert lanes(operation, rows, slots, keys) == oracle(content, slots, keys)
+    assert fingerprints(operation, rows, slots, keys) == oracle(content, slots, keys)
 
 
 @both
 @pytest.mark.parametrize("layout", ["nhd", "nhd_pages", "hnd"])
 @pytest.mark.parametrize("extras", [0, 1])
-def test_lanes_of_latent_rows(operation, layout: str, extras: int, make_content, lay_out) -> None:
+def test_fingerprints_of_latent_rows(operation, layout: str, extras: int, make_content, lay_out) -> None:
     """One latent row a slot, without V: its bytes alone, with a scale where it has one."""
     content = make_content(8, torch.float16, dim=10, latent=True, extras=extras)
     k, _, options = lay_out(content, layout, 4)
     keys = make_keys(7, 2, 5 + extras, k[0].device)
     for v in (None, []):
         rows = pool_rows(k, v, **options)
-        assert lanes(operation, rows, [7, 0, 4], keys) == oracle(content, [7, 0, 4], keys)
+        assert fingerprints(operation, rows, [7, 0, 4], keys) == oracle(content, [7, 0, 4], keys)
 
 
 @both
 @pytest.mark.parametrize("layout", ["nhd_fused", "nhd_pages", "hnd", "hnd_fused"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int8, torch.uint8], ids=str)
-def test_lanes_of_every_element_size(operation, layout: str, dtype: torch.dtype, make_content, lay_out) -> None:
+def test_fingerprints_of_every_element_size(operation, layout: str, dtype: torch.dtype, make_content, lay_out) -> None:
     """1, 2, 4 and 8 byte elements; words of 8 dims are not all a power of two's strides."""
     content = make_content(12, dtype, dim=12, layers=1)
     k, v, options = lay_out(content, layout, 4)
     rows = pool_rows(k, v, **options)
     keys = keys_of(rows)
-    assert lanes(operation, rows, [11, 5, 0], keys) == oracle(content, [11, 5, 0], keys)
+    assert fingerprints(operation, rows, [11, 5, 0], keys) == oracle(content, [11, 5, 0], keys)
 
 
 @both
@@ -109,27 +122,29 @@ def test_lanes_of_every_element_size(operation, layout: str, dtype: torch.dtype,
 @pytest.mark.parametrize(
     ("page_size", "dim"), [(512, 8), pytest.param(64, 512, marks=pytest.mark.slow), (2, 1200)], ids=str
 )
-def test_lanes_of_large_pages_and_rows(operation, layout: str, page_size: int, dim: int, make_content, lay_out) -> None:
+def test_fingerprints_of_large_pages_and_rows(
+    operation, layout: str, page_size: int, dim: int, make_content, lay_out
+) -> None:
     """Pages of 512 slots; rows of more words than a program reads at a time, in whole and in broken heads."""
     content = make_content(2 * page_size, dim=dim)
     k, v, options = lay_out(content, layout, page_size)
     rows = pool_rows(k, v, **options)
     slots, keys = some_slots(rows.num_slots, page_size), keys_of(rows)
-    assert lanes(operation, rows, slots, keys) == oracle(content, slots, keys)
+    assert fingerprints(operation, rows, slots, keys) == oracle(content, slots, keys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 64, 512])
-def test_lanes_of_every_slot(layout: str, page_size: int, make_content, lay_out) -> None:
+def test_fingerprints_of_every_slot(layout: str, page_size: int, make_content, lay_out) -> None:
     """All slots of a pool of two pages, kernel against reference and reference against plain integers."""
     content = make_content(2 * page_size, extras=2, layers=1)
     k, v, options = lay_out(content, layout, page_size)
     rows = pool_rows(k, v, **options)
     slots, keys = list(range(rows.num_slots)), keys_of(rows)
     expected = oracle(content, slots, keys)
-    assert lanes(fingerprint_torch, rows, slots, keys) == expected
-    assert lanes(fingerprint, rows, slots, keys) == expected
+    assert fingerprints(fingerprint_torch, rows, slots, keys) == expected
+    assert fingerprints(fingerprint, rows, slots, keys) == expected
 
 
 @pytest.mark.parametrize("operation", [check_content, check_content_torch], ids=["triton", "torch"])
@@ -140,7 +155,7 @@ def test_check_content_names_the_layer_of_one_bit_in_any_layout(operation, layou
     rows = pool_rows(k, v, **options)
     keys, slots = keys_of(rows), torch.arange(12, device=k[0].device)
     content_a = torch.empty(2, 12, dtype=torch.int64, device=slots.device)
-    fingerprint_torch(rows, slots, keys, lane_a=content_a)
+    fingerprint_torch(rows, slots, keys, fingerprint_a=content_a)
     scale = options["extras"][1][1]
     if options.get("layout") != "HND":
         changed = [k[0][2, 1, 2], v[1][1, 0, 0], scale[0, 3]]
@@ -184,7 +199,7 @@ def test_layers_of_one_storage_in_any_order(operation, k: tuple, v: tuple, make_
     content.k, content.v = ([content.k[i] for i in order] for order in (k, v))
     rows = pool_rows([pool[i] for i in k], [pool[i] for i in v])
     assert (rows.fused is not None) == (v == (1, 3, 5))
-    assert lanes(operation, rows, [3, 0], keys_of(rows)) == oracle(content, [3, 0], keys_of(rows))
+    assert fingerprints(operation, rows, [3, 0], keys_of(rows)) == oracle(content, [3, 0], keys_of(rows))
 
 
 def test_rows_shows_dense_rows_alone(device: str) -> None:

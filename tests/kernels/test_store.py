@@ -17,7 +17,7 @@ both = pytest.mark.parametrize("operation", OPERATIONS, ids=["triton", "torch"])
 @both
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make_stored, make_content) -> None:
-    """For every slot; bytes and lanes are those of the new values, and nothing is added twice."""
+    """For every slot; bytes and fingerprints are those of the new values, and nothing is added twice."""
     pool, first, second = make_stored(12, "hnd", 4), make_content(2, seed=1), make_content(2, seed=2)
     second.k[1 - layer], second.v[1 - layer] = first.k[1 - layer], first.v[1 - layer]
     store, attest = operation
@@ -33,7 +33,7 @@ def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make_st
 
 @both
 def test_attest_leaves_padding_as_it_is(operation, make_stored, tensor) -> None:
-    """An entry that is not live keeps its count, and its slot keeps record and lanes."""
+    """An entry that is not live keeps its count, and its slot keeps record and fingerprints."""
     pool, (_, attest) = make_stored(), operation
     layers, before = pool.rows.num_layers, (pool.records[2].tolist(), pool.content_a[:, 2].tolist())
     kept = torch.zeros(layers, 2, pool.rows.words_per_row, dtype=torch.int32, device=pool.device)

@@ -1,4 +1,4 @@
-"""What is stored, by put or by store and attest: bytes, lanes and layer bits of the layers, and nothing else."""
+"""What is stored, by put or by store and attest: bytes, fingerprints and layer bits of the layers, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ every_way = pytest.mark.parametrize("store", WAYS.values(), ids=WAYS)
 @every_way
 @pytest.mark.parametrize("layout", ["nhd", "nhd_fused", "nhd_pages", "hnd", "hnd_fused", "hnd_sides"])
 @pytest.mark.parametrize("extras", [0, 2])
-def test_bytes_lanes_and_bits_in_every_layout(store, layout: str, extras: int, make_stored, make_content) -> None:
-    """Values at strides of a projection: the pool's bytes, both lanes and the bitmap, and not a byte beside them."""
+def test_bytes_fingerprints_and_bits_in_every_layout(
+    store, layout: str, extras: int, make_stored, make_content
+) -> None:
+    """Values at strides of a projection: the pool's bytes, both fingerprints and the bitmap, and not a byte beside
+    them.
+    """
     pool, slots = make_stored(15, layout, 5, extras=extras), [14, 0, 9, 5, 6]
     values = make_content(5, extras=extras, seed=1)
     for layer in (1, 0):  # any order
@@ -35,7 +39,7 @@ def test_bytes_lanes_and_bits_in_every_layout(store, layout: str, extras: int, m
 @pytest.mark.parametrize("layers", [[0], [2], [0, 2]])
 @pytest.mark.parametrize("n", [0, 1])
 def test_some_layers(store, n: int, layers: list[int], make_stored, make_content) -> None:
-    """A layer's store leaves other layers alone; the starting constant of lane b comes with layer 0, once."""
+    """A layer's store leaves other layers alone; the starting constant of fingerprint b comes with layer 0, once."""
     pool, values = make_stored(layers=3), make_content(n, layers=3, seed=1)
     for layer in layers:
         assert store(pool, layer, [11][:n], values) == [POISON][:n]
@@ -81,15 +85,17 @@ def test_the_bits_of_all_128_layers(store, make_stored, make_content) -> None:
 
 @every_way
 def test_tables_are_those_of_fingerprint(store, make_stored, make_content) -> None:
-    """After all layers the tables hold the lanes of the rows and every layer's bit, and the content check agrees."""
+    """After all layers the tables hold the fingerprints of the rows and every layer's bit, and the content check
+    agrees.
+    """
     pool, values = make_stored(12, "hnd", 4), make_content(3, seed=1)
     slots = torch.tensor([11, 4, 0], device=pool.device)
     records, content_a = pool.records.clone(), pool.content_a.clone()
     for layer in range(2):
         store(pool, layer, slots.tolist(), values)
-    lane_a, lane_b = torch.empty(2, 3, dtype=torch.int64, device=pool.device), torch.empty_like(slots)
-    fingerprint_torch(pool.rows, slots, pool.keys, lane_a=lane_a, lane_b=lane_b)
-    content_a[:, slots], records[slots, record.CONTENT_B] = lane_a, lane_b
+    fingerprint_a, fingerprint_b = torch.empty(2, 3, dtype=torch.int64, device=pool.device), torch.empty_like(slots)
+    fingerprint_torch(pool.rows, slots, pool.keys, fingerprint_a=fingerprint_a, fingerprint_b=fingerprint_b)
+    content_a[:, slots], records[slots, record.CONTENT_B] = fingerprint_a, fingerprint_b
     records[slots, record.LAYERS_LOW : record.LAYERS_HIGH + 1] = layers_bitmap(2, pool.device)
     assert torch.equal(records, pool.records)
     assert torch.equal(content_a, pool.content_a)
@@ -100,7 +106,7 @@ def test_tables_are_those_of_fingerprint(store, make_stored, make_content) -> No
 
 @every_way
 def test_nothing_for_padding_and_bad_slots(store, make_stored, make_content, tensor) -> None:
-    """Refused slots and padding leave no byte, no lane, no bit and no report."""
+    """Refused slots and padding leave no byte, no fingerprint, no bit and no report."""
     pool, values = make_stored(12, "nhd_pages", 4), make_content(7, seed=1)
     slots = [-1, 3, 12, 2**40, 7, 5, 3]
     assert store(pool, 0, slots, values, num_live=tensor([5])) == [POISON] * 7
@@ -130,7 +136,7 @@ def test_references_bound_their_temporaries(module, way: str, make_stored, make_
 
 @pytest.mark.parametrize("layout", ["nhd_fused", "hnd_sides"])
 def test_many_rows_share_programs(layout: str, make_stored, make_content, monkeypatch) -> None:
-    """As few have one each: the same lanes and bits."""
+    """As few have one each: the same fingerprints and bits."""
     monkeypatch.setattr(attest, "FEW_ROWS", 2 * 39 - 1)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:39].tolist()
     pool, values = make_stored(40, layout, 5, extras=1), make_content(39, extras=1, seed=1)

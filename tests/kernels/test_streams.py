@@ -77,22 +77,22 @@ def test_what_was_current_is_current_again(device: Device):
 
 def test_another_device_is_left_to_torch(device: Device, monkeypatch):
     """Then the device changes too."""
-    told = []
+    reported = []
 
     class Elsewhere:
         def __init__(self, stream: SimpleNamespace) -> None:
-            told.append(stream.cuda_stream)
+            reported.append(stream.cuda_stream)
 
         def __enter__(self) -> None:
-            told.append("in")
+            reported.append("in")
 
         def __exit__(self, *error: object) -> None:
-            told.append(error[0])
+            reported.append(error[0])
 
     monkeypatch.setattr(torch.cuda, "stream", Elsewhere)
     with on(device.stream(1, 5)):
         pass
-    assert told == [5, "in", None]
+    assert reported == [5, "in", None]
 
 
 @pytest.mark.parametrize("is_there", [True, False])

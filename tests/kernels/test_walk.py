@@ -21,10 +21,10 @@ from kvcanary_kernels.record.layout import (
 )
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
 from kvcanary_kernels.watch import advance as writes_of
-from kvcanary_kernels.watch import reread as lanes_of
+from kvcanary_kernels.watch import reread as fingerprints_of
 from kvcanary_kernels.watch import walk as rows_of
 from kvcanary_kernels.watch.advance import Fed
-from kvcanary_kernels.watch.walk import NO_HIT, NOT_FOLLOWED, Rows, Truth, Watched, code_of
+from kvcanary_kernels.watch.walk import NO_VIOLATION, NOT_FOLLOWED, Rows, Truth, Watched, code_of
 
 BLOCK_SIZE, BLOCKS, WIDTH, LAYERS, RING = 4, 90, 60, 2, 3
 ROOTS = [77, -5, 77, 1 << 62]
@@ -48,7 +48,7 @@ class Rig:
         self.pool: PoolRows = pool_rows(k, v, layout="HND", page_size=BLOCK_SIZE)
         slots = BLOCKS * BLOCK_SIZE
         self.records = torch.zeros(slots, 8, dtype=torch.int64, device=device)
-        self.lanes = torch.zeros(2, LAYERS, slots, dtype=torch.int64, device=device)
+        self.fingerprints = torch.zeros(2, LAYERS, slots, dtype=torch.int64, device=device)
         self.stamps = torch.zeros(slots, dtype=torch.int64, device=device)
         self.table = torch.zeros(4, WIDTH, dtype=torch.int32, device=device)
         blocks = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(5)) + 1
@@ -76,7 +76,9 @@ class Rig:
         return Rows(make(numbers), self.table[list(batch)].contiguous(), make(lengths), make(starts))
 
     def forward(self, batch: dict[int, list[int]], accepted: dict[int, int] | None = None, **changes) -> tuple:
-        """Hits of walk, reread and advance of one forward; `accepted`: how much of a row is left of the last one."""
+        """Violations of walk, reread and advance of one forward; `accepted`: how much of a row is left of the last
+        one.
+        """
         self.step += 1
         for row, length in (accepted or {}).items():
             del self.tokens[row][length:]
@@ -86,16 +88,18 @@ class Rig:
         walked, written, read = self.cells(4), self.cells(4), self.cells(2, 4)
         watched = self.watched(self.records, len(batch), len(fed.tokens), window)
         self.call(writes_of, "advance", watched, rows, fed, self.truth, seeds=self.seeds,
-                  slots=self.slots, chains=self.chains, hits=written)  # fmt: skip
-        self.call(rows_of, "walk", watched, rows, self.truth, seeds=self.seeds, hits=walked, counted=self.counted[:1])
-        self.reread(watched, rows, max_length=80, stride=1, whole=False, hits=read)
-        self.call(lanes_of, "take", watched, self.pool, self.slots, self.chains, self.keys,
-                  lanes=self.lanes, stamps=self.stamps)  # fmt: skip
-        self.hits = torch.cat((walked, written, *read.unbind(1)))
-        walked, written, (read, self.places) = (hits[self.step % RING] for hits in (walked, written, read))
+                  slots=self.slots, chains=self.chains, violations=written)  # fmt: skip
+        self.call(
+            rows_of, "walk", watched, rows, self.truth, seeds=self.seeds, violations=walked, counted=self.counted[:1]
+        )
+        self.reread(watched, rows, max_length=80, stride=1, whole=False, violations=read)
+        self.call(fingerprints_of, "take", watched, self.pool, self.slots, self.chains, self.keys,
+                  fingerprints=self.fingerprints, stamps=self.stamps)  # fmt: skip
+        self.violations = torch.cat((walked, written, *read.unbind(1)))
+        walked, written, (read, self.places) = (violations[self.step % RING] for violations in (walked, written, read))
         for row, new in batch.items():
             self.tokens[row] += new
-        walked, read, written = (hits[: len(batch)] for hits in (walked, read, written))
+        walked, read, written = (violations[: len(batch)] for violations in (walked, read, written))
         return self.codes(walked, "R"), self.named(read, 128), self.codes(written, "W")
 
     def watched(self, records: Tensor, num_rows: int, num_tokens: int, window: int = 0) -> Watched:
@@ -103,17 +107,23 @@ class Rig:
         return Watched(records, self.keys, BLOCK_SIZE, window, now, self.total)
 
     def reread(self, watched: Watched, rows: Rows, **keywords) -> None:
-        self.call(lanes_of, "reread", watched, self.pool, rows, self.keys, lanes=self.lanes, stamps=self.stamps,
+        self.call(fingerprints_of, "reread", watched, self.pool, rows, self.keys, fingerprints=self.fingerprints,
+                  stamps=self.stamps,
                   truth=self.truth, counted=self.counted[1:], **keywords)  # fmt: skip
 
     def cells(self, *shape: int) -> Tensor:
-        return torch.full((RING, *shape), NO_HIT, device=self.device)
+        return torch.full((RING, *shape), NO_VIOLATION, device=self.device)
 
-    def codes(self, hits: Tensor, kind: str) -> list:
-        return [None if hit == NO_HIT else code_of(hit, kind)[::-1] for hit in hits.tolist()]
+    def codes(self, violations: Tensor, kind: str) -> list:
+        return [
+            None if violation == NO_VIOLATION else code_of(violation, kind)[::-1] for violation in violations.tolist()
+        ]
 
-    def named(self, hits: Tensor, unit: int) -> list:
-        return [None if hit == NO_HIT else (hit % unit, hit // unit) for hit in hits.tolist()]
+    def named(self, violations: Tensor, unit: int) -> list:
+        return [
+            None if violation == NO_VIOLATION else (violation % unit, violation // unit)
+            for violation in violations.tolist()
+        ]
 
     def slot(self, row: int, position: int) -> int:
         return int(self.table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
@@ -141,7 +151,7 @@ CLEAN = ([None, None], [None, None], [None, None])
 
 
 def test_rows_are_followed(rig: Rig) -> None:
-    """Prefill of several blocks, decode, a rejected tail: no hit, and chains are those of plain integers."""
+    """Prefill of several blocks, decode, a rejected tail: no violation, and chains are those of plain integers."""
     long = [(7 * i) % 51 for i in range(40)]
     assert rig.forward({0: long[:33], 2: long[:6]}) == CLEAN
     assert rig.forward({2: [3], 0: [4, 5, 6]}) == CLEAN
@@ -196,7 +206,7 @@ def test_a_row_of_somebody_else_is_found(rig: Rig) -> None:
 
 
 def test_what_nobody_wrote_and_what_lies_outside(rig: Rig) -> None:
-    """R12 at an unwritten slot, R2 in the null block, R1 behind the pool, R3 where the record was hit."""
+    """R12 at an unwritten slot, R2 in the null block, R1 behind the pool, R3 where the record was damaged."""
     for row in range(4):
         rig.forward({row: list(range(10))})
     rig.table[0, 1], rig.table[1, 1], rig.table[2, 1] = 89, 0, BLOCKS
@@ -223,7 +233,7 @@ def test_a_second_pool_is_recorded_along_the_same_rows(rig: Rig) -> None:
     after = rig.truth.lines.clone()
     assert not torch.equal(truth, after)
     rig.call(writes_of, "advance", rig.watched(twin["records"], 2, 4), rows, fed, rig.truth, seeds=rig.seeds,
-             slots=twin["slots"], chains=twin["chains"], hits=rig.cells(4), is_first=False)  # fmt: skip
+             slots=twin["slots"], chains=twin["chains"], violations=rig.cells(4), is_first=False)  # fmt: skip
     for name, tensor in twin.items():
         assert torch.equal(tensor, getattr(rig, name)), name
     assert torch.equal(after, rig.truth.lines)
@@ -262,7 +272,7 @@ def test_wrong_writes_are_found(rig: Rig) -> None:
 
 
 def test_one_slot_written_twice_is_counted(rig: Rig) -> None:
-    """Two rows write one slot: the record can only be one's, and the lanes know (W4)."""
+    """Two rows write one slot: the record can only be one's, and the fingerprints know (W4)."""
     rig.forward({0: [5, 6, 7], 1: [8, 6, 7]})
     before = int(rig.total)
     rig.forward({0: [1], 1: [2]}, slots={1: rig.slot(0, 3)})
@@ -275,7 +285,7 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
     block, offset = divmod(rig.slot(1, 6), BLOCK_SIZE)
     rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
     assert rig.forward({0: [1], 1: [2]})[1] == [None, (1, 6)]
-    assert divmod(int(rig.places[1]), lanes_of.SLOTS_PER_ENTRY) == (6, rig.slot(1, 6))
+    assert divmod(int(rig.places[1]), fingerprints_of.SLOTS_PER_ENTRY) == (6, rig.slot(1, 6))
     assert int(rig.total) == 1
 
 
@@ -285,18 +295,18 @@ def test_a_last_look_reads_whole_rows_along_their_own_lines(rig: Rig) -> None:
     block, offset = divmod(rig.slot(1, 8), BLOCK_SIZE)
     rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
     numbers = torch.tensor([1, 0, 9], device=rig.device)
-    hits = torch.full((RING, 2, 3), NO_HIT, dtype=torch.int64, device=rig.device)
+    violations = torch.full((RING, 2, 3), NO_VIOLATION, dtype=torch.int64, device=rig.device)
     rows = Rows(numbers, rig.table, numbers, numbers)
-    rig.reread(rig.watched(rig.records, 2, 0), rows, max_length=40, stride=1, whole=True, hits=hits)
-    assert rig.named(hits[1, 0], 128) == [(1, 8), None, None]
-    assert rig.named(hits[1, 1], lanes_of.SLOTS_PER_ENTRY) == [(rig.slot(1, 8), 8), None, None]
-    assert int((hits != NO_HIT).sum()) == 2
+    rig.reread(rig.watched(rig.records, 2, 0), rows, max_length=40, stride=1, whole=True, violations=violations)
+    assert rig.named(violations[1, 0], 128) == [(1, 8), None, None]
+    assert rig.named(violations[1, 1], fingerprints_of.SLOTS_PER_ENTRY) == [(rig.slot(1, 8), 8), None, None]
+    assert int((violations != NO_VIOLATION).sum()) == 2
     assert rig.counted.tolist() == [0, 27]
     assert int(rig.total) == 1
 
 
 def test_the_first_slot_is_read_as_any_other(rig: Rig) -> None:
-    """Whose lanes were taken there: an engine may keep entries in slot 0."""
+    """Whose fingerprints were taken there: an engine may keep entries in slot 0."""
     rig.forward({0: list(range(6))})
     rig.table[0, 0] = 0
     rig.stamps[0] = rig.records[0, CHAIN] = 5
@@ -306,7 +316,7 @@ def test_the_first_slot_is_read_as_any_other(rig: Rig) -> None:
 
 
 def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
-    """A record that is newer than the lanes: its bytes were never taken, so nobody knows them."""
+    """A record that is newer than the fingerprints: its bytes were never taken, so nobody knows them."""
     rig.forward({0: list(range(6))})
     rig.stamps[rig.slot(0, 2)] = 1
     block, offset = divmod(rig.slot(0, 2), BLOCK_SIZE)
@@ -315,7 +325,7 @@ def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
 
 
 def test_rolling_reads_every_position_once(rig: Rig) -> None:
-    """Phases 0 to stride - 1 together see each position; a hit shows in its own phase alone."""
+    """Phases 0 to stride - 1 together see each position; a violation shows in its own phase alone."""
     rig.forward({0: list(range(30))})
     block, offset = divmod(rig.slot(0, 17), BLOCK_SIZE)
     rig.kv[0].view(torch.int32)[block, 0, offset, 0] ^= 2
@@ -323,29 +333,30 @@ def test_rolling_reads_every_position_once(rig: Rig) -> None:
     seen = []
     counted = rig.counted[1:].clone()
     for rig.step in range(8):
-        hits = torch.full((RING, 2, 1), NO_HIT, dtype=torch.int64, device=rig.device)
-        rig.reread(rig.watched(rig.records, 1, 1), rows, max_length=31, stride=8, whole=False, hits=hits)
-        seen += [rig.step] if int(hits[rig.step % RING, 0]) != NO_HIT else []
+        violations = torch.full((RING, 2, 1), NO_VIOLATION, dtype=torch.int64, device=rig.device)
+        rig.reread(rig.watched(rig.records, 1, 1), rows, max_length=31, stride=8, whole=False, violations=violations)
+        seen += [rig.step] if int(violations[rig.step % RING, 0]) != NO_VIOLATION else []
     assert seen == [17 % 8]
     assert int(rig.counted[1:] - counted) == 30
 
 
 def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
     """Memory after the same forwards, damage among them, is equal."""
-    rigs, hits = [Rig(device, suffix) for suffix in ("", "_torch")], []
+    rigs, violations = [Rig(device, suffix) for suffix in ("", "_torch")], []
     for rig in rigs:
         rig.forward({0: list(range(37)), 1: [4, 5]})
         rig.table[0, 3] = 0
         rig.table[1, 0] = rig.table[0, 0]
         rig.kv[0].view(torch.int32)[rig.table[0, 5], 0, 1, 0] ^= 2
         rig.forward({1: [6, 7, 8], 0: [5], 3: [signed(9)]}, slots={0: 1})
-        hits.append(rig.hits)
+        violations.append(rig.violations)
         rig.forward({1: [1]}, accepted={1: 3})
-        hits.append(rig.hits)
-    assert all(torch.equal(*pair) for pair in zip(hits[:2], hits[2:], strict=True))
-    assert (hits[0] != NO_HIT).sum() == 5  # walk of rows 0 and 1, advance of row 1, reread of row 0: layer and slot
+        violations.append(rig.violations)
+    assert all(torch.equal(*pair) for pair in zip(violations[:2], violations[2:], strict=True))
+    # walk of rows 0 and 1, advance of row 1, reread of row 0: layer and slot
+    assert (violations[0] != NO_VIOLATION).sum() == 5
     first, second = rigs
-    for name in ("records", "lanes", "stamps", "total", "counted", "seeds"):
+    for name in ("records", "fingerprints", "stamps", "total", "counted", "seeds"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
     assert torch.equal(first.truth.lines, second.truth.lines)
 
@@ -381,8 +392,8 @@ def test_a_length_that_no_table_has_is_outside(rig: Rig) -> None:
     numbers, lengths, starts = torch.tensor([[0, 1, 9], [13, 8, 9], [0, 0, 0]], device=rig.device)
     rows, walked, read = Rows(numbers, rig.table[:, :2].contiguous(), lengths, starts), rig.cells(4), rig.cells(2, 4)
     watched = rig.watched(rig.records, 2, 0)
-    rig.call(rows_of, "walk", watched, rows, rig.truth, seeds=rig.seeds, hits=walked, counted=rig.counted[:1])
-    rig.reread(watched, rows, max_length=13, stride=1, whole=False, hits=read)
+    rig.call(rows_of, "walk", watched, rows, rig.truth, seeds=rig.seeds, violations=walked, counted=rig.counted[:1])
+    rig.reread(watched, rows, max_length=13, stride=1, whole=False, violations=read)
     assert rig.codes(walked[rig.step % RING, :2], "R") == [("R1", 8), None]
     assert (int(rig.total), rig.counted.tolist()) == (5, [13 + 8, 8 + 8])
 
@@ -394,11 +405,11 @@ def test_a_table_ends_behind_its_last_block() -> None:
 
 
 def test_what_is_kept_of_an_entry(rig: Rig) -> None:
-    """Who wrote it, and both lanes of every layer as the fingerprint has them."""
+    """Who wrote it, and both fingerprints of every layer as the fingerprint has them."""
     rig.forward({0: [5, 6, 7], 1: [8]})
     slots = torch.tensor([rig.slot(0, 2), rig.slot(1, 0)], device=rig.device)
     assert (rig.records[slots, REQUEST_GENERATION] & MASK_32).tolist() == rig.truth.uids[:2].tolist()
-    lane_a, lane_b = torch.empty(LAYERS, 2, dtype=torch.int64, device=rig.device), torch.empty_like(slots)
-    fingerprint_torch(rig.pool, slots, rig.keys, lane_a=lane_a, lane_b=lane_b)
-    assert torch.equal(rig.lanes[0][:, slots], lane_a)
-    assert torch.equal(rig.lanes[1][:, slots].sum(0) + signed(rig.keys.start_b), lane_b)
+    fingerprint_a, fingerprint_b = torch.empty(LAYERS, 2, dtype=torch.int64, device=rig.device), torch.empty_like(slots)
+    fingerprint_torch(rig.pool, slots, rig.keys, fingerprint_a=fingerprint_a, fingerprint_b=fingerprint_b)
+    assert torch.equal(rig.fingerprints[0][:, slots], fingerprint_a)
+    assert torch.equal(rig.fingerprints[1][:, slots].sum(0) + signed(rig.keys.start_b), fingerprint_b)

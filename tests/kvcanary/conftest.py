@@ -1,4 +1,4 @@
-"""What the canary's tests drive it with: pools of every layout, an engine without a model, and static substeps."""
+"""What the canary's tests drive it with: pools of every layout, an engine without a model, and captured substeps."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_the_entry_ahead_has_a_truth(make):
 
 @pytest.mark.parametrize("look", ["sweep", "release"])
 def test_the_entry_ahead_is_read_again(make, look):
-    """The rolling check and the last look reach one entry further in the pool that is ahead."""
+    """The rolling check and the last re-read reach one entry further in the pool that is ahead."""
     engine = make(content="rolling", budget=1 << 20)
     engine.step()
     slot = engine.slot(engine.committed)

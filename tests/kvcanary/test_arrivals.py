@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError
-from kvcanary.transfers.recent_snapshots import MOST_PARCELS, Departed, Departures, Lanes
+from kvcanary.transfers.recent_snapshots import MOST_SNAPSHOTS, RecentSnapshots, SentSnapshot, SnapshotFingerprints
 from kvcanary_tools.bench.toy.engine import ToyEngine
 from kvcanary_tools.bench.toy.forwards import ToyShape
 from toy_tier import TOKENS, Tier
@@ -30,7 +30,7 @@ def make_tier() -> Iterator[Callable[..., Tier]]:
         yield make
 
 
-def told(tier: Tier) -> Finding:
+def reported(tier: Tier) -> Finding:
     """The one finding of the transfer; nothing in its report speaks of a move."""
     with pytest.raises(KVCorruptionError) as caught:
         tier.engine.canary.collect(tier.engine.canary.end_step())
@@ -45,7 +45,7 @@ def told(tier: Tier) -> Finding:
 
 def said(tier: Tier) -> str:
     tier.bring_back()
-    return told(tier).causes[0].text
+    return reported(tier).causes[0].text
 
 
 # one word
@@ -59,12 +59,12 @@ def test_one_word_is_named_as_in_r9(make_tier, pool):
     old = float(kept[0, 5, 1, 0, 2])
     kept.view(torch.int32)[0, 5, 1, 0, 2] ^= 1 << 20
     tier.bring_back()
-    finding = told(tier)
+    finding = reported(tier)
     assert (finding.pool, finding.position, finding.layers) == (pool, 5, (0,))
     assert (finding.part, finding.head, finding.dim, finding.byte, finding.bit) == ("V", 0, 2, 2, 20)
     assert (finding.expected["value"], finding.found["value"]) == (old, float(kept[0, 5, 1, 0, 2]))
     assert int(finding.expected["bits"], 16) ^ int(finding.found["bits"], 16) == 1 << 20
-    assert "one word: one bit, bit 20, of V, head 0, dim 2, on page 1 of parcel 1 changed" in finding.causes[0].text
+    assert "one word: one bit, bit 20, of V, head 0, dim 2, on page 1 of snapshot 1 changed" in finding.causes[0].text
 
 
 def test_a_word_of_several_bits_is_one_word(make_tier):
@@ -72,9 +72,9 @@ def test_a_word_of_several_bits_is_one_word(make_tier):
     tier = make_tier()
     tier.bytes["target"].view(torch.int32)[1, 2, 0, 1, 3] ^= 0x500
     tier.bring_back()
-    finding = told(tier)
+    finding = reported(tier)
     assert (finding.part, finding.head, finding.dim, finding.bit) == ("K", 1, 3, None)
-    assert finding.causes[0].text.startswith("one word: one word of K, head 1, dim 3, on page 0 of parcel 1 changed")
+    assert finding.causes[0].text.startswith("one word: one word of K, head 1, dim 3, on page 0 of snapshot 1 changed")
 
 
 def test_words_far_apart_are_one_finding(make_tier):
@@ -83,7 +83,7 @@ def test_words_far_apart_are_one_finding(make_tier):
     tier.bytes["target"].view(torch.int32)[:, 1, 0, 0, 2] ^= 1  # a word in each layer
     tier.bytes["draft"].view(torch.int32)[0, 14, 0, 1, 1] ^= 1 << 9
     tier.bring_back()
-    finding = told(tier)
+    finding = reported(tier)
     assert finding.causes[0].text.startswith("one word: one word of K differs in each wrong layer of 2 slots")
     numbers = {key: finding.found[key] for key in ("slots_wrong", "pages_wrong", "pools_wrong", "layers_wrong")}
     assert numbers == {
@@ -94,11 +94,11 @@ def test_words_far_apart_are_one_finding(make_tier):
     }
 
 
-def test_a_word_that_one_lane_alone_explains_is_none(make_tier):
+def test_a_word_that_one_fingerprint_alone_explains_is_none(make_tier):
     """The other lane says otherwise: more than one word changed, or the fingerprint is not that of these bytes."""
     tier = make_tier()
     tier.bytes["target"].view(torch.int32)[0, 5, 1, 0, 2] ^= 1 << 20
-    tier.parcel.contents[0].lane_b[5] += 2
+    tier.snapshot.contents[0].fingerprint_b[5] += 2
     assert said(tier).startswith("unknown: ")
 
 
@@ -133,23 +133,23 @@ def v_of_other_pages(tier: Tier) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (rolled(1), "each of 4 pages came back with the bytes of the page 1 before it in parcel 1"),
-        (rolled(-1), "each of 4 pages came back with the bytes of the page 1 behind it in parcel 1"),
-        (exchanged, "pages 0 and 1 of parcel 1 changed places"),
+        (rolled(1), "each of 4 pages came back with the bytes of the page 1 before it in snapshot 1"),
+        (rolled(-1), "each of 4 pages came back with the bytes of the page 1 behind it in snapshot 1"),
+        (exchanged, "pages 0 and 1 of snapshot 1 changed places"),
         (
             one_twice,
-            "page 2 of parcel 1 came back with the bytes of page 0 of the same parcel; in the target pool only",
+            "page 2 of snapshot 1 came back with the bytes of page 0 of the same snapshot; in the target pool only",
         ),
         (
             one_slot_further,
-            "page 0 of parcel 1, slot 0 came back with the bytes of page 3 of the same parcel, slot 3",
+            "page 0 of snapshot 1, slot 0 came back with the bytes of page 3 of the same snapshot, slot 3",
         ),
         (v_of_other_pages, "V alone: that of page 0 lies in page 1; in the target pool only"),
     ],
     ids=["before", "behind", "exchanged", "twice", "slots", "part"],
 )
 def test_bytes_of_another_page_are_misrouted(make_tier, change, sentence):
-    """The bytes are those of page n of the same parcel; which, and where it lay, is said."""
+    """The bytes are those of page n of the same snapshot; which, and where it lay, is said."""
     tier = make_tier(LONG)
     change(tier)
     assert said(tier) == f"misrouted: {sentence}"
@@ -160,7 +160,7 @@ def test_a_misrouted_page_has_its_way(make_tier):
     tier = make_tier(LONG)
     one_twice(tier)
     row = tier.bring_back()
-    finding = told(tier)
+    finding = reported(tier)
     first, third = tier.pages[0], tier.pages[2]
     assert finding.expected == {
         "parcel": 1,
@@ -181,22 +181,22 @@ def test_a_misrouted_page_has_its_way(make_tier):
     )
     assert finding.causes[0].evidence == (
         "4 slots, on 1 of 4 pages that came back",
-        f"page 2 of parcel 1 holds page 0 of the same parcel, which left from page {first} in step 2",
-        f"page 2 of parcel 1 left from page {third} in step 2, and came back by restore into page {row.pages[2]} "
+        f"page 2 of snapshot 1 holds page 0 of the same snapshot, which left from page {first} in step 2",
+        f"page 2 of snapshot 1 left from page {third} in step 2, and came back by restore into page {row.pages[2]} "
         "in step 3",
     )
 
 
 def test_pages_are_numbered_as_they_left(make_tier):
-    """Where the first pages of a parcel need not come back, the others keep their numbers, and these are known."""
+    """Where the first pages of a snapshot need not come back, the others keep their numbers, and these are known."""
     tier = make_tier(LONG)
     whole = {name: kept.clone() for name, kept in tier.bytes.items()}
-    tier.parcel, tier.num_pages, tier.length = tier.parcel.behind(2), 2, 8
+    tier.snapshot, tier.num_pages, tier.length = tier.snapshot.behind(2), 2, 8
     tier.tokens = LONG[8:]
     tier.bytes = {name: kept[:, :8] for name, kept in whole.items()}
     tier.bring_back()
-    text = told(tier).causes[0].text
-    assert text == "misrouted: each of 2 pages came back with the bytes of the page 2 behind it in parcel 1"
+    text = reported(tier).causes[0].text
+    assert text == "misrouted: each of 2 pages came back with the bytes of the page 2 behind it in snapshot 1"
 
 
 # short
@@ -252,42 +252,43 @@ def test_what_lay_there_is_known(make_tier, poison, lies):
     pages = former_pages(tier)
     tier.bytes = {}
     tier.bring_back(pages=pages)
-    assert told(tier).causes[0].text == f"short: nothing arrived: 2 of 2 pages hold {lies}"
+    assert reported(tier).causes[0].text == f"short: nothing arrived: 2 of 2 pages hold {lies}"
 
 
 def test_own_bytes_that_never_left_are_no_misrouted_ones(make_tier):
-    """Nothing arrived in the parcel's own pages, granted in another order: each holds what it held before."""
+    """Nothing arrived in the snapshot's own pages, granted in another order: each holds what it held before."""
     tier = make_tier(poison="off")
     tier.bytes = {}
     tier.bring_back(pages=tier.pages[::-1])
-    assert told(tier).causes[0].text == "short: nothing arrived: 2 of 2 pages hold what lay there before"
+    assert reported(tier).causes[0].text == "short: nothing arrived: 2 of 2 pages hold what lay there before"
 
 
 # stale
 
 
-def test_bytes_of_an_earlier_parcel_are_stale(make_tier):
-    """Which parcel, which of its pages, and when it left."""
+def test_bytes_of_an_earlier_snapshot_are_stale(make_tier):
+    """Which snapshot, which of its pages, and when it left."""
     tier = make_tier()
     later = Tier(tier.engine, "later", list(range(300, 310)))
     later.bytes = tier.bytes
     assert said(later) == (
-        "stale: page 0 of parcel 2 came back with the bytes of page 0 of parcel 1, an earlier one, which left in step 2"
+        "stale: page 0 of snapshot 2 came back with the bytes of page 0 of snapshot 1, an earlier one, which "
+        "left in step 2"
     )
 
 
-def test_bytes_of_a_later_parcel_are_misrouted(make_tier):
+def test_bytes_of_a_later_snapshot_are_misrouted(make_tier):
     """They can not be old."""
     tier = make_tier()
     later = Tier(tier.engine, "later", list(range(300, 310)))
     tier.bytes = later.bytes
-    text = "misrouted: page 0 of parcel 1 came back with the bytes of page 0 of parcel 2"
+    text = "misrouted: page 0 of snapshot 1 came back with the bytes of page 0 of snapshot 2"
     assert said(tier) == f"{text}, and 1 more page with those of others"
 
 
 @pytest.mark.parametrize(("poison", "verdict"), [("finite", "stale"), ("off", "short")])
 def test_poison_tells_old_bytes_that_came_from_those_that_stayed(make_tier, poison, verdict):
-    """The earlier parcel's bytes in the pages that it left: they came back where the pages had been poisoned."""
+    """The earlier snapshot's bytes in the pages that it left: they came back where the pages had been poisoned."""
     tier = make_tier(poison=poison)
     later = Tier(tier.engine, "later", list(range(300, 310)))
     for _ in range(3):
@@ -295,34 +296,35 @@ def test_poison_tells_old_bytes_that_came_from_those_that_stayed(make_tier, pois
         tier.engine.canary.collect(tier.engine.canary.end_step())
     later.bytes = tier.bytes
     later.bring_back(pages=tier.pages)
-    assert told(later).found["verdict"] == verdict
+    assert reported(later).found["verdict"] == verdict
 
 
-def test_few_parcels_are_remembered():
-    """Not more than so many, nor more bytes of lanes; the others are counted."""
-    departures = Departures()
+def test_few_snapshots_are_remembered():
+    """Not more than so many, nor more bytes of fingerprints; the others are counted."""
+    recent = RecentSnapshots()
     current = np.ones(8, np.bool_)
-    for step in range(MOST_PARCELS + 3):
-        sent = departures.number(step, (1, 2))
-        departures.remember(Departed(sent, {0: Lanes(torch.zeros(2, 8, dtype=torch.int64), current)}))
-    assert (len(departures.last), departures.num_forgotten) == (MOST_PARCELS, 3)
-    assert [departed.sent.number for departed in departures.last][:2] == [MOST_PARCELS + 3, MOST_PARCELS + 2]
-    big = Lanes(torch.zeros(1, 1 << 21, dtype=torch.int64), current)  # all bytes that there are
-    departures.remember(Departed(departures.number(9, (1,)), {0: big}))
-    assert (len(departures.last), departures.num_forgotten) == (1, MOST_PARCELS + 3)
+    for step in range(MOST_SNAPSHOTS + 3):
+        sent = recent.number(step, (1, 2))
+        recent.remember(SentSnapshot(sent, {0: SnapshotFingerprints(torch.zeros(2, 8, dtype=torch.int64), current)}))
+    assert (len(recent.last), recent.num_forgotten) == (MOST_SNAPSHOTS, 3)
+    assert [sent_snapshot.sent.number for sent_snapshot in recent.last][:2] == [MOST_SNAPSHOTS + 3, MOST_SNAPSHOTS + 2]
+    big = SnapshotFingerprints(torch.zeros(1, 1 << 21, dtype=torch.int64), current)  # all bytes that there are
+    recent.remember(SentSnapshot(recent.number(9, (1,)), {0: big}))
+    assert (len(recent.last), recent.num_forgotten) == (1, MOST_SNAPSHOTS + 3)
 
 
-def test_a_forgotten_parcel_is_not_guessed(make_tier, monkeypatch):
+def test_a_forgotten_snapshot_is_not_guessed(make_tier, monkeypatch):
     """Bytes of one that is not remembered any more are unknown, and the finding says how many were compared."""
-    monkeypatch.setattr("kvcanary.transfers.recent_snapshots.MOST_PARCELS", 1)
+    monkeypatch.setattr("kvcanary.transfers.recent_snapshots.MOST_SNAPSHOTS", 1)
     tier = make_tier()
     later = Tier(tier.engine, "later", list(range(300, 310)))
     later.bytes = {name: kept + 1 for name, kept in tier.bytes.items()}
     later.bring_back()
-    cause = told(later).causes[0]
+    cause = reported(later).causes[0]
     assert cause.text == "unknown: the bytes that came back are those of nothing that is known"
     assert (
-        "compared with zeros, poison, what lay there before and 1 parcels, 1 older ones are forgotten" in cause.evidence
+        "compared with zeros, poison, what lay there before and 1 snapshots, 1 older ones are forgotten"
+        in cause.evidence
     )
 
 
@@ -401,7 +403,7 @@ def test_another_layout_is_undone_to_name_it(make_tier, change, sentence):
     tier = make_tier(LONG, ToyShape(heads=4, head_dim=8))
     change(tier)
     tier.bring_back()
-    causes = told(tier).causes
+    causes = reported(tier).causes
     assert [cause.text for cause in causes] == [f"other layout: {sentence}; in the target pool only"]
 
 
@@ -418,7 +420,7 @@ def test_many_heads_in_another_order(make_tier):
 
 
 def test_bytes_of_nobody_are_not_guessed(make_tier):
-    """What no parcel, no layout and no word explains is unknown."""
+    """What no snapshot, no layout and no word explains is unknown."""
     tier = make_tier()
     tier.bytes["target"] = torch.randn_like(tier.bytes["target"])
     assert said(tier).startswith("unknown: ")
@@ -431,7 +433,7 @@ def test_where_the_right_bytes_went_says_nothing_of_what_lies_here(make_tier):
     kept[:, 4:8] = kept[:, :4].clone()
     kept[:, :4] = torch.randn_like(kept[:, :4])
     tier.bring_back()
-    assert [cause.text.split(":")[0] for cause in told(tier).causes] == ["misrouted", "unknown"]
+    assert [cause.text.split(":")[0] for cause in reported(tier).causes] == ["misrouted", "unknown"]
 
 
 def test_the_kind_of_most_slots_leads(make_tier):
@@ -441,7 +443,7 @@ def test_the_kind_of_most_slots_leads(make_tier):
         kept[:, 4:] = kept[:, :-4].clone()
         kept[:, 1] = 0
     tier.bring_back()
-    causes = told(tier).causes
+    causes = reported(tier).causes
     assert [cause.text.split(":")[0] for cause in causes] == ["misrouted", "short"]
     assert causes[1].evidence == ("2 slots, on 1 of 4 pages that came back",)
 
@@ -455,21 +457,21 @@ def test_a_load_is_called_one(make_tier):
     pages = engine.pages.take(2, engine.num_steps)
     engine.canary.on_alloc("back", pages, for_load=True)
     engine.canary.on_load_begin("back", pages)
-    engine.canary.on_load_end("back", pages, 8, tier.parcel)
-    finding = told(tier)
+    engine.canary.on_load_end("back", pages, 8, tier.snapshot)
+    finding = reported(tier)
     assert finding.found["came_back_by"] == "load"
     assert finding.causes[0].evidence[-1].endswith(f"came back by load into page {pages[0]} in step 3")
 
 
 def test_many_wrong_slots_leave_out_no_page(make_tier):
-    """Few hits are kept whole: one of each page is, and the kind that leads speaks first."""
+    """Few violations are kept whole: one of each page is, and the kind that leads speaks first."""
     tier = make_tier(list(range(4 * 20 + 1)), mode="log")
     for kept in tier.bytes.values():
         kept[:, 4:] = kept[:, :-4].clone()
         kept[:, :4] = 0
     row = tier.bring_back()
-    groups = tier.engine.canary.session.checks.hits.groups
-    kept_pages = {hit.page for hit in groups["T1", ("load", 0)].kept[:40]}
+    groups = tier.engine.canary.session.checks.violations.groups
+    kept_pages = {violation.page for violation in groups["T1", ("load", 0)].kept[:40]}
     assert kept_pages == set(row.pages)
     tier.engine.canary.collect(tier.engine.canary.end_step())
     finding = tier.engine.canary.findings[0]

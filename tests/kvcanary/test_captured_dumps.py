@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcanary.dumps.reading import read_dump
-from kvcanary.records.mailbox import LINES
+from kvcanary.records.mailbox import NUM_MESSAGES
 from kvcanary.replay.replayer import Replayer, replay
 from kvcanary_kernels.record import layout as record
 from static_tree import TOKENS, StaticTree
@@ -116,31 +116,31 @@ def test_a_step_that_did_not_run_says_nothing(tree, tmp_path):
     """H1, with counts of nothing: what an earlier run has left in memory of the host is no word of this one."""
     tree.fired()
     tree.canary.commit("ann", 3)
-    for number in range(2, 2 + LINES):
+    for number in range(2, 2 + NUM_MESSAGES):
         tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
         tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
         tree.canary.launch_move(tree.move)  # of nothing that has arrived
         tree.move.record(torch.tensor([8, 0]), torch.tensor([7, 0]), torch.tensor([number == 2, False]))
         tree.canary.collect(tree.canary.end_step())
-    told = [finding.code for finding in tree.canary.findings]
-    assert told == ["T1"]
-    tree.canary.begin_step(2 + LINES)
+    reported = [finding.code for finding in tree.canary.findings]
+    assert reported == ["T1"]
+    tree.canary.begin_step(2 + NUM_MESSAGES)
     tree.canary.launch(tree.verify, ["ann"], [2], 5)
     tree.canary.launch_move(tree.move)
     tree.canary.collect(tree.canary.end_step())
-    (finding,) = tree.canary.findings[len(told) :]
+    (finding,) = tree.canary.findings[len(reported) :]
     planned = {"rows": 1, "entries": 2, "reads": 5}
     assert (finding.code, finding.expected, finding.found) == ("H1", planned, dict.fromkeys(planned, 0))
     certificate = tree.canary.certificate()
-    assert (certificate["forwards"], certificate["slots_sealed"]) == (1 + LINES, 3 + 2 * LINES)
-    tree.launch(3 + LINES, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    assert (certificate["forwards"], certificate["slots_sealed"]) == (1 + NUM_MESSAGES, 3 + 2 * NUM_MESSAGES)
+    tree.launch(3 + NUM_MESSAGES, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
     tree.canary.collect(tree.canary.end_step())
-    assert len(tree.canary.findings) == len(told) + 1
+    assert len(tree.canary.findings) == len(reported) + 1
     assert read_dump(tree.canary.dump(tmp_path / "idle.kvdump")).manifest["first_step"] <= 1
 
 
 def test_a_segment_that_begins_in_the_air_hears_first(make_static, static_row, tmp_path):
-    """Once in half a ring the host waits for what is in the air, so that the recording can be followed from there."""
+    """Once in half a ring the host waits for what is in flight, so that the recording can be followed from there."""
     tree = StaticTree(make_static(), static_row, ring=2)
     tree.launch(1, tree.prefill, [4, 5, 6], TOKENS[:3])
     tree.fired()
@@ -164,23 +164,30 @@ def test_places_of_the_last_run_are_exact(tree, monkeypatch):
     tree.canary.commit("ann", 3)
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
     tree.launch(2, tree.verify, [4, 9, 10, 7, 8], TOKENS[3:5], [-1, 0])
-    told, noticed = [], tree.canary.recorder.captured.noticed
-    monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
+    reported, noticed = [], tree.canary.recorder.captured.noticed
+    monkeypatch.setattr(
+        tree.canary.recorder.captured, "noticed", lambda violation: (reported.append(violation), noticed(violation))
+    )
     tree.canary.collect(tree.canary.end_step())
-    assert sorted((hit.slot, hit.is_exact) for hit in told if hit.code == "R12") == [(9, True), (10, True)]
+    assert sorted((violation.slot, violation.is_exact) for violation in reported if violation.code == "R12") == [
+        (9, True),
+        (10, True),
+    ]
 
 
 def test_places_of_an_earlier_run_are_its_first(tree, monkeypatch):
     """Two runs read a slot each that nobody has written: what the later one left is no place of the earlier one."""
     tree.canary.commit("ann", 3)
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
-    told, noticed = [], tree.canary.recorder.captured.noticed
-    monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
+    reported, noticed = [], tree.canary.recorder.captured.noticed
+    monkeypatch.setattr(
+        tree.canary.recorder.captured, "noticed", lambda violation: (reported.append(violation), noticed(violation))
+    )
     flights = []
     for step, row in ((2, [4, 9, 6, 7, 8]), (3, [4, 5, 10, 7, 8])):
         tree.launch(step, tree.verify, row, TOKENS[3:5], [-1, 0])
         flights.append(tree.canary.end_step())
     for flight in flights:
         tree.canary.collect(flight)
-    read = [(hit.step, hit.slot, hit.is_exact) for hit in told if hit.code == "R12"]
+    read = [(violation.step, violation.slot, violation.is_exact) for violation in reported if violation.code == "R12"]
     assert read == [(2, 9, True), (2, 10, False), (3, 10, True)]

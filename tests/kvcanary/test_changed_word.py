@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvcanary import PoolView
-from kvcanary.provenance.changed_word import WordChange, fitting_changes, lane_differences, locate_word
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.provenance.changed_word import WordChange, fingerprint_differences, fitting_changes, locate_word
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import CONTENT_B, LAYERS_LOW
 from kvcanary_kernels.record.seal import seal_torch
@@ -48,9 +48,9 @@ class Bench:
         seal_torch(
             self.pool.records, slots, positions=slots, **identity, pool_id=self.pool.pool_id, keys=self.pool.keys
         )
-        lane_a, lane_b = lanes_of_slots(self.pool, slots)
-        self.pool.content_a.copy_(lane_a)
-        self.pool.records[:, CONTENT_B] = lane_b
+        fingerprint_a, fingerprint_b = fingerprints_of_slots(self.pool, slots)
+        self.pool.content_a.copy_(fingerprint_a)
+        self.pool.records[:, CONTENT_B] = fingerprint_b
         self.pool.records[:, LAYERS_LOW] = (1 << self.pool.view.num_layers) - 1
 
     def put(self, slot: int, rows: Words) -> None:
@@ -81,8 +81,8 @@ def make_bench(dtype: str = "float32", num_slots: int = 64, seed: int = 0, two_p
 
 def keys_of(bench: Bench, layer: int) -> tuple[list[int], list[int]]:
     keys = bench.pool.keys
-    lane_a, lane_b = keys.lane_a[layer].tolist(), keys.lane_b[layer].tolist()
-    return [key & MASK_32 for key in lane_a], [key & MASK_32 for key in lane_b]
+    fingerprint_a, fingerprint_b = keys.fingerprint_a[layer].tolist(), keys.fingerprint_b[layer].tolist()
+    return [key & MASK_32 for key in fingerprint_a], [key & MASK_32 for key in fingerprint_b]
 
 
 # one changed word
@@ -107,8 +107,10 @@ def named(dtype: str, count: int, seed: int) -> int:
 
 
 def the_change(bench: Bench, slot: int) -> WordChange | None:
-    """The only change of one word that explains both lanes of a slot, in whichever layer; None where there is none."""
-    differs_a, differs_b = lane_differences(bench.pool, slot)
+    """The only change of one word that explains both fingerprints of a slot, in whichever layer; None where there is
+    none.
+    """
+    differs_a, differs_b = fingerprint_differences(bench.pool, slot)
     fits = [
         change
         for layer in range(LAYERS)
@@ -251,7 +253,9 @@ def opposite(rng: random.Random, old: Words, bench: Bench) -> Words:
 
 
 def cancels(rng: random.Random, old: Words, bench: Bench) -> Words:
-    """Two words changed by each other's keys: one lane's difference is zero. `old` is chosen so that both fit."""
+    """Two words changed by each other's keys: one fingerprint's difference is zero. `old` is chosen so that both
+    fit.
+    """
     layer = rng.randrange(LAYERS)
     keys = rng.choice(keys_of(bench, layer))
     i, j = rng.sample(range(len(keys)), 2)
@@ -264,7 +268,7 @@ def cancels(rng: random.Random, old: Words, bench: Bench) -> Words:
 
 
 def looks_like_one(rng: random.Random, old: Words, bench: Bench) -> Words:
-    """Two words whose sum in one lane is just that of one of them changed alone; only the other lane tells."""
+    """Two words whose sum in one fingerprint is just that of one of them changed alone; only the other lane tells."""
     layer = rng.randrange(LAYERS)
     keys = rng.choice(keys_of(bench, layer))
     i, j = rng.sample(range(len(keys)), 2)
@@ -337,8 +341,8 @@ def test_no_kind_of_damage_is_one_word(kind):
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 2]])
-def test_a_hit_fingerprint_is_no_word(layers):
-    """Lane a disagrees and lane b over all layers is right: the bytes are those that were written."""
+def test_a_violation_fingerprint_is_no_word(layers):
+    """Fingerprint a disagrees and fingerprint b over all layers is right: the bytes are those that were written."""
     bench = make_bench()
     for layer in layers:
         bench.pool.content_a[layer, 8] ^= 1 << 40
@@ -348,8 +352,8 @@ def test_a_hit_fingerprint_is_no_word(layers):
 def test_several_words_that_fit_are_none():
     """Equal keys, which real ones never are, make two words fit; nobody guesses."""
     bench = make_bench()
-    for lane in (bench.pool.keys.lane_a, bench.pool.keys.lane_b):
-        lane[1, 4] = lane[1, 2]
+    for fingerprint in (bench.pool.keys.fingerprint_a, bench.pool.keys.fingerprint_b):
+        fingerprint[1, 4] = fingerprint[1, 2]
     bench.words[1, 8, 2] = 1000
     bench.words[1, 8, 4] = 1000
     bench.seal()

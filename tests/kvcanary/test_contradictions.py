@@ -73,7 +73,7 @@ class Engine:
         self.canary.arm()
         self.free, self.rows = list(range(1, 64)), dict[str, Row]()
         self.wrong: Callable[[Plans], None] = lambda plans: None
-        self.doomed = frozenset[str]()
+        self.aborted = frozenset[str]()
         self.redirected = set[str]()  # requests whose stores were sent to the null slot
         self.step = 0
 
@@ -136,7 +136,7 @@ class Engine:
         for name in names:
             self.rows[name].length = len(self.rows[name].tokens)
             self.canary.commit(name, self.rows[name].length)
-        self.doomed |= self.canary.collect(self.canary.end_step())
+        self.aborted |= self.canary.collect(self.canary.end_step())
 
     def finish(self, name: str) -> None:
         row = self.rows.pop(name)
@@ -232,7 +232,7 @@ def grant_twice_in_one_call(engine: Engine) -> None:
     engine.canary.on_alloc_all(["wrong", "victim"], [[50], [50]])
 
 
-def evict_untold(engine: Engine) -> None:
+def evict_undeclared(engine: Engine) -> None:
     """A cache gives up a page and tells nobody; the page is granted again."""
     page = engine.publish("wrong")[0]
     engine.finish("wrong")
@@ -325,10 +325,10 @@ def load_fails_unbegun(engine: Engine) -> None:
 
 
 def restore_elsewhere(engine: Engine) -> None:
-    """A parcel of one page comes back into two."""
-    parcel = engine.canary.on_offload(engine.rows["wrong"].pages[:1])
+    """A snapshot of one page comes back into two."""
+    snapshot = engine.canary.on_offload(engine.rows["wrong"].pages[:1])
     engine.canary.on_alloc("wrong", [50, 51])
-    engine.canary.on_restore("wrong", [50, 51], 8, parcel)
+    engine.canary.on_restore("wrong", [50, 51], 8, snapshot)
 
 
 def offload_of_no_page(engine: Engine) -> None:
@@ -360,7 +360,7 @@ LIFETIMES = [
     grant_of_no_page,
     grant_of_null_page,
     grant_twice_in_one_call,
-    evict_untold,
+    evict_undeclared,
     evict_of_read,
     evict_of_private,
     hit_on_free,
@@ -439,7 +439,7 @@ def _goes_on(engine: Engine) -> None:
     for name in [*engine.rows]:
         engine.finish(name)
     engine.begin()
-    engine.doomed |= engine.canary.collect(engine.canary.end_step())
+    engine.aborted |= engine.canary.collect(engine.canary.end_step())
     engine.start("last", [4, 4, 4, 4, 4])
     engine.decode()
     engine.finish("last")
@@ -461,7 +461,7 @@ def test_log_goes_on_after_a_lifetime_mistake(mistake: Callable[[Engine], None],
     engine = _traffic("log", content=content, quarantine=2)
     engine.begin()
     mistake(engine)
-    engine.doomed |= engine.canary.collect(engine.canary.end_step())
+    engine.aborted |= engine.canary.collect(engine.canary.end_step())
     assert _told(engine) == ["L1"]
     assert ": " in engine.canary.findings[0].sentence
     _goes_on(engine)
@@ -490,12 +490,12 @@ def test_abort_ends_those_that_are_touched(mistake: Callable[[Engine], None]) ->
     engine = _traffic("abort", quarantine=2)
     engine.begin()
     mistake(engine)
-    engine.doomed |= engine.canary.collect(engine.canary.end_step())
-    assert engine.doomed <= {"wrong", "victim", "late", "child"}
-    for name in engine.doomed & engine.rows.keys():
+    engine.aborted |= engine.canary.collect(engine.canary.end_step())
+    assert engine.aborted <= {"wrong", "victim", "late", "child"}
+    for name in engine.aborted & engine.rows.keys():
         engine.finish(name)
     _goes_on(engine)
-    assert engine.doomed <= {"wrong", "victim", "late", "child"}
+    assert engine.aborted <= {"wrong", "victim", "late", "child"}
 
 
 @pytest.mark.parametrize("mode", ["log", "abort"])
@@ -509,8 +509,8 @@ def test_a_plan_that_cannot_be_is_not_judged(mistake: Callable[[Plans], None], m
     whole = mistake in (broken_indptr, written_too_many)
     assert engine.canary.findings[0].site == ("decode", 0)
     if mode == "abort" and mistake is not falling_indptr:
-        assert engine.doomed == ({"other", "wrong", "victim"} if whole else {"wrong"})
-    for name in engine.doomed:
+        assert engine.aborted == ({"other", "wrong", "victim"} if whole else {"wrong"})
+    for name in engine.aborted:
         engine.finish(name)
     _goes_on(engine)
     assert _told(engine) == ["L1"]
@@ -547,7 +547,7 @@ def test_a_row_that_is_too_short_is_r10(cut: Callable[[Plans], None], content: s
     assert (finding.code, finding.reader) == ("R10", "wrong")
     left = {_cut_all: 0}.get(cut, length - 1)
     assert (finding.expected, finding.found) == ({"entries": length + 1}, {"entries": left})
-    assert engine.doomed == (frozenset({"wrong"}) if mode == "abort" else frozenset())
+    assert engine.aborted == (frozenset({"wrong"}) if mode == "abort" else frozenset())
     assert engine.canary.certificate()["unchecked"].get("entries of rows that are too short", 0) == left
     assert _named(engine) == {"wrong"}
 

@@ -22,8 +22,8 @@ def tell(columns: np.ndarray, table: np.ndarray, at: int, room: int) -> None:
     """What the table has in these columns, and the first of them as often as there is room."""
     every = columns.take(np.arange(room), mode="clip")
     every[len(columns) :] = columns[0]
-    told = np.ctypeslib.as_array((ctypes.c_int64 * (room * (1 + len(table)))).from_address(at))
-    told.reshape(-1, room)[:] = np.stack((every, *table[:, every]))
+    reported = np.ctypeslib.as_array((ctypes.c_int64 * (room * (1 + len(table)))).from_address(at))
+    reported.reshape(-1, room)[:] = np.stack((every, *table[:, every]))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -48,8 +48,8 @@ def test_a_delta_goes_by_itself_where_the_device_is_behind():
     for number in range(3 * BUFFERS):
         if number == BUFFERS:
             torch.cuda._sleep(50_000_000)
-        told = np.full((1, COLUMNS), number + 1)
-        deltas.send(2, partial(tell, np.arange(number, number + 2), told))
+        reported = np.full((1, COLUMNS), number + 1)
+        deltas.send(2, partial(tell, np.arange(number, number + 2), reported))
     assert table[0, : 3 * BUFFERS].tolist() == list(range(1, 3 * BUFFERS + 1))
 
 
@@ -58,10 +58,10 @@ def test_what_is_true_of_pages_is_told_column_by_column():
     pages = Pages(9, 1)
     pages.grant("granted", np.array([3, 5]), 7, 1, "one")
     pages.free("freed", np.array([3]), 2, "one")
-    told, asked = np.full((5, 6), -9), np.array([5, 3, 5, 8])
-    loops.tell_pages(pages.book_at, asked, told.ctypes.data, 6)
+    reported, asked = np.full((5, 6), -9), np.array([5, 3, 5, 8])
+    loops.describe_pages(pages.struct_at, asked, reported.ctypes.data, 6)
     every = np.array([5, 3, 5, 8, 5, 5])
-    assert told.tolist() == [
+    assert reported.tolist() == [
         every.tolist(),
         *(own[every].tolist() for own in (pages.generations, pages.owners, pages.states)),
         [-9] * 6,

@@ -11,7 +11,7 @@ import torch
 
 import kvcanary
 from kvcanary import KVCorruptionError
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import pack_site
@@ -67,9 +67,9 @@ def facts(engine, code: str, **read) -> Evidence:
     """Facts as if this check had fired at position 5 of `first`."""
     pool = engine.canary.session.state.pools[0]
     slot = engine.slot("first", 5)
-    hit = Hit(code, pool, slot, 5, "first", ("verify", 0), 9, layers=read.pop("layers", ()))
-    hit.last_good = read.pop("last_good", None)
-    return Evidence([hit], engine.canary.session.ledger, **read)
+    violation = Violation(code, pool, slot, 5, "first", ("verify", 0), 9, layers=read.pop("layers", ()))
+    violation.last_good = read.pop("last_good", None)
+    return Evidence([violation], engine.canary.session.ledger, **read)
 
 
 def a_record(step: int, site: int = 4) -> Record:
@@ -88,12 +88,14 @@ def test_every_code_has_a_cause(engine, code):
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_code_has_a_finding(engine, code):
-    """A finding can be made of a hit of any code, also without a slot."""
+    """A finding can be made of a violation of any code, also without a slot."""
     state = engine.canary.session.state
     describer = Describer(ToldEvidence(engine.canary.session.ledger).read)
     for slot in (-1, engine.slot("first", 5), 10**9):
-        hit = Hit(code, state.pools[0], slot, 5, "first", ("verify", 0), 9, layers=(LAYER,), row_slots=(slot,) * 0)
-        assert describer.finding([hit], 1).to_dict()["code"] == code
+        violation = Violation(
+            code, state.pools[0], slot, 5, "first", ("verify", 0), 9, layers=(LAYER,), row_slots=(slot,) * 0
+        )
+        assert describer.finding([violation], 1).to_dict()["code"] == code
 
 
 def test_rules_are_asked_for_codes_that_exist():
@@ -201,7 +203,7 @@ def test_a_row_of_an_earlier_write_is_a_copy(engine):
             engine,
             "R9",
             layers=(LAYER,),
-            whose=(Provenance("slot", "the bytes of slot 9", "derived", 9, LAYER),),
+            provenance=(Provenance("slot", "the bytes of slot 9", "derived", 9, LAYER),),
             record=a_record(step=7),
             source=a_record(step=5),
         )
@@ -212,15 +214,15 @@ def test_a_row_of_an_earlier_write_is_a_copy(engine):
 def test_bytes_that_were_never_right_were_never_stored(engine):
     """Poison where nothing was ever known good is a store that did not arrive."""
     poison = (Provenance("poison", "the poison of freed pages: nothing was stored since", "inferred"),)
-    cause, *_ = rank_causes(facts(engine, "R9", layers=(LAYER,), whose=poison, record=a_record(step=7)))
+    cause, *_ = rank_causes(facts(engine, "R9", layers=(LAYER,), provenance=poison, record=a_record(step=7)))
     assert cause.family == "uninitialised"
-    assert rank_causes(facts(engine, "R9", layers=(LAYER,), whose=poison, record=a_record(7), last_good=8)) == (
+    assert rank_causes(facts(engine, "R9", layers=(LAYER,), provenance=poison, record=a_record(7), last_good=8)) == (
         Cause("bits", "several words changed: an overwrite that nobody declared", "derived"),
     )
 
 
 @pytest.mark.parametrize(
-    ("whose", "first"),
+    ("provenance", "first"),
     [
         ((), ("bits", ("one row changed to bytes that nobody has written here",))),
         (
@@ -234,11 +236,13 @@ def test_bytes_that_were_never_right_were_never_stored(engine):
     ],
     ids=["strange", "not finite", "cleared"],
 )
-def test_what_the_bytes_are_goes_before_who_had_the_page(engine, whose, first):
+def test_what_the_bytes_are_goes_before_who_had_the_page(engine, provenance, first):
     """A page soon granted again makes a late write of its former owner possible: a second cause, of one event."""
     events = (PageEvent("granted", 1, "old"), PageEvent("freed", 3, "old"), PageEvent("granted", 4, "first"))
-    told, late, *_ = rank_causes(facts(engine, "R9", layers=(LAYER,), events=events, owner="first", whose=whose))
-    assert (told.family, told.evidence) == first
+    reported, late, *_ = rank_causes(
+        facts(engine, "R9", layers=(LAYER,), events=events, owner="first", provenance=provenance)
+    )
+    assert (reported.family, reported.evidence) == first
     assert (late.family, late.evidence) == ("lifetime", ("the page was freed by 'old' at step 3, 6 steps before",))
 
 
@@ -247,7 +251,7 @@ def test_damage_behind_an_extend_is_not_its_store(engine):
     families = {}
     for kind in ("draft", "verify", "extend"):
         read = facts(engine, "R9", layers=(LAYER,), record=a_record(step=9, site=pack_site(kind, 0)))
-        read.hit.site = (kind, 0)
+        read.violation.site = (kind, 0)
         families[kind] = [cause.family for cause in rank_causes(read)]
     assert families == {"draft": ["uninitialised"], "verify": ["uninitialised"], "extend": ["bits"]}
 
@@ -270,8 +274,8 @@ def test_slot_zero_is_an_entry_that_nothing_has_filled(engine):
 def test_a_wrong_token_in_a_shifted_pool_may_be_the_unshifted_one(engine, number, family):
     """Only a pool whose entries hold the next token can have been fed the position's own."""
     pool = engine.canary.session.state.pools[number]
-    hit = Hit("W6", pool, engine.slot("first", 5), 5, "first", ("extend", 0), 9)
-    assert rank_causes(Evidence([hit], engine.canary.session.ledger))[0].family == family
+    violation = Violation("W6", pool, engine.slot("first", 5), 5, "first", ("extend", 0), 9)
+    assert rank_causes(Evidence([violation], engine.canary.session.ledger))[0].family == family
 
 
 def test_a_row_of_other_tokens_says_where_they_begin_to_differ(engine):
@@ -279,9 +283,9 @@ def test_a_row_of_other_tokens_says_where_they_begin_to_differ(engine):
     engine.canary.drain()
     state, ledger = engine.canary.session.state, engine.canary.session.ledger
     row = tuple(engine.slot("first", position) for position in range(12))
-    hit = Hit("R6", state.pools[0], row[-1], 11, "first", ("verify", 0), 9, row_slots=row)
+    violation = Violation("R6", state.pools[0], row[-1], 11, "first", ("verify", 0), 9, row_slots=row)
     ledger.requests["first"].tokens[7] += 1
-    finding = Describer(ToldEvidence(ledger).read).finding([hit], 1)
+    finding = Describer(ToldEvidence(ledger).read).finding([violation], 1)
     assert finding.found["first_different_position"] == 7
     assert (finding.causes[0].family, finding.causes[0].evidence) == (
         "identity",
@@ -293,10 +297,10 @@ def test_a_finding_has_no_token_unless_asked(engine):
     """Token ids are in a finding only for a describer that may show them."""
     state, ledger = engine.canary.session.state, engine.canary.session.ledger
     engine.canary.drain()
-    hit = Hit("R4", state.pools[0], engine.slot("first", 5), 6, "first", ("verify", 0), 9, found_position=5)
-    silent = Describer(ToldEvidence(ledger).read).finding([hit], 1)
+    violation = Violation("R4", state.pools[0], engine.slot("first", 5), 6, "first", ("verify", 0), 9, found_position=5)
+    silent = Describer(ToldEvidence(ledger).read).finding([violation], 1)
     assert "token" not in silent.expected | silent.found
-    shown = Describer(ToldEvidence(ledger).read, show_tokens=True).finding([hit], 1)
+    shown = Describer(ToldEvidence(ledger).read, show_tokens=True).finding([violation], 1)
     tokens = engine.rows["first"].tokens
     assert (shown.expected["token"], shown.found["token"]) == (tokens[6], tokens[5])
     assert replace(shown, expected=silent.expected, found=silent.found) == silent
@@ -310,7 +314,7 @@ def test_history_has_the_caller_where_the_ledger_noted_it(engine, monkeypatch):
     events = PageEvent("granted", 1, "old"), PageEvent("freed", 3, "old", ("/engine/allocator.py", 42))
     monkeypatch.setattr(ledger.history, "of", {slot // 4: events}.__getitem__)
     finding = Describer(ToldEvidence(ledger).read).finding(
-        [Hit("R3", state.pools[0], slot, 5, "first", ("verify", 0), 9)], 1
+        [Violation("R3", state.pools[0], slot, 5, "first", ("verify", 0), 9)], 1
     )
     assert finding.history == ("granted to 'old' at step 1", "freed by 'old' at step 3 (allocator.py:42)")
 
@@ -334,7 +338,7 @@ def test_causes_are_ranked_by_their_evidence(monkeypatch):
     class Asked:
         def __init__(self, code: str, is_unwritten: bool = False) -> None:
             kind = UNWRITTEN if is_unwritten else code
-            self.hit = type("Hit", (), {"code": code, "kind": kind})()
+            self.violation = type("Violation", (), {"code": code, "kind": kind})()
 
     causes = [
         (("R4",), Cause("bits", "one, guessed", "inferred", ("a",))),

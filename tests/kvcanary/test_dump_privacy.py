@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
-from kvcanary.dumps.pseudonyms import CodeBook
+from kvcanary.dumps.pseudonyms import TokenPseudonyms
 from kvcanary.dumps.reading import Dump, read_dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.replay.replayer import replay
@@ -99,12 +99,14 @@ def test_chains_of_the_engine_s_keys_read_nothing_back(tmp_path):
             known, count = ahead & chains, count + 1
         return count
 
-    plain = {unsigned(value) for value in engine.canary.recorder.books.state.by_name["target"].records[:, 1].tolist()}
+    plain = {
+        unsigned(value) for value in engine.canary.recorder.manager_state.state.by_name["target"].records[:, 1].tolist()
+    }
     assert read_back(plain) == 20
-    told = {
+    reported = {
         unsigned(int(v)) for array in dump.arrays.values() if array.dtype == np.int64 for v in array.ravel().tolist()
     }
-    assert read_back(told) == 0
+    assert read_back(reported) == 0
 
 
 def test_chains_of_the_dump_s_keys_are_those_of_its_ids(tmp_path):
@@ -146,8 +148,8 @@ def test_all_of_it_leaves_when_asked_for(tmp_path):
 
 def test_codes_keep_to_their_side_of_a_vocabulary():
     """An id that is no token stays none, and stand-ins of tokens are tokens: W6 judges them as it did."""
-    book = CodeBook([3, 99, 100, 5000, -1], [100, 2000])
-    inside, edge, beyond, outside, negative = book.of([3, 99, 100, 5000, -1]).tolist()
+    struct = TokenPseudonyms([3, 99, 100, 5000, -1], [100, 2000])
+    inside, edge, beyond, outside, negative = struct.of([3, 99, 100, 5000, -1]).tolist()
     assert {inside, edge} <= set(range(100))
     assert inside != edge
     assert 100 <= beyond < 2000

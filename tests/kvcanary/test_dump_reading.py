@@ -56,14 +56,14 @@ def captured_step() -> CanaryManager:
         canary = CanaryManager(CanaryConfig(seed=7), [PoolView("target", [k], [k.clone()], 4)])
         buffers = StaticBuffers.allocate(2, 4, 16, is_tree=True, has_truths=True, has_roots=True)
         mask = torch.ones(2, 2, 2, dtype=torch.bool).tril()
-        substep = canary.bank.add("target", "verify", 0, buffers, max_depth=2, tree_mask=mask)
-        move = canary.bank.add_move("target", 2)
+        substep = canary.registry.add("target", "verify", 0, buffers, max_depth=2, tree_mask=mask)
+        move = canary.registry.add_move("target", 2)
         canary.arm()
         canary.admit("only", [50])
         canary.on_alloc("only", [1])
         canary.begin_step(1)
-        told = canary.launch(substep, ["only"], [2], 2)
-        truth = {name: getattr(told, name) for name in ("uids", "prefix_lens", "truths", "roots")}
+        reported = canary.launch(substep, ["only"], [2], 2)
+        truth = {name: getattr(reported, name) for name in ("uids", "prefix_lens", "truths", "roots")}
         ints = {"indptr": [0, 2], "indices": [4, 5], "bounds": [0, 2], "slots": [4, 5], "tokens": [50, 51]}
         ints |= {"positions": [0, 1], "parents": [-1, 0], **truth}
         buffers.fill(Batch(**{name: torch.tensor(values) for name, values in ints.items()}))
@@ -398,11 +398,11 @@ def say(path: Path) -> str:
         outcome = replay(dump)
     except DumpError:
         return "refused"
-    told = [[finding[key] for key in ("code", "slot", "step")] for finding in dump.findings]
+    reported = [[finding[key] for key in ("code", "slot", "step")] for finding in dump.findings]
     missing = [[finding[key] for key in ("code", "slot", "step")] for finding in outcome.missing]
     reached = [[finding.code, finding.slot, finding.step] for finding in outcome.findings]
-    assert all(finding in missing or finding in reached for finding in told)
-    assert all(finding in told for finding in missing)
+    assert all(finding in missing or finding in reached for finding in reported)
+    assert all(finding in reported for finding in missing)
     said = "missing" if missing else "errors" if outcome.errors else "found" if reached else "clean"
     if said == "clean":
         assert outcome.num_events == len(dump.events)
@@ -424,7 +424,11 @@ def test_events_have_the_arguments_of_the_methods_that_tell_them():
     """A dump names them in the manager's order; what is told of several requests at once is laid out by itself."""
     parts = Lifecycle, MappedGroups, Transfers
     methods = {name: getattr(part, name) for part in parts for name in CALLS.keys() - OF_SEVERAL if hasattr(part, name)}
-    told = {name: [*inspect.signature(method).parameters][1:] for name, method in methods.items()}
-    assert len(told) > 15
-    named = {name: [*ARGUMENTS.get(name, CALLS[name])] for name in told}
-    assert named == told
+    as_dumped = {"snapshot": "parcel", "snapshots": "parcels"}
+    reported = {
+        name: [as_dumped.get(each, each) for each in [*inspect.signature(method).parameters][1:]]
+        for name, method in methods.items()
+    }
+    assert len(reported) > 15
+    named = {name: [*ARGUMENTS.get(name, CALLS[name])] for name in reported}
+    assert named == reported

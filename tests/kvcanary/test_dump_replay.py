@@ -69,12 +69,12 @@ def read_out_of_bounds(engine: ToyEngine) -> None:
 
 
 def damage_a_record(engine: ToyEngine) -> None:
-    pool = engine.canary.recorder.books.state.by_name["target"]
+    pool = engine.canary.recorder.manager_state.state.by_name["target"]
     pool.records[int(engine.rows["two"].slots[2]), 3] ^= 5
 
 
 def damage_a_fingerprint(engine: ToyEngine) -> None:
-    pool = engine.canary.recorder.books.state.by_name["target"]
+    pool = engine.canary.recorder.manager_state.state.by_name["target"]
     pool.content_a[1, int(engine.rows["two"].slots[2])] ^= 5
 
 

@@ -1,4 +1,6 @@
-"""Evidence: what they say of a hit, and both sides of each check, with plain stand-ins for pool, ledger and request."""
+"""Evidence: what they say of a violation, and both sides of each check, with plain stand-ins for pool, ledger and
+request.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvcanary.calls.violation import NO_BRANCH, Hit, Lineage
+from kvcanary.calls.violation import NO_BRANCH, Lineage, Violation
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.provenance.bytes_of import Provenance
 from kvcanary.provenance.changed_word import ChangedWord
@@ -31,10 +33,10 @@ PAGES = [6, 2, 3]
 TOKENS = list(range(100, 113))
 
 
-def a_pool(**told) -> SimpleNamespace:
+def a_pool(**reported) -> SimpleNamespace:
     """A pool of 8 pages; the slot of token t at position p has chain 1000 + p."""
     view = {"num_slots": NUM_SLOTS, "page_size": PAGE_SIZE, "null_slots": 4, "num_layers": 3, "token_offset": 0}
-    view |= {"slot_map": None} | told
+    view |= {"slot_map": None} | reported
     records = torch.zeros(NUM_SLOTS, COLUMNS, dtype=torch.int64)
     for position in range(12):
         slot = PAGES[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
@@ -50,33 +52,33 @@ def a_ledger() -> SimpleNamespace:
     return SimpleNamespace(slot=slot, truth=lambda request, pool_id, length: 10 * length + pool_id)
 
 
-def a_reader(**told) -> SimpleNamespace:
+def a_reader(**reported) -> SimpleNamespace:
     roots = {1: ROOT}
-    return SimpleNamespace(**{"uid": 3, "pages": PAGES, "tokens": TOKENS, "root": roots.__getitem__} | told)
+    return SimpleNamespace(**{"uid": 3, "pages": PAGES, "tokens": TOKENS, "root": roots.__getitem__} | reported)
 
 
-def a_record(**told) -> Record:
+def a_record(**reported) -> Record:
     fields = {"token": 105, "position": 5, "chain": ALIEN, "request": 3, "generation": 2, "step": 7, "content_b": 11}
-    return Record(**{"site": pack_site("draft", 1), "layers": 0b101, "seal": 13} | fields | told)
+    return Record(**{"site": pack_site("draft", 1), "layers": 0b101, "seal": 13} | fields | reported)
 
 
-def facts(code: str = "R4", hit: dict[str, object] | None = None, **read) -> Evidence:
+def facts(code: str = "R4", violation: dict[str, object] | None = None, **read) -> Evidence:
     """A verify forward of step 9 found it at position 5 of `me`, slot 9, where that position was granted."""
-    told = {"pool": a_pool(), "slot": 9, "position": 5, "request_id": "me", "site": ("verify", 0), "step": 9}
-    return Evidence([Hit(code, **told | (hit or {}))], a_ledger(), **read)
+    reported = {"pool": a_pool(), "slot": 9, "position": 5, "request_id": "me", "site": ("verify", 0), "step": 9}
+    return Evidence([Violation(code, **reported | (violation or {}))], a_ledger(), **read)
 
 
 def test_what_nobody_wrote_has_no_last_write():
     """Without a record, or with a blank one, nobody has written."""
     for read in ({}, {"record": a_record(site=0)}):
-        told = facts(**read)
-        assert (told.write_site, told.write_step, told.last_write) == (None, None, "nobody")
+        reported = facts(**read)
+        assert (reported.write_site, reported.write_step, reported.last_write) == (None, None, "nobody")
 
 
 def test_the_last_write_is_the_records():
     """Kind, index and step of the record's site, and the words for it."""
-    told = facts(record=a_record())
-    assert (told.write_site, told.write_step, told.last_write) == (("draft", 1), 7, "draft[1], step 7")
+    reported = facts(record=a_record())
+    assert (reported.write_site, reported.write_step, reported.last_write) == (("draft", 1), 7, "draft[1], step 7")
 
 
 @pytest.mark.parametrize(("last_good", "never"), [(None, True), (7, True), (8, False)])
@@ -97,33 +99,33 @@ def test_bytes_were_never_right_until_somebody_has_seen_them(last_good, never):
 def test_the_first_look_is_that_of_the_writer(kind, site, step, first):
     """The forward that wrote the entry is the one that found it; an extend is looked at in the next step only."""
     found = facts("R9", {"site": site, "step": step}, record=a_record(site=pack_site(kind, 1)))
-    assert found.is_first_look is first
+    assert found.is_first_read is first
 
 
 def test_the_slot_of_a_position_is_the_one_that_was_granted():
     """By the pages of the row; none without a position, without a reader and behind the row."""
     assert facts(reader=a_reader()).granted_slot == 9
     assert facts(reader=a_reader()).is_own_place
-    assert not facts(hit={"slot": 10}, reader=a_reader()).is_own_place
-    assert facts(hit={"position": 11}, reader=a_reader()).granted_slot == 15
-    assert facts(hit={"position": 0}, reader=a_reader()).granted_slot == 24
-    for hit in ({"position": None}, {"position": 12}, {"position": -1}):
-        assert facts(hit=hit, reader=a_reader()).granted_slot is None
+    assert not facts(violation={"slot": 10}, reader=a_reader()).is_own_place
+    assert facts(violation={"position": 11}, reader=a_reader()).granted_slot == 15
+    assert facts(violation={"position": 0}, reader=a_reader()).granted_slot == 24
+    for violation in ({"position": None}, {"position": 12}, {"position": -1}):
+        assert facts(violation=violation, reader=a_reader()).granted_slot is None
     assert facts().granted_slot is None
 
 
 def test_a_slot_of_a_map_is_the_mapped_one():
     """Behind a map the granted slot is that of the window group."""
     pool = a_pool(slot_map=NUM_SLOTS - 1 - torch.arange(NUM_SLOTS), device=torch.device("cpu"))
-    assert facts(hit={"pool": pool}, reader=a_reader()).granted_slot == 22
+    assert facts(violation={"pool": pool}, reader=a_reader()).granted_slot == 22
 
 
 def test_the_position_of_a_slot_is_its_place_in_the_row():
     """By the page's place and the offset in it; none without a reader or where the row has no such page."""
     assert facts(reader=a_reader()).own_position == 5
-    assert facts(hit={"slot": 26}, reader=a_reader()).own_position == 2
-    assert facts(hit={"slot": 99, "named": 14}, reader=a_reader()).own_position == 10
-    assert facts(hit={"slot": 16}, reader=a_reader()).own_position is None
+    assert facts(violation={"slot": 26}, reader=a_reader()).own_position == 2
+    assert facts(violation={"slot": 99, "named": 14}, reader=a_reader()).own_position == 10
+    assert facts(violation={"slot": 16}, reader=a_reader()).own_position is None
     assert facts().own_position is None
 
 
@@ -133,9 +135,9 @@ ROW = (24, 25, 26, 27, 8, 9)
 def test_a_row_differs_first_where_a_token_is_not_the_requests():
     """Counted over the row that was read; a window hides what lies before it."""
     other = [*TOKENS[:3], 555, *TOKENS[4:]]
-    told = facts("R6", {"row_slots": ROW}, reader=a_reader(tokens=other))
-    assert told.first_difference == 3
-    assert told.different_record == read_record(told.hit.pool.records, 27)
+    reported = facts("R6", {"row_slots": ROW}, reader=a_reader(tokens=other))
+    assert reported.first_difference == 3
+    assert reported.different_record == read_record(reported.violation.pool.records, 27)
     assert facts("R6", {"row_slots": ROW[2:]}, reader=a_reader(tokens=other)).first_difference == 3
     assert facts("R6", {"row_slots": ROW[4:]}, reader=a_reader(tokens=other)).first_difference is None
     assert facts("R6", {"row_slots": ROW}, reader=a_reader()).different_record is None
@@ -155,19 +157,19 @@ def test_the_differing_entry_has_a_record_where_the_row_looks_in_its_own_place()
     """A row that looks elsewhere says nothing about what was written."""
     other = [*TOKENS[:3], 555, *TOKENS[4:]]
     elsewhere = (*ROW[:3], 12, *ROW[4:])
-    told = facts("R6", {"row_slots": elsewhere}, reader=a_reader(tokens=other))
-    assert (told.first_difference, told.different_record) == (3, None)
+    reported = facts("R6", {"row_slots": elsewhere}, reader=a_reader(tokens=other))
+    assert (reported.first_difference, reported.different_record) == (3, None)
     window = facts("R6", {"row_slots": ROW[2:]}, reader=a_reader(tokens=other))
-    assert window.different_record == read_record(window.hit.pool.records, 27)
+    assert window.different_record == read_record(window.violation.pool.records, 27)
 
 
 def test_the_best_answer_of_a_kind_is_the_first():
     """Answers stand best first."""
     answers = tuple(Provenance(kind, text, "inferred") for kind, text in (("zero", "a"), ("slot", "b"), ("slot", "c")))
-    told = facts(whose=answers)
-    assert told.whose_is("slot", "part") is answers[1]
-    assert told.whose_is("slot", "zero") is answers[0]
-    assert told.whose_is("part") is None
+    reported = facts(provenance=answers)
+    assert reported.provenance_of("slot", "part") is answers[1]
+    assert reported.provenance_of("slot", "zero") is answers[0]
+    assert reported.provenance_of("part") is None
 
 
 WORD = ChangedWord(1, "K", 0, 2, 1, 3, old=0x3F, new=0x7F, old_value=1.5, new_value=math.inf, size=2)
@@ -213,7 +215,7 @@ SIDES = [
     ),
     (
         "R3",
-        {"fingerprint_hit": True},
+        {"fingerprint_violation": True},
         {"record": a_record()},
         {"lane_b": "0x000000000000000b", "lane_a": "agrees"},
         {"lane_b": "0x000000000000000b", "lane_a": "differs"},
@@ -226,9 +228,9 @@ SIDES = [
             {"lineage": Lineage(1, 0, found), "site": ("draft", 2)},
             {"record": a_record(), "reader": a_reader()},
             {"branch": "0 of draft[1]"},
-            {"branch": f"{whose} of draft[1]", "chain": "0x8000000000000005"},
+            {"branch": f"{provenance} of draft[1]", "chain": "0x8000000000000005"},
         )
-        for found, whose in ((2, "2"), (NO_BRANCH, "none"))
+        for found, provenance in ((2, "2"), (NO_BRANCH, "none"))
     ),
     (
         "R5",
@@ -314,10 +316,10 @@ SIDES = [
 ]
 
 
-@pytest.mark.parametrize(("code", "hit", "read", "expected", "found"), SIDES)
-def test_both_sides_of_a_check(code, hit, read, expected, found):
-    """What the check wanted and what lay there, as its code says or as the hit told."""
-    assert expected_and_found(facts(code, hit, **read)) == (expected, found)
+@pytest.mark.parametrize(("code", "violation", "read", "expected", "found"), SIDES)
+def test_both_sides_of_a_check(code, violation, read, expected, found):
+    """What the check wanted and what lay there, as its code says or as the violation told."""
+    assert expected_and_found(facts(code, violation, **read)) == (expected, found)
 
 
 def test_a_number_that_json_lacks_is_told_in_words():
@@ -331,16 +333,16 @@ def test_the_tokens_of_a_place_are_the_requests_and_the_records():
     """Shifted as the pool is; none where nobody has written, nobody reads, or the token is not known."""
     shifted = {"pool": a_pool(token_offset=1)}
     assert tokens_of(facts(record=a_record(token=9), reader=a_reader())) == ({"token": 105}, {"token": 9})
-    assert tokens_of(facts(hit=shifted, record=a_record(), reader=a_reader())) == ({"token": 106}, {"token": 105})
-    assert tokens_of(facts(hit={"position": 12}, reader=a_reader())) == ({"token": 112}, {})
-    assert tokens_of(facts(hit={"position": 13}, reader=a_reader())) == ({}, {})
-    assert tokens_of(facts(hit={"position": None}, record=a_record(site=0), reader=a_reader())) == ({}, {})
+    assert tokens_of(facts(violation=shifted, record=a_record(), reader=a_reader())) == ({"token": 106}, {"token": 105})
+    assert tokens_of(facts(violation={"position": 12}, reader=a_reader())) == ({"token": 112}, {})
+    assert tokens_of(facts(violation={"position": 13}, reader=a_reader())) == ({}, {})
+    assert tokens_of(facts(violation={"position": None}, record=a_record(site=0), reader=a_reader())) == ({}, {})
     assert tokens_of(facts(record=a_record())) == ({}, {"token": 105})
 
 
 def test_a_chain_in_the_table_is_unsigned():
     """The records' signed words are read as the unsigned values that reports print."""
-    told = facts("R5", record=a_record(), reader=a_reader())
-    told.hit.pool.records[8, CHAIN] = signed(ALIEN)
-    expected, _ = expected_and_found(told)
+    reported = facts("R5", record=a_record(), reader=a_reader())
+    reported.violation.pool.records[8, CHAIN] = signed(ALIEN)
+    expected, _ = expected_and_found(reported)
     assert expected == {"chain": f"0x{chain_host([105], 5, ALIEN, KEYS)[0]:016x}"}

@@ -83,8 +83,8 @@ def test_a_cause_has_one_of_the_families():
 def test_a_group_has_its_first_its_count_and_its_last_step():
     """By code and site; draft forwards of one step are sites of their own."""
     log = FindingLog()
-    told = [log.add(a_finding(incident=n, step=step)) for n, step in enumerate((4, 9, 6))]
-    assert told == [True, True, True]
+    reported = [log.add(a_finding(incident=n, step=step)) for n, step in enumerate((4, 9, 6))]
+    assert reported == [True, True, True]
     assert log.add(a_finding(site=("draft", 1)))
     assert log.add(a_finding(code="R5", site=("verify", 0)))
     assert list(log.groups) == [("R9", "draft[2]"), ("R9", "draft[1]"), ("R5", "verify")]
@@ -106,8 +106,8 @@ def test_one_incident_is_told_once_whoever_sees_it():
 def test_the_log_keeps_so_many_of_a_group_and_counts_all():
     """The last that is kept is the 64th; other groups have room."""
     log = FindingLog()
-    told = [log.add(a_finding(incident=number)) for number in range(KEPT_IN_GROUP + 2)]
-    assert told == [True] * KEPT_IN_GROUP + [False] * 2
+    reported = [log.add(a_finding(incident=number)) for number in range(KEPT_IN_GROUP + 2)]
+    assert reported == [True] * KEPT_IN_GROUP + [False] * 2
     assert log.add(a_finding(incident=KEPT_IN_GROUP, code="R5"))
     assert (log.total, len(log.findings)) == (KEPT_IN_GROUP + 3, KEPT_IN_GROUP + 1)
 

@@ -134,7 +134,7 @@ def test_a_disabled_code_is_neither_raised_nor_kept(make_engine):
 
 
 def test_release_finds_what_no_step_has_read(make_engine):
-    """Damage after the last step of a request is found by its last look."""
+    """Damage after the last step of a request is found by its last re-read."""
     engine = running(make_engine, content="rolling")
     slot = flip(engine, "first", 5)
     with pytest.raises(KVCorruptionError) as caught:
@@ -143,7 +143,7 @@ def test_release_finds_what_no_step_has_read(make_engine):
 
 
 def test_rolling_names_the_exposed_tokens(make_engine):
-    """A finding of the last look says since when the byte was good, and how many tokens left in between."""
+    """A finding of the last re-read says since when the byte was good, and how many tokens left in between."""
     engine = running(make_engine, content="rolling")
     flip(engine, "first", 5)
     before = len(engine.rows["first"].tokens)
@@ -187,8 +187,8 @@ def test_log_keeps_only_the_first_of_very_many(make_engine):
     """A flood of incidents is counted to the last and kept up to a bound."""
     finding = caught_finding(make_engine)
     log = FindingLog()
-    told = [log.add(_like(finding, incident=number, step=number)) for number in range(KEPT_IN_GROUP + 10)]
-    assert told == [True] * KEPT_IN_GROUP + [False] * 10
+    reported = [log.add(_like(finding, incident=number, step=number)) for number in range(KEPT_IN_GROUP + 10)]
+    assert reported == [True] * KEPT_IN_GROUP + [False] * 10
     (group,) = log.groups.values()
     assert (group.count, log.total, len(log.findings)) == (KEPT_IN_GROUP + 10, KEPT_IN_GROUP + 10, KEPT_IN_GROUP)
     assert group.to_dict()["last_step"] == KEPT_IN_GROUP + 9
@@ -238,8 +238,8 @@ def test_the_families_are_those_of_the_catalogue_of_faults():
 def test_the_order_in_which_codes_speak_is_the_documented_one():
     """docs/canary.md has every code with its name and sentence, in the order in which they speak."""
     text = (Path(__file__).parents[2] / "docs" / "canary.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| ([A-Z]\d+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
-    assert told == [(code.code, code.name, code.sentence) for code in CODES.values()]
+    reported = re.findall(r"^\| ([A-Z]\d+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    assert reported == [(code.code, code.name, code.sentence) for code in CODES.values()]
 
 
 def test_reads_speak_in_the_order_of_the_design():

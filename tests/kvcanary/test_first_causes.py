@@ -42,8 +42,8 @@ def expect(report, is_broken, code, family, *words):
     finding = report.findings[0]
     cause = finding.causes[0]
     assert (finding.code, cause.family) == (code, family), report.text()
-    told = "; ".join((cause.text, *cause.evidence))
-    assert [word for word in words if word not in told] == []
+    reported = "; ".join((cause.text, *cause.evidence))
+    assert [word for word in words if word not in reported] == []
 
 
 @TWINS
@@ -176,7 +176,7 @@ def test_the_same_tokens_under_another_salt(run, is_broken):
 
 
 @pytest.mark.parametrize("same_head", [0, 5])
-def test_a_prefix_hit_of_another_prompt(run, same_head):
+def test_a_prefix_violation_of_another_prompt(run, same_head):
     """The acquired page, whose tokens it holds, and from where they differ."""
 
     def act(engine):
@@ -186,7 +186,7 @@ def test_a_prefix_hit_of_another_prompt(run, same_head):
     expect(run(act), True, "R6", "identity", "a page of another prompt", "'one'", f"from position {same_head} on")
 
 
-def test_a_hit_of_two_pages_the_second_of_another_place(run):
+def test_a_violation_of_two_pages_the_second_of_another_place(run):
     """R4: the page holds positions of its own, and is named with the request that wrote it."""
 
     def act(engine):
@@ -243,7 +243,7 @@ def test_an_earlier_copy_of_a_page_that_comes_back(run, is_broken):
 
 
 def put_away(engine: FakeEngine, name: str):
-    """What an engine keeps of a row: how much is final, the parcel of its pages, and their bytes by pool."""
+    """What an engine keeps of a row: how much is final, the snapshot of its pages, and their bytes by pool."""
     row = engine.rows[name]
     slots = [engine.slot(name, position) for position in range(len(row.pages) * PAGE)]
     kept = {name: pool.kv[:, slots].clone() for name, pool in engine.pools.items()}
@@ -252,15 +252,15 @@ def put_away(engine: FakeEngine, name: str):
 
 def bring_back(engine: FakeEngine, name: str, away) -> None:
     """The row gives its pages back, and gets what was put away into others, for all that is final now."""
-    row, (_, parcel, kept) = engine.rows[name], away
-    old, row.pages = row.pages, [engine.free_pages.pop() for _ in range(parcel.num_pages)]
+    row, (_, snapshot, kept) = engine.rows[name], away
+    old, row.pages = row.pages, [engine.free_pages.pop() for _ in range(snapshot.num_pages)]
     engine.canary.on_free(name, old)
     engine._begin()
     engine.canary.on_alloc(name, row.pages)
     slots = [engine.slot(name, position) for position in range(len(row.pages) * PAGE)]
     for pool, held in kept.items():
         engine.pools[pool].kv[:, slots] = held
-    engine.canary.on_restore(name, row.pages, row.committed, parcel)
+    engine.canary.on_restore(name, row.pages, row.committed, snapshot)
     engine.canary.commit(name, row.committed)
 
 

@@ -172,6 +172,6 @@ def test_a_retracted_request_reads_on(way, is_late):
     rows.canary.on_free("a", rows.tables["a"])
     rows.canary.append("a", [9])
     rows.forward({"a": [9]}, commits=False)
-    told = {(code, slot, family) for code, slot, _, _, family in rows.found()}
-    assert ("W2", 3 * SIZE + 3, "lifetime") in told
+    reported = {(code, slot, family) for code, slot, _, _, family in rows.found()}
+    assert ("W2", 3 * SIZE + 3, "lifetime") in reported
     assert any(line.startswith("R7") for finding in rows.canary.findings for line in finding.evidence)

@@ -1,4 +1,4 @@
-"""Static substeps of a manager: what a replay finds on the device stops the engine like any other finding."""
+"""Captured substeps of a manager: what a replay finds on the device stops the engine like any other finding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcanary.captured.decoded import runs_of
 from kvcanary.faults.static_replay import StaticReplay
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary.native.layout import RUN
-from kvcanary.records.mailbox import IN_THE_AIR, LINES
+from kvcanary.records.mailbox import MAX_IN_FLIGHT, NUM_MESSAGES
 from kvcanary_kernels.record import layout as record
 from static_tree import TOKENS, StaticTree
 
@@ -22,11 +22,11 @@ class Run:
     def __init__(self, rig, static_row, **settings: object) -> None:
         self.rig, self.static_row = rig, static_row
         self.canary = CanaryManager(CanaryConfig(seed=7, **settings), [rig.pool.view])
-        self.replay = StaticReplay(self.canary.bank)
+        self.replay = StaticReplay(self.canary.registry)
         self.substeps = {}
         for kind, entries in (("prefill", 4), ("decode", 2)):
             buffers = StaticBuffers.allocate(2, entries, 16)
-            substep = self.canary.bank.add("target", kind, 0, buffers)
+            substep = self.canary.registry.add("target", kind, 0, buffers)
             self.substeps[kind] = substep
             self.replay.capture([substep], lambda substep=substep: rig.body(substep))
         self.canary.arm()
@@ -40,7 +40,7 @@ class Run:
         self.canary.begin_step(number)
         kind = "prefill" if number == 1 else "decode"
         substep = self.substeps[kind]
-        self.canary.bank.load(substep, self.rig.batch([row]))
+        self.canary.registry.load(substep, self.rig.batch([row]))
         self.rig.body(substep)
         self.canary.collect(self.canary.end_step())
 
@@ -88,7 +88,7 @@ def test_a_forward_that_was_planned_and_did_not_run_is_h1(run, disable):
     idle = run(mode="log", disable=disable)
     idle.canary.begin_step(2)
     row = idle.static_row(idle.uid, [4, 5, 6, 7], TOKENS[3:4])
-    idle.canary.bank.load(idle.substeps["decode"], idle.rig.batch([row]))
+    idle.canary.registry.load(idle.substeps["decode"], idle.rig.batch([row]))
     idle.canary.collect(idle.canary.end_step())
     found = [(finding.code, finding.expected, finding.found) for finding in idle.canary.findings]
     expected = {"rows": 1, "entries": 1, "reads": 4}
@@ -100,7 +100,7 @@ def test_a_forward_that_was_launched_and_did_not_run_as_told_is_h1(make_static, 
     """Its header comes with the step's own numbers: no row, no entry, or another number of entries that rows read."""
     rig = make_static()
     canary = CanaryManager(CanaryConfig(seed=7, mode="log"), [rig.pool.view])
-    draft = canary.bank.add("target", "draft", 0, StaticBuffers.allocate(2, 4, 16))
+    draft = canary.registry.add("target", "draft", 0, StaticBuffers.allocate(2, 4, 16))
     canary.arm()
     canary.admit("ann", TOKENS[:4])
     canary.on_alloc("ann", [1, 2])
@@ -115,26 +115,26 @@ def test_substeps_are_added_before_arm(run):
     """H2: what comes after arm() was never captured."""
     late = run()
     with pytest.raises(Exception, match="add\\(\\) must come before arm\\(\\): decode of the target pool is late"):
-        late.canary.bank.add("target", "decode", 0, StaticBuffers.allocate(8, 8, 8))
+        late.canary.registry.add("target", "decode", 0, StaticBuffers.allocate(8, 8, 8))
 
 
 def test_a_device_is_told_of_pages_before_what_runs_next(run, monkeypatch):
     """In one delta list, however often something has happened to pages; in none where nothing has."""
-    told: list[int] = []
+    reported: list[int] = []
     one = run()
     state = one.canary.session.state
     publish = state.pools[0].loops.publish_pages
     monkeypatch.setattr(
-        state.pools[0].loops, "publish_pages", lambda *args: (told.append(len(args[0])), publish(*args))
+        state.pools[0].loops, "publish_pages", lambda *args: (reported.append(len(args[0])), publish(*args))
     )
     one.canary.on_alloc("ann", [3])
     one.canary.on_alloc("ann", [4])
-    assert told == []
+    assert reported == []
     one.step(2, 4, 1)
-    assert len(told) == 1
+    assert len(reported) == 1
     assert state.page_states[3:5].tolist() == [record.RESERVED] * 2
     one.step(3, 5, 1)
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_a_freed_page_is_stale_to_the_next_replay(run):
@@ -143,7 +143,7 @@ def test_a_freed_page_is_stale_to_the_next_replay(run):
     freed.canary.on_free("ann", [2])
     row = freed.static_row(freed.uid, [4, 5, 6, 8], TOKENS[3:4])
     freed.canary.begin_step(2)
-    freed.canary.bank.load(freed.substeps["decode"], freed.rig.batch([row]))
+    freed.canary.registry.load(freed.substeps["decode"], freed.rig.batch([row]))
     freed.rig.body(freed.substeps["decode"])
     freed.canary.collect(freed.canary.end_step())
     assert {finding.code for finding in freed.canary.findings} >= {"W2"}
@@ -174,7 +174,7 @@ def test_a_commit_waits_for_no_forward(tree):
     """Between launch and check too; pages are final when the host has learned that they were written."""
     pages = tree.canary.session.ledger.states
     tree.canary.commit("ann", 3)
-    assert (len(tree.canary.session.checks.static.launched), STATE_NAMES[pages[1]]) == (1, "RESERVED")
+    assert (len(tree.canary.session.checks.captured.launched), STATE_NAMES[pages[1]]) == (1, "RESERVED")
     assert tree.fired() == []
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
     tree.launch(2, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
@@ -218,23 +218,23 @@ def test_a_captured_move_brings_the_records(tree, moves_bytes):
 def test_moves_are_added_before_arm_to_pools_that_are_there(tree, make_static):
     """H2 and a sentence, as for substeps."""
     with pytest.raises(HookOrderError, match="add_move\\(\\) must come before arm\\(\\): the move in the target pool"):
-        tree.canary.bank.add_move("target", 2)
+        tree.canary.registry.add_move("target", 2)
     with pytest.raises(PlanError, match="pool must be one of target, got 'draft'"):
-        make_static().bank.add_move("draft", 2)
+        make_static().registry.add_move("draft", 2)
 
 
-def test_a_launch_needs_a_bank(make_engine):
-    """H2: a manager whose bank nobody asked for has captured nothing."""
-    with pytest.raises(HookOrderError, match="launch\\(\\) needs substeps of this manager's bank, got None"):
+def test_a_launch_needs_a_registry(make_engine):
+    """H2: a manager whose registry nobody asked for has captured nothing."""
+    with pytest.raises(HookOrderError, match="launch\\(\\) needs substeps of this manager's registry, got None"):
         make_engine().canary.launch(None, [], [], 0)
-    with pytest.raises(HookOrderError, match="launch_move\\(\\) needs a move of this manager's bank"):
+    with pytest.raises(HookOrderError, match="launch_move\\(\\) needs a move of this manager's registry"):
         make_engine().canary.launch_move(None)
 
 
 # a host that hears later
 
 
-def test_what_departed_is_judged_when_it_is_heard(tree):
+def test_what_departed_is_judged_when_it_is_collected(tree):
     """From its own copies, whatever the buffers hold by then, and only that step."""
     tree.fired()
     tree.canary.commit("ann", 3)
@@ -242,21 +242,21 @@ def test_what_departed_is_judged_when_it_is_heard(tree):
     first = tree.canary.end_step()
     tree.launch(3, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
     second = tree.canary.end_step()
-    assert (tree.canary.findings, first.has_landed, second.has_landed) == ([], False, False)
+    assert (tree.canary.findings, first.is_collected, second.is_collected) == ([], False, False)
     tree.canary.collect(first)
     assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
-    assert (first.has_landed, second.has_landed) == (True, False)
+    assert (first.is_collected, second.is_collected) == (True, False)
     tree.canary.collect(second)
     assert len(tree.canary.findings) == 1
 
 
 def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
-    """The same as launched one by one: what each is expected to run, and who is in the air how often."""
+    """The same as launched one by one: what each is expected to run, and who is in flight how often."""
     made = {}
     for is_one_by_one in (True, False):
         rig = make_static()
         canary = CanaryManager(CanaryConfig(seed=7), [rig.pool.view])
-        drafts = [canary.bank.add("target", "draft", n, StaticBuffers.allocate(2, 4, 16)) for n in range(3)]
+        drafts = [canary.registry.add("target", "draft", n, StaticBuffers.allocate(2, 4, 16)) for n in range(3)]
         canary.arm()
         canary.admit("ann", TOKENS[:4])
         canary.on_alloc("ann", [1, 2])
@@ -269,10 +269,10 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
         else:
             truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6]).numbers.tolist()
         (request,) = canary.forwards.requests_of(["ann"])
-        launched = [(run.substep.site, run.committed) for run in runs_of(canary.session.checks.static.launched)]
-        reads = canary.session.checks.static.send(1).snapshot.cards[RUN.reads :: RUN.size].tolist()
+        launched = [(run.substep.site, run.committed) for run in runs_of(canary.session.checks.captured.launched)]
+        reads = canary.session.checks.captured.send(1).pending.structs[RUN.reads :: RUN.size].tolist()
         assert reads == [4, 5, 6]
-        made[is_one_by_one] = truth, launched, request.in_the_air, request.row_lens.tolist()
+        made[is_one_by_one] = truth, launched, request.in_flight, request.row_lens.tolist()
     assert made[True] == made[False]
     assert made[True][2] == 3
 
@@ -284,27 +284,27 @@ def test_a_step_that_landed_early_still_stops_the_engine(run):
     late.canary.begin_step(2)
     row = late.static_row(late.uid, [4, 5, 6, 7], TOKENS[3:4])
     pool.records[5, 1] ^= 1 << 40
-    late.canary.bank.load(late.substeps["decode"], late.rig.batch([row]))
+    late.canary.registry.load(late.substeps["decode"], late.rig.batch([row]))
     late.rig.body(late.substeps["decode"])
     flight = late.canary.end_step()
     with pytest.raises(KVCorruptionError):
         late.canary.release("ann")
-    assert flight.has_landed
+    assert flight.is_collected
     with pytest.raises(KVCorruptionError):
         late.canary.collect(flight)
 
 
 def test_a_host_that_never_hears_overtakes_nothing(tree):
-    """Where more steps are in the air than there are buffers, the oldest is learned of before its copy is lost."""
+    """Where more steps are in flight than there are buffers, the oldest is learned of before its copy is lost."""
     tree.fired()
     tree.canary.commit("ann", 3)
     flights = []
-    for number in range(2, 2 + IN_THE_AIR + 2):
+    for number in range(2, 2 + MAX_IN_FLIGHT + 2):
         tokens = [99, 98] if number == 2 else TOKENS[3:5]
         tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
         tree.launch(number, tree.verify, [4, 5, 6, 7, 8], tokens, [-1, 0])
         flights.append(tree.canary.end_step())
-    assert [flight.has_landed for flight in flights] == [True, True] + [False] * IN_THE_AIR
+    assert [flight.is_collected for flight in flights] == [True, True] + [False] * MAX_IN_FLIGHT
     assert tree.fired() == [("W6", ("verify", 0), 7)]
     assert tree.canary.certificate()["forwards"] == 1 + len(flights)
 
@@ -314,10 +314,10 @@ def test_steps_without_forwards_overtake_nothing_either(tree):
     tree.fired()
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]], [99, 98])
-    flight, last = tree.canary.end_step(), 2 + LINES
+    flight, last = tree.canary.end_step(), 2 + NUM_MESSAGES
     for number in range(3, last):
         tree.canary.begin_step(number)
-        assert not flight.has_landed
+        assert not flight.is_collected
     tree.launch(last, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
     tree.canary.collect(flight)
     assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
@@ -329,7 +329,7 @@ def test_without_r9_nobody_is_noted_for_a_look_that_never_comes(run):
     damaged.canary.session.state.by_name["target"].records[5, 1] ^= 1 << 40
     damaged.step(2, 4, 1)
     assert [finding.code for finding in damaged.canary.findings] == ["R3"]
-    assert not damaged.canary.session.checks.sweeper.hurried
+    assert not damaged.canary.session.checks.scrubber.hurried
 
 
 def test_a_forward_that_is_only_expected_is_missed_beside_one_that_was_launched(tree):
@@ -337,37 +337,39 @@ def test_a_forward_that_is_only_expected_is_missed_beside_one_that_was_launched(
     tree.fired()
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]], TOKENS[3:5])
-    tree.canary.bank.expect(tree.prefill, 1, 2, 5)
+    tree.canary.registry.expect(tree.prefill, 1, 2, 5)
     assert tree.fired() == [("H1", ("prefill", 0), -1)]
 
 
 def test_a_forward_of_which_nobody_was_told_is_h1(run):
-    """A replay that neither a launch nor the bank has expected."""
-    told = run(mode="log")
-    told.canary.begin_step(2)
-    told.substeps["decode"].buffers.fill(told.rig.batch([told.static_row(told.uid, [4, 5, 6, 7], TOKENS[3:4])]))
-    told.rig.body(told.substeps["decode"])
-    told.canary.collect(told.canary.end_step())
+    """A replay that neither a launch nor the registry has expected."""
+    reported = run(mode="log")
+    reported.canary.begin_step(2)
+    reported.substeps["decode"].buffers.fill(
+        reported.rig.batch([reported.static_row(reported.uid, [4, 5, 6, 7], TOKENS[3:4])])
+    )
+    reported.rig.body(reported.substeps["decode"])
+    reported.canary.collect(reported.canary.end_step())
     expected, found = {"rows": 0, "entries": 0, "reads": 0}, {"rows": 1, "entries": 1, "reads": 4}
-    assert [(one.code, one.expected, one.found) for one in told.canary.findings] == [("H1", expected, found)]
+    assert [(one.code, one.expected, one.found) for one in reported.canary.findings] == [("H1", expected, found)]
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Of a bank, each time that all headers are sent."""
+    """Of a registry, each time that all headers are sent."""
 
-    def of(bank) -> list[None]:
-        sent, send = [], bank._outbox.send
-        monkeypatch.setattr(bank._outbox, "send", lambda: sent.append(None) or send())
+    def of(registry) -> list[None]:
+        sent, send = [], registry._mailbox.send
+        monkeypatch.setattr(registry._mailbox, "send", lambda: sent.append(None) or send())
         return sent
 
     return of
 
 
-def test_a_bank_without_substeps_has_no_headers_to_send(make_static, sent):
+def test_a_registry_without_substeps_has_no_headers_to_send(make_static, sent):
     """Nobody copies them behind every step."""
     canary = CanaryManager(CanaryConfig(seed=7), [make_static().pool.view])
-    copies = sent(canary.bank)
+    copies = sent(canary.registry)
     canary.arm()
     for step in (1, 2):
         canary.begin_step(step)
@@ -379,9 +381,9 @@ def test_headers_are_sent_in_steps_that_need_them(tree, sent):
     """One whose forwards were launched is told of by their lines, whatever was expected before it."""
     tree.fired()
     tree.canary.commit("ann", 3)
-    copies = sent(tree.canary.bank)
+    copies = sent(tree.canary.registry)
     tree.canary.begin_step(2)
-    tree.canary.bank.expect(tree.prefill, 0, 0, 0)
+    tree.canary.registry.expect(tree.prefill, 0, 0, 0)
     assert tree.fired() == []
     assert len(copies) == 1
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
@@ -396,8 +398,8 @@ def test_what_departs_twice_in_a_step_lands_before_it_is_overtaken(tree):
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]], TOKENS[3:5])
     flights = [tree.canary.end_step() for _ in range(2)]
-    for number in range(3, 2 + LINES):
+    for number in range(3, 2 + NUM_MESSAGES):
         tree.canary.begin_step(number)
-    assert [flight.has_landed for flight in flights] == [False, False]
-    tree.canary.begin_step(2 + LINES)
-    assert [flight.has_landed for flight in flights] == [True, True]
+    assert [flight.is_collected for flight in flights] == [False, False]
+    tree.canary.begin_step(2 + NUM_MESSAGES)
+    assert [flight.is_collected for flight in flights] == [True, True]

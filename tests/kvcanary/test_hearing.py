@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kvcanary import PoolView
-from kvcanary.captured.decoded import DecodedForward, Heard, Launched
+from kvcanary.captured.decoded import CollectedRun, DecodedForward, Launched
 from kvcanary.captured.kernel_launches import HEADER
 from kvcanary.captured.moves import LaunchedMove
-from kvcanary.captured.pending import Hearing
+from kvcanary.captured.pending import RunReader
 from kvcanary.captured.step import CapturedStep
-from kvcanary.captured.substep import MASKS, line_card
+from kvcanary.captured.substep import MASKS, message_struct
 from kvcanary.checks.lengths import judge_mask
 from kvcanary.checks.tokens import judge_tokens
 from kvcanary.ledger.ledger import Ledger, Role
@@ -30,7 +30,7 @@ from kvcanary.native.layout import (
     HAS_RUN,
     IS_SHORT,
     LEFT_TO_RULES,
-    LINE_BITS,
+    MESSAGE_BITS,
     MOVE,
     NOT_QUIET,
     NOWHERE,
@@ -43,7 +43,7 @@ from kvcanary.native.layout import (
     UNKNOWN,
 )
 from kvcanary.recorder.kept_forwards import RecordedMove
-from kvcanary.records.mailbox import Line, PackedMask
+from kvcanary.records.mailbox import Message, PackedMask
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.judge.count import NUM_BITS
@@ -64,13 +64,13 @@ class World:
         kv = torch.zeros(2, 40, 1, 1)
         self.state = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4, vocab_size=50)], 3)
         self.ledger = Ledger(10, 4, 1, self.state.keys, [Role("target")])
-        self.mirror = RecordStore(self.state)
-        self.hearing = Hearing(self.state, self.ledger.pages, self.mirror)
+        self.record_store = RecordStore(self.state)
+        self.run_reader = RunReader(self.state, self.ledger.pages, self.record_store)
         for name, pages in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
             self.ledger.admit(name, range(10, 20), 0)
             self.ledger.grant(name, pages, 0)
 
-    def run(self, kind: str, line: Line, is_tree: bool, has_lineage: bool = False) -> Launched:
+    def run(self, kind: str, line: Message, is_tree: bool, has_lineage: bool = False) -> Launched:
         forward = {"num_entries": 9, "num_rows": ROOM, "ancestors": 0, "indices": None}
         substep = SimpleNamespace(
             site=(kind, 0),
@@ -79,27 +79,27 @@ class World:
             width=1,
             masks=PackedMask(torch.zeros(ROOM, NODES, NODES, dtype=torch.bool)) if is_tree else None,
             forward=SimpleNamespace(lineage=torch.zeros(ROOM) if has_lineage else None, **forward),
-            written=SimpleNamespace(line_of=lambda turn: line),
+            written=SimpleNamespace(message_of=lambda turn: line),
             num_kept=line.where[MASKS].stop,
         )
-        self.line_card = line_card(substep)
+        self.message_struct = message_struct(substep)
         batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
         rows = array("q", [UNKNOWN] * (2 * ROWS.size + 1))
-        told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, substep.num_kept, 0
-        self.card = self.line_card.buffer_info()[0], line.at, 0, *batch.told, *told
+        reported = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, substep.num_kept, 0
+        self.struct = self.message_struct.buffer_info()[0], line.at, 0, *batch.loop_arguments, *reported
         return Launched(substep, batch, rows, 1, 0, line, written)
 
-    def hear(self, run: Launched) -> int:
+    def read(self, run: Launched) -> int:
         """What is seen of the line; what is clean is true of pages and mirror then."""
-        cards = array("q", self.card)
-        assert self.hearing.hear([run], cards, 0, array("q", [0] * NUM_RUNS), True) == 1
-        assert cards[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN
-        seen = cards[RUN.seen] >> RUN_BITS
-        assert self.hearing.is_clean(run, seen) == (not seen & LEFT_TO_RULES)
+        structs = array("q", self.struct)
+        assert self.run_reader.read([run], structs, 0, array("q", [0] * NUM_RUNS), True) == 1
+        assert structs[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN
+        seen = structs[RUN.seen] >> RUN_BITS
+        assert self.run_reader.is_clean(run, seen) == (not seen & LEFT_TO_RULES)
         return seen
 
 
-def random_line(rng: random.Random, is_tree: bool, has_lineage: bool = False) -> Line:
+def random_line(rng: random.Random, is_tree: bool, has_lineage: bool = False) -> Message:
     """Of two rows that are right, but for what is sometimes changed."""
     counts = [NODES if is_tree else rng.randrange(4) for _ in "ab"]
     begins = [rng.randrange(9) for _ in "ab"]
@@ -144,7 +144,7 @@ def random_line(rng: random.Random, is_tree: bool, has_lineage: bool = False) ->
     ]
     parts = [*padded, words, np.zeros(ROOM, np.int64), np.zeros(2 * NUM_BITS + 3, np.int64)]
     ends = [0, *accumulate(map(len, parts))]
-    return Line(np.concatenate(parts), list(map(slice, ends, ends[1:])))
+    return Message(np.concatenate(parts), list(map(slice, ends, ends[1:])))
 
 
 @pytest.mark.parametrize(("kind", "has_lineage"), [("decode", 0), ("verify", 0), ("draft", 0), ("draft", 1)])
@@ -154,15 +154,15 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
     for _ in range(1500):
         line = random_line(rng, kind == "verify", has_lineage)
         run = world.run(kind, line, kind == "verify", has_lineage)
-        told = world.hear(run)
+        reported = world.read(run)
         forward = DecodedForward(run.substep, 1, 2, line.parts(), None, run.batch.requests)
         is_plan = forward.is_plan
-        hits = [*judge_tokens(forward), *judge_mask(forward)] if is_plan else []
-        assert bool(told & LEFT_TO_RULES) == (not is_plan or bool(hits)), line.parts()
-        seen["no plan" if not is_plan else "named" if hits else "clean"] += 1
-        if is_plan and not hits:
-            assert told >> LINE_BITS == forward.num_entries
-            kept, plan = Heard.of(run), forward.plan.tolist()
+        violations = [*judge_tokens(forward), *judge_mask(forward)] if is_plan else []
+        assert bool(reported & LEFT_TO_RULES) == (not is_plan or bool(violations)), line.parts()
+        seen["no plan" if not is_plan else "named" if violations else "clean"] += 1
+        if is_plan and not violations:
+            assert reported >> MESSAGE_BITS == forward.num_entries
+            kept, plan = CollectedRun.of(run), forward.plan.tolist()
             assert (forward.has_lineage, forward.has_parents) == (has_lineage, kind == "verify")
             line.numbers[:] = 0
             again = kept.learned()
@@ -174,18 +174,18 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
 def test_pages_are_written_and_what_was_judged_there_is_judged_anew() -> None:
     """As the rules' own way has it: of live entries outside null slots; padding changes nothing."""
     world = World()
-    pages, mirror = world.ledger.pages, world.mirror
+    pages, record_store = world.ledger.pages, world.record_store
     numbers = [np.array(values, np.int64) for values in ([0, 1, 2, 2], [0, 0, 0], [3, 2, 0], [6, 2], [12, 11], [2, 1])]
     parts = [*numbers, numbers[0][:0], np.array([6, 2, 17]), *[numbers[0][:0]] * 2, numbers[1], np.zeros(131, np.int64)]
     ends = [0, *accumulate(map(len, parts))]
-    line = Line(np.concatenate(parts), list(map(slice, ends, ends[1:])))
+    line = Message(np.concatenate(parts), list(map(slice, ends, ends[1:])))
     run = world.run("decode", line, is_tree=False)
-    mirror.judged[6] = True
-    assert world.hear(run) & (LEFT_TO_RULES | PAGES_FRESH) == PAGES_FRESH
+    record_store.judged[6] = True
+    assert world.read(run) & (LEFT_TO_RULES | PAGES_FRESH) == PAGES_FRESH
     assert (pages.states == WRITTEN).nonzero()[0].tolist() == [1]
-    assert (mirror.epoch, mirror.judged.any()) == (1, False)
-    assert world.hear(run) == 2 << LINE_BITS
-    assert mirror.epoch == 1
+    assert (record_store.epoch, record_store.judged.any()) == (1, False)
+    assert world.read(run) == 2 << MESSAGE_BITS
+    assert record_store.epoch == 1
 
 
 def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
@@ -194,14 +194,14 @@ def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
     while True:
         line = random_line(rng, is_tree=False)
         run = world.run("decode", line, is_tree=False)
-        if max(line[2] - line[1]) < 10 and not world.hear(run) & LEFT_TO_RULES:
+        if max(line[2] - line[1]) < 10 and not world.read(run) & LEFT_TO_RULES:
             break
-    accepted, first = np.array([[1, 7], [0, 0]]), list(world.card)
+    accepted, first = np.array([[1, 7], [0, 0]]), list(world.struct)
     first[RUN.written], first[RUN.accepted], first[RUN.places] = 0, accepted.ctypes.data, 2
-    cards, planned = array("q", [*first, *world.card]), array("q", [0] * NUM_RUNS)
-    assert world.hearing.hear([run, run], cards, 0, planned, True) == 1
-    assert cards[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
-    assert world.hearing.hear([run, run], cards, 1, planned, True) == 2
+    structs, planned = array("q", [*first, *world.struct]), array("q", [0] * NUM_RUNS)
+    assert world.run_reader.read([run, run], structs, 0, planned, True) == 1
+    assert structs[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
+    assert world.run_reader.read([run, run], structs, 1, planned, True) == 2
     assert [request.committed_len for request in world.ledger.requests.values()] == [1, 0]
 
 
@@ -213,28 +213,28 @@ class Steps:
         self.seen, self.planned = np.zeros((2, HEADER), np.int64), array("q", [0] * (2 * NUM_RUNS))
         self.ledger, world = self.world.ledger, self.world
         headers = self.seen.ctypes.data, 2 * NUM_BITS, HEADER
-        world.hearing = Hearing(world.state, self.ledger.pages, world.mirror, headers)
+        world.run_reader = RunReader(world.state, self.ledger.pages, world.record_store, headers)
         self.moves: list[LaunchedMove] = []
 
     def run(
-        self, number: int, line: Line, turn: int, counts: list[int], accepts: int | None
+        self, number: int, line: Message, turn: int, counts: list[int], accepts: int | None
     ) -> tuple[Launched, list[int]]:
-        """It and its card. `counts`: what the header says of checks and runs; its step word is of this turn.
+        """It and its struct. `counts`: what the header says of checks and runs; its step word is of this turn.
 
         accepts: tokens that the first request has accepted before; None: its rows are written as the host said
         """
         numbers = np.append(line.numbers, turn << 32)
         numbers[len(line.numbers) - HEADER : -1] = counts
-        made = self.world.run("decode", Line(numbers, line.where), is_tree=False)
-        made.substep.number, card = number, list(self.world.card)
-        own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROWS.size + 1))
-        card[0], card[RUN.rows] = own.buffer_info()[0], rows.buffer_info()[0]
+        made = self.world.run("decode", Message(numbers, line.where), is_tree=False)
+        made.substep.number, struct = number, list(self.world.struct)
+        own, rows = message_struct(made.substep), array("q", [UNKNOWN] * (2 * ROWS.size + 1))
+        struct[0], struct[RUN.rows] = own.buffer_info()[0], rows.buffer_info()[0]
         accepted = None if accepts is None else np.array([[accepts, 7], [0, 0]])
         if accepted is not None:
-            card[RUN.written], card[RUN.accepted], card[RUN.places] = 0, accepted.ctypes.data, 2
-            card[RUN.keep] += accepted.size
+            struct[RUN.written], struct[RUN.accepted], struct[RUN.places] = 0, accepted.ctypes.data, 2
+            struct[RUN.keep] += accepted.size
         self.kept += [made, own, rows]
-        return made._replace(line=Line(numbers, line.where), accepted=accepted), card
+        return made._replace(message=Message(numbers, line.where), accepted=accepted), struct
 
     def move(self, places: list[tuple[int, int]], mismatch: int = 0, turn: int = TURN) -> None:
         """Entries that have arrived, (slot, position), and one that has not moved. `turn`: of the line."""
@@ -243,47 +243,53 @@ class Steps:
         columns = [*slots, *range(30, 30 + size), *(9 | position << 32 for position in positions)]
         ends = [0, size, 2 * size, 3 * size, 5 * size]
         numbers = np.array([*columns, *[0] * (2 * size - 1), mismatch, turn << 32])
-        line = Line(numbers, list(map(slice, ends, ends[1:])))
-        moved = SimpleNamespace(line_of=lambda turn: line, has_run=lambda wanted: wanted == turn)
+        line = Message(numbers, list(map(slice, ends, ends[1:])))
+        moved = SimpleNamespace(message_of=lambda turn: line, has_run=lambda wanted: wanted == turn)
         move = SimpleNamespace(pool=self.world.state.pools[0], size=size, num_places=2 * size, moved=moved)
         self.moves.append(LaunchedMove(move, TURN, RecordedMove(0, "target")))
 
     @property
-    def move_cards(self) -> array:
-        cards = [
-            (move.pool.card_at, launched.line.at, move.size, launched.turn, move.num_places)
+    def move_structs(self) -> array:
+        structs = [
+            (move.pool.struct_at, launched.line.at, move.size, launched.turn, move.num_places)
             for launched in self.moves
             for move in [launched.move]
         ]
-        return array("q", chain.from_iterable(cards))
+        return array("q", chain.from_iterable(structs))
 
     @property
     def state(self) -> list[object]:
         """All that a step that lands changes."""
-        pages, mirror = self.ledger.pages, self.world.mirror
+        pages, record_store = self.ledger.pages, self.world.record_store
         requests = [
-            (request.in_the_air, request.known.card.tolist()[9:13], request.row_lens.tolist())
+            (request.in_flight, request.known.struct.tolist()[9:13], request.row_lens.tolist())
             for request in self.ledger.requests.values()
         ]
-        return [pages.states.tolist(), mirror.epoch > 0, mirror.judged.tolist(), self.seen.tolist(), requests]
+        return [
+            pages.states.tolist(),
+            record_store.epoch > 0,
+            record_store.judged.tolist(),
+            self.seen.tolist(),
+            requests,
+        ]
 
-    def land_at_once(self, runs: list[Launched], cards: array) -> tuple[int, list[int]]:
+    def collect_at_once(self, runs: list[Launched], structs: array) -> tuple[int, list[int]]:
         """What the loop answers, and what is kept of the step."""
-        moves = self.move_cards
-        kept = array("q", bytes(8 * (sum(cards[RUN.keep :: RUN.size]) + sum(moves[MOVE.keep :: MOVE.size]))))
-        hearing, at = self.world.hearing, (cards.buffer_info()[0], len(self.moves), moves.buffer_info()[0])
-        own = self.planned.buffer_info()[0], True, kept.buffer_info()[0], hearing.quiet_at
-        hearing.said[SAID.end] = 0
-        found = hearing.land_quiet(len(runs), *at, *own)
+        moves = self.move_structs
+        kept = array("q", bytes(8 * (sum(structs[RUN.keep :: RUN.size]) + sum(moves[MOVE.keep :: MOVE.size]))))
+        run_reader, at = self.world.run_reader, (structs.buffer_info()[0], len(self.moves), moves.buffer_info()[0])
+        own = self.planned.buffer_info()[0], True, kept.buffer_info()[0], run_reader.quiet_at
+        run_reader.said[SAID.end] = 0
+        found = run_reader.collect_quiet(len(runs), *at, *own)
         if found != NOT_QUIET:
-            self.world.mirror.heard(hearing.said[SAID.seen] >> RUN_BITS & REWRITES)
+            self.world.record_store.collected(run_reader.said[SAID.seen] >> RUN_BITS & REWRITES)
         return found, kept.tolist()
 
-    def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
+    def land_one_by_one(self, runs: list[Launched], structs: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""
-        hearing, totals = self.world.hearing, array("q", [0] * NUM_RUNS)
-        end = hearing.hear(runs, cards, 0, self.planned, True)
-        seen = [cards[RUN.size * number + RUN.seen] for number in range(end)]
+        run_reader, totals = self.world.run_reader, array("q", [0] * NUM_RUNS)
+        end = run_reader.read(runs, structs, 0, self.planned, True)
+        seen = [structs[RUN.size * number + RUN.seen] for number in range(end)]
         if end < len(runs) or any(one & (HAS_RUN | IS_SHORT) != HAS_RUN for one in seen):
             return end, False, [], 0
         if any(one >> RUN_BITS & LEFT_TO_RULES for one in seen):
@@ -292,12 +298,12 @@ class Steps:
             return end, False, [], 0
         at = self.seen.ctypes.data, self.planned.buffer_info()[0], totals.buffer_info()[0]
         loops = self.world.state.pools[0].loops
-        if not loops.take_quiet(len(runs), cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER):
+        if not loops.take_quiet(len(runs), structs.buffer_info()[0], *at, 2 * NUM_BITS, HEADER):
             return end, False, [], 0
         for run, one in zip(runs, seen, strict=True):
-            hearing.is_clean(run, one >> RUN_BITS)
-        CapturedStep.learn_moves(self, SimpleNamespace(moves=self.moves), self.world.mirror)
-        return end, True, totals.tolist(), self.ledger.steps.land_runs(cards, 0)
+            run_reader.is_clean(run, one >> RUN_BITS)
+        CapturedStep.learn_moves(self, SimpleNamespace(moves=self.moves), self.world.record_store)
+        return end, True, totals.tolist(), self.ledger.steps.finalise_runs(structs, 0)
 
     def arrives(self) -> bool:
         """Whether moves have run, of all bytes, into rows that reach further."""
@@ -322,9 +328,9 @@ class Steps:
         return SimpleNamespace(moved=lambda move: setattr(move.record, "places", move.places))
 
 
-def told_of(ledger: Ledger) -> list[int]:
+def results_of(ledger: Ledger) -> list[int]:
     """The pages of which the device is to be told."""
-    ledger.tell_landed(0)
+    ledger.record_final_pages(0)
     return sorted(ledger.pages.changes().tolist())
 
 
@@ -359,34 +365,34 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
                 accepts = {"short": 1, "quiet": 0}.get(way) if is_odd else None
                 made.append(steps.run(one, line, turn, counts, accepts))
             if own.random() < 0.5:
-                steps.world.mirror.judged[own.randrange(40)] = True
+                steps.world.record_store.judged[own.randrange(40)] = True
             else:
                 steps.ledger.pages.states[:] = WRITTEN
             if way in MOVES:
                 places, fault = MOVES[way]
                 steps.move(places, **fault)
-                steps.world.mirror.judged[JUDGED] = True
-            runs, cards = zip(*made, strict=True)
-            both.append((steps, runs, array("q", chain.from_iterable(cards))))
-        (first, runs, cards), (second, others, other_cards) = both
-        said, (found, kept) = first.world.hearing.said, first.land_at_once(runs, cards)
+                steps.world.record_store.judged[JUDGED] = True
+            runs, structs = zip(*made, strict=True)
+            both.append((steps, runs, array("q", chain.from_iterable(structs))))
+        (first, runs, structs), (second, others, other_structs) = both
+        said, (found, kept) = first.world.run_reader.said, first.collect_at_once(runs, structs)
         is_quiet = found != NOT_QUIET
-        end, was_quiet, totals, place = second.land_one_by_one(others, other_cards)
+        end, was_quiet, totals, place = second.land_one_by_one(others, other_structs)
         assert (said[SAID.end], is_quiet) == (end, was_quiet)
         assert first.state == second.state
         if is_quiet:
             assert (said[SAID.ran_rows : SAID.ran_rows + NUM_RUNS].tolist(), said[SAID.place]) == (totals, place)
             assert place == NOWHERE or place >= 0
-            card = first.ledger.pages.final_card
-            follows = said[SAID.seen] >> RUN_BITS, place != NOWHERE, card[FINAL.num_final], card[FINAL.num_fresh]
+            struct = first.ledger.pages.final_struct
+            follows = said[SAID.seen] >> RUN_BITS, place != NOWHERE, struct[FINAL.num_final], struct[FINAL.num_fresh]
             assert found == (HAS_MORE if any(follows) else ALL_DONE)
             answers.add(found)
-            assert told_of(first.ledger) == told_of(second.ledger)
+            assert results_of(first.ledger) == results_of(second.ledger)
             entries, reads = totals[RUN_ENTRIES], totals[RUN_READ]
             assert said[SAID.forwards :].tolist() == [2, entries, reads, entries > 0]
-            numbers = [number for run in others for number in Heard.of(run).numbers]
+            numbers = [number for run in others for number in CollectedRun.of(run).numbers]
             assert kept == [*numbers, *chain.from_iterable(move.record.places for move in second.moves)]
-            assert not first.moves or first.world.mirror.epoch > 0
+            assert not first.moves or first.world.record_store.epoch > 0
         else:
             assert not any(said[SAID.forwards :])
         quiet[way] += is_quiet

@@ -63,8 +63,8 @@ def device_codes(rig, row_of, pages: list[int], uid: int) -> dict[int, int]:
     """By page, the bits that the plan of a static forward sets where a request writes its first slot."""
     substep = rig.add("decode", rows=len(pages), entries=len(pages))
     rows = [row_of(uid, [page * PAGE_SIZE], [5]) for page in pages]
-    rig.bank.begin_step(1)
-    rig.bank.load(substep, rig.batch(rows))
+    rig.registry.begin_step(1)
+    rig.registry.load(substep, rig.batch(rows))
     substep.open()
     codes = substep.work.planned.codes[: len(pages)].tolist()
     substep.abandon()
@@ -115,9 +115,9 @@ def test_how_long_a_row_must_be_is_one_rule(rig, static_row, ancestors, written)
         for before in range(6):
             request.committed_len, request.row_lens = committed, [committed]
             slots = list(range(4, 4 + before + written))
-            rig.bank.begin_step(1 + 10 * committed + before)
+            rig.registry.begin_step(1 + 10 * committed + before)
             row = static_row(request.uid, slots, [5] * written, prefix_len=committed)
-            rig.bank.load(substep, rig.batch([row]))
+            rig.registry.load(substep, rig.batch([row]))
             substep.open()
             on_device = bool(substep.work.planned.codes[substep.forward.num_entries] & CODE_BITS["R10"])
             substep.abandon()
@@ -125,7 +125,7 @@ def test_how_long_a_row_must_be_is_one_rule(rig, static_row, ancestors, written)
             write = WritePlan(ints(slots[before:]), ints([5] * written), ints(range(before, before + written)))
             forward = Forward(kind, ancestors, pool, 1, [request], read, write)
             forward.read_rows()
-            codes = [hit.code for hit in judge_lengths(forward)]
+            codes = [violation.code for violation in judge_lengths(forward)]
             assert codes in ([], ["R10"], ["H1"])
             on_host = bool(codes)
             assert on_host == on_device == (before != committed + ancestors), (committed, before)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcanary.calls.violation import Hit, fair_share, join_hits
-from kvcanary.calls.violation_log import KEPT_HITS, HitBatch, HitGroup, HitLog
+from kvcanary.calls.violation import Violation, fair_share, join_violations
+from kvcanary.calls.violation_log import KEPT_VIOLATIONS, ViolationBatch, ViolationGroup, ViolationLog
 from kvcanary.codes import CODES
 from kvcanary.report.causes.rows import exchanged_pages
 from kvcanary.report.describe import MOST_DESCRIBED, Describer
@@ -40,26 +40,30 @@ def describer(engine) -> Describer:
     return Describer(ToldEvidence(engine.canary.session.ledger).read)
 
 
-def batch_of(pool, code: str, rows: int, entries: int, *, site=("verify", 0), step: int = 9, **evidence) -> HitBatch:
+def batch_of(
+    pool, code: str, rows: int, entries: int, *, site=("verify", 0), step: int = 9, **evidence
+) -> ViolationBatch:
     """Every entry of so many rows fired; row i reads slots from 4 + 8 * i on, and belongs to request i."""
     positions = np.tile(np.arange(entries), rows)
     slots = 4 + (np.repeat(np.arange(rows) * 8, entries) + positions) % (pool.view.num_slots - 4)
     names = [f"request-{row}" for row in range(rows)]
-    return HitBatch(code, pool, site, step, slots, positions, np.repeat(np.arange(rows), entries), names, **evidence)
+    return ViolationBatch(
+        code, pool, site, step, slots, positions, np.repeat(np.arange(rows), entries), names, **evidence
+    )
 
 
-def taken(*batches: HitBatch, disabled: frozenset[str] = frozenset()) -> list[HitGroup]:
-    log = HitLog(disabled)
+def taken(*batches: ViolationBatch, disabled: frozenset[str] = frozenset()) -> list[ViolationGroup]:
+    log = ViolationLog(disabled)
     for batch in batches:
         log.add_batch(batch)
     return log.take()
 
 
-def kept(*batches: HitBatch) -> list[Hit]:
-    return [hit for group in taken(*batches) for hit in group.kept]
+def kept(*batches: ViolationBatch) -> list[Violation]:
+    return [violation for group in taken(*batches) for violation in group.kept]
 
 
-def test_a_million_hits_are_taken_and_told_in_time(pool, describer):
+def test_a_million_violations_are_taken_and_told_in_time(pool, describer):
     """A million entries of ten checks in six forwards: the bar is 50 ms of this thread's time."""
     codes, entries = list(CODES)[-12:-2], MILLION // 60
     batches = [
@@ -70,17 +74,17 @@ def test_a_million_hits_are_taken_and_told_in_time(pool, describer):
     spent = []
     for _ in range(3):
         start = time.thread_time()
-        told = describer.describe(taken(*batches), lambda incident: 1)
+        reported = describer.describe(taken(*batches), lambda incident: 1)
         spent.append(time.thread_time() - start)
-    print(f"a million hits: {1000 * min(spent):.1f} ms")
-    assert told.findings
+    print(f"a million violations: {1000 * min(spent):.1f} ms")
+    assert reported.findings
     assert min(spent) < 0.25
 
 
-def test_a_million_hits_leave_no_memory_behind(pool):
+def test_a_million_violations_leave_no_memory_behind(pool):
     """What is kept does not grow with what fires, and what is needed on the way is a small part of the batch."""
     batch = batch_of(pool, "R5", 100, MILLION // 100)
-    log = HitLog()
+    log = ViolationLog()
     tracemalloc.start()
     for _ in range(3):
         log.add_batch(batch)
@@ -92,10 +96,10 @@ def test_a_million_hits_leave_no_memory_behind(pool):
 
 
 def test_first_last_and_count_of_every_group(pool):
-    """A group is a code at a site; its first hits are whole, its last is known, all are counted."""
+    """A group is a code at a site; its first violations are whole, its last is known, all are counted."""
     groups = taken(batch_of(pool, "R5", 2, 500), batch_of(pool, "R5", 2, 500), batch_of(pool, "R4", 1, 3))
     assert [(group.kept[0].code, group.count, len(group.kept)) for group in groups] == [
-        ("R5", 2000, KEPT_HITS),
+        ("R5", 2000, KEPT_VIOLATIONS),
         ("R4", 3, 3),
     ]
     assert (groups[0].kept[0].position, groups[0].last.position, groups[0].last.request_id) == (0, 499, "request-1")
@@ -104,7 +108,7 @@ def test_first_last_and_count_of_every_group(pool):
 
 def test_take_empties_the_log(pool):
     """The next step begins with nothing."""
-    log = HitLog()
+    log = ViolationLog()
     log.add_batch(batch_of(pool, "R5", 1, 10))
     assert len(log) == 10
     assert len(log.take()) == 1
@@ -114,47 +118,51 @@ def test_take_empties_the_log(pool):
 def test_no_group_crowds_out_another(pool, describer):
     """One entry of another check, after a flood, has its own finding."""
     flood = batch_of(pool, "R9", 400, 500, layers=np.ones((200_000, 3), bool))
-    single = HitBatch("R3", pool, ("sweep", 0), 9, *map(np.array, ([900], [70], [0])), ["last"])
-    told = describer.describe(taken(flood, single), lambda incident: 1)
-    assert ("R3", 900) in [(finding.code, finding.slot) for finding in told.findings]
-    assert len(told.findings) <= MOST_DESCRIBED
+    single = ViolationBatch("R3", pool, ("sweep", 0), 9, *map(np.array, ([900], [70], [0])), ["last"])
+    reported = describer.describe(taken(flood, single), lambda incident: 1)
+    assert ("R3", 900) in [(finding.code, finding.slot) for finding in reported.findings]
+    assert len(reported.findings) <= MOST_DESCRIBED
 
 
 def test_no_row_crowds_out_another(pool):
     """The first entry of each of a dozen rows is kept, however long the first row is."""
-    hits = kept(batch_of(pool, "R8", 12, 5000))
-    assert {hit.request_id for hit in hits} == {f"request-{row}" for row in range(12)}
+    violations = kept(batch_of(pool, "R8", 12, 5000))
+    assert {violation.request_id for violation in violations} == {f"request-{row}" for row in range(12)}
 
 
 def test_disabled_codes_are_not_taken(pool):
     """What is switched off is neither kept nor counted, in batches or one by one."""
-    log = HitLog(frozenset({"R5"}))
+    log = ViolationLog(frozenset({"R5"}))
     batch = batch_of(pool, "R5", 1, 10)
     log.add_batch(batch)
-    log.add(batch.hit(0))
+    log.add(batch.violation(0))
     assert len(log) == 0
 
 
-def test_single_hits_are_bounded_too(pool):
-    """Hits that come as objects are kept up to the same bound."""
-    batch = batch_of(pool, "W4", 1, KEPT_HITS + 10)
-    log = HitLog()
-    log += [batch.hit(number) for number in range(len(batch))]
+def test_single_violations_are_bounded_too(pool):
+    """Violations that come as objects are kept up to the same bound."""
+    batch = batch_of(pool, "W4", 1, KEPT_VIOLATIONS + 10)
+    log = ViolationLog()
+    log += [batch.violation(number) for number in range(len(batch))]
     (group,) = log.take()
-    assert (group.count, len(group.kept), group.last.position) == (KEPT_HITS + 10, KEPT_HITS, KEPT_HITS + 9)
+    assert (group.count, len(group.kept), group.last.position) == (
+        KEPT_VIOLATIONS + 10,
+        KEPT_VIOLATIONS,
+        KEPT_VIOLATIONS + 9,
+    )
 
 
-def test_a_list_may_mix_hits_and_batches(pool):
-    """Checks hand over what they have: single hits and whole arrays."""
-    batch, log = batch_of(pool, "R5", 1, 100), HitLog()
-    log += [batch.hit(0), batch, batch.hit(1)]
+def test_a_list_may_mix_violations_and_batches(pool):
+    """Checks hand over what they have: single violations and whole arrays."""
+    batch, log = batch_of(pool, "R5", 1, 100), ViolationLog()
+    log += [batch.violation(0), batch, batch.violation(1)]
     (group,) = log.take()
-    assert (group.count, len(group.kept), group.last.position) == (102, KEPT_HITS, 1)
+    assert (group.count, len(group.kept), group.last.position) == (102, KEPT_VIOLATIONS, 1)
 
 
-def test_an_entry_becomes_a_hit_with_its_evidence(pool):
+def test_an_entry_becomes_a_violation_with_its_evidence(pool):
     """Arrays of evidence follow their entry; -1 is what is not known."""
-    batch = HitBatch(
+    batch = ViolationBatch(
         "R4",
         pool,
         ("verify", 0),
@@ -165,27 +173,27 @@ def test_an_entry_becomes_a_hit_with_its_evidence(pool):
         last_good=np.array([7, -1]),
         found_positions=np.array([12, 0]),
         parent_positions=np.array([2, -1]),
-        fingerprint_hits=np.array([False, True]),
+        fingerprint_violations=np.array([False, True]),
     )
-    first, second = batch.hit(0), batch.hit(1)
+    first, second = batch.violation(0), batch.violation(1)
     assert (first.slot, first.position, first.request_id, first.layers, first.last_good) == (8, 3, "mine", (1, 2), 7)
-    assert (first.found_position, first.parent_position, first.fingerprint_hit) == (12, 2, False)
+    assert (first.found_position, first.parent_position, first.fingerprint_violation) == (12, 2, False)
     assert (second.position, second.request_id, second.layers, second.last_good) == (None, None, (), None)
-    assert (second.found_position, second.parent_position, second.fingerprint_hit) == (0, -1, True)
+    assert (second.found_position, second.parent_position, second.fingerprint_violation) == (0, -1, True)
 
 
 def test_a_run_is_one_incident_however_long(pool):
     """Entries that are neighbours are one fault, also where most of them are only counted."""
-    assert len(join_hits(kept(batch_of(pool, "R8", 1, 900)))) == 1
+    assert len(join_violations(kept(batch_of(pool, "R8", 1, 900)))) == 1
 
 
 def test_other_checks_in_a_long_run_are_its_evidence(pool):
     """A check that fired in the midst of a run of which only the beginning is kept belongs to the run's incident."""
     run = batch_of(pool, "R8", 1, 900)
-    inside = HitBatch("R4", pool, ("verify", 0), 9, *map(np.array, ([1001], [850], [0])), ["request-0"])
-    outside = HitBatch("R4", pool, ("verify", 0), 9, *map(np.array, ([1019], [950], [0])), ["request-0"])
-    assert [len(incident) for incident in join_hits(kept(run, inside))] == [KEPT_HITS + 1]
-    assert len(join_hits(kept(run, outside))) == 2
+    inside = ViolationBatch("R4", pool, ("verify", 0), 9, *map(np.array, ([1001], [850], [0])), ["request-0"])
+    outside = ViolationBatch("R4", pool, ("verify", 0), 9, *map(np.array, ([1019], [950], [0])), ["request-0"])
+    assert [len(incident) for incident in join_violations(kept(run, inside))] == [KEPT_VIOLATIONS + 1]
+    assert len(join_violations(kept(run, outside))) == 2
 
 
 @pytest.mark.parametrize("pages", [(1, 2), (0, 3), (2, 5)])
@@ -196,29 +204,29 @@ def test_exchanged_pages_are_seen_in_a_flood(make_engine, pages):
     positions = np.concatenate([np.arange(128) + 128 * page for page in pages])
     found = np.concatenate([np.arange(128) + 128 * page for page in (j, i)])
     zeros = np.zeros(256, int)
-    batch = HitBatch("R4", pool, ("verify", 0), 9, 128 + found, positions, zeros, ["mine"], found_positions=found)
-    (incident,) = join_hits(kept(batch))
+    batch = ViolationBatch("R4", pool, ("verify", 0), 9, 128 + found, positions, zeros, ["mine"], found_positions=found)
+    (incident,) = join_violations(kept(batch))
     assert exchanged_pages(Evidence(incident, None)) == pages
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_batches_join_like_single_hits(pool, seed):
+def test_batches_join_like_single_violations(pool, seed):
     """Joining is the transitive closure of its relations, whether entries came as arrays or one by one."""
     random_ = random.Random(seed)
     positions = sorted(random_.sample(range(60), 12))
     slots = [4 * random_.randrange(1, 200) for _ in positions]
     found = [random_.choice((-1, random_.randrange(60))) for _ in positions]
     columns = [np.array(column) for column in (slots, positions, [0] * 12)]
-    batch = HitBatch("R4", pool, ("verify", 0), 9, *columns, ["mine"], found_positions=np.array(found))
-    assert together(join_hits(kept(batch))) == closure(pool, slots, positions, found)
+    batch = ViolationBatch("R4", pool, ("verify", 0), 9, *columns, ["mine"], found_positions=np.array(found))
+    assert together(join_violations(kept(batch))) == closure(pool, slots, positions, found)
 
 
-def together(incidents: list[list[Hit]]) -> set[frozenset[int]]:
-    return {frozenset(hit.position for hit in incident) for incident in incidents}
+def together(incidents: list[list[Violation]]) -> set[frozenset[int]]:
+    return {frozenset(violation.position for violation in incident) for incident in incidents}
 
 
 def closure(pool, slots, positions, found) -> set[frozenset[int]]:
-    """By brute force: positions whose hits are related, and what is related to those."""
+    """By brute force: positions whose violations are related, and what is related to those."""
     sets = [{position} for position in positions]
     size = pool.view.page_size
     for _ in positions:
@@ -234,35 +242,35 @@ def closure(pool, slots, positions, found) -> set[frozenset[int]]:
     return {frozenset(own & set(kept_slots.values())) for own in sets}
 
 
-def single(pool, code: str, position: int, *, name: str = "mine") -> Hit:
-    """A hit on a page of its own."""
-    return Hit(code, pool, 40 + 8 * position, position, name, ("verify", 0), 9)
+def single(pool, code: str, position: int, *, name: str = "mine") -> Violation:
+    """A violation on a page of its own."""
+    return Violation(code, pool, 40 + 8 * position, position, name, ("verify", 0), 9)
 
 
 def test_neighbours_of_different_checks_are_one_incident(pool):
     """What follows a wrong entry breaks too, whatever check says so; a gap, or another row, is another fault."""
-    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 6)])) == 1
-    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 7)])) == 2
-    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 6, name="other")])) == 2
+    assert len(join_violations([single(pool, "R4", 5), single(pool, "R5", 6)])) == 1
+    assert len(join_violations([single(pool, "R4", 5), single(pool, "R5", 7)])) == 2
+    assert len(join_violations([single(pool, "R4", 5), single(pool, "R5", 6, name="other")])) == 2
 
 
 def test_a_wrong_row_takes_in_what_fired_in_it(pool):
     """R6 judges a whole row: other checks of the row, however far, are the same fault, and speak first."""
-    (incident,) = join_hits([single(pool, "R6", 60), single(pool, "R5", 5), single(pool, "R4", 30)])
-    assert [hit.code for hit in incident] == ["R5", "R4", "R6"]
-    assert len(join_hits([single(pool, "R6", 60), single(pool, "R5", 5, name="other")])) == 2
+    (incident,) = join_violations([single(pool, "R6", 60), single(pool, "R5", 5), single(pool, "R4", 30)])
+    assert [violation.code for violation in incident] == ["R5", "R4", "R6"]
+    assert len(join_violations([single(pool, "R6", 60), single(pool, "R5", 5, name="other")])) == 2
 
 
 def test_what_has_no_slot_is_not_joined_by_it(pool):
-    """Two requests whose forwards ran without hooks are two incidents, whatever slot their hits carry."""
-    hits = [replace(single(pool, "H1", position, name=name), slot=0) for name, position in (("a", 5), ("b", 50))]
-    assert len(join_hits(hits)) == 2
+    """Two requests whose forwards ran without hooks are two incidents, whatever slot their violations carry."""
+    violations = [replace(single(pool, "H1", position, name=name), slot=0) for name, position in (("a", 5), ("b", 50))]
+    assert len(join_violations(violations)) == 2
 
 
 def test_all_readers_of_a_place_are_in_the_blast(pool, describer):
     """Two requests that read one damaged slot are one finding that names both, and the owner of the page."""
-    hits = [replace(single(pool, "R3", 5, name=name), slot=900) for name in ("second", "first", "second", "gone")]
-    (incident,) = join_hits(hits)
+    violations = [replace(single(pool, "R3", 5, name=name), slot=900) for name in ("second", "first", "second", "gone")]
+    (incident,) = join_violations(violations)
     assert len(incident) == 1
     finding = describer.finding(incident, 1)
     assert (finding.reader, finding.readers) == ("second", ("second", "first"))
@@ -271,18 +279,18 @@ def test_all_readers_of_a_place_are_in_the_blast(pool, describer):
 def test_a_write_speaks_before_the_reads_it_spoils(pool):
     """W1 to W5, moves and poison lead wherever they fired; W6 has its place among what a row reads."""
     for write in ("W4", "T1", "P1"):
-        (incident,) = join_hits([single(pool, "R4", 5), single(pool, write, 6)])
+        (incident,) = join_violations([single(pool, "R4", 5), single(pool, write, 6)])
         assert incident[0].code == write
-    (incident,) = join_hits([single(pool, "R8", 5), replace(single(pool, "R8", 5), code="W6")])
-    assert [hit.code for hit in incident] == ["R8", "W6"]
+    (incident,) = join_violations([single(pool, "R8", 5), replace(single(pool, "R8", 5), code="W6")])
+    assert [violation.code for violation in incident] == ["R8", "W6"]
 
 
 def test_fair_share_gives_every_group_its_turn(pool):
     """Of many incidents of one code and few of another each code is among those that are told, in order."""
-    many = [[hit] for hit in kept(batch_of(pool, "R9", 30, 1))]
-    few = [[hit] for hit in kept(batch_of(pool, "R5", 3, 1))]
-    told = fair_share([*many, *few], 6)
-    assert [incident[0].code for incident in told] == ["R9"] * 3 + ["R5"] * 3
+    many = [[violation] for violation in kept(batch_of(pool, "R9", 30, 1))]
+    few = [[violation] for violation in kept(batch_of(pool, "R5", 3, 1))]
+    reported = fair_share([*many, *few], 6)
+    assert [incident[0].code for incident in reported] == ["R9"] * 3 + ["R5"] * 3
     assert fair_share(many, 100) == many
 
 
@@ -290,8 +298,8 @@ def test_what_is_not_told_is_counted(pool, describer):
     """Incidents beyond the bound are not lost in silence."""
     slots = np.arange(10, 250) * 4
     batches = [
-        HitBatch("R3", pool, ("draft", index), 9, part, part * 2, np.zeros(48, int), ["first"])
+        ViolationBatch("R3", pool, ("draft", index), 9, part, part * 2, np.zeros(48, int), ["first"])
         for index, part in enumerate(np.split(slots, 5))
     ]
-    told = describer.describe(taken(*batches), lambda incident: 1)
-    assert (len(told.findings), told.untold) == (MOST_DESCRIBED, 240 - MOST_DESCRIBED)
+    reported = describer.describe(taken(*batches), lambda incident: 1)
+    assert (len(reported.findings), reported.undescribed) == (MOST_DESCRIBED, 240 - MOST_DESCRIBED)

@@ -35,7 +35,7 @@ class LaggingEngine(ToyEngine):
         step(*names)
         self.lags = False
         self.on_results()
-        self.doomed = self.canary.collect(self.canary.end_step())
+        self.aborted = self.canary.collect(self.canary.end_step())
 
 
 def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
@@ -193,9 +193,9 @@ def test_an_aborted_request_is_named_though_the_next_step_has_it(make):
     engine = make(mode="abort")
     engine.pools["target"].kv[0, engine.rows["first"].slots[2]] += 1
     engine.draft()
-    assert engine.doomed == {"first"}
+    assert engine.aborted == {"first"}
     engine.draft()
-    assert engine.doomed == {"first"}
+    assert engine.aborted == {"first"}
     engine.finish("first")
     engine.draft()
-    assert engine.doomed == frozenset()
+    assert engine.aborted == frozenset()

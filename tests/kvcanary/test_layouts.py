@@ -12,7 +12,7 @@ from kvcanary import KVCorruptionError, PlanError, ReadPlan, WritePlan
 from kvcanary.calls.entries import Entries
 from kvcanary.checks.content import find_changed
 from kvcanary.provenance.changed_word import locate_word
-from kvcanary.records.fingerprints import lanes_of_layer, lanes_of_slots, slots_are_right
+from kvcanary.records.fingerprints import fingerprints_of_layer, fingerprints_of_slots, slots_are_right
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
 from kvcanary_kernels.record.layout import signed
@@ -54,7 +54,7 @@ def sealed_by(make_engine, layout: str, **settings: object) -> list[torch.Tensor
 @pytest.mark.parametrize("layout", K_AND_V)
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=SLOW), 4])
 def test_the_same_content_has_the_same_records_in_every_layout(make_engine, layout, page_size):
-    """What an engine stores is fingerprinted in logical order: records and lanes are those of a stacked pool."""
+    """What an engine stores is fingerprinted in logical order: records and fingerprints are those of a stacked pool."""
     settings = {"dtype": torch.bfloat16, "page_size": page_size, "num_pages": 400 // page_size}
     expected = sealed_by(make_engine, "stacked", **settings)
     found = sealed_by(make_engine, layout, **settings)
@@ -62,34 +62,38 @@ def test_the_same_content_has_the_same_records_in_every_layout(make_engine, layo
 
 
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
-def test_stored_values_have_the_lanes_of_the_slots(make_engine, layout, dtype):
-    """Lanes of values on their way into the pool are those of the bytes that lie in it, also of long forwards."""
+def test_stored_values_have_the_fingerprints_of_the_slots(make_engine, layout, dtype):
+    """Fingerprints of values on their way into the pool are those of the bytes that lie in it, also of long
+    forwards.
+    """
     engine = make_engine(layout=layout, dtype=getattr(torch, dtype), content="full", num_pages=256)
     engine.start("long", 300)
     engine.start("short", 9)
     engine.canary.drain()
     slots = torch.tensor([engine.slot("long", p) for p in range(300)] + [engine.slot("short", p) for p in range(9)])
     for pool in engine.canary.session.state.pools:
-        lane_a, lane_b = lanes_of_slots(pool, slots)
-        assert torch.equal(lane_a, pool.content_a[:, slots])
-        assert torch.equal(lane_b, pool.records[slots, 4])
+        fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, slots)
+        assert torch.equal(fingerprint_a, pool.content_a[:, slots])
+        assert torch.equal(fingerprint_b, pool.records[slots, 4])
         assert slots_are_right(pool, slots)
 
 
 def test_rows_of_all_layers_and_of_each_have_one_sum(layout, make_fake_pool):
-    """The compiled loop over slots gives the lanes of the torch reference, and those of one layer after the other."""
+    """The compiled loop over slots gives the fingerprints of the torch reference, and those of one layer after the
+    other.
+    """
     fake = make_fake_pool(layout, layers=3)
     fake.fill(torch.Generator().manual_seed(1))
     pool = CanaryState([fake.view], 5).pools[0]
     slots = torch.tensor([11, 4, 7])
-    lane_a, lane_b = lanes_of_slots(pool, slots)
-    expected = torch.empty_like(lane_a), torch.empty_like(lane_b)
-    fingerprint_torch(pool.rows, slots, pool.keys, lane_a=expected[0], lane_b=expected[1])
-    assert torch.equal(lane_a, expected[0])
-    assert torch.equal(lane_b, expected[1])
-    single = [lanes_of_layer(pool, layer, pool.rows.gather_layer(layer, slots)) for layer in range(3)]
-    assert torch.equal(lane_a, torch.stack([a for a, _ in single]))
-    assert torch.equal(lane_b, sum(b for _, b in single) + signed(pool.keys.start_b))
+    fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, slots)
+    expected = torch.empty_like(fingerprint_a), torch.empty_like(fingerprint_b)
+    fingerprint_torch(pool.rows, slots, pool.keys, fingerprint_a=expected[0], fingerprint_b=expected[1])
+    assert torch.equal(fingerprint_a, expected[0])
+    assert torch.equal(fingerprint_b, expected[1])
+    single = [fingerprints_of_layer(pool, layer, pool.rows.gather_layer(layer, slots)) for layer in range(3)]
+    assert torch.equal(fingerprint_a, torch.stack([a for a, _ in single]))
+    assert torch.equal(fingerprint_b, sum(b for _, b in single) + signed(pool.keys.start_b))
 
 
 # one flipped bit
@@ -115,9 +119,9 @@ def assert_named(fake, pool, slot: int, layer: int, place: tuple[str, int, int, 
     seen = sorted({first, *range(max(first, slot - 2), min(end, slot + 3)), end - 1})
     nobody = np.full(len(seen), -1)
     entries = Entries(np.array(seen), nobody, nobody, ())
-    batches = find_changed(pool, np.array(seen), lambda: entries, ("sweep", 0), 1, both_lanes=True)
-    (hit,) = [batch.hit(number) for batch in batches for number in range(len(batch))]
-    assert (hit.code, hit.slot, hit.layers) == ("R9", slot, (layer,))
+    batches = find_changed(pool, np.array(seen), lambda: entries, ("sweep", 0), 1, both_fingerprints=True)
+    (violation,) = [batch.violation(number) for batch in batches for number in range(len(batch))]
+    assert (violation.code, violation.slot, violation.layers) == ("R9", slot, (layer,))
     word = locate_word(pool, slot, layer)
     assert (word.part, word.head, word.dim, word.byte, word.bit) == (part, head, dim, bit // 8, bit)
     mask = (1 << 8 * row.element_size()) - 1

@@ -1,4 +1,6 @@
-"""What an engine tells of pages, and what is looked at when it does: shares, moves, copies, tickets, quarantine."""
+"""What an engine declares of pages, and what is looked at when it does: shares, moves, copies, operations,
+quarantine.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from fake_engine import FakeEngine
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, LifetimeError, PlanError, PoolView
 from kvcanary.config import ROTATION_STEPS
-from kvcanary.scrub.prefix_cache import SWEEP_SECONDS
+from kvcanary.scrub.prefix_cache import SCRUB_SECONDS
 from kvcanary_kernels.record.layout import FREE, QUARANTINED
 
 
@@ -63,7 +65,7 @@ def cached(make_engine, **settings: object) -> tuple[FakeEngine, list[int]]:
 @pytest.mark.parametrize("seconds", [1.0, 7.0])
 @pytest.mark.parametrize("place", [0, 9, 15])
 def test_cached_pages_are_read_by_the_clock_where_no_step_comes(make_engine, place: int, seconds: float):
-    """Whoever asks now and then reads every one of them within SWEEP_SECONDS, and a few at a time."""
+    """Whoever asks now and then reads every one of them within SCRUB_SECONDS, and a few at a time."""
     engine, pages = cached(make_engine, content="rolling", mode="log")
     now = [time.monotonic()]
     engine.canary.session.checks.cached.clock = lambda: now[0]
@@ -71,7 +73,7 @@ def test_cached_pages_are_read_by_the_clock_where_no_step_comes(make_engine, pla
     for is_damaged in (False, True):  # the second time round too
         if is_damaged:
             flip(engine, slot)
-        for _ in range(math.ceil(SWEEP_SECONDS / seconds)):
+        for _ in range(math.ceil(SCRUB_SECONDS / seconds)):
             engine.canary.rest()
             now[0] += seconds
     assert [(finding.code, finding.slot) for finding in engine.canary.findings] == [("R9", slot)]
@@ -98,17 +100,17 @@ def test_steps_that_are_short_leave_nothing_to_the_clock(make_engine):
     sweep.clock = lambda: now[0]
     for _ in range(3 * ROTATION_STEPS):
         engine.decode("two")
-        now[0] += SWEEP_SECONDS / 3 / ROTATION_STEPS
+        now[0] += SCRUB_SECONDS / 3 / ROTATION_STEPS
         assert not sweep.overdue()
-    now[0] += SWEEP_SECONDS
+    now[0] += SCRUB_SECONDS
     assert set(sweep.overdue()) <= set(pages)
     silent, _ = cached(make_engine, content="write")
-    silent.canary.session.checks.cached.clock = lambda: now[0] + 10 * SWEEP_SECONDS
+    silent.canary.session.checks.cached.clock = lambda: now[0] + 10 * SCRUB_SECONDS
     assert not silent.canary.session.checks.cached.overdue()
 
 
 @pytest.mark.parametrize("content", ["rolling", "full"])
-def test_a_hit_reads_all_of_its_pages_at_once(make_engine, content: str):
+def test_a_violation_reads_all_of_its_pages_at_once(make_engine, content: str):
     """Whatever lies damaged on a cached page is found when a request takes it, before a forward reads it."""
     engine, pages = cached(make_engine, content=content)
     slot = pages[7] * engine.page_size + 2
@@ -272,7 +274,7 @@ def test_a_page_is_not_freed_while_a_copy_is_on_its_way(make_engine):
     engine = make_engine(mode="log")
     engine.start("one", 9)
     page = engine.rows["one"].pages[1]
-    engine.canary.tickets.issue("upload", "copies", writes=[page])
+    engine.canary.async_tracker.issue("upload", "copies", writes=[page])
     engine.finish("one")
     engine.canary.drain()
     assert [finding.code for finding in engine.canary.findings] == ["O1"]
@@ -285,10 +287,10 @@ def test_a_copy_that_lands_in_a_page_granted_anew_is_told(make_engine):
     engine.start("one", 9)
     engine.start("two", 9)
     page = engine.rows["one"].pages[1]
-    ticket = engine.canary.tickets.issue("upload", "copies", writes=[page])
-    engine.canary.session.ledger.free("one", [page], 1)  # behind the desk's back
+    op = engine.canary.async_tracker.issue("upload", "copies", writes=[page])
+    engine.canary.session.ledger.free("one", [page], 1)  # behind the tracker's back
     engine.canary.session.ledger.grant("two", [page], 1)
-    engine.canary.tickets.complete(ticket)
+    engine.canary.async_tracker.complete(op)
     engine.canary.drain()
     assert "which is in 3 now" in engine.canary.findings[0].found["access"]
 
@@ -331,15 +333,15 @@ def test_the_certificate_claims_only_what_can_fire(make_engine):
     inactive = engine.canary.certificate()["inactive_classes"]
     assert {code for code, reason in inactive.items() if reason == "not fed"} == {"W7", "W9", "P1", "T1", "O1"}
     assert inactive["H2"] == "an error at once, in every mode"
-    engine.canary.tickets.issue("upload", "copies", writes=["buffer"])
+    engine.canary.async_tracker.issue("upload", "copies", writes=["buffer"])
     assert "O1" in engine.canary.certificate()["classes"]
 
 
 def test_static_substeps_and_quarantine_feed_their_checks():
-    """W9 is judged in static substeps, W7 where an engine holds freed pages back."""
+    """W9 is judged in captured substeps, W7 where an engine holds freed pages back."""
     views = [PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)]
     canary = CanaryManager(CanaryConfig(), views, holds_back=True)
-    assert canary.bank is canary.bank
+    assert canary.registry is canary.registry
     assert {"W7", "W9", "P1", "T1"} <= set(canary.certificate()["classes"])
 
 
@@ -368,12 +370,15 @@ def test_pages_whose_wait_is_over_are_ready_when_their_step_begins():
 
 @pytest.mark.parametrize("page", [10**6, -3, 0])
 def test_a_page_outside_the_pool_is_refused_in_words(page):
-    """Also where the engine holds pages back, and by tickets: the pages are named before anything is touched."""
+    """Also where the engine holds pages back, and by operations: the pages are named before anything is touched."""
     views = [PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)]
     canary = CanaryManager(CanaryConfig(), views, holds_back=True)
     canary.arm()
     canary.admit("one", [1, 2, 3])
-    for call in (lambda: canary.on_alloc("one", [page]), lambda: canary.tickets.issue("copy", "s", writes=[page])):
+    for call in (
+        lambda: canary.on_alloc("one", [page]),
+        lambda: canary.async_tracker.issue("copy", "s", writes=[page]),
+    ):
         with pytest.raises(LifetimeError, match=r"page must be in \[1, 16\), got"):
             call()
 

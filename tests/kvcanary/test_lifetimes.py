@@ -79,7 +79,7 @@ def test_a_published_page_is_everybodys():
     assert ledger.holders(5) == ("a",)
 
 
-def test_a_cache_hit_takes_references_and_a_free_gives_them_back():
+def test_a_cache_violation_takes_references_and_a_free_gives_them_back():
     """Acquired pages are the head of the row under the grant that they have; the cache keeps them when all are gone."""
     ledger = with_row(make_ledger("a", "b"), "a", [5, 3], final=2)
     ledger.share("a", [5, 3], 3)
@@ -113,7 +113,7 @@ def test_evicted_pages_are_free():
     ledger.grant("b", [5], 8)
 
 
-def test_a_hit_on_a_freed_page_is_refused():
+def test_a_violation_on_a_freed_page_is_refused():
     """A prefix tree that points at a page that was evicted, or freed by its request, learns who freed it and when."""
     ledger = with_row(make_ledger("a", "b"), "a", [5], final=1)
     ledger.free("a", [5], 3)
@@ -187,8 +187,8 @@ def test_a_duplicate_that_others_hold_too_is_released():
     with_row(ledger, "b", [7], final=1)
     ledger.fork("b", "c", [7], 3)
     ledger.deduplicate("b", [7], [5], 4)
-    told = ["released by 'b' at step 4", "taken back by 'c' at step 4", "committed by 'c' at step 4"]
-    assert last_events(ledger, 7, 3) == told
+    reported = ["released by 'b' at step 4", "taken back by 'c' at step 4", "committed by 'c' at step 4"]
+    assert last_events(ledger, 7, 3) == reported
 
 
 def test_an_event_of_no_page_changes_nothing():

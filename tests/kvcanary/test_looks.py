@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kvcanary.calls.forward import on_host
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.native import loops
 from kvcanary.pools.views import PoolView
-from kvcanary.records.fingerprints import lanes_of_slots
-from kvcanary.records.mailbox import IN_THE_AIR, LINES
-from kvcanary.records.side_stream import LAST, Beside
+from kvcanary.records.fingerprints import fingerprints_of_slots
+from kvcanary.records.mailbox import MAX_IN_FLIGHT, NUM_MESSAGES
+from kvcanary.records.side_stream import LAST, SideStream
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary.scrub.rereads import ROOM, Line, Rereads
+from kvcanary.scrub.rereads import ROOM, Rereads, StepRereads
 from kvcanary_kernels.record.layout import REQUEST_GENERATION
 
 CPU = torch.device("cpu")
@@ -28,11 +28,11 @@ def sealed(device: str) -> PoolState:
     """12 pages of 4 slots in two layers, every fingerprint as its bytes are."""
     k, v = ([torch.randn(48, 2, 8).to(device) for _ in range(2)] for _ in range(2))
     pool = CanaryState([PoolView("target", k, v, 4)], 3).pools[0]
-    pool.content_a.copy_(lanes_of_slots(pool, torch.arange(48, device=device))[0])
+    pool.content_a.copy_(fingerprints_of_slots(pool, torch.arange(48, device=device))[0])
     return pool
 
 
-def judge(number: int, judged: list[int]) -> list[Hit]:
+def judge(number: int, judged: list[int]) -> list[Violation]:
     judged.append(number)
     return []
 
@@ -46,7 +46,7 @@ def asked(looks: Rereads, differs: bool, number: int, judged: list[int], count: 
     return found
 
 
-def sent_of(looks: Rereads) -> Line:
+def sent_of(looks: Rereads) -> StepRereads:
     sent = looks.send()
     assert sent is not None
     return sent
@@ -59,7 +59,7 @@ def test_as_many_looks_as_a_batch_has_requests_go_with_one_step():
     for number in range(300):
         asked(looks, number in differing, number, judged)
     assert (looks.waits, judged) == (True, [])
-    sent_of(looks).hits()
+    sent_of(looks).violations()
     assert (looks.waits, set(judged), looks.send()) == (False, differing, None)
 
 
@@ -68,7 +68,7 @@ def test_what_a_line_has_no_room_for_lies_in_another_block(differing):
     """Nothing is skipped, moved or overwritten where a step has more of them than places."""
     looks, judged = Rereads(CPU, at_once=False), list[int]()
     found = [asked(looks, number == differing, number, judged, count) for number, count in enumerate((ROOM, 1, 9999))]
-    sent_of(looks).hits()
+    sent_of(looks).violations()
     assert judged == [differing]
     assert [int(own.sum()) for own in found] == [int(number == differing) for number in range(3)]
 
@@ -76,38 +76,38 @@ def test_what_a_line_has_no_room_for_lies_in_another_block(differing):
 def test_a_step_that_finds_nothing_forgets_what_the_last_one_found():
     """Places are taken again from the first on, whatever lay there."""
     looks, judged = Rereads(CPU, at_once=False), list[int]()
-    for number in range(3 * IN_THE_AIR):
-        asked(looks, number < IN_THE_AIR, number, judged)
-        sent_of(looks).hits()
-    assert judged == list(range(IN_THE_AIR))
+    for number in range(3 * MAX_IN_FLIGHT):
+        asked(looks, number < MAX_IN_FLIGHT, number, judged)
+        sent_of(looks).violations()
+    assert judged == list(range(MAX_IN_FLIGHT))
 
 
 def test_numbers_between_answers_say_nothing():
     """What a finding has left in a place that is given away with another's is no finding."""
     looks, judged = Rereads(CPU, at_once=False), list[int]()
-    for _ in range(LINES):
+    for _ in range(NUM_MESSAGES):
         asked(looks, True, 0, judged, 4).fill_(1)
-        sent_of(looks).hits()
+        sent_of(looks).violations()
     asked(looks, False, 1, judged, 1)
     asked(looks, False, 1, judged, 1)
     sent = sent_of(looks)
     assert sent.is_quiet()
-    assert (sent.hits(), judged) == ([], [0] * LINES)
+    assert (sent.violations(), judged) == ([], [0] * NUM_MESSAGES)
 
 
-@pytest.mark.parametrize("differing", range(IN_THE_AIR + 1))
-def test_answers_stay_until_the_step_is_heard(differing):
+@pytest.mark.parametrize("differing", range(MAX_IN_FLIGHT + 1))
+def test_answers_stay_until_the_step_is_collected(differing):
     """Kernels answer beside later steps: what is told and asked for meanwhile lies elsewhere."""
     looks, judged = Rereads(CPU, at_once=False), list[int]()
     flights, places = [], []
-    for number in range(IN_THE_AIR):
+    for number in range(MAX_IN_FLIGHT):
         places.append(asked(looks, False, number, judged))
         flights.append(sent_of(looks))
-    places.append(asked(looks, False, IN_THE_AIR, judged))
+    places.append(asked(looks, False, MAX_IN_FLIGHT, judged))
     places[differing].fill_(1)
     flights.append(sent_of(looks))
     for sent in flights:
-        sent.hits()
+        sent.violations()
     assert judged == [differing]
 
 
@@ -117,38 +117,38 @@ def test_a_step_allocates_nothing_once_lines_have_grown():
 
     def addresses() -> set[int]:
         found = set[int]()
-        for number in range(IN_THE_AIR + 1):
+        for number in range(MAX_IN_FLIGHT + 1):
             place = asked(looks, False, number, judged, 3 * ROOM)
             found.add(place.data_ptr())
-            sent_of(looks).hits()
+            sent_of(looks).violations()
         return found
 
-    assert len(addresses()) == IN_THE_AIR + 1
+    assert len(addresses()) == MAX_IN_FLIGHT + 1
     assert addresses() == addresses()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_looks_are_launched_again_over_the_same_places(device):
     """Whatever a step looks at, and however many slots: what fires are those that differ, of that step alone."""
-    pool, draws, told = sealed(device), np.random.default_rng(7), list[tuple[int, list[int]]]()
+    pool, draws, reported = sealed(device), np.random.default_rng(7), list[tuple[int, list[int]]]()
     looks, slots_of = Rereads(torch.device(device), at_once=False), range(1, pool.view.num_slots)
     damaged = [5, 11]
     pool.content_a[1, damaged] += 1
-    sent = deque[tuple[int, list[list[int]], Line]]()
+    sent = deque[tuple[int, list[list[int]], StepRereads]]()
     for step in range(40):
         wanted = list[list[int]]()
         for count in draws.choice([1, 2, 16, 17, 40], draws.integers(1, 4)):
             slots = draws.choice(slots_of, count, replace=False)
             wanted.append(slots.tolist())
-            looks.look(pool, slots, lambda own, step=step: told.append((step, own.tolist())) or [])
+            looks.reread(pool, slots, lambda own, step=step: reported.append((step, own.tolist())) or [])
         sent.append((step, wanted, sent_of(looks)))
-        while len(sent) > (IN_THE_AIR if step < 39 else 0):
+        while len(sent) > (MAX_IN_FLIGHT if step < 39 else 0):
             step_of, looked, flight = sent.popleft()
             if device == "cuda":
                 torch.cuda.synchronize()
-            told.clear()
-            flight.hits()
-            assert told == [(step_of, own) for own in looked if set(own) & set(damaged)]
+            reported.clear()
+            flight.violations()
+            assert reported == [(step_of, own) for own in looked if set(own) & set(damaged)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -163,11 +163,11 @@ def test_what_is_not_finite_is_told_by_slot(device):
     for own in (None, grants, np.where(slots == 20, grants + 1, grants)):
         for _ in range(3):
             part = (slots, own, lambda bits: found.append(slots[bits.any(1).numpy()].tolist()) or [])
-            looks.look_for_finite(pool, [part])
+            looks.check_finite(pool, [part])
             sent = sent_of(looks)
             if device == "cuda":
                 torch.cuda.synchronize()
-            sent.hits()
+            sent.violations()
     assert found == 3 * [[9, 20]] + 3 * [[20]]
 
 
@@ -176,7 +176,7 @@ def test_what_is_not_finite_is_told_by_slot(device):
 def test_the_next_step_asks_before_the_last_one_is_answered(differing):
     """A page is granted, and its poison looked at, while bytes of the step before are still being read beside it."""
     device, judged = torch.device("cuda"), list[int]()
-    looks, beside = Rereads(device, at_once=False), Beside(device, LAST)
+    looks, beside = Rereads(device, at_once=False), SideStream(device, LAST)
     answers = [torch.full((2,), int(number == differing), device=device) for number in range(2)]
     with beside.behind():
         torch.cuda._sleep(20_000_000)
@@ -187,7 +187,7 @@ def test_the_next_step_asks_before_the_last_one_is_answered(differing):
         second = sent_of(looks)
     torch.cuda.synchronize()
     for sent in (first, second):
-        sent.hits()
+        sent.violations()
     assert judged == [differing]
 
 
@@ -219,10 +219,10 @@ def test_slots_are_told_behind_those_that_a_place_has(grants):
     """With a grant each, one for all or none; how many they are together, and no answer of before."""
     live, slots, own, answers = np.full(1, -9), np.full(6, -9), np.full(6, -9), np.full(5, -9)
     at = *(part.ctypes.data for part in (live, slots, own, answers)), 4
-    loops.tell_slots(*at, 2, np.array([5, 3, 4]), np.array(grants, np.int64))
+    loops.put_slots(*at, 2, np.array([5, 3, 4]), np.array(grants, np.int64))
     assert (live.tolist(), slots.tolist(), answers.tolist()) == ([5], [-9, -9, 5, 3, 4, -9], [0, 0, 0, 0, -9])
-    told = {0: [-9] * 3, 1: grants * 3, 3: grants}[len(grants)]
-    assert own.tolist() == [-9, -9, *told, -9]
+    reported = {0: [-9] * 3, 1: grants * 3, 3: grants}[len(grants)]
+    assert own.tolist() == [-9, -9, *reported, -9]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -232,31 +232,31 @@ def test_parts_are_looked_at_together_and_named_one_by_one(device, damaged, monk
     pool, found = sealed(device), dict[str, list[int]]()
     looks, launched = Rereads(torch.device(device), at_once=False), []
     run = looks._replays.run
-    monkeypatch.setattr(looks._replays, "run", lambda *told: (launched.append(told), run(*told)))
+    monkeypatch.setattr(looks._replays, "run", lambda *reported: (launched.append(reported), run(*reported)))
     for slot in damaged:
         rows = pool.rows.gather_layer(1, torch.tensor([slot], device=device))
         pool.rows.scatter_layer(1, torch.tensor([slot], device=device), torch.full_like(rows, -1))
     written = on_host(pool.expected[:, REQUEST_GENERATION] >> 32)
     parts = {"null": ([4, 3, 9], None), "tail": ([30, 20], [20]), "granted": ([21, 22, 8, 7], [])}
 
-    def told(name: str, slots: np.ndarray) -> Callable[[torch.Tensor], list[Hit]]:
+    def reported(name: str, slots: np.ndarray) -> Callable[[torch.Tensor], list[Violation]]:
         return lambda bits: found.update({name: slots[bits.any(1).numpy()].tolist()}) or []
 
-    for _ in range(2 * LINES):
+    for _ in range(2 * NUM_MESSAGES):
         asked = []
         for name, (own, wrote) in parts.items():
             slots = np.array(own)
             grants = None if wrote is None else written[slots] + 1 - np.isin(slots, wrote)
-            asked.append((slots, grants, told(name, slots)))
-        looks.look_for_finite(pool, asked)
+            asked.append((slots, grants, reported(name, slots)))
+        looks.check_finite(pool, asked)
         sent = sent_of(looks)
         if device == "cuda":
             torch.cuda.synchronize()
         found.clear()
-        sent.hits()
+        sent.violations()
         asks = {name: sorted(set(own) & set(damaged) - set(wrote or [])) for name, (own, wrote) in parts.items()}
         assert {name: sorted(slots) for name, slots in found.items()} == {n: own for n, own in asks.items() if own}
-    assert [place for place, _ in launched[LINES:]] == [place for place, _ in launched[:LINES]]
+    assert [place for place, _ in launched[NUM_MESSAGES:]] == [place for place, _ in launched[:NUM_MESSAGES]]
 
 
 @pytest.mark.parametrize("where", [None, 0, 4, 5, 9])
@@ -280,12 +280,12 @@ def test_preparing_asks_nothing_and_changes_nothing(device):
     looks.prepare(pool)
     assert looks.send() is None
     assert all(map(torch.equal, before, tensors))
-    looks.look(pool, np.arange(3), lambda slots: judge(1, judged))
+    looks.reread(pool, np.arange(3), lambda slots: judge(1, judged))
     right = looks.send()
     pool.view.k[0][2] += 1
-    looks.look(pool, np.arange(3), lambda slots: judge(int(slots[-1]), judged))
+    looks.reread(pool, np.arange(3), lambda slots: judge(int(slots[-1]), judged))
     wrong = looks.send()
     if device == "cuda":
         torch.cuda.synchronize()
-    assert (right.hits(), judged) == ([], [])
-    assert (wrong.hits(), judged) == ([], [2])
+    assert (right.violations(), judged) == ([], [])
+    assert (wrong.violations(), judged) == ([], [2])

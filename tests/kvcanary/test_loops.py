@@ -23,7 +23,7 @@ from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native import jit as memory
 from kvcanary.native import loops
 from kvcanary.native.layout import UNKNOWN
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import NOT_ALL, Move, RecordStore
 from kvcanary.records.state import CanaryState
 from kvcanary_kernels.record.layout import SEAL, chain_host, make_keys, read_record, seal_host, signed
@@ -33,7 +33,9 @@ AS_TEXT = {"capture_output": True, "text": True, "timeout": 120, "check": False}
 
 
 def stored(values, dtype=torch.float32):
-    """The canary's lanes of values [n, 2, 8] that went through a store, and those of the same bytes in the pool."""
+    """The canary's fingerprints of values [n, 2, 8] that went through a store, and those of the same bytes in the
+    pool.
+    """
     kv = torch.zeros(2, SLOTS, 2, 8, dtype=dtype)
     view = PoolView("target", [kv[0]], [kv[1]], 4)
     canary = CanaryManager(CanaryConfig(mode="raise", content="full", seed=1), [view])
@@ -52,7 +54,7 @@ def stored(values, dtype=torch.float32):
     canary.collect(canary.end_step())
     pool = canary.session.state.pools[0]
     canary.detach()
-    return (pool.content_a[:, slots], pool.records[slots, 4]), lanes_of_slots(pool, slots)
+    return (pool.content_a[:, slots], pool.records[slots, 4]), fingerprints_of_slots(pool, slots)
 
 
 def split(product):
@@ -71,7 +73,7 @@ VALUES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("given", VALUES)
 @pytest.mark.parametrize("n", [1, 5])
-def test_values_of_any_strides_have_the_lanes_of_the_bytes_that_they_become(given, dtype, n):
+def test_values_of_any_strides_have_the_fingerprints_of_the_bytes_that_they_become(given, dtype, n):
     """Rows that lie apart, in another order or in another type are fingerprinted as the pool will hold them."""
     product = torch.randint(0, 250, (n, 6, 8), generator=torch.Generator().manual_seed(3)).to(dtype)
     taken, lie = stored(VALUES[given](product), dtype)
@@ -160,9 +162,9 @@ def test_a_plan_is_well_exactly_where_the_rules_find_nothing(monkeypatch):
             continue
         assert not named, plan
         well, forward.is_usable = forward.is_usable, False
-        hits = refusing.refuse(forward, ledger.pages, frozenset())
+        violations = refusing.refuse(forward, ledger.pages, frozenset())
         assert well == (
-            not hits and forward.refused is None and forward.refused_reads is None and not forward.short_rows
+            not violations and forward.refused is None and forward.refused_reads is None and not forward.short_rows
         ), plan
         assert not pool.seen.any()
         seen["well" if well else "refused"] += 1
@@ -194,38 +196,38 @@ def test_rows_are_told_as_the_host_knows_them():
     one, other = (ledger.admit(name, tokens, 0) for name in ("a", "b"))
     for request, committed_len in ((one, 9), (other, 4)):
         request.committed_len, request.row_lens = committed_len, [committed_len, committed_len + 1]
-    batch, roots = ledger.book.batch(["a", "b"]), [one.root(0), one.root(1)]
+    batch, roots = ledger.struct.batch(["a", "b"]), [one.root(0), one.root(1)]
 
-    def told(pool_id: int, unlanded: int, lens: list[int], unheard: list[int], unknown: int) -> None:
+    def reported(pool_id: int, pending_acceptances: int, lens: list[int], uncollected: list[int], unknown: int) -> None:
         chains = list(map(signed, chain_host(tokens[pool_id:], 0, roots[pool_id], keys)))
-        numbers, count = ledger.steps.tell_rows(batch, pool_id, unlanded)
+        numbers, count = ledger.steps.describe_rows(batch, pool_id, pending_acceptances)
         rows = RowTruth(numbers, 0)
         assert (rows.uids, rows.roots) == ([one.uid, other.uid], [signed(roots[pool_id])] * 2)
-        assert (rows.prefix_lens, rows.unheard, count) == (lens, unheard, unknown)
+        assert (rows.prefix_lens, rows.uncollected, count) == (lens, uncollected, unknown)
         assert all(truth == chains[n - 1] for truth, n in zip(rows.truths, lens, strict=True) if n != UNKNOWN)
 
     other.row_lens[1] = 5
-    told(0, 1, [9, 4], [0, 0], 0)
-    told(1, 1, [UNKNOWN, 5], [0, 0], 1)
-    one.unlanded = other.unlanded = 1
-    told(0, 1, [10, UNKNOWN], [1, 0], 1)
-    told(1, 1, [9, UNKNOWN], [1, 0], 1)
-    told(0, 0, [UNKNOWN, UNKNOWN], [0, 0], 2)
-    one.unlanded = 2
-    told(0, 1, [UNKNOWN, UNKNOWN], [0, 0], 2)
-    one.unlanded, one.row_lens = 1, [8, 10]
-    told(0, 1, [UNKNOWN, UNKNOWN], [0, 0], 2)
+    reported(0, 1, [9, 4], [0, 0], 0)
+    reported(1, 1, [UNKNOWN, 5], [0, 0], 1)
+    one.pending_acceptances = other.pending_acceptances = 1
+    reported(0, 1, [10, UNKNOWN], [1, 0], 1)
+    reported(1, 1, [9, UNKNOWN], [1, 0], 1)
+    reported(0, 0, [UNKNOWN, UNKNOWN], [0, 0], 2)
+    one.pending_acceptances = 2
+    reported(0, 1, [UNKNOWN, UNKNOWN], [0, 0], 2)
+    one.pending_acceptances, one.row_lens = 1, [8, 10]
+    reported(0, 1, [UNKNOWN, UNKNOWN], [0, 0], 2)
 
 
 def test_records_are_sealed_as_the_plain_formula_says():
     """Seal and record of every slot, in both copies, whatever bits its fields have."""
     pool, _ = new_pool()
     state = CanaryState([pool.view], 3)
-    pool, mirror, rng = state.pools[0], RecordStore(state), random.Random(4)
+    pool, record_store, rng = state.pools[0], RecordStore(state), random.Random(4)
     rows = np.array([5, 39, 4, 17])
     records = np.array([[rng.getrandbits(64) for _ in range(8)] for _ in rows], np.uint64)
     records[:, SEAL] = pool.seal_term
-    mirror.write(rows, records)
+    record_store.write(rows, records)
     for row, given in zip(rows.tolist(), records, strict=True):
         record = read_record(pool.records, row)
         assert record.seal == seal_host(record, row, pool.pool_id, pool.keys)
@@ -238,22 +240,22 @@ def test_a_move_of_slots_that_are_none_is_not_done(slot):
     """Memory outside the pool, null slots and entries that stay are seen before anything is written."""
     pool, ledger = new_pool()
     state = CanaryState([pool.view], 3)
-    before, mirror = state.records.clone(), RecordStore(state)
+    before, record_store = state.records.clone(), RecordStore(state)
     move = Move(*(np.array(slots) for slots in ([5, 6], [7, slot], [5, 6], [7, 8])))
     pages = ledger.generations, ledger.owners
-    assert mirror.move(state.pools[0], state.pools[0], move, 1, True, *pages) == (NOT_ALL, False)
+    assert record_store.move(state.pools[0], state.pools[0], move, 1, True, *pages) == (NOT_ALL, False)
     assert torch.equal(state.records, before)
 
 
-@pytest.mark.parametrize(("misses", "told"), [(1, 1), (0, 0)])
-def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, told: int) -> None:
+@pytest.mark.parametrize(("misses", "reported"), [(1, 1), (0, 0)])
+def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, reported: int) -> None:
     """Where the disk has no loops one event tells of the wait, however many are compiled; else none does."""
     made = SimpleNamespace(stats=SimpleNamespace(cache_misses=misses))
     monkeypatch.setattr(memory, "njit", lambda *signature, **settings: lambda function: made)
-    memory._tell_of_the_wait.cache_clear()
+    memory._log_the_wait.cache_clear()
     with capture_logs() as logs:
         assert all(memory.loop("int64(int64)")(function) is made for function in (lambda n: n, lambda n: -n))
-    assert [log["event"] for log in logs] == ["kvcanary.compiling"] * told
+    assert [log["event"] for log in logs] == ["kvcanary.compiling"] * reported
 
 
 NUMBERS, CALLED, LOOPED = (
@@ -276,21 +278,21 @@ def test_a_loop_is_compiled_again_when_what_it_takes_from_other_files_changes(tm
     for place, added, fields in ((1, 10, plain), (1, 10, plain), (2, 10, plain), (2, 20, plain), (2, 20, turned)):
         (tmp_path / "numbers_of.py").write_text(NUMBERS.format(place, fields))
         (tmp_path / "called.py").write_text(CALLED.format(added))
-        told = run([sys.executable, "-B", "-m", "looped"], env={**os.environ, "PYTHONPATH": path}, **AS_TEXT)
-        assert told.returncode == 0, told.stderr
-        found.append(told.stdout.splitlines()[-1])
+        reported = run([sys.executable, "-B", "-m", "looped"], env={**os.environ, "PYTHONPATH": path}, **AS_TEXT)
+        assert reported.returncode == 0, reported.stderr
+        found.append(reported.stdout.splitlines()[-1])
     assert found == ["111", "111", "112", "122", "222"]
 
 
 def test_loops_over_numbers_are_entered_without_a_search_for_types():
     """Python calls what was compiled for them; the number of arguments is looked at, and kinds are made to fit."""
     entered = [name for name in loops.__all__ if not hasattr(getattr(loops, name), "signatures")]
-    assert {"launch_runs", "land_quiet", "append_tokens", "commit_rows", "land_runs", "end_rows"} <= set(entered)
+    assert {"launch_runs", "collect_quiet", "append_tokens", "commit_rows", "finalise_runs", "end_rows"} <= set(entered)
     with pytest.raises(TypeError, match="3 arguments, got 2"):
         loops.grow_chain(1, 2)
 
 
-@pytest.mark.parametrize("name", ["take_slice", "tell_slots", "are_finite"])
+@pytest.mark.parametrize("name", ["take_slice", "put_slots", "are_finite"])
 def test_loops_over_arrays_refuse_others(name):
     """What is no array of that type and layout would be read as if it were one."""
     (kinds,) = getattr(loops, name).signatures

@@ -107,7 +107,7 @@ def test_content_write_does_not_claim_r9(make_engine, content, active):
 
 @pytest.mark.parametrize("content", ["rolling", "full"])
 def test_no_committed_byte_is_freed_unread(make_engine, content):
-    """A request that is released has had its last look before its pages go."""
+    """A request that is released has had its last re-read before its pages go."""
     engine = make_engine(content=content)
     traffic(engine)
     certificate = engine.canary.certificate()
@@ -262,7 +262,7 @@ def test_after_a_finding_the_neighbours_are_read_at_once(make_engine):
     engine.start("two", 40)
     for position in (12, 30):
         engine.pools["target"].bits(1, engine.slot("one", position), "K")[2] ^= 1 << 3
-    engine.canary.session.checks.sweeper.look_around(["one"])
+    engine.canary.session.checks.scrubber.reread_soon(["one"])
     engine.step()
     assert {finding.position for finding in engine.canary.findings} == {12, 30}
 

@@ -82,7 +82,7 @@ def test_captured_moves_carry_blanks_too(content):
 
     rig = StaticRig()
     canary = CanaryManager(CanaryConfig(seed=7, mode="log", content=content), [rig.pool.view])
-    moved = canary.bank.add_move("target", 4)
+    moved = canary.registry.add_move("target", 4)
     canary.arm()
     canary.admit("a", PROMPT[:2])
     canary.on_alloc("a", [1, 2])

@@ -73,7 +73,7 @@ class Prefills:
 
     @property
     def idle(self) -> list[OneShotSubstep]:
-        return [substep for kind in self.canary.session.checks.static._singles._idle.values() for substep in kind]
+        return [substep for kind in self.canary.session.checks.captured._singles._idle.values() for substep in kind]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -190,7 +190,7 @@ def test_idle_buffers_are_bounded(prefills, monkeypatch):
         prefills.run([(f"r{number}", 0, length)])
         assert prefills.codes() == []
     assert [substep.size.entries for substep in prefills.idle] == [64]
-    assert prefills.canary.session.checks.static._singles._idle_bytes == sum(
+    assert prefills.canary.session.checks.captured._singles._idle_bytes == sum(
         substep.num_bytes for substep in prefills.idle
     )
 
@@ -198,16 +198,16 @@ def test_idle_buffers_are_bounded(prefills, monkeypatch):
 def test_an_arena_is_as_it_was_when_it_is_rewound() -> None:
     """Numbers that were asked for come back, the host's own are zeros again; what is no number stays."""
     arena = Arena(torch.device("cpu"), 3 * ALIGNMENT, 4 * ALIGNMENT)
-    zeros, told = arena(5), arena(torch.tensor([7, 8]))
+    zeros, reported = arena(5), arena(torch.tensor([7, 8]))
     there, here = arena.numbers(3)
     here[:] = 4
-    told += 1
+    reported += 1
     zeros += 2
     arena.send()
-    assert (there.tolist(), told.tolist(), zeros.tolist()) == ([4] * 3, [8, 9], [2] * 5)
+    assert (there.tolist(), reported.tolist(), zeros.tolist()) == ([4] * 3, [8, 9], [2] * 5)
     arena.rewind()
     arena.send()
-    assert (there.tolist(), told.tolist(), zeros.tolist()) == ([0] * 3, [7, 8], [2] * 5)
+    assert (there.tolist(), reported.tolist(), zeros.tolist()) == ([0] * 3, [7, 8], [2] * 5)
 
 
 def test_what_does_not_fit_into_an_arena_lies_elsewhere() -> None:

@@ -12,7 +12,7 @@ import torch
 import kvcanary
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.calls.coverage import Coverage
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.codes import CODES
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.report.causes.ranking import MOST_CAUSES
@@ -52,7 +52,7 @@ def test_causes_are_named_by_rules_alone() -> None:
     assert {Path(path).parent.as_posix() for path in makers("Cause")} == {"report/causes"}
 
 
-def watched(code: str, kind: str, **told) -> Hit:
+def watched(code: str, kind: str, **reported) -> Violation:
     """As a check of a pool with records fires, or of a cache of tensors without slots."""
     view = CacheView("cache", 3, num_slots=64, page_size=4)
     records = torch.zeros(64, COLUMNS, dtype=torch.int64) if kind != "tensors" else None
@@ -61,20 +61,22 @@ def watched(code: str, kind: str, **told) -> Hit:
         records[:, STEP_SITE] = 4 | pack_site("decode", 0) << 32
     row = {"row_number": 1} if kind == "tensors" else {}
     pool = WatchedPool.of(view, 0, records, make_keys(5, 3, 4))
-    return Hit(
-        code, pool, **{"slot": 5, "position": 5, "request_id": "me", "site": ("decode", 0), "step": 9, **row, **told}
+    return Violation(
+        code,
+        pool,
+        **{"slot": 5, "position": 5, "request_id": "me", "site": ("decode", 0), "step": 9, **row, **reported},
     )
 
 
-def described(hit: Hit, **settings) -> Finding:
-    return Describer(WatchedEvidence({1: "other"}).read, **settings).finding([hit], 1)
+def described(violation: Violation, **settings) -> Finding:
+    return Describer(WatchedEvidence({1: "other"}).read, **settings).finding([violation], 1)
 
 
 @pytest.mark.parametrize("kind", ["tensors", "blank", "written"])
 @pytest.mark.parametrize("code", [code for code, one in CODES.items() if one.observed])
 def test_what_nobody_knows_is_no_evidence(code: str, kind: str) -> None:
     """Of pools that are only watched every code has a finding with causes, and none that a grant would have to tell."""
-    for told in (
+    for reported in (
         {},
         {"layers": (1,)},
         {"position": None},
@@ -82,7 +84,7 @@ def test_what_nobody_knows_is_no_evidence(code: str, kind: str) -> None:
         {"slot": -1},
         {"found": {"row": 1, "position": 4}},
     ):
-        finding = described(watched(code, kind, **told), show_tokens=True)
+        finding = described(watched(code, kind, **reported), show_tokens=True)
         assert 1 <= len(finding.causes) <= MOST_CAUSES
         assert {cause.family for cause in finding.causes} <= set(FAMILIES)
         assert (finding.owner, finding.bytes_of) == (None, ())
@@ -117,33 +119,33 @@ def test_the_record_names_the_last_writer() -> None:
 @pytest.mark.parametrize("mode", ["log", "raise"])
 def test_the_mode_answers_for_watched_pools(mode: str) -> None:
     """Each fault is told once, by code and place, and counted as often as it fires; what is disabled is neither."""
-    response, coverage, told = (
+    response, coverage, reported = (
         Response(CanaryConfig(mode=mode, disable=frozenset({"R4"})), Describer(WatchedEvidence({}).read)),
         Coverage(),
         [],
     )
-    response.tell = told.append
+    response.tell = reported.append
     for step in (9, 10):
-        hits = [watched(code, "tensors", step=step) for code in ("R9", "R4")]
-        hits.append(watched("R9", "tensors", step=step, row_number=2, request_id="you"))
+        violations = [watched(code, "tensors", step=step) for code in ("R9", "R4")]
+        violations.append(watched("R9", "tensors", step=step, row_number=2, request_id="you"))
         if mode == "log":
-            response.answer(hits, step, coverage)
+            response.answer(violations, step, coverage)
             continue
         with pytest.raises(KVCorruptionError) as raised:
-            response.answer(hits, step, coverage)
+            response.answer(violations, step, coverage)
         assert {finding.action for finding in raised.value.findings} == {
             f"raised KVCorruptionError; no token of step {step} leaves the engine"
         }
     response.answer([watched("R4", "tensors")], 11, coverage)
     assert coverage.fired == {"R9": 4}
-    assert [finding.incident for finding in told] == ([1, 2] if mode == "log" else [])
+    assert [finding.incident for finding in reported] == ([1, 2] if mode == "log" else [])
     assert [(found.code, found.readers) for found in response.log.findings] == [("R9", ("me",)), ("R9", ("you",))]
 
 
 def test_each_entry_of_a_row_is_an_incident_of_its_own() -> None:
     """Where rows have no slots: another position, or the same of another row, is another fault; again is not."""
-    response, told = Response(CanaryConfig(mode="log"), Describer(WatchedEvidence({}).read)), []
-    response.tell = told.append
+    response, reported = Response(CanaryConfig(mode="log"), Describer(WatchedEvidence({}).read)), []
+    response.tell = reported.append
     for step, place in enumerate([{}, {"position": 9}, {"request_id": "you", "row_number": 2}, {"position": 9}]):
         response.answer([watched("R9", "tensors", step=step, **place)], step, Coverage())
-    assert [finding.incident for finding in told] == [1, 2, 3]
+    assert [finding.incident for finding in reported] == [1, 2, 3]

@@ -22,7 +22,7 @@ def records(generation: int = GRANT) -> np.ndarray:
     return table
 
 
-def books(holder: bool = True, generation: int = GRANT) -> LeftRecords:
+def manager_state(holder: bool = True, generation: int = GRANT) -> LeftRecords:
     row = SimpleNamespace(final_len=lambda pool_id: FINAL)
     ledger = SimpleNamespace(generations=[0, 0, GRANT], holder=lambda page: row if holder else None)
     state = SimpleNamespace(page_size=SIZE, pools_of=lambda group: [POOL])
@@ -31,16 +31,16 @@ def books(holder: bool = True, generation: int = GRANT) -> LeftRecords:
 
 def come_back(left: LeftRecords, slot: int) -> list[Outdated]:
     """The page was saved, one of its entries was written again in step 6, it left, and comes back as it was saved."""
-    saved = left._mirror.table[8:12].copy()
+    saved = left._record_store.table[8:12].copy()
     left.save("group", [PAGE])
-    left._mirror.table[slot, CHAIN], left._mirror.table[slot, STEP_SITE] = 10, 6
+    left._record_store.table[slot, CHAIN], left._record_store.table[slot, STEP_SITE] = 10, 6
     left.leave("group", [PAGE])
     return left.outdated(POOL, [PAGE], saved)
 
 
 def test_a_final_entry_that_was_written_again_is_told():
     """Where it lies, at which position, and when it was written last; once."""
-    left = books()
+    left = manager_state()
     assert come_back(left, 9) == [Outdated(POOL, 1, 9, 5, 6)]
     assert left.outdated(POOL, [PAGE], records()[8:12]) == []
 
@@ -48,17 +48,17 @@ def test_a_final_entry_that_was_written_again_is_told():
 @pytest.mark.parametrize(("holder", "count"), [(True, 0), (False, 1)])
 def test_what_is_not_final_may_be_older(holder, count):
     """A node that was rejected, behind the row's final entries; on a page that a cache alone has, all are final."""
-    assert len(come_back(books(holder), 11)) == count
+    assert len(come_back(manager_state(holder), 11)) == count
 
 
 def test_what_an_earlier_grant_wrote_is_not_missed():
     """It was nobody's when the page left."""
-    assert come_back(books(generation=GRANT - 1), 9) == []
+    assert come_back(manager_state(generation=GRANT - 1), 9) == []
 
 
 def test_a_page_that_was_not_saved_is_not_looked_at():
     """A window that slides gives up pages that never come back: nothing is kept for them."""
-    left = books()
+    left = manager_state()
     left.leave("group", [PAGE])
     assert left.outdated(POOL, [PAGE], records()[8:12] * 0) == []
     left.save("group", [PAGE + 1])

@@ -219,9 +219,9 @@ def test_history_keeps_events_of_several_requests():
     history, pages = PageHistory(6), at(4, 1, 3)
     history.add("freed", at(1, 2), 1, "b")
     history.add_all("granted", pages, 2, ["a", "b", "c"], [1, 0, 2])
-    told = [[event[:3] for event in history.of(page)] for page in range(6)]
+    reported = [[event[:3] for event in history.of(page)] for page in range(6)]
     freed, site = ("freed", 1, "b"), history.of(4)[0].site
-    assert told == [[], [freed, ("granted", 2, "c")], [freed], [("granted", 2, "c")], [("granted", 2, "a")], []]
+    assert reported == [[], [freed, ("granted", 2, "c")], [freed], [("granted", 2, "c")], [("granted", 2, "a")], []]
     assert site == (__file__, sys._getframe().f_lineno - 4)
 
 
@@ -269,7 +269,7 @@ def test_what_a_loop_has_marked_is_told_though_others_were_written_since():
     """As when the host is interrupted between the loop and its telling."""
     pages = make_pages(record.RESERVED)
     pages.changes()
-    pages._fresh[0], pages.final_card[FINAL.num_fresh] = 4, 1
+    pages._fresh[0], pages.final_struct[FINAL.num_fresh] = 4, 1
     pages.wrote(at(3))
-    pages.tell_landed(1, str)
+    pages.record_final_pages(1, str)
     assert sorted(pages.changes().tolist()) == [3, 4]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError, PlanError
-from kvcanary.errors import ForeignParcelError
+from kvcanary.errors import ForeignSnapshotError
 from kvcanary_kernels.record.layout import NEVER_WRITTEN
 from kvcanary_tools.bench.toy.engine import ToyEngine
 from toy_tier import TOKENS, Tier
@@ -101,29 +101,29 @@ def test_a_slot_that_was_never_written_is_not_restored(make_toy):
     """Of a page that is not full the entries that were written come back, and a row may not reach further."""
     engine = make_toy()
     engine.start("away", 6)
-    parcel = engine.canary.on_offload(engine.rows["away"].pages)
-    assert parcel.contents[0].current.tolist() == [True] * 6 + [False] * 2
+    snapshot = engine.canary.on_offload(engine.rows["away"].pages)
+    assert snapshot.contents[0].current.tolist() == [True] * 6 + [False] * 2
 
 
 def test_each_page_has_its_own_records(make_toy):
     """A number of pages that does not fit is a mistake of the caller."""
     engine = make_toy()
     engine.start("only", 6)
-    parcel = engine.canary.on_offload(engine.rows["only"].pages)
+    snapshot = engine.canary.on_offload(engine.rows["only"].pages)
     with pytest.raises(PlanError, match="got 1 for 2: pack and load the same pages"):
-        engine.canary.on_restore("only", [3], 4, parcel)
+        engine.canary.on_restore("only", [3], 4, snapshot)
 
 
 @pytest.mark.parametrize("mode", ["raise", "log"])
-def test_a_parcel_of_another_seed_is_refused_with_both(make_toy, mode):
+def test_a_snapshot_of_another_seed_is_refused_with_both(make_toy, mode):
     """The bytes are right and nothing is compared: the error names both seed ids, and nothing has happened."""
     here, other = make_toy(mode=mode), make_toy(seed=8)
     tier, foreign = Tier(here), Tier(other)
     ids = [engine.canary.certificate()["seed_id"] for engine in (other, here)]
-    tier.parcel = foreign.parcel
+    tier.snapshot = foreign.snapshot
     words = f"got one of seed id {ids[0]} for {ids[1]}: give both canaries one seed"
     if mode == "raise":
-        with pytest.raises(ForeignParcelError, match=words) as caught:
+        with pytest.raises(ForeignSnapshotError, match=words) as caught:
             tier.bring_back()
         assert (caught.value.found, caught.value.expected) == tuple(ids)
         assert all(here.canary.session.ledger.states[page] == NEVER_WRITTEN for page in here.rows["back"].pages)
@@ -135,22 +135,22 @@ def test_a_parcel_of_another_seed_is_refused_with_both(make_toy, mode):
     assert words in finding.sentence
 
 
-def test_a_parcel_of_the_same_seed_is_taken_from_another_canary(make_toy):
+def test_a_snapshot_of_the_same_seed_is_taken_from_another_canary(make_toy):
     """Equal keys make equal fingerprints: what one canary packed another compares."""
     here, other = make_toy(), make_toy()
     tier, foreign = Tier(here), Tier(other)
-    tier.parcel, tier.bytes = foreign.parcel, foreign.bytes
+    tier.snapshot, tier.bytes = foreign.snapshot, foreign.bytes
     tier.bring_back()
     tier.go_on()
     assert not here.canary.findings
 
 
-def test_a_parcel_of_other_pools_is_refused_with_both(make_toy):
+def test_a_snapshot_of_other_pools_is_refused_with_both(make_toy):
     """Other names or rows of another size: what was packed there says nothing of what lies here."""
     tier = Tier(make_toy())
-    layouts = tier.parcel.layouts
-    tier.parcel = replace(tier.parcel, layouts=("other: 2 layers of 8 words, pages of 4", *layouts[1:]))
-    with pytest.raises(ForeignParcelError, match=r"got one of other: 2 layers of 8 words.* for target: .* layers of"):
+    layouts = tier.snapshot.layouts
+    tier.snapshot = replace(tier.snapshot, layouts=("other: 2 layers of 8 words, pages of 4", *layouts[1:]))
+    with pytest.raises(ForeignSnapshotError, match=r"got one of other: 2 layers of 8 words.* for target: .* layers of"):
         tier.bring_back()
 
 
@@ -158,9 +158,9 @@ def test_only_pages_that_hold_nothing_are_restored(make_toy):
     """A page that was written already keeps its records."""
     engine = make_toy()
     engine.start("only", 6)
-    parcel = engine.canary.on_offload(engine.rows["only"].pages)
+    snapshot = engine.canary.on_offload(engine.rows["only"].pages)
     with pytest.raises(LifetimeError, match="restore only into pages that hold nothing yet"):
-        engine.canary.on_restore("only", engine.rows["only"].pages, 6, parcel)
+        engine.canary.on_restore("only", engine.rows["only"].pages, 6, snapshot)
 
 
 # deduplication

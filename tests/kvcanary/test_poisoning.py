@@ -152,7 +152,7 @@ def test_without_poison_they_are_zeroed(make_engine):
 
 
 def test_a_damaged_page_of_a_cache_is_filled_when_it_is_evicted(make_engine):
-    """The last look at its bytes finds the damage; a clean one waits for the budget."""
+    """The last re-read at its bytes finds the damage; a clean one waits for the budget."""
     engine = make_engine(page_size=4, num_pages=64, mode="abort")
     poisoner = engine.canary.session.poisoner
     poisoner.budget = 0
@@ -192,18 +192,18 @@ def test_the_loop_fills_and_reads_the_pattern_of_the_reference(layout, make_fake
     view = make_fake_pool(layout, layers=3, num_pages=6, page_size=4).view
     pool, slots = CanaryState([view], 3).pools[0], torch.tensor([5, 9, 23])
     loop, mismatch = pool.loops.poison, torch.zeros(3, 2, dtype=torch.int64)
-    assert not loop(pool.card_at, slots.numpy(), nan, False)
+    assert not loop(pool.struct_at, slots.numpy(), nan, False)
     poison_fill_torch(pool.rows, slots, nan=nan)
-    assert loop(pool.card_at, slots.numpy(), nan, False)
+    assert loop(pool.struct_at, slots.numpy(), nan, False)
     for layer in range(3):
         for word in range(pool.rows.words_per_row):
             rows = pool.rows.gather_layer(layer, slots)
             changed = rows.clone()
             changed[1, word] ^= 1 << word % 31
             pool.rows.scatter_layer(layer, slots, changed)
-            assert not loop(pool.card_at, slots.numpy(), nan, False)
+            assert not loop(pool.struct_at, slots.numpy(), nan, False)
             pool.rows.scatter_layer(layer, slots, rows)
     other = torch.tensor([7, 20, 6])
-    assert loop(pool.card_at, other.numpy(), nan, True)
+    assert loop(pool.struct_at, other.numpy(), nan, True)
     poison_check_torch(pool.rows, other, mismatch=mismatch, nan=nan)
     assert not mismatch.any()

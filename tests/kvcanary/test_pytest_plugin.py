@@ -155,26 +155,26 @@ def run_suite(pytester: pytest.Pytester, body: str, *options: str, marker: str =
     return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "kvcanary.pytest_plugin", *options)
 
 
-def expect(result: pytest.RunResult, passed: int, told: str) -> None:
+def expect(result: pytest.RunResult, passed: int, reported: str) -> None:
     outcomes = result.parseoutcomes()
     assert outcomes.get("passed", 0) == passed, result.stdout.str()
-    assert bool(outcomes.get("failed", 0) + outcomes.get("errors", 0)) == bool(told)
-    if told:
-        result.stdout.fnmatch_lines([f"*{told}*".replace("[", "[[]")])
+    assert bool(outcomes.get("failed", 0) + outcomes.get("errors", 0)) == bool(reported)
+    if reported:
+        result.stdout.fnmatch_lines([f"*{reported}*".replace("[", "[[]")])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_suite_sees(pytester: pytest.Pytester, case: str) -> None:
     """Each outcome, in a suite of its own."""
-    body, passed, told = CASES[case]
-    expect(run_suite(pytester, body), passed, told)
+    body, passed, reported = CASES[case]
+    expect(run_suite(pytester, body), passed, reported)
 
 
 @pytest.mark.parametrize("case", MARKED)
 def test_what_a_marked_test_sees(pytester: pytest.Pytester, case: str) -> None:
     """`@pytest.mark.kvfault` names the fault; `kv_fault` makes it and knows what must find it."""
-    marker, body, passed, told = MARKED[case]
-    expect(run_suite(pytester, body, "--strict-markers", marker=marker), passed, told)
+    marker, body, passed, reported = MARKED[case]
+    expect(run_suite(pytester, body, "--strict-markers", marker=marker), passed, reported)
 
 
 def test_the_option_sets_the_mode(pytester: pytest.Pytester) -> None:

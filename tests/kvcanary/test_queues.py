@@ -1,4 +1,4 @@
-"""Queues of looks: which bytes of a row wait longest, one by one and for many rows at once."""
+"""Queue of re-reads: which bytes of a row wait longest, one by one and for many rows at once."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ def test_a_read_queue_has_fewer_ranges_than_an_answer_has_tokens():
         queue.extend_to(100 + step, step)
         if step % 8 == 0:
             queue.take(share_of(queue.length, 8), step)
-        longest = max(longest, len(queue.looks()))
+        longest = max(longest, len(queue.oldest_first()))
     assert 120 < longest < 2099 / 3
-    assert sorted(position for start, end, _ in queue.looks() for position in range(start, end)) == [*range(2099)]
+    assert sorted(position for start, end, _ in queue.oldest_first() for position in range(start, end)) == [
+        *range(2099)
+    ]
 
 
 def test_a_read_queue_gives_what_waits_longest():
@@ -37,19 +39,19 @@ def test_a_read_queue_gives_what_waits_longest():
     queue.extend_to(4, 1)
     queue.extend_to(4, 2)
     queue.extend_to(6, 3)
-    assert (queue.looks(), queue.oldest(), queue.length) == (((0, 4, 1), (4, 6, 3)), 1, 6)
+    assert (queue.oldest_first(), queue.oldest(), queue.length) == (((0, 4, 1), (4, 6, 3)), 1, 6)
     assert queue.take(5, 5) == [(0, 4, 1), (4, 5, 3)]
-    assert queue.looks() == ((5, 6, 3), (0, 5, 5))
+    assert queue.oldest_first() == ((5, 6, 3), (0, 5, 5))
     assert queue.take(9, 5) == [(5, 6, 3)]
     assert queue.take(9, 5) == []
     assert queue.take(2, 5, again=True) == [(0, 2, 5)]
     queue.clear()
-    assert (queue.length, queue.looks(), queue.oldest()) == (0, (), None)
+    assert (queue.length, queue.oldest_first(), queue.oldest()) == (0, (), None)
 
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
-    """Oldest look first and as many as asked for, whatever was taken before; what a window has left is no slot."""
+    """Oldest re-read first and as many as asked for, whatever was taken before; what a window has left is no slot."""
     draws, size, view = np.random.default_rng(3), 4, torch.zeros(200, 1, 4)
     pool = CanaryState([PoolView("target", [view], [view.clone()], size, null_slots=size, window=window)], 3).pools[0]
     ledger = Ledger(50, size, 1, make_keys(7, 1, 4), [("target", 0)])
@@ -64,8 +66,8 @@ def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
             request.committed_len = min(60, request.committed_len + int(draws.integers(0, 3)))
             request.row_lens, request.commit_step = [request.committed_len], step
         counts = array("q", draws.choice([0, 1, 5, ITS_SHARE, ALL], len(requests)).tolist())
-        told = *batch.told, pool.card_at, counts.buffer_info()[0], 8, step, step, False
-        while loops.take_slice(*told, slots, taken, said.ctypes.data):
+        reported = *batch.loop_arguments, pool.struct_at, counts.buffer_info()[0], 8, step, step, False
+        while loops.take_slice(*reported, slots, taken, said.ctypes.data):
             batch.make_room([0] * len(batch))
         expected_slots, expected_ranges = list[int](), list[list[int]]()
         for number, (request, twin, count) in enumerate(zip(requests, twins, counts, strict=True)):
@@ -79,4 +81,4 @@ def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
         assert slots[: said[SLICE.slots]].tolist() == expected_slots
         assert taken[: said[SLICE.ranges]].tolist() == expected_ranges
         assert said[SLICE.wait] == max((step - read for *_, read in expected_ranges), default=0)
-        assert [request.reads[0].looks() for request in requests] == [twin.looks() for twin in twins]
+        assert [request.reads[0].oldest_first() for request in requests] == [twin.oldest_first() for twin in twins]

@@ -302,18 +302,18 @@ class Player:
 
     def land(self, names: list[str], lengths: list[int], refused: list[str], step: int) -> None:
         """A captured forward lands that makes so much of these rows final; `refused`: those left to the rules."""
-        ledger, batch = self.ledger, self.ledger.book.batch(names)
+        ledger, batch = self.ledger, self.ledger.struct.batch(names)
         before = [request.final_pages for request in batch.requests]
         for request, length in zip(batch.requests, lengths, strict=True):
-            request.row_lens, request.committed_len, request.in_the_air = [length], length, 1
-        rows, cards = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
-        cards[RUN.requests], cards[RUN.cards] = batch.told
-        cards[RUN.rows] = rows.buffer_info()[0]
+            request.row_lens, request.committed_len, request.in_flight = [length], length, 1
+        rows, structs = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
+        structs[RUN.requests], structs[RUN.structs] = batch.loop_arguments
+        structs[RUN.rows] = rows.buffer_info()[0]
         left, place = [], 0
-        while (place := ledger.steps.land_runs(cards, place)) != NOWHERE:
+        while (place := ledger.steps.finalise_runs(structs, place)) != NOWHERE:
             left.append(names[place])
             place += 1
-        ledger.tell_landed(step)
+        ledger.record_final_pages(step)
         assert left == refused
         for request, first in zip(batch.requests, before, strict=True):
             for page in request.pages[first : request.final_pages]:
@@ -343,7 +343,7 @@ class Player:
         assert ledger.generations.tolist() == model.generations
         assert [self.owner(page) for page in pages] == ledger.owners[1:].tolist()
         assert {page for page in pages if ledger.pages.published[page]} == model.cached
-        assert ledger.pages.book[PAGES.num_published] == len(model.cached)
+        assert ledger.pages.struct[PAGES.num_published] == len(model.cached)
         for name, row in model.rows.items():
             request = ledger.request(name)
             assert (request.pages, request.final_pages) == (row, model.final[name])

@@ -84,7 +84,9 @@ def test_segments_take_turns_in_memory_that_was_found_at_the_start():
         assert len({*own}) == len(own)
         begun = segments[-1].checkpoint
         if begun.step == engine.canary.step:
-            assert np.array_equal(begun.records, engine.canary.session.checks.mirror.memory[:, :4].view(np.uint64))
+            assert np.array_equal(
+                begun.records, engine.canary.session.checks.record_store.memory[:, :4].view(np.uint64)
+            )
         seen |= {*own}
     assert len(seen) == PARTS + 1
     assert first < seen
@@ -184,18 +186,18 @@ def test_tickets_are_kept_as_they_were_said(tmp_path: Path):
     """Whoever fills the list or mapping anew afterwards changes no dump; few and many, with generations and without."""
     engine = toy()
     engine.start("only", 6)
-    tickets, many = engine.canary.tickets, [f"buffer {number}" for number in range(LONG)]
-    tickets.renew("staging", 3)
+    async_tracker, many = engine.canary.async_tracker, [f"buffer {number}" for number in range(LONG)]
+    async_tracker.renew("staging", 3)
     page = engine.rows["only"].pages[0]
     named, planned, long = [page, "staging"], {"staging": 3, page: None}, list(many)
-    tickets.issue("save", "copies", reads=named)
-    tickets.use("send", "copies", planned, requests=["only"])
-    tickets.use("many", "copies", long, writes=True)
+    async_tracker.issue("save", "copies", reads=named)
+    async_tracker.use("send", "copies", planned, requests=["only"])
+    async_tracker.use("many", "copies", long, writes=True)
     for resources in (named, planned, long):
         resources.clear()
     dump = read_dump(engine.canary.dump(tmp_path / "told"))
-    told = [event for event in dump.events if event["call"] in ("ticket_issue", "ticket_use")]
-    issued, used, long_one = ({key: value for key, value in event.items() if key != "n"} for event in told)
+    reported = [event for event in dump.events if event["call"] in ("ticket_issue", "ticket_use")]
+    issued, used, long_one = ({key: value for key, value in event.items() if key != "n"} for event in reported)
     assert (issued["reads"].tolist(), issued["read_names"], issued.get("read_grants")) == ([page], ["staging"], None)
     assert (issued["writes"].tolist(), issued["write_names"], issued["sequence"]) == ([], [], 1)
     assert (used["pages"].tolist(), used["names"], used["grants"].tolist()) == ([page], ["staging"], [-1, 3])
@@ -207,40 +209,40 @@ def test_what_is_told_in_one_call_is_two_in_a_dump(tmp_path: Path):
     """A buffer that is taken is renewed and filled; a stream that follows another waits for a mark on it."""
     engine = toy()
     engine.start("only", 6)
-    tickets = engine.canary.tickets
-    tickets.follow("copies", "main")
-    tickets.take("fill", "host", "staging", 4)
-    told = [event for event in read_dump(engine.canary.dump(tmp_path / "told")).events if "ticket" in event["call"]]
-    mark, waits, renewed, filled = told
+    async_tracker = engine.canary.async_tracker
+    async_tracker.follow("copies", "main")
+    async_tracker.take("fill", "host", "staging", 4)
+    reported = [event for event in read_dump(engine.canary.dump(tmp_path / "told")).events if "ticket" in event["call"]]
+    mark, waits, renewed, filled = reported
     assert (mark["call"], mark["what"], mark["stream"], mark["sequence"]) == ("ticket_issue", "mark", "main", 1)
     assert (waits["call"], waits["stream"], waits["other"], waits["sequence"]) == ("ticket_waits", "copies", "main", 1)
     assert (renewed["call"], renewed["buffer"], renewed["generation"]) == ("ticket_renew", "staging", 4)
     assert (filled["call"], filled["what"], filled["stream"], filled["writes"]) == ("ticket_use", "fill", "host", True)
     assert (filled["names"], filled["grants"].tolist(), filled["requests"]) == (["staging"], [4], [])
-    assert [event["n"] for event in told] == [*range(mark["n"], mark["n"] + 4)]
+    assert [event["n"] for event in reported] == [*range(mark["n"], mark["n"] + 4)]
 
 
 def test_a_fetch_and_its_end_are_told_as_the_calls_that_they_stand_for(tmp_path: Path):
     """To whoever reads a dump it is one whether an engine makes few calls or many."""
 
-    def told(name: str, is_one_by_one: bool) -> list[str]:
+    def reported(name: str, is_one_by_one: bool) -> list[str]:
         engine = toy()
         engine.start("only", 6)
-        tickets = engine.canary.tickets
+        async_tracker = engine.canary.async_tracker
         if is_one_by_one:
-            tickets.take("fill", "host", "staging", 4)
-            tickets.follow("copies", "main")
-            ticket = tickets.issue("results", "copies", writes={"staging": 4})
-            tickets.complete(ticket)
-            tickets.use("results", "host", {"staging": 4}, requests=["only"])
+            async_tracker.take("fill", "host", "staging", 4)
+            async_tracker.follow("copies", "main")
+            op = async_tracker.issue("results", "copies", writes={"staging": 4})
+            async_tracker.complete(op)
+            async_tracker.use("results", "host", {"staging": 4}, requests=["only"])
         else:
-            ticket = tickets.fetch("results", "copies", "main", "staging", 4)
-            tickets.receive(ticket, "results", ["only"])
+            op = async_tracker.fetch("results", "copies", "main", "staging", 4)
+            async_tracker.receive(op, "results", ["only"])
         dump = read_dump(engine.canary.dump(tmp_path / name))
         return [str(event) for event in dump.events if "ticket" in event["call"]]
 
-    assert told("few", False) == told("many", True)
-    assert len(told("again", False)) == 7
+    assert reported("few", False) == reported("many", True)
+    assert len(reported("again", False)) == 7
 
 
 def test_arguments_are_kept_by_their_places_however_they_were_given(tmp_path: Path):
@@ -251,10 +253,10 @@ def test_arguments_are_kept_by_their_places_however_they_were_given(tmp_path: Pa
     canary.admit("other", [1, 2])
     canary.on_alloc(pages=[21], for_load=True, request_id="other")
     canary.on_alloc("other", pages=[22])
-    assert not canary.doomed
+    assert not canary.aborted
     dump = read_dump(canary.dump(tmp_path / "told"))
-    told = [event for event in dump.events if event["call"] == "on_alloc"][-2:]
-    assert [(event["request_id"], event["pages"].tolist(), event["for_load"]) for event in told] == [
+    reported = [event for event in dump.events if event["call"] == "on_alloc"][-2:]
+    assert [(event["request_id"], event["pages"].tolist(), event["for_load"]) for event in reported] == [
         ("other", [21], True),
         ("other", [22], False),
     ]
@@ -293,20 +295,22 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
         number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,), num_kept=2
     )
     own = substep, slice(1)
-    series = SimpleNamespace(substeps=(substep, substep), count=2, num_kept=4, places=0, of_each=lambda n: [own, own])
+    launch_group = SimpleNamespace(
+        substeps=(substep, substep), count=2, num_kept=4, places=0, of_each=lambda n: [own, own]
+    )
     for step in range(1, last + 1):
         log.append(("begin_step", step))
-        both = recorded.launched(series, ("only",), (1,), [5, 6])
+        both = recorded.launched(launch_group, ("only",), (1,), [5, 6])
         recorded.launched_move(0, "target")
         log.append(("end_step", step))
     for step in range(1, last + 1):
         is_kept, end = step > last - KEPT_STEPS, 5 * step
         asked = recorded.event_of("target", substep.site, step), recorded.event_of("target", MOVE_SITE, step)
-        recorded.landing(step)
-        landed = recorded.event_of("draft", substep.site, step)
-        recorded.landing(None)
+        recorded.collecting(step)
+        arrived_slots = recorded.event_of("draft", substep.site, step)
+        recorded.collecting(None)
         places = [(segment, end - 3), (segment, end - 2), (segment, end - 1)] if is_kept else [None] * 3
-        assert [*asked, landed] == places
+        assert [*asked, arrived_slots] == places
         assert recorded.event_of("draft", substep.site, step) is None
     launches = [event[1][event[2]] for event in segment.events[-4:] if event[0] == "launch"]
     accepting = SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=3, of_each=lambda n: [(substep, None)])
@@ -320,12 +324,12 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
         monkeypatch.setattr("kvcanary.recorder.captured_events.MOST_KEPT", most)
         assert packed == []
         log.ints = segment.array_bytes = 0
-        recorded.heard(launched, moves, numbers := array("q", [*range(9), 4, -1, 5, 6]))
+        recorded.collected(launched, moves, numbers := array("q", [*range(9), 4, -1, 5, 6]))
         assert [one.tolist() for one in move.moved] == [[5], [4]]
         assert 8 * log.ints + segment.array_bytes == 8 * len(numbers)
     assert packed == [both, one]
     substep.layers = ()
-    assert [launch.told for launch in (*both, *one)] == [
+    assert [launch.collected for launch in (*both, *one)] == [
         (substep, last, 1, numbers, 0, 2),
         (substep, last, 1, numbers, 2, 4),
         (substep, last, 1, numbers, 4, 9),

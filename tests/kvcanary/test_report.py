@@ -150,11 +150,11 @@ def test_a_flood_is_still_one_screen(error):
 def test_padding_writes_as_padding(error):
     """A write of padding is nobody's, and no request's that ended."""
     finding = replace(error.findings[0], code="W9", undeclared=False, writer=None)
-    told = labelled(Report((finding,), "none", {}).text())["writer"]
-    assert told == "padding, prefill, step 1"
+    reported = labelled(Report((finding,), "none", {}).text())["writer"]
+    assert reported == "padding, prefill, step 1"
     other = replace(finding, code="R5")
-    told = labelled(Report((other,), "none", {}).text())["writer"]
-    assert told == "a request that ended long ago, prefill, step 1"
+    reported = labelled(Report((other,), "none", {}).text())["writer"]
+    assert reported == "a request that ended long ago, prefill, step 1"
 
 
 def test_whose_bytes_these_are_has_a_line(error):

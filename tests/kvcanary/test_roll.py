@@ -13,7 +13,7 @@ from kvcanary.config import share_of
 from kvcanary.scrub.scrubber import STRIDE
 
 
-class Beside:
+class SideStream:
     """Tells when somebody goes there, and when here follows."""
 
     def __init__(self, seen: list[str]) -> None:
@@ -35,25 +35,27 @@ def rolled(make_engine, monkeypatch):
     engine, seen = make_engine(page_size=16), []
     engine.start("one", 20)
     checks = engine.canary.session.checks
-    looks, look, finds = checks.looks, checks.tails.look, []
+    looks, look, finds = checks.rereads, checks.tails.reread, []
 
-    def tails(*told):
+    def tails(*reported):
         seen.append("tails")
         looks.waits = bool(finds)
-        return [*look(*told), "tail"]
+        return [*look(*reported), "tail"]
 
     def send():
         looks.waits = False
         seen.append("sent")
 
-    monkeypatch.setattr(looks, "beside", Beside(seen))
+    monkeypatch.setattr(looks, "side_stream", SideStream(seen))
     monkeypatch.setattr(looks, "send", send)
-    monkeypatch.setattr(checks.tails, "look", tails)
-    monkeypatch.setattr(checks.sweeper, "slice", lambda step, batch: seen.append(f"bytes of {batch.names}") or ["byte"])
+    monkeypatch.setattr(checks.tails, "reread", tails)
+    monkeypatch.setattr(
+        checks.scrubber, "slice", lambda step, batch: seen.append(f"bytes of {batch.names}") or ["byte"]
+    )
     monkeypatch.setattr(checks.cached, "slice", lambda step, stride: seen.append("cached") or ["cached"])
     end = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(checks._marks, "take", lambda: seen.append("mark") or end)
-    checks.settle()
+    checks.judge_pending()
     seen.clear()
     return checks, seen, finds
 
@@ -67,14 +69,14 @@ def test_a_slice_departs_in_one_go(rolled, waits, is_waited_for):
     finds += ["look"] * waits
     flight = checks.send(is_waited_for)
     assert seen == ["tails", "there", "bytes of ('one',)", "cached", "sent", "mark", "here"]
-    assert flight.hits == ["byte", "cached", "tail"]
+    assert flight.violations == ["byte", "cached", "tail"]
 
 
 def test_a_slice_follows_a_finding_in_the_next_step(rolled):
     """Requests near it are not kept waiting for the step in which a slice would be due."""
     checks, seen, _ = rolled
     checks.step = STRIDE + 1
-    checks.sweeper.look_around(["one"])
+    checks.scrubber.reread_soon(["one"])
     checks.send(True)
     assert seen == ["tails", "there", "bytes of ('one',)", "cached", "sent", "mark", "here"]
 
@@ -95,29 +97,29 @@ def test_other_steps_end_where_they_were_launched(rolled, waits, is_waited_for, 
     waits = waits and looks
     flight = checks.send(is_waited_for)
     assert seen == ["tails"] * looks + ["sent", "mark"] * (waits or not is_waited_for)
-    assert flight.hits == ["tail"] * looks
+    assert flight.violations == ["tail"] * looks
 
 
 def test_a_step_whose_wait_is_interrupted_stays_in_the_air(rolled, monkeypatch):
     """Control-C while the host waits for a step: whoever asks next waits for it again, and hears what it says."""
     checks, _, _ = rolled
-    checks.step, checks.hits = STRIDE, []
+    checks.step, checks.violations = STRIDE, []
     end = SimpleNamespace(synchronize=Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(checks._marks, "take", lambda: end)
     flight = checks.send(False)
     with pytest.raises(KeyboardInterrupt):
-        checks.land(flight)
-    assert ([*checks._flights], flight.has_landed) == ([flight], False)
+        checks.collect(flight)
+    assert ([*checks._flights], flight.is_collected) == ([flight], False)
     end.synchronize = Mock()
-    checks.land(flight)
-    assert (end.synchronize.call_count, flight.has_landed, len(checks._flights)) == (1, True, 0)
+    checks.collect(flight)
+    assert (end.synchronize.call_count, flight.is_collected, len(checks._flights)) == (1, True, 0)
 
 
 def test_a_host_that_waits_follows_what_runs_beside(rolled):
     """Bytes that a step has read beside are over when its end is."""
     checks, seen, _ = rolled
-    checks.looks.waits = True
-    checks.land()
+    checks.rereads.waits = True
+    checks.collect()
     assert seen == ["joined", "sent", "mark"]
 
 
@@ -127,36 +129,36 @@ def test_a_slice_has_more_of_those_near_damage_and_none_of_those_who_were_read(m
     engine.start("one", 20)
     engine.start("two", 33)
     checks = engine.canary.session.checks
-    checks.settle()
-    pool, sweeper = engine.canary.session.state.by_name["target"], checks.sweeper
-    monkeypatch.setattr(checks.looks, "look", lambda own, slots, judge: read.append((own.name, len(slots))) or [])
+    checks.judge_pending()
+    pool, scrubber = engine.canary.session.state.by_name["target"], checks.scrubber
+    monkeypatch.setattr(checks.rereads, "reread", lambda own, slots, judge: read.append((own.name, len(slots))) or [])
     two = engine.canary.session.ledger.request("two")
     lengths = [engine.canary.session.ledger.request(name).final_len(pool.pool_id) for name in ("one", "two")]
     shares = [share_of(length, STRIDE) for length in lengths]
 
     def slots(step: int) -> int:
         read.clear()
-        sweeper.slice(step, sweeper.batch())
+        scrubber.slice(step, scrubber.batch())
         return dict(read)["target"]
 
     assert slots(100) == sum(shares)
-    sweeper.look_around(["one"])
+    scrubber.reread_soon(["one"])
     assert slots(101) == lengths[0] + shares[1]
     assert slots(102) == sum(shares)
-    sweeper.attend(pool, [two], 103)
+    scrubber.attend(pool, [two], 103)
     assert slots(103) == shares[0]
     two.released = True
     assert slots(104) == shares[0]
 
 
 def test_an_interrupted_slice_loses_no_forward(rolled, monkeypatch):
-    """What was launched before is in the air."""
+    """What was launched before is in flight."""
     checks, _, _ = rolled
 
     def interrupted(step, batch):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checks.sweeper, "slice", interrupted)
+    monkeypatch.setattr(checks.scrubber, "slice", interrupted)
     checks.step = STRIDE
     with pytest.raises(KeyboardInterrupt):
         checks.send(False)

@@ -12,7 +12,7 @@ from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, P
 from kvcanary.ledger.ledger import Judged, Ledger
 from kvcanary.ledger.request_ids import digest
 from kvcanary.ledger.request_state import LEAST_ROOM, Known, TruthChain
-from kvcanary.ledger.requests import NO_PAGE, Batch, Unheard
+from kvcanary.ledger.requests import NO_PAGE, Batch, UncollectedStep
 from kvcanary.ledger.step_book import in_a_row
 from kvcanary.native.layout import FINAL, NOWHERE, REQUEST, ROWS, RUN
 from kvcanary_kernels.record.layout import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
@@ -145,7 +145,7 @@ def test_a_row_names_a_page_once():
     )
 
 
-def test_only_what_a_cache_holds_is_hit_or_evicted():
+def test_only_what_a_cache_holds_is_violation_or_evicted():
     """A forked page is shared, but no cache has it."""
     ledger = make_ledger()
     ledger.pages.wrote(np.array([5, 3, 7]))
@@ -199,14 +199,14 @@ def test_what_is_final_in_every_pool_is_committed():
 
 def land(ledger: Ledger, *names: str) -> list[int]:
     """One forward of these requests lands; who is left to the rules."""
-    batch = ledger.book.batch(names)
-    rows, cards = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
-    cards[RUN.requests], cards[RUN.cards] = batch.told
-    cards[RUN.rows] = rows.buffer_info()[0]
+    batch = ledger.struct.batch(names)
+    rows, structs = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
+    structs[RUN.requests], structs[RUN.structs] = batch.loop_arguments
+    structs[RUN.rows] = rows.buffer_info()[0]
     for request in batch.requests:
-        request.in_the_air += 1
+        request.in_flight += 1
     left, place = [], 0
-    while (place := ledger.steps.land_runs(cards, place)) != NOWHERE:
+    while (place := ledger.steps.finalise_runs(structs, place)) != NOWHERE:
         left.append(place)
         place += 1
     return left
@@ -225,10 +225,10 @@ def test_pages_of_all_rows_are_final_when_a_forward_lands():
     assert land(ledger, "a", "b") == []
     assert (a.final_pages, b.final_pages) == (2, 1)
     assert not ledger.pages.changed
-    ledger.tell_landed(4)
+    ledger.record_final_pages(4)
     assert ledger.pages.changes().tolist() == [5, 3, 2]
     assert [ledger.history.of(page)[-1][:3] for page in (5, 3, 2)] == [("committed", 4, name) for name in "aab"]
-    ledger.tell_landed(5)
+    ledger.record_final_pages(5)
     assert not ledger.pages.changed
 
 
@@ -246,10 +246,10 @@ def test_what_is_not_quiet_is_left_to_the_rules():
     assert ledger.states[[5, 3, 7, 2, 4, 6]].tolist() == [COMMITTED] * 2 + [WRITTEN] * 2 + [RESERVED, WRITTEN]
     with pytest.raises(PageStateError, match="page 4 must be WRITTEN or COMMITTED to be committed by 'b'"):
         ledger.finalise(ledger.request("b"), 2)
-    ledger.pages.final_card[FINAL.room] = 3
+    ledger.pages.final_struct[FINAL.room] = 3
     ledger.pages.wrote(np.array([4]))
     assert land(ledger, "b") == [0]
-    ledger.tell_landed(2)
+    ledger.record_final_pages(2)
     assert land(ledger, "b") == []
 
 
@@ -283,7 +283,7 @@ def at(address, count):
 
 
 def test_what_is_known_keeps_its_address_and_makes_room():
-    """Tokens and values that a loop has filled stay where room is made for more; the card stays where it is."""
+    """Tokens and values that a loop has filled stay where room is made for more; the struct stays where it is."""
     known = Known(8, [3, 1, 4], [(1 << 63 | 5, 0, 0), (7, 1, 0)], KEYS)
     chain, other = TruthChain(known, 0), TruthChain(known, 1)
     assert (chain.root, chain.signed_root, chain.count) == (1 << 63 | 5, 5 - (1 << 63), 0)
@@ -293,17 +293,21 @@ def test_what_is_known_keeps_its_address_and_makes_room():
         one.grown(len(values))
         one.grown(1)
     where, tokens = chain.values_at, list(range(LEAST_ROOM))
-    card = known.at
+    struct = known.at
     known.write(3, tokens[3:-1], 0)
     assert chain.values_at == where
     known.write(LEAST_ROOM - 1, tokens[-1:], 0)
-    assert (chain.values_at == where, known.at == card, known.at == known.card.buffer_info()[0]) == (True, True, True)
+    assert (chain.values_at == where, known.at == struct, known.at == known.struct.buffer_info()[0]) == (
+        True,
+        True,
+        True,
+    )
     known.write(LEAST_ROOM, [1], 0)
-    assert (chain.values_at == where, known.at) == (False, card)
-    assert at(known.card[REQUEST.tokens], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
+    assert (chain.values_at == where, known.at) == (False, struct)
+    assert at(known.struct[REQUEST.tokens], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
     assert (chain.values.tolist(), other.values.tolist()) == ([7, 8, 9], [5, 6])
     known.write(1, [2, 6], 0)
-    assert (at(known.card[REQUEST.tokens], 3), known.card[REQUEST.num_tokens]) == ([3, 2, 6], 3)
+    assert (at(known.struct[REQUEST.tokens], 3), known.struct[REQUEST.num_tokens]) == ([3, 2, 6], 3)
 
 
 def test_a_row_is_read_where_it_lies():
@@ -311,22 +315,22 @@ def test_a_row_is_read_where_it_lies():
     known = Known(8, [], [(1, 0, 0)], KEYS)
     for slots in ([40, 41, 42, 43], [], [7]):
         known.row = np.array(slots, np.int64).tobytes()
-        assert at(known.card[REQUEST.row], known.card[REQUEST.num_row]) == slots
+        assert at(known.struct[REQUEST.row], known.struct[REQUEST.num_row]) == slots
 
 
 def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     """Where the device has said something else: the tokens are others, and no chain behind them is known any more."""
     ledger = make_ledger()
     request = ledger.request("a")
-    request.unheard = [Unheard([96, 97], 96, 98), Unheard([98, 99], 98, 100)]
+    request.uncollected = [UncollectedStep([96, 97], 96, 98), UncollectedStep([98, 99], 98, 100)]
     for pool_id in range(2):
         assert ledger.truth(request, pool_id, 99) is not None
-    ledger.book.confirm(request, [96, 97])
+    ledger.struct.confirm(request, [96, 97])
     assert [truth.count for truth in request.truths] == [99, 99]
-    ledger.book.confirm(request, [96, 7])
+    ledger.struct.confirm(request, [96, 7])
     assert request.tokens[94:].tolist() == [94, 95, 96, 7, 98, 99]
-    assert request.unheard == [Unheard([96, 7], 96, 98), Unheard([98, 99], 98, 100)]
-    assert at(request.known.card[REQUEST.tokens], 100) == request.tokens.tolist()
+    assert request.uncollected == [UncollectedStep([96, 7], 96, 98), UncollectedStep([98, 99], 98, 100)]
+    assert at(request.known.struct[REQUEST.tokens], 100) == request.tokens.tolist()
     assert [truth.count for truth in request.truths] == [96, 95]
 
 
@@ -338,7 +342,7 @@ def test_a_request_starts_anew_without_pages():
     request.reads[1].extend_to(4, 1)
     ledger.free("a", [5, 3, 7], 2)
     assert (request.committed_len, request.row_lens.tolist(), request.judged) == (0, [0, 0], [Judged()] * 2)
-    assert (request.reads[1].looks(), len(request.tokens)) == ((), 100)
+    assert (request.reads[1].oldest_first(), len(request.tokens)) == ((), 100)
 
 
 def test_what_a_pool_holds_is_final_up_to_what_was_written():
@@ -384,8 +388,8 @@ def test_a_name_of_before_is_remembered():
     """A live request keeps its own uid."""
     ledger = make_ledger()
     uid = ledger.request("a").uid
-    ledger.book.remember(77, "old")
-    ledger.book.remember(uid, "other")
+    ledger.struct.remember(77, "old")
+    ledger.struct.remember(uid, "other")
     assert (ledger.name(77), ledger.name(uid), ledger.name(78)) == ("old", "a", None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.report.causes import bytes as bytes_
 from kvcanary.report.finding import Cause
-from rule_facts import A_FREE, a_hit, a_record, a_word, expect_said, shown, silent_rules, whose
+from rule_facts import A_FREE, a_record, a_violation, a_word, expect_said, provenance, shown, silent_rules
 
 ONE_WORD = "this word alone explains both fingerprints; 1 of 3 layers differs"
 MIXED_UP = "a copy or store with another layout: the wrong part, axis or stride"
@@ -48,7 +48,7 @@ SAID = [
     ),
     (
         bytes_.scale,
-        shown(whose=whose("scale_order", "its own v_scale, in another order")),
+        shown(provenance=provenance("scale_order", "its own v_scale, in another order")),
         Cause(
             "scales",
             "scales were stored in another order, or as those of another part",
@@ -58,7 +58,7 @@ SAID = [
     ),
     (
         bytes_.scale,
-        shown(whose=whose("scale", "the scale of slot 9")),
+        shown(provenance=provenance("scale", "the scale of slot 9")),
         Cause(
             "scales",
             "scales were reset, or addressed by another shape, after they were written",
@@ -67,10 +67,10 @@ SAID = [
         ),
     ),
     (bytes_.copied, shown(), None),
-    (bytes_.copied, shown(whose=whose("slot"), is_first_look=True), None),
+    (bytes_.copied, shown(provenance=provenance("slot"), is_first_read=True), None),
     (
         bytes_.copied,
-        shown(whose=whose("slot")),
+        shown(provenance=provenance("slot")),
         Cause(
             "transfer",
             "what they are: a copy that nobody declared",
@@ -80,7 +80,7 @@ SAID = [
     ),
     (
         bytes_.copied,
-        shown(whose=whose("slot"), source_is_damaged=True),
+        shown(provenance=provenance("slot"), source_is_damaged=True),
         Cause(
             "addressing",
             "what they are: rows went to each other's slots",
@@ -93,7 +93,7 @@ SAID = [
     ),
     (
         bytes_.copied,
-        shown(a_hit(code="P1"), whose=whose("slot"), source_is_damaged=True),
+        shown(a_violation(code="P1"), provenance=provenance("slot"), source_is_damaged=True),
         Cause(
             "transfer",
             "what they are: a copy that nobody declared",
@@ -102,12 +102,12 @@ SAID = [
         ),
     ),
     (bytes_.untranslated, shown(was_never_right=True), None),
-    (bytes_.untranslated, shown(a_hit(view={"slot_map": ()})), None),
-    (bytes_.untranslated, shown(a_hit(view={"slot_map": ()}), was_never_right=True, word=a_word()), None),
-    (bytes_.untranslated, shown(a_hit(code="T1", view={"slot_map": ()}), was_never_right=True), None),
+    (bytes_.untranslated, shown(a_violation(view={"slot_map": ()})), None),
+    (bytes_.untranslated, shown(a_violation(view={"slot_map": ()}), was_never_right=True, word=a_word()), None),
+    (bytes_.untranslated, shown(a_violation(code="T1", view={"slot_map": ()}), was_never_right=True), None),
     (
         bytes_.untranslated,
-        shown(a_hit(view={"slot_map": ()}), was_never_right=True),
+        shown(a_violation(view={"slot_map": ()}), was_never_right=True),
         Cause(
             "windows",
             "the store went by a slot of another pool, or by an old map",
@@ -115,31 +115,31 @@ SAID = [
             ("slots of the target pool are found through a map", "it was never right"),
         ),
     ),
-    (bytes_.mixed_up, shown(whose=whose("zero")), None),
+    (bytes_.mixed_up, shown(provenance=provenance("zero")), None),
     (
         bytes_.mixed_up,
-        shown(a_hit(layers=(2,)), whose=whose("layer")),
+        shown(a_violation(layers=(2,)), provenance=provenance("layer")),
         Cause("addressing", MIXED_UP, "inferred", ("what they are, in layer 2",)),
     ),
     *(
         (
             bytes_.mixed_up,
-            shown(a_hit(layers=(2, 1)), whose=whose(kind)),
+            shown(a_violation(layers=(2, 1)), provenance=provenance(kind)),
             Cause("transfer", MIXED_UP, "inferred", ("what they are, in layer 2",)),
         )
         for kind in ("part", "exchange", "shift")
     ),
-    (bytes_.never_stored, shown(is_first_look=True), None),
+    (bytes_.never_stored, shown(is_first_read=True), None),
     (bytes_.never_stored, shown(was_never_right=True), None),
-    (bytes_.never_stored, shown(was_never_right=True, is_first_look=True, word=a_word()), None),
+    (bytes_.never_stored, shown(was_never_right=True, is_first_read=True, word=a_word()), None),
     *(
-        (bytes_.never_stored, shown(was_never_right=True, is_first_look=True, whose=whose(kind)), None)
+        (bytes_.never_stored, shown(was_never_right=True, is_first_read=True, provenance=provenance(kind)), None)
         for kind in ("exchange", "shift", "layer")
     ),
     *(
         (
             bytes_.never_stored,
-            shown(a_hit(layers=(0, 1, 2, 3, 4)), was_never_right=True, whose=whose(kind)),
+            shown(a_violation(layers=(0, 1, 2, 3, 4)), was_never_right=True, provenance=provenance(kind)),
             Cause(
                 "uninitialised",
                 "the store of layer 0, 1, 2, 3 did not arrive, or went elsewhere",
@@ -152,12 +152,12 @@ SAID = [
     (
         bytes_.never_stored,
         shown(
-            a_hit(layers=(1,)),
-            a_hit(layers=(1,), slot=22),
-            a_hit(code="R5", slot=23),
+            a_violation(layers=(1,)),
+            a_violation(layers=(1,), slot=22),
+            a_violation(code="R5", slot=23),
             was_never_right=True,
-            is_first_look=True,
-            whose=whose("slot"),
+            is_first_read=True,
+            provenance=provenance("slot"),
             source=a_record(step=6),
             record=a_record(step=7),
         ),
@@ -175,11 +175,11 @@ SAID = [
     (
         bytes_.never_stored,
         shown(
-            a_hit(layers=(1,)),
-            a_hit(layers=(0,), slot=22),
+            a_violation(layers=(1,)),
+            a_violation(layers=(0,), slot=22),
             was_never_right=True,
-            is_first_look=True,
-            whose=whose("slot"),
+            is_first_read=True,
+            provenance=provenance("slot"),
             source=a_record(step=7),
             record=a_record(step=7),
         ),
@@ -192,35 +192,40 @@ SAID = [
     ),
     (
         bytes_.never_stored,
-        shown(a_hit(layers=(0, 1, 2)), a_hit(layers=(0, 1, 2), slot=22), was_never_right=True, whose=whose("slot")),
+        shown(
+            a_violation(layers=(0, 1, 2)),
+            a_violation(layers=(0, 1, 2), slot=22),
+            was_never_right=True,
+            provenance=provenance("slot"),
+        ),
         None,
     ),
     (
         bytes_.never_stored,
-        shown(a_hit(), a_hit(slot=22), was_never_right=True, whose=whose("slot")),
+        shown(a_violation(), a_violation(slot=22), was_never_right=True, provenance=provenance("slot")),
         None,
     ),
     (bytes_.cleared, shown(), None),
-    (bytes_.cleared, shown(whose=whose("zero")), None),
+    (bytes_.cleared, shown(provenance=provenance("zero")), None),
     (
         bytes_.cleared,
-        shown(a_hit(last_good=8), whose=whose("zero")),
+        shown(a_violation(last_good=8), provenance=provenance("zero")),
         Cause("order", CLEARED, "inferred", ("what they are; they were right at step 8",)),
     ),
     (
         bytes_.cleared,
-        shown(whose=whose("zero_part")),
+        shown(provenance=provenance("zero_part")),
         Cause("order", CLEARED, "inferred", ("what they are, and the rest of the row is not",)),
     ),
     (bytes_.not_finite, shown(), None),
     (
         bytes_.not_finite,
-        shown(whose=whose("not_finite")),
+        shown(provenance=provenance("not_finite")),
         Cause("bits", "overwritten with values that no forward has stored", "inferred", ("what they are",)),
     ),
     (
         bytes_.not_finite,
-        shown(a_hit(code="P1"), whose=whose("not_finite")),
+        shown(a_violation(code="P1"), provenance=provenance("not_finite")),
         Cause(
             "uninitialised",
             "a page of another kind of layer, or of before the pool was cleared, was not made neutral",
@@ -228,10 +233,10 @@ SAID = [
             ("what they are", "nobody had the page to write it"),
         ),
     ),
-    (bytes_.padding_not_finite, shown(a_hit(slot=4)), None),
+    (bytes_.padding_not_finite, shown(a_violation(slot=4)), None),
     (
         bytes_.padding_not_finite,
-        shown(a_hit(slot=3)),
+        shown(a_violation(slot=3)),
         Cause(
             "graphs",
             "padding computed NaN or Inf and stored it, as a row without an entry does that divides by no weight",
@@ -242,12 +247,12 @@ SAID = [
     (bytes_.never_cleared, shown(), None),
     (
         bytes_.never_cleared,
-        shown(a_hit(site=("grant", 0))),
+        shown(a_violation(site=("grant", 0))),
         Cause("uninitialised", CLEARED_NEVER, "derived", ("the page was never used before its grant in this step",)),
     ),
     (
         bytes_.never_cleared,
-        shown(a_hit(site=("grant", 0)), events=(PageEvent("freed", 2, "older"), *A_FREE)),
+        shown(a_violation(site=("grant", 0)), events=(PageEvent("freed", 2, "older"), *A_FREE)),
         Cause(
             "uninitialised",
             CLEARED_NEVER,
@@ -256,7 +261,7 @@ SAID = [
         ),
     ),
     (bytes_.never_cleared, shown(events=(PageEvent("granted", 6, "me"),), finite_since=6), None),
-    (bytes_.never_cleared, shown(a_hit(slot=3), events=(PageEvent("granted", 6, "me"),)), None),
+    (bytes_.never_cleared, shown(a_violation(slot=3), events=(PageEvent("granted", 6, "me"),)), None),
     (
         bytes_.never_cleared,
         shown(events=(*A_FREE, PageEvent("granted", 6, "me"))),
@@ -272,17 +277,17 @@ SAID = [
     ),
     (
         bytes_.never_cleared,
-        shown(a_hit(site=("sweep", 2)), events=(PageEvent("granted", 9, "me"),)),
+        shown(a_violation(site=("sweep", 2)), events=(PageEvent("granted", 9, "me"),)),
         Cause("uninitialised", CLEARED_NEVER, "derived", ("the page was never used before its grant in this step",)),
     ),
     (
         bytes_.never_cleared,
-        shown(a_hit(site=("sweep", 2)), a_hit(site=("grant", 0)), events=(PageEvent("granted", 9, "me"),)),
+        shown(a_violation(site=("sweep", 2)), a_violation(site=("grant", 0)), events=(PageEvent("granted", 9, "me"),)),
         Cause("uninitialised", CLEARED_NEVER, "derived", ("the page was never used before its grant in this step",)),
     ),
     (bytes_.not_finite_since, shown(events=(*A_FREE, PageEvent("granted", 6, "me"))), None),
-    (bytes_.not_finite_since, shown(a_hit(site=("grant", 0)), finite_since=9), None),
-    (bytes_.not_finite_since, shown(a_hit(), a_hit(site=("grant", 0)), finite_since=9), None),
+    (bytes_.not_finite_since, shown(a_violation(site=("grant", 0)), finite_since=9), None),
+    (bytes_.not_finite_since, shown(a_violation(), a_violation(site=("grant", 0)), finite_since=9), None),
     (
         bytes_.not_finite_since,
         shown(finite_since=6),
@@ -297,12 +302,12 @@ SAID = [
     (bytes_.late_write, shown(events=A_FREE, owner="old"), None),
     (
         bytes_.late_write,
-        shown(a_hit(step=12), events=A_FREE, owner="me"),
+        shown(a_violation(step=12), events=A_FREE, owner="me"),
         Cause("lifetime", LATE, "inferred", ("the page was freed by 'old' at step 4, 8 steps before",)),
     ),
     (
         bytes_.late_write,
-        shown(a_hit(step=13), events=(PageEvent("freed", 2, "older"), *A_FREE)),
+        shown(a_violation(step=13), events=(PageEvent("freed", 2, "older"), *A_FREE)),
         Cause("lifetime", LATE, "inferred", ("the page was freed by 'old' at step 4",)),
     ),
     (bytes_.overwritten, shown(word=a_word()), None),
@@ -313,11 +318,11 @@ SAID = [
     ),
     (
         bytes_.overwritten,
-        shown(a_hit(), a_hit(slot=22)),
+        shown(a_violation(), a_violation(slot=22)),
         Cause("bits", OVERWRITTEN, "derived", ("2 rows changed to bytes that nobody has written here",)),
     ),
-    (bytes_.overwritten, shown(whose=whose("zero")), Cause("bits", OVERWRITTEN, "derived")),
-    (bytes_.overwritten, shown(is_first_look=True), Cause("bits", OVERWRITTEN, "derived")),
+    (bytes_.overwritten, shown(provenance=provenance("zero")), Cause("bits", OVERWRITTEN, "derived")),
+    (bytes_.overwritten, shown(is_first_read=True), Cause("bits", OVERWRITTEN, "derived")),
     (
         bytes_.moved_wrong,
         shown(),
@@ -341,12 +346,12 @@ SAID = [
     ),
     (
         bytes_.damaged_record,
-        shown(a_hit(fingerprint_hit=True)),
+        shown(a_violation(fingerprint_violation=True)),
         Cause(
             "bits",
             "the stored fingerprint was overwritten: K and V are right",
             "derived",
-            ("lane b over all layers is right",),
+            ("fingerprint b over all layers is right",),
         ),
     ),
 ]

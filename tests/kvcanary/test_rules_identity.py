@@ -7,30 +7,30 @@ from types import SimpleNamespace
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.report.causes import identity
 from kvcanary.report.finding import Cause
-from rule_facts import a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
+from rule_facts import a_reader, a_record, a_row, a_violation, expect_said, shown, silent_rules
 
 ROOT = "the salt or the adapter differs: the same tokens of another tenant, adapter or version of the weights"
 HEAD = a_reader(tokens=[7, 8, 9])
-A_HIT = {5: PageEvent("acquired", 8, "me"), 4: PageEvent("forked", 8, "me")}
+A_VIOLATION = {5: PageEvent("acquired", 8, "me"), 4: PageEvent("forked", 8, "me")}
 NAMES = SimpleNamespace(states={}, name={4: "you"}.get)
 THEIRS = a_record(request=4, position=1)
 AT_END = {"code": "R6", "position": 1, "row_slots": (20, 21), "view": {"token_offset": 1}}
 BY_PREFILL = {"write_site": ("prefill", 0), "last_write": "prefill, step 7", "record": a_record()}
 
 
-def other_root(told: str, writer: str) -> Cause:
+def other_root(reported: str, writer: str) -> Cause:
     return Cause(
         "identity",
         ROOT,
         "derived",
-        (told, f"the chain is not: {writer} wrote it under another root", "a root is role, salt and adapter"),
+        (reported, f"the chain is not: {writer} wrote it under another root", "a root is role, salt and adapter"),
     )
 
 
-def other_prompt(position: int, how: str, whose: str = "'you'") -> Cause:
+def other_prompt(position: int, how: str, provenance: str = "'you'") -> Cause:
     evidence = (
         f"page 6 of the row was {how} by 'me' at step 8",
-        f"it holds what {whose} has at position 1",
+        f"it holds what {provenance} has at position 1",
         f"the row's tokens differ from position {position} on",
     )
     return Cause("identity", "a prefix hit, or a fork, brought a page of another prompt", "derived", evidence)
@@ -38,7 +38,7 @@ def other_prompt(position: int, how: str, whose: str = "'you'") -> Cause:
 
 SAID = [
     *(
-        (identity.other_root, shown(a_hit(code="R5", position=position), reader=reader, record=record), None)
+        (identity.other_root, shown(a_violation(code="R5", position=position), reader=reader, record=record), None)
         for position, reader, record in (
             (0, None, a_record(token=7, position=0)),
             (0, HEAD, None),
@@ -49,51 +49,54 @@ SAID = [
     ),
     (
         identity.other_root,
-        shown(a_hit(code="R5", position=0), reader=HEAD, record=a_record(token=7, position=0), writer="you"),
+        shown(a_violation(code="R5", position=0), reader=HEAD, record=a_record(token=7, position=0), writer="you"),
         other_root("token and position are those that the row expects", "'you'"),
     ),
     *(
         (
             identity.other_root,
-            shown(a_hit(code="R6", position=1, row_slots=slots), reader=HEAD, record=a_record(), **read),
+            shown(a_violation(code="R6", position=1, row_slots=slots), reader=HEAD, record=a_record(), **read),
             None,
         )
         for slots, read in (((20, 21), {"first_difference": 1}), ((21,), {}))
     ),
     (
         identity.other_root,
-        shown(a_hit(code="R6", position=1, row_slots=(20, 21)), reader=HEAD, record=a_record()),
+        shown(a_violation(code="R6", position=1, row_slots=(20, 21)), reader=HEAD, record=a_record()),
         other_root("all 2 tokens and positions are the row's", "a request that ended long ago"),
     ),
     *(
         (
             identity.other_prompt,
-            shown(a_hit(code="R4"), **{"reader": HEAD, "record": THEIRS, "is_own_place": True, "ledger": NAMES} | read),
+            shown(
+                a_violation(code="R4"),
+                **{"reader": HEAD, "record": THEIRS, "is_own_place": True, "ledger": NAMES} | read,
+            ),
             None,
         )
         for read in (
-            {"row": a_row(given=A_HIT), "is_own_place": False},
+            {"row": a_row(given=A_VIOLATION), "is_own_place": False},
             {"row": a_row()},
-            {"row": a_row(given=A_HIT), "record": a_record(request=3)},
-            {"row": a_row(given=A_HIT, own=(5,))},
+            {"row": a_row(given=A_VIOLATION), "record": a_record(request=3)},
+            {"row": a_row(given=A_VIOLATION, own=(5,))},
         )
     ),
     *(
         (
             identity.other_prompt,
             shown(
-                a_hit(code=code, row_slots=(20, 21)),
+                a_violation(code=code, row_slots=(20, 21)),
                 reader=a_reader(),
                 record=None if code == "R6" else a_record(request=who, position=1),
                 different_record=THEIRS,
                 first_difference=5,
                 is_own_place=True,
                 ledger=NAMES,
-                row=a_row(given=A_HIT, own=own, before=THEIRS),
+                row=a_row(given=A_VIOLATION, own=own, before=THEIRS),
             ),
-            other_prompt(at, how, whose),
+            other_prompt(at, how, provenance),
         )
-        for code, who, own, at, how, whose in (
+        for code, who, own, at, how, provenance in (
             ("R4", 4, (), 5, "acquired", "'you'"),
             ("R4", 9, (), 5, "acquired", "a request that ended long ago"),
             ("R6", 4, (), 5, "acquired", "'you'"),
@@ -103,16 +106,16 @@ SAID = [
     *(
         (identity.other_predecessor, shown(*incident, is_own_place=own, row=a_row(own=right)), None)
         for incident, own, right in (
-            ((a_hit(code="R5", position=0),), True, (0,)),
-            ((a_hit(code="R5"),), False, (4, 5)),
-            ((a_hit(code="R5"),), True, (5,)),
-            ((a_hit(code="R5"),), True, (4,)),
-            ((a_hit(code="R5"), a_hit(code="R8", position=4)), True, (4, 5)),
+            ((a_violation(code="R5", position=0),), True, (0,)),
+            ((a_violation(code="R5"),), False, (4, 5)),
+            ((a_violation(code="R5"),), True, (5,)),
+            ((a_violation(code="R5"),), True, (4,)),
+            ((a_violation(code="R5"), a_violation(code="R8", position=4)), True, (4, 5)),
         )
     ),
     (
         identity.other_predecessor,
-        shown(a_hit(code="R5"), is_own_place=True, row=a_row(own=(4, 5))),
+        shown(a_violation(code="R5"), is_own_place=True, row=a_row(own=(4, 5))),
         Cause(
             "addressing",
             "the entry before it names another slot than was granted",
@@ -126,10 +129,13 @@ SAID = [
     *(
         (
             identity.rotated,
-            shown(a_hit(**AT_END | hit), **BY_PREFILL | {"first_difference": 1, "row": a_row(first_of="you")} | read),
+            shown(
+                a_violation(**AT_END | violation),
+                **BY_PREFILL | {"first_difference": 1, "row": a_row(first_of="you")} | read,
+            ),
             None,
         )
-        for hit, read in (
+        for violation, read in (
             ({"view": {}}, {}),
             ({}, {"first_difference": 0}),
             ({}, {"first_difference": None}),
@@ -139,7 +145,7 @@ SAID = [
     ),
     (
         identity.rotated,
-        shown(a_hit(**AT_END), first_difference=1, row=a_row(first_of="you"), **BY_PREFILL),
+        shown(a_violation(**AT_END), first_difference=1, row=a_row(first_of="you"), **BY_PREFILL),
         Cause(
             "draft",
             "inputs were rotated over more than their own chunk: an end took the head of a prompt",

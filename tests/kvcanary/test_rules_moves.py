@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.report.causes import moves
 from kvcanary.report.finding import Cause
-from rule_facts import a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
+from rule_facts import a_reader, a_record, a_row, a_violation, expect_said, shown, silent_rules
 
 OWN = {"is_own_place": True, "reader": a_reader()}
 MOVED_HERE = OWN | {"own_position": 5, "holds_its_own": False}
@@ -24,7 +24,7 @@ SAID = [
     *(
         (
             moves.undeclared_move,
-            shown(a_hit(code=code), **{**OWN, "own_position": 5, "record": NODE, "holds_its_own": False} | read),
+            shown(a_violation(code=code), **{**OWN, "own_position": 5, "record": NODE, "holds_its_own": False} | read),
             None,
         )
         for code, read in (
@@ -43,7 +43,7 @@ SAID = [
     *(
         (
             moves.undeclared_move,
-            shown(a_hit(code=code), **OWN, holds_its_own=False, **place),
+            shown(a_violation(code=code), **OWN, holds_its_own=False, **place),
             Cause(
                 "transfer",
                 "accepted entries were moved, and the canary was not told",
@@ -63,7 +63,7 @@ SAID = [
         )
     ),
     *(
-        (moves.moved_from_elsewhere, shown(a_hit(code=code), **OWN | read), None)
+        (moves.moved_from_elsewhere, shown(a_violation(code=code), **OWN | read), None)
         for code, read in (
             ("R4", {"record": NODE, "row": a_row(other="you")}),
             ("R4", {"record": MOVED, "is_own_place": False}),
@@ -74,7 +74,7 @@ SAID = [
     ),
     (
         moves.moved_from_elsewhere,
-        shown(a_hit(code="R4"), **OWN, record=a_record(site=pack_site("move", 0), position=9)),
+        shown(a_violation(code="R4"), **OWN, record=a_record(site=pack_site("move", 0), position=9)),
         Cause(
             "transfer",
             "the move took its source from another place",
@@ -89,7 +89,7 @@ SAID = [
     *(
         (
             moves.moved_from_elsewhere,
-            shown(a_hit(code=code), **OWN, **read, row=a_row(other="you", **row)),
+            shown(a_violation(code=code), **OWN, **read, row=a_row(other="you", **row)),
             Cause(
                 "transfer",
                 "the move took its source from another request's row",
@@ -108,7 +108,7 @@ SAID = [
         )
     ),
     *(
-        (moves.stale_copy, shown(a_hit(code=code), **OWN | read), None)
+        (moves.stale_copy, shown(a_violation(code=code), **OWN | read), None)
         for code, read in (
             ("R5", {"record": MOVED}),
             ("R5", {"record": LOADED, "reader": None}),
@@ -121,19 +121,21 @@ SAID = [
     *(
         (
             moves.stale_copy,
-            shown(a_hit(code="R5"), is_own_place=True, reader=a_reader(**reader), record=record, row=a_row(**row)),
+            shown(
+                a_violation(code="R5"), is_own_place=True, reader=a_reader(**reader), record=record, row=a_row(**row)
+            ),
             Cause(
                 family,
                 text,
                 "derived",
                 (
                     "a load of step 7 brought what lies there, as it was when it left",
-                    told,
+                    reported,
                     "no forward has written it since",
                 ),
             ),
         )
-        for reader, record, row, family, text, told in (
+        for reader, record, row, family, text, reported in (
             ({}, LOADED, {}, "transfer", STALE, ITS_OWN),
             ({}, LOADED, {"prompt": (5,)}, "identity", "a load brought the tokens of another prompt", ITS_OWN),
             ({}, LOADED, {"other": "you"}, "transfer", ANOTHER_PAGE, "it continues the row of 'you'"),
@@ -146,7 +148,9 @@ SAID = [
     *(
         (
             moves.stale_copy,
-            shown(a_hit(code="R12"), **OWN, record=record, granted=2, row=a_row(page=(LOADED, NODE, None, LOADED))),
+            shown(
+                a_violation(code="R12"), **OWN, record=record, granted=2, row=a_row(page=(LOADED, NODE, None, LOADED))
+            ),
             Cause(
                 "transfer",
                 "stale: the copy that came back was made before this entry was",
@@ -161,7 +165,7 @@ SAID = [
         for record in (None, a_record(generation=1))
     ),
     *(
-        (moves.never_copied, shown(a_hit(code="R12"), **OWN | {"granted": 2} | read), None)
+        (moves.never_copied, shown(a_violation(code="R12"), **OWN | {"granted": 2} | read), None)
         for read in (
             {},
             {"row": a_row(copied_from=3), "is_own_place": False},
@@ -171,19 +175,19 @@ SAID = [
     *(
         (
             moves.never_copied,
-            shown(a_hit(code="R12"), **OWN, granted=2, row=a_row(copied_from=3, page=page)),
+            shown(a_violation(code="R12"), **OWN, granted=2, row=a_row(copied_from=3, page=page)),
             Cause(
                 "transfer",
                 f"{text}: no move of these bytes was declared",
                 "derived",
                 (
                     "page 5 took the place of page 3 in the row of 'me' (on_copy)",
-                    told,
+                    reported,
                     "position 5 lies there, and nothing has written it since",
                 ),
             ),
         )
-        for page, text, told in (
+        for page, text, reported in (
             ((), "page 3 was copied to 5 by name only", "no move into page 5 was declared since (on_move)"),
             (
                 (MOVED, NODE, None, a_record(site=pack_site("move", 0), generation=1)),
@@ -193,8 +197,12 @@ SAID = [
         )
     ),
     *(
-        (moves.forgotten_tail, shown(a_hit(**A_HOLE | hit), **BRANCH | {"row": a_row(guesses=STARTS)} | read), None)
-        for hit, read in (
+        (
+            moves.forgotten_tail,
+            shown(a_violation(**A_HOLE | violation), **BRANCH | {"row": a_row(guesses=STARTS)} | read),
+            None,
+        )
+        for violation, read in (
             ({"site": ("verify", 0)}, {}),
             ({"position": 3}, {}),
             ({"position": 6}, {}),
@@ -209,7 +217,7 @@ SAID = [
     *(
         (
             moves.forgotten_tail,
-            shown(a_hit(**A_HOLE), **BRANCH, row=a_row(guesses=STARTS), record=record, last_write="move, step 6"),
+            shown(a_violation(**A_HOLE), **BRANCH, row=a_row(guesses=STARTS), record=record, last_write="move, step 6"),
             Cause(
                 "transfer",
                 "the prefix tail was not copied for branch 1, or too late: offset 1 of 2",

@@ -10,7 +10,7 @@ from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.report.causes import rows
 from kvcanary.report.finding import Cause
-from rule_facts import A_FREE, a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
+from rule_facts import A_FREE, a_reader, a_record, a_row, a_violation, expect_said, shown, silent_rules
 
 WRONG_SLOT = "an entry of the table or index array names the wrong slot"
 PAST = "the index array or its builder ran past the end of what it holds"
@@ -19,10 +19,10 @@ KEPT = "entries were kept by their number, not by the accepted path, or their mo
 GIVEN_BACK = "the page was given back while the row still pointed at it"
 LOAD = "a load failed, still runs or brought less, and its hit was counted"
 OWN_GRANT = "the entry is of this grant, layer {} is not marked as stored"
-TWO_ROWS = (a_hit(position=8, found_position=9), a_hit(position=9, found_position=10))
+TWO_ROWS = (a_violation(position=8, found_position=9), a_violation(position=9, found_position=10))
 WINDOW = {"view": {"window": 8}, "until": 15}
 A_SHARED = (PageEvent("granted", 1, "old"), PageEvent("published", 2, "old"), PageEvent("released", 5, "old"))
-R8_AT_4 = a_hit(code="R8", position=4, until=5)
+R8_AT_4 = a_violation(code="R8", position=4, until=5)
 HALF = "entries {} to {} are, and {}, which is on the same page of the row, is not"
 GONE = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
 SHARED_PAGE = (PageEvent("granted", 1, "you"), PageEvent("forked", 2, "me"), PageEvent("released", 4, "me"))
@@ -32,28 +32,28 @@ A_DRAFT = {"write_site": ("draft", 0), "write_step": 7}
 TWICE = [(place, a_record(site=pack_site("draft", 0), position=place)) for place in (9, 10)]
 
 
-def grown(**told):
+def grown(**reported):
     """A request whose tokens behind position 3 became known in step 3."""
     steps = np.array([1, 1, 1, 1, 3, 3, 3, 3])
-    return a_reader(tokens=[0] * 8, known=SimpleNamespace(steps=steps), **told)
+    return a_reader(tokens=[0] * 8, known=SimpleNamespace(steps=steps), **reported)
 
 
 UNWRITTEN = {"reader": grown(), "is_own_place": True, "row": a_row(last_no_guess=(4, BY_EXTEND))}
 SAID = [
     *(
-        (rows.out_of_bounds, shown(a_hit(slot=slot)), Cause("bounds", text, "inferred", (f"slot {slot} of 64",)))
+        (rows.out_of_bounds, shown(a_violation(slot=slot)), Cause("bounds", text, "inferred", (f"slot {slot} of 64",)))
         for slot, text in ((70, PAST), (-(2**31), PAST), (2**31 - 1, PAST), (2**31, NO_INDEX), (-(2**31) - 1, NO_INDEX))
     ),
-    (rows.padding_mark, shown(a_hit(slot=1)), None),
+    (rows.padding_mark, shown(a_violation(slot=1)), None),
     (
         rows.padding_mark,
-        shown(a_hit(slot=-1)),
+        shown(a_violation(slot=-1)),
         Cause("graphs", "-1 is a mark of padding: a padded row counts as live", "inferred", ("the slot is -1",)),
     ),
-    (rows.empty_entry, shown(a_hit(slot=1)), None),
+    (rows.empty_entry, shown(a_violation(slot=1)), None),
     (
         rows.empty_entry,
-        shown(a_hit(slot=0)),
+        shown(a_violation(slot=0)),
         Cause(
             "uninitialised",
             "a table entry was never filled, or was filled elsewhere",
@@ -63,7 +63,7 @@ SAID = [
     ),
     (
         rows.empty_entry,
-        shown(a_hit(slot=0), granted_slot=33),
+        shown(a_violation(slot=0), granted_slot=33),
         Cause(
             "uninitialised",
             "a table entry was never filled, or was filled elsewhere",
@@ -81,17 +81,17 @@ SAID = [
     ),
     (rows.wrong_entry, shown(is_own_place=True), None),
     (rows.wrong_entry, shown(), Cause("addressing", WRONG_SLOT, "inferred")),
-    (rows.wrong_entry, shown(a_hit(code="R2"), granted_slot=33), Cause("addressing", WRONG_SLOT, "inferred")),
+    (rows.wrong_entry, shown(a_violation(code="R2"), granted_slot=33), Cause("addressing", WRONG_SLOT, "inferred")),
     (
         rows.wrong_entry,
-        shown(a_hit(code="R4"), granted_slot=33),
+        shown(a_violation(code="R4"), granted_slot=33),
         Cause("addressing", WRONG_SLOT, "inferred", ("position 5 was granted slot 33, the row looks in 21",)),
     ),
-    (rows.more_entries, shown(a_hit(code="R4")), None),
-    (rows.more_entries, shown(a_hit(code="R10"), a_hit(code="R4")), None),
+    (rows.more_entries, shown(a_violation(code="R4")), None),
+    (rows.more_entries, shown(a_violation(code="R10"), a_violation(code="R4")), None),
     (
         rows.more_entries,
-        shown(a_hit(code="R4"), a_hit(code="R10"), granted_slot=33),
+        shown(a_violation(code="R4"), a_violation(code="R10"), granted_slot=33),
         Cause(
             "lengths",
             "the row counts entries that the request does not have",
@@ -99,22 +99,24 @@ SAID = [
             ("the row's length is not the request's (R10)", "position 5 was granted slot 33, the row looks in 21"),
         ),
     ),
-    (rows.kept_other_nodes, shown(a_hit(code="R4"), reader=a_reader(), record=a_record()), None),
-    (rows.kept_other_nodes, shown(a_hit(code="R4"), record=a_record(), is_own_place=True), None),
+    (rows.kept_other_nodes, shown(a_violation(code="R4"), reader=a_reader(), record=a_record()), None),
+    (rows.kept_other_nodes, shown(a_violation(code="R4"), record=a_record(), is_own_place=True), None),
     (
         rows.kept_other_nodes,
-        shown(a_hit(code="R4"), reader=a_reader(uid=4), record=a_record(), is_own_place=True),
+        shown(a_violation(code="R4"), reader=a_reader(uid=4), record=a_record(), is_own_place=True),
         None,
     ),
     (
         rows.kept_other_nodes,
-        shown(a_hit(code="R4"), reader=a_reader(), record=a_record(site=pack_site("prefill", 0)), is_own_place=True),
+        shown(
+            a_violation(code="R4"), reader=a_reader(), record=a_record(site=pack_site("prefill", 0)), is_own_place=True
+        ),
         None,
     ),
     *(
         (
             rows.kept_other_nodes,
-            shown(a_hit(code=code), reader=a_reader(), is_own_place=own, record=record, different_record=other),
+            shown(a_violation(code=code), reader=a_reader(), is_own_place=own, record=record, different_record=other),
             Cause(
                 "draft",
                 KEPT,
@@ -131,10 +133,10 @@ SAID = [
         )
     ),
     (rows.exchange, shown(*TWO_ROWS), None),
-    (rows.exchange, shown(a_hit(position=5, found_position=13)), None),
+    (rows.exchange, shown(a_violation(position=5, found_position=13)), None),
     (
         rows.exchange,
-        shown(a_hit(position=5, found_position=13), a_hit(position=12, found_position=4)),
+        shown(a_violation(position=5, found_position=13), a_violation(position=12, found_position=4)),
         Cause(
             "addressing",
             "entries 1 and 3 of the row's page table are exchanged",
@@ -147,12 +149,12 @@ SAID = [
     ),
     (
         rows.wrong_entry,
-        shown(a_hit(position=5, found_position=13), a_hit(position=12, found_position=4)),
+        shown(a_violation(position=5, found_position=13), a_violation(position=12, found_position=4)),
         None,
     ),
     (rows.shifted_row, shown(TWO_ROWS[0]), None),
-    (rows.shifted_row, shown(*TWO_ROWS, a_hit(position=10, found_position=10)), None),
-    (rows.shifted_row, shown(TWO_ROWS[0], a_hit(position=9, found_position=10, row=(0, "you"))), None),
+    (rows.shifted_row, shown(*TWO_ROWS, a_violation(position=10, found_position=10)), None),
+    (rows.shifted_row, shown(TWO_ROWS[0], a_violation(position=9, found_position=10, row=(0, "you"))), None),
     (
         rows.shifted_row,
         shown(*TWO_ROWS, granted_slot=33),
@@ -165,12 +167,14 @@ SAID = [
     ),
     (
         rows.shifted_row,
-        shown(a_hit(position=9, found_position=10, **WINDOW), a_hit(position=8, found_position=9, **WINDOW)),
+        shown(
+            a_violation(position=9, found_position=10, **WINDOW), a_violation(position=8, found_position=9, **WINDOW)
+        ),
         Cause("windows", GONE, "inferred", ("2 entries hold their position +1",)),
     ),
     (
         rows.shifted_row,
-        shown(a_hit(position=8, found_position=6, **WINDOW), a_hit(position=9, found_position=7, **WINDOW)),
+        shown(a_violation(position=8, found_position=6, **WINDOW), a_violation(position=9, found_position=7, **WINDOW)),
         Cause(
             "lengths",
             "the row is shifted: a length or an offset is wrong by that much",
@@ -179,11 +183,11 @@ SAID = [
         ),
     ),
     (rows.tree_path, shown(), None),
-    (rows.tree_path, shown(a_hit(site=("decode", 0)), write_site=("draft", 1)), None),
+    (rows.tree_path, shown(a_violation(site=("decode", 0)), write_site=("draft", 1)), None),
     (rows.tree_path, shown(write_site=("prefill", 0)), None),
     (
         rows.tree_path,
-        shown(a_hit(site=("draft", 2)), write_site=("draft", 1), last_write="draft[1], step 7"),
+        shown(a_violation(site=("draft", 2)), write_site=("draft", 1), last_write="draft[1], step 7"),
         Cause(
             "draft",
             "a tree node attends a node that is not its ancestor, or a branch was rejected",
@@ -198,11 +202,11 @@ SAID = [
     ),
     (rows.foreign_token, shown(), None),
     (rows.foreign_token, shown(writer="me"), None),
-    (rows.foreign_token, shown(a_hit(code="R4"), writer="you", own_position=3), None),
+    (rows.foreign_token, shown(a_violation(code="R4"), writer="you", own_position=3), None),
     *(
         (
             rows.foreign_token,
-            shown(a_hit(code=code), writer="you", own_position=own),
+            shown(a_violation(code=code), writer="you", own_position=own),
             Cause("identity", "the slot holds a token of another sequence", "derived", ("the record names 'you'",)),
         )
         for code, own in (("R4", None), ("R5", 3))
@@ -215,7 +219,7 @@ SAID = [
     (
         rows.row_mixed_up,
         shown(
-            a_hit(row_slots=(20, 21)),
+            a_violation(row_slots=(20, 21)),
             first_difference=1,
             reader=a_reader(),
             different_record=a_record(request=4),
@@ -235,7 +239,7 @@ SAID = [
     *(
         (
             rows.row_mixed_up,
-            shown(a_hit(row_slots=(20, 21)), first_difference=at, reader=a_reader(), different_record=a_record()),
+            shown(a_violation(row_slots=(20, 21)), first_difference=at, reader=a_reader(), different_record=a_record()),
             Cause(family, text, "inferred", (f"its tokens differ from position {at} on, of 2",)),
         )
         for at, family, text in (
@@ -244,16 +248,16 @@ SAID = [
         )
     ),
     (rows.read_after_free, shown(events=A_FREE[:1]), None),
-    (rows.read_after_free, shown(a_hit(code="W2"), events=A_FREE), None),
+    (rows.read_after_free, shown(a_violation(code="W2"), events=A_FREE), None),
     (
         rows.read_after_free,
-        shown(a_hit(code="R7"), events=(PageEvent("freed", 2, "older"), *A_FREE)),
+        shown(a_violation(code="R7"), events=(PageEvent("freed", 2, "older"), *A_FREE)),
         Cause("lifetime", GIVEN_BACK, "derived", ("freed by 'old' at step 4",)),
     ),
     *(
         (
             rule,
-            shown(a_hit(code=code, request_id="old"), events=A_FREE, owner="new"),
+            shown(a_violation(code=code, request_id="old"), events=A_FREE, owner="new"),
             Cause(
                 "lifetime",
                 GIVEN_BACK,
@@ -267,12 +271,12 @@ SAID = [
             (rows.freed_too_early, "R8"),
         )
     ),
-    (rows.freed_too_early, shown(a_hit(code="R8"), events=A_FREE), None),
-    (rows.read_after_free, shown(a_hit(code="R7"), events=A_SHARED), None),
+    (rows.freed_too_early, shown(a_violation(code="R8"), events=A_FREE), None),
+    (rows.read_after_free, shown(a_violation(code="R7"), events=A_SHARED), None),
     *(
         (
             rows.read_after_free,
-            shown(a_hit(code="R7", request_id="old"), events=A_SHARED, is_shared=is_shared, owner=None),
+            shown(a_violation(code="R7", request_id="old"), events=A_SHARED, is_shared=is_shared, owner=None),
             Cause(
                 "lifetime",
                 GIVEN_BACK,
@@ -284,7 +288,7 @@ SAID = [
     ),
     (
         rows.foreign_page,
-        shown(a_hit(code="R8"), events=A_SHARED, is_shared=True, granted_slot=9),
+        shown(a_violation(code="R8"), events=A_SHARED, is_shared=True, granted_slot=9),
         Cause(
             "addressing",
             "the row points at a page of a prefix cache",
@@ -292,21 +296,23 @@ SAID = [
             ("the reader never had this page", "position 5 was granted slot 9, the row looks in 21"),
         ),
     ),
-    (rows.freed_too_early, shown(a_hit(code="R8"), events=(PageEvent("granted", 1, "me"),)), None),
+    (rows.freed_too_early, shown(a_violation(code="R8"), events=(PageEvent("granted", 1, "me"),)), None),
     *(
         (
             rows.read_after_free if code == "R7" else rows.freed_too_early,
-            shown(a_hit(code=code), events=(*SHARED_PAGE, *events), owner=owner),
-            Cause("lifetime", GIVEN_BACK, "derived", ("released by 'me' at step 4", "the reader had it before", told)),
+            shown(a_violation(code=code), events=(*SHARED_PAGE, *events), owner=owner),
+            Cause(
+                "lifetime", GIVEN_BACK, "derived", ("released by 'me' at step 4", "the reader had it before", reported)
+            ),
         )
-        for code, events, owner, told in (
+        for code, events, owner, reported in (
             ("R7", (PageEvent("evicted", 6, None),), None, "evicted at step 6, after that"),
             ("R8", (PageEvent("taken back", 4, "you"),), "you", "private to 'you' since"),
             ("R8", (PageEvent("granted", 6, "you"),), "you", "granted to 'you' since"),
         )
     ),
     *(
-        (rows.looks_elsewhere, shown(a_hit(code="R5"), **{"reader": a_reader(), "granted_slot": 33} | read), None)
+        (rows.looks_elsewhere, shown(a_violation(code="R5"), **{"reader": a_reader(), "granted_slot": 33} | read), None)
         for read in (
             {"reader": None},
             {"reader": a_reader(committed_len=5)},
@@ -316,14 +322,14 @@ SAID = [
     ),
     (
         rows.looks_elsewhere,
-        shown(a_hit(code="R5"), reader=a_reader(), granted_slot=33),
+        shown(a_violation(code="R5"), reader=a_reader(), granted_slot=33),
         Cause("addressing", WRONG_SLOT, "inferred", ("position 5 was granted slot 33, the row looks in 21",)),
     ),
-    (rows.foreign_token, shown(a_hit(code="R5"), writer="you", is_own_place=True, row=a_row(own=(5,))), None),
-    (rows.foreign_token, shown(a_hit(code="R5"), writer="you", reader=a_reader(), granted_slot=33), None),
+    (rows.foreign_token, shown(a_violation(code="R5"), writer="you", is_own_place=True, row=a_row(own=(5,))), None),
+    (rows.foreign_token, shown(a_violation(code="R5"), writer="you", reader=a_reader(), granted_slot=33), None),
     *(
-        (rows.short_write, shown(a_hit(code="R12", **hit), **UNWRITTEN | read), None)
-        for hit, read in (
+        (rows.short_write, shown(a_violation(code="R12", **violation), **UNWRITTEN | read), None)
+        for violation, read in (
             ({}, {"row": a_row()}),
             ({}, {"reader": None}),
             ({}, {"is_own_place": False}),
@@ -339,12 +345,12 @@ SAID = [
         (
             rows.short_write,
             shown(
-                a_hit(code="R12", is_captured=captured),
+                a_violation(code="R12", is_captured=captured),
                 **UNWRITTEN | {"row": a_row(last_no_guess=last), "record": lies, "granted": 2},
             ),
-            Cause("lengths", "the extend wrote fewer entries of the row than were accepted", "derived", told),
+            Cause("lengths", "the extend wrote fewer entries of the row than were accepted", "derived", reported),
         )
-        for captured, last, lies, told in (
+        for captured, last, lies, reported in (
             (
                 False,
                 (4, BY_EXTEND),
@@ -368,19 +374,19 @@ SAID = [
         )
     ),
     *(
-        (rows.rewritten_by_reader, shown(a_hit(code=code, step=7), *more, **ITS_OWN | read), None)
+        (rows.rewritten_by_reader, shown(a_violation(code=code, step=7), *more, **ITS_OWN | read), None)
         for code, more, read in (
             ("R12", (), {"record": None}),
             ("R12", (), {"write_step": 6}),
             ("R12", (), {"record": a_record(position=5)}),
             ("R4", (), {}),
-            ("R4", (a_hit(code="R10"),), {"is_own_place": True}),
+            ("R4", (a_violation(code="R10"),), {"is_own_place": True}),
         )
     ),
     *(
         (
             rows.rewritten_by_reader,
-            shown(a_hit(code=code, step=7), **ITS_OWN, is_own_place=own),
+            shown(a_violation(code=code, step=7), **ITS_OWN, is_own_place=own),
             Cause(
                 "addressing",
                 "the forward was told to write a slot that holds an earlier entry of its own row",
@@ -401,7 +407,7 @@ SAID = [
     *(
         (
             rows.repeated_number,
-            shown(a_hit(code="R10", site=site, step=7), **{**A_DRAFT, "row": a_row(guesses=own)} | read),
+            shown(a_violation(code="R10", site=site, step=7), **{**A_DRAFT, "row": a_row(guesses=own)} | read),
             None,
         )
         for site, own, read in (
@@ -414,7 +420,7 @@ SAID = [
     ),
     (
         rows.repeated_number,
-        shown(a_hit(code="R10", site=("draft", 0), step=7), **A_DRAFT, row=a_row(guesses=TWICE)),
+        shown(a_violation(code="R10", site=("draft", 0), step=7), **A_DRAFT, row=a_row(guesses=TWICE)),
         Cause(
             "hooks",
             "numbers of substeps repeat: several draft forwards of a step have one",
@@ -434,9 +440,9 @@ SAID = [
             ("generation 0: nobody was ever granted this page",),
         ),
     ),
-    (rows.neighbours_row, shown(a_hit(code="R8", run=4, until=8)), None),
-    (rows.neighbours_row, shown(a_hit(code="R8", run=4, until=6), reader=a_reader()), None),
-    (rows.neighbours_row, shown(a_hit(code="R8", position=7), reader=a_reader()), None),
+    (rows.neighbours_row, shown(a_violation(code="R8", run=4, until=8)), None),
+    (rows.neighbours_row, shown(a_violation(code="R8", run=4, until=6), reader=a_reader()), None),
+    (rows.neighbours_row, shown(a_violation(code="R8", position=7), reader=a_reader()), None),
     *(
         (
             rows.neighbours_row,
@@ -449,23 +455,27 @@ SAID = [
             ),
         )
         for entries, reader, incident in (
-            (5, None, [a_hit(code="R8", run=5, until=9)]),
-            (2, a_reader(), [a_hit(code="R8", run=2, until=7)]),
-            (2, a_reader(), [a_hit(code="R8", position=6), a_hit(code="R8", position=7), a_hit(code="R5")]),
+            (5, None, [a_violation(code="R8", run=5, until=9)]),
+            (2, a_reader(), [a_violation(code="R8", run=2, until=7)]),
+            (
+                2,
+                a_reader(),
+                [a_violation(code="R8", position=6), a_violation(code="R8", position=7), a_violation(code="R5")],
+            ),
         )
     ),
     (
         rows.neighbours_row,
-        shown(a_hit(code="R8"), a_hit(code="R8", position=7, row=(0, "you")), reader=a_reader()),
+        shown(a_violation(code="R8"), a_violation(code="R8", position=7, row=(0, "you")), reader=a_reader()),
         None,
     ),
-    (rows.neighbours_row, shown(a_hit(code="R8", run=5, until=9), own_position=5, owner="you"), None),
-    (rows.neighbours_prefix, shown(a_hit(code="R8")), None),
-    (rows.neighbours_prefix, shown(a_hit(code="R8"), owner="you", own_position=5), None),
-    (rows.neighbours_prefix, shown(a_hit(code="R8"), a_hit(code="R4"), owner="you"), None),
+    (rows.neighbours_row, shown(a_violation(code="R8", run=5, until=9), own_position=5, owner="you"), None),
+    (rows.neighbours_prefix, shown(a_violation(code="R8")), None),
+    (rows.neighbours_prefix, shown(a_violation(code="R8"), owner="you", own_position=5), None),
+    (rows.neighbours_prefix, shown(a_violation(code="R8"), a_violation(code="R4"), owner="you"), None),
     (
         rows.neighbours_prefix,
-        shown(a_hit(code="R8"), a_hit(code="R4", row=(0, "other")), owner="you"),
+        shown(a_violation(code="R8"), a_violation(code="R4", row=(0, "other")), owner="you"),
         Cause(
             "identity",
             "the row of 'you' was read, as far as it differs",
@@ -485,20 +495,23 @@ SAID = [
             ),
         )
         for more, incident in (
-            ((HALF.format(4, 5, 6),), [R8_AT_4, a_hit(code="R5", position=6)]),
-            ((HALF.format(4, 6, 7),), [R8_AT_4, a_hit(code="R8", position=6), a_hit(code="R5", position=7)]),
+            ((HALF.format(4, 5, 6),), [R8_AT_4, a_violation(code="R5", position=6)]),
+            (
+                (HALF.format(4, 6, 7),),
+                [R8_AT_4, a_violation(code="R8", position=6), a_violation(code="R5", position=7)],
+            ),
             ((), [R8_AT_4]),
-            ((), [R8_AT_4, a_hit(code="R5", position=7)]),
-            ((), [R8_AT_4, a_hit(code="R5", position=6, row=(0, "other"))]),
-            ((), [a_hit(code="R8", position=4, until=7), a_hit(code="R5", position=8)]),
-            ((), [a_hit(code="R8", position=4), a_hit(code="R5", position=5)]),
-            ((), [a_hit(code="R8", position=5, until=6), a_hit(code="R5", position=7)]),
+            ((), [R8_AT_4, a_violation(code="R5", position=7)]),
+            ((), [R8_AT_4, a_violation(code="R5", position=6, row=(0, "other"))]),
+            ((), [a_violation(code="R8", position=4, until=7), a_violation(code="R5", position=8)]),
+            ((), [a_violation(code="R8", position=4), a_violation(code="R5", position=5)]),
+            ((), [a_violation(code="R8", position=5, until=6), a_violation(code="R5", position=7)]),
         )
     ),
-    (rows.place_of_two, shown(a_hit(code="R8")), None),
+    (rows.place_of_two, shown(a_violation(code="R8")), None),
     (
         rows.place_of_two,
-        shown(a_hit(code="R8"), own_position=0),
+        shown(a_violation(code="R8"), own_position=0),
         Cause(
             "addressing",
             "two pages of the row lead to one place: the map, or its translation, is older than the grant",
@@ -519,7 +532,7 @@ SAID = [
     (rows.missing_layer, shown(), None),
     (
         rows.missing_layer,
-        shown(a_hit(layers=(1, 2))),
+        shown(a_violation(layers=(1, 2))),
         Cause(
             "uninitialised",
             "a layer did not store its K and V for this entry",
@@ -528,10 +541,10 @@ SAID = [
         ),
     ),
     (rows.other_entry, shown(), None),
-    (rows.other_entry, shown(a_hit(row_number=0, found={"position": 4})), None),
+    (rows.other_entry, shown(a_violation(row_number=0, found={"position": 4})), None),
     (
         rows.other_entry,
-        shown(a_hit(row_number=0, found={"row": 2})),
+        shown(a_violation(row_number=0, found={"row": 2})),
         Cause(
             "identity",
             "rows were not reordered, or otherwise than the sequences",
@@ -541,7 +554,7 @@ SAID = [
     ),
     (
         rows.other_entry,
-        shown(a_hit(row_number=0, found={"row": 0, "position": 4})),
+        shown(a_violation(row_number=0, found={"row": 0, "position": 4})),
         Cause(
             "windows",
             "the tensor is shifted against the positions that it is read as",
@@ -554,7 +567,7 @@ SAID = [
     *(
         (
             rows.missing_layer,
-            shown(a_hit(layers=layers), record=a_record(layers=written), granted=2),
+            shown(a_violation(layers=layers), record=a_record(layers=written), granted=2),
             Cause(
                 "uninitialised",
                 "a layer did not store its K and V for this entry",
@@ -655,16 +668,16 @@ SAID = [
             ("me", "stale: the record is from before the page was granted again"),
         )
     ),
-    (rows.contradicting_plan, shown(a_hit(code="L1", site=("event", 0), told="why")), None),
+    (rows.contradicting_plan, shown(a_violation(code="L1", site=("event", 0), message="why")), None),
     (
         rows.contradicting_plan,
-        shown(a_hit(code="L1", site=("decode", 0), told="why")),
+        shown(a_violation(code="L1", site=("decode", 0), message="why")),
         Cause("lengths", "the arrays of this forward do not belong together", "derived", ("why",)),
     ),
-    (rows.contradicting_event, shown(a_hit(code="L1", site=("decode", 0), told="why")), None),
+    (rows.contradicting_event, shown(a_violation(code="L1", site=("decode", 0), message="why")), None),
     (
         rows.contradicting_event,
-        shown(a_hit(code="L1", site=("event", 0), told="why"), events=A_FREE),
+        shown(a_violation(code="L1", site=("event", 0), message="why"), events=A_FREE),
         Cause(
             "lifetime",
             "the engine's books of pages and requests are wrong, or an event before this one was not told",
@@ -672,10 +685,10 @@ SAID = [
             ("the last event of page 5: freed by 'old' at step 4 (unknown place)",),
         ),
     ),
-    (rows.no_page_to_name, shown(a_hit(code="L1", site=("event", 0), found={"error": "LifetimeError"})), None),
+    (rows.no_page_to_name, shown(a_violation(code="L1", site=("event", 0), found={"error": "LifetimeError"})), None),
     (
         rows.no_page_to_name,
-        shown(a_hit(code="L1", site=("event", 0), found={"page": 0})),
+        shown(a_violation(code="L1", site=("event", 0), found={"page": 0})),
         Cause(
             "addressing",
             "a page was named that no request may have",
@@ -684,7 +697,7 @@ SAID = [
         ),
     ),
     *(
-        (rule, shown(a_hit(code="L1", site=("event", 0), found=found)), None)
+        (rule, shown(a_violation(code="L1", site=("event", 0), found=found)), None)
         for rule, found in (
             (rows.published_unfinished, None),
             (rows.published_unfinished, {"event": "published", "state": "FREE"}),
@@ -696,7 +709,9 @@ SAID = [
     ),
     (
         rows.published_unfinished,
-        shown(a_hit(code="L1", site=("event", 0), found={"event": "published", "state": "WRITTEN"}), events=A_FREE),
+        shown(
+            a_violation(code="L1", site=("event", 0), found={"event": "published", "state": "WRITTEN"}), events=A_FREE
+        ),
         Cause(
             "uninitialised",
             "a page was published before all of it was final",
@@ -709,7 +724,7 @@ SAID = [
     ),
     (
         rows.loaded_over_entries,
-        shown(a_hit(code="L1", site=("event", 0), found={"event": "marked loading", "state": "COMMITTED"})),
+        shown(a_violation(code="L1", site=("event", 0), found={"event": "marked loading", "state": "COMMITTED"})),
         Cause(
             "transfer",
             "a load was told into a page that holds entries",

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvcanary.report.causes import tokens
 from kvcanary.report.finding import Cause
-from rule_facts import a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
+from rule_facts import a_reader, a_record, a_row, a_violation, expect_said, shown, silent_rules
 
 AHEAD = {"view": {"token_offset": 1}}
 FOUR = {position: position + 41 for position in range(4)}
@@ -18,7 +18,7 @@ SAID = [
     *(
         (
             tokens.view_offset,
-            shown(a_hit(code="W6", view={"token_offset": offset}), row=a_row(fed=FOUR, shift=shift)),
+            shown(a_violation(code="W6", view={"token_offset": offset}), row=a_row(fed=FOUR, shift=shift)),
             Cause(
                 "draft",
                 f"the view of the target pool says token_offset {offset}, it should be {offset + shift}",
@@ -34,7 +34,10 @@ SAID = [
     *(
         (
             tokens.view_offset,
-            shown(a_hit(code="W6", view={"token_offset": offset}), row=a_row(fed=FOUR, shift=-1, was_pool_right=right)),
+            shown(
+                a_violation(code="W6", view={"token_offset": offset}),
+                row=a_row(fed=FOUR, shift=-1, was_pool_right=right),
+            ),
             Cause(
                 "draft",
                 "the inputs of this forward were shifted by -1",
@@ -45,13 +48,13 @@ SAID = [
         for offset, right in ((1, True), (0, True))
     ),
     *(
-        (tokens.another_order, shown(row=a_row(together=told, shift=shift, fed=FOUR)), None)
-        for told, shift in ((([1], [2]), 0), (([1, 2], [1, 2]), 0), (([1, 2], [1, 3]), 0), (([1, 2], [2, 1]), 1))
+        (tokens.another_order, shown(row=a_row(together=reported, shift=shift, fed=FOUR)), None)
+        for reported, shift in ((([1], [2]), 0), (([1, 2], [1, 2]), 0), (([1, 2], [1, 3]), 0), (([1, 2], [2, 1]), 1))
     ),
     *(
         (
             tokens.another_order,
-            shown(a_hit(code="W6", site=(kind, 0)), row=a_row(together=(fed, [1, 2, 3]))),
+            shown(a_violation(code="W6", site=(kind, 0)), row=a_row(together=(fed, [1, 2, 3]))),
             Cause(
                 family,
                 f"accepted tokens were fed {how}",
@@ -65,7 +68,7 @@ SAID = [
         )
     ),
     (tokens.no_token, shown(), None),
-    (tokens.no_token, shown(a_hit(view={"vocab_size": None}), record=a_record(token=100)), None),
+    (tokens.no_token, shown(a_violation(view={"vocab_size": None}), record=a_record(token=100)), None),
     (tokens.no_token, shown(record=a_record(token=100, site=0)), None),
     (tokens.no_token, shown(record=a_record(token=99)), None),
     (
@@ -81,7 +84,7 @@ SAID = [
     (tokens.unshifted_token, shown(), None),
     (
         tokens.unshifted_token,
-        shown(a_hit(view={"token_offset": 1})),
+        shown(a_violation(view={"token_offset": 1})),
         Cause(
             "draft",
             "the pool was fed another token than the one that follows",
@@ -91,7 +94,7 @@ SAID = [
     ),
     (
         tokens.unshifted_token,
-        shown(a_hit(**AHEAD), reader=a_reader(tokens=KNOWN), record=a_record(token=45)),
+        shown(a_violation(**AHEAD), reader=a_reader(tokens=KNOWN), record=a_record(token=45)),
         Cause(
             "draft",
             "the pool was fed the token of the position itself",
@@ -100,8 +103,8 @@ SAID = [
         ),
     ),
     *(
-        (tokens.older_token, shown(a_hit(code="W6", **hit), reader=reader, record=record), None)
-        for hit, reader, record in (
+        (tokens.older_token, shown(a_violation(code="W6", **violation), reader=reader, record=record), None)
+        for violation, reader, record in (
             (AHEAD, a_reader(tokens=KNOWN), a_record(token=44)),
             ({}, None, a_record(token=44)),
             ({}, a_reader(tokens=KNOWN), None),
@@ -111,7 +114,7 @@ SAID = [
     ),
     (
         tokens.older_token,
-        shown(a_hit(code="W6"), reader=a_reader(tokens=KNOWN), record=a_record(token=43)),
+        shown(a_violation(code="W6"), reader=a_reader(tokens=KNOWN), record=a_record(token=43)),
         Cause(
             "order",
             "an older token was fed, which is not the newest that was accepted",

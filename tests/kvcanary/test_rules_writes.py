@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.report.causes import writes
 from kvcanary.report.finding import Cause
-from rule_facts import A_FREE, a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
+from rule_facts import A_FREE, a_reader, a_record, a_row, a_violation, expect_said, shown, silent_rules
 
 WRONG_SLOT = "an entry of the table or index array names the wrong slot"
 STALE_POSITIONS = "a replayed batch kept positions of an earlier one"
@@ -16,16 +16,16 @@ SAID = [
     (writes.stored_twice, shown(), None),
     (
         writes.stored_twice,
-        shown(a_hit(layers=(2, 1))),
+        shown(a_violation(layers=(2, 1))),
         Cause(
             "order", "the layer's store ran twice in this forward", "derived", ("layer 2 was marked as stored already",)
         ),
     ),
-    (writes.shared_slot, shown(a_hit(layers=(2,))), None),
+    (writes.shared_slot, shown(a_violation(layers=(2,))), None),
     *(
         (
             writes.shared_slot,
-            shown(a_hit(site=(kind, 0)), owner=owner),
+            shown(a_violation(site=(kind, 0)), owner=owner),
             Cause(family, "two entries of this forward were given one slot", "derived"),
         )
         for kind, owner, family in (
@@ -35,15 +35,15 @@ SAID = [
             ("prefill", "me", "addressing"),
         )
     ),
-    (writes.tree_positions, shown(a_hit(site=("decode", 0))), None),
+    (writes.tree_positions, shown(a_violation(site=("decode", 0))), None),
     (
         writes.tree_positions,
-        shown(a_hit(position=None, is_captured=True)),
+        shown(a_violation(position=None, is_captured=True)),
         Cause("draft", "positions of the tree are off, or of an earlier step", "inferred"),
     ),
     (
         writes.tree_positions,
-        shown(a_hit(parent_position=7)),
+        shown(a_violation(parent_position=7)),
         Cause(
             "draft",
             "positions of the tree are off, or of an earlier step",
@@ -54,14 +54,14 @@ SAID = [
     *(
         (
             writes.stale_positions,
-            shown(a_hit(position=at, is_captured=True), reader=reader),
+            shown(a_violation(position=at, is_captured=True), reader=reader),
             Cause("graphs", STALE_POSITIONS, "inferred"),
         )
         for at, reader in ((5, None), (None, a_reader()), (8, a_reader()))
     ),
     (
         writes.stale_positions,
-        shown(a_hit(position=7, is_captured=True), reader=a_reader()),
+        shown(a_violation(position=7, is_captured=True), reader=a_reader()),
         Cause(
             "graphs",
             STALE_POSITIONS,
@@ -69,10 +69,14 @@ SAID = [
             ("position 7 was final before this forward", "8 entries are final"),
         ),
     ),
-    (writes.stale_positions, shown(a_hit(position=7), reader=a_reader()), None),
+    (writes.stale_positions, shown(a_violation(position=7), reader=a_reader()), None),
     *(
-        (writes.miscounted_positions, shown(a_hit(**CHUNK | told), reader=a_reader(), row=a_row(given_len=12)), None)
-        for told in (
+        (
+            writes.miscounted_positions,
+            shown(a_violation(**CHUNK | reported), reader=a_reader(), row=a_row(given_len=12)),
+            None,
+        )
+        for reported in (
             {"is_captured": True},
             {"position": None},
             {"parent_position": None},
@@ -83,7 +87,9 @@ SAID = [
     *(
         (
             writes.miscounted_positions,
-            shown(a_hit(**CHUNK | {"position": at}), reader=a_reader(committed_len=9), row=a_row(given_len=given)),
+            shown(
+                a_violation(**CHUNK | {"position": at}), reader=a_reader(committed_len=9), row=a_row(given_len=given)
+            ),
             Cause("lengths", text, "inferred", (f"its position is {at}, its parent's 11: {off:+d}", *more)),
         )
         for at, given, off, text, more in (
@@ -102,7 +108,7 @@ SAID = [
     ),
     (
         writes.miscounted_positions,
-        shown(a_hit(**CHUNK | {"site": ("verify", 0)}), a_hit(**CHUNK), reader=a_reader(committed_len=12)),
+        shown(a_violation(**CHUNK | {"site": ("verify", 0)}), a_violation(**CHUNK), reader=a_reader(committed_len=12)),
         Cause(
             "lengths",
             "the committed length was counted twice",
@@ -115,7 +121,7 @@ SAID = [
         ),
     ),
     *(
-        (writes.padding_of_a_live_row, shown(a_hit(code="W9"), row=a_row(owners_place=place), **read), None)
+        (writes.padding_of_a_live_row, shown(a_violation(code="W9"), row=a_row(owners_place=place), **read), None)
         for place, read in (
             (None, {"owner": "you", "record": a_record()}),
             (7, {"record": a_record()}),
@@ -125,7 +131,7 @@ SAID = [
     (
         writes.padding_of_a_live_row,
         shown(
-            a_hit(code="W9", step=7),
+            a_violation(code="W9", step=7),
             owner="you",
             record=a_record(),
             row=a_row(owners_place=7),
@@ -141,7 +147,9 @@ SAID = [
     ),
     (
         writes.padding_of_a_live_row,
-        shown(a_hit(code="W9"), owner="you", record=a_record(), row=a_row(owners_place=7), write_site=("verify", 0)),
+        shown(
+            a_violation(code="W9"), owner="you", record=a_record(), row=a_row(owners_place=7), write_site=("verify", 0)
+        ),
         Cause(
             "graphs",
             "a live row was counted as padding, or padding kept the row of an earlier replay",
@@ -150,7 +158,7 @@ SAID = [
         ),
     ),
     (writes.over_its_own, shown(), None),
-    (writes.over_its_own, shown(a_hit(position=None), own_position=4), None),
+    (writes.over_its_own, shown(a_violation(position=None), own_position=4), None),
     (writes.over_its_own, shown(own_position=5), None),
     (
         writes.over_its_own,
@@ -184,11 +192,11 @@ SAID = [
         for kind in ("published", "forked")
     ),
     (writes.outdated, shown(), None),
-    (writes.outdated, shown(a_hit(found={"hazard": "not waited for", "access": "a copy"})), None),
+    (writes.outdated, shown(a_violation(found={"hazard": "not waited for", "access": "a copy"})), None),
     *(
         (
             writes.outdated,
-            shown(a_hit(found={"hazard": hazard, "access": "a copy"})),
+            shown(a_violation(found={"hazard": hazard, "access": "a copy"})),
             Cause(
                 "lifetime",
                 "the page was given back while work on it was planned or in flight",

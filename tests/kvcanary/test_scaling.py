@@ -83,7 +83,7 @@ def test_a_checkpoint_holds_no_more_objects_for_more_tokens(make_decoding: Calla
     engine = make_decoding(SMALL)
 
     def tracked() -> int:
-        checkpoint = take_checkpoint(engine.canary.recorder.books, engine.canary.step, None)
+        checkpoint = take_checkpoint(engine.canary.recorder.manager_state, engine.canary.step, None)
         seen, new = set(), [checkpoint.requests]
         while new:
             one = new.pop()
@@ -121,4 +121,4 @@ def test_changes_are_the_pages_of_events() -> None:
     pages.published[[5, 9]] = True
     pages.changed_everywhere()
     assert pages.changes().tolist() == list(range(LARGE))
-    assert pages.book[PAGES.num_published] == 2
+    assert pages.struct[PAGES.num_published] == 2

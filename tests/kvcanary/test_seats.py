@@ -1,4 +1,4 @@
-"""Rows behind a captured step of which the host has not heard: truth on the device, and the books when it is judged."""
+"""Rows behind a captured step that the host has not collected: truth on the device, and the books when it is judged."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Ahead:
         self.rig = rig
         views = [replace(rig.pool.view, token_offset=1), *others]
         self.canary = CanaryManager(CanaryConfig(seed=7, mode="log", **settings), views)
-        self.seats = self.canary.bank.add_seats(4, PLACES)
-        self.acceptance = self.seats.add_acceptance(2, self.canary.bank.step)
+        self.accepted_tokens = self.canary.registry.add_accepted_tokens(4, PLACES)
+        self.acceptance = self.accepted_tokens.add_acceptance(2, self.canary.registry.step)
         self.prefill, self.extend = (
-            self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 24, has_truths=True))
+            self.canary.registry.add("target", kind, 0, StaticBuffers.allocate(2, 4, 24, has_truths=True))
             for kind in ("prefill", "extend")
         )
         self.drafts = [
-            self.canary.bank.add("target", "draft", number, StaticBuffers.allocate(2, 4, 24)) for number in range(2)
+            self.canary.registry.add("target", "draft", number, StaticBuffers.allocate(2, 4, 24)) for number in range(2)
         ]
         self.canary.arm()
         self.canary.admit("ann", [*PROMPT, 53])
@@ -60,7 +60,7 @@ class Ahead:
     def run(self, substep, tokens: list[int], truth=None) -> None:
         """A forward that writes these tokens behind the row, whatever the host knows of it."""
         end = self.length + len(tokens)
-        is_known = truth is not None and not truth.unheard[0]
+        is_known = truth is not None and not truth.uncollected[0]
         arrays = {"indptr": [0, end], "indices": range(4, 4 + end), "bounds": [0, len(tokens)]}
         arrays |= {"slots": range(4 + self.length, 4 + end), "tokens": tokens, "positions": range(self.length, end)}
         arrays |= {"prefix_lens": truth.prefix_lens if is_known else [UNKNOWN], "uids": [self.request.uid]}
@@ -69,23 +69,23 @@ class Ahead:
         self.rig.body(substep)
         self.length = end
 
-    def launch(self, accepted: list[int], told: list[int] | None = None, written: int | None = None):
+    def launch(self, accepted: list[int], reported: list[int] | None = None, written: int | None = None):
         """A step that accepts tokens, and the extend that writes their entries."""
         self.begin()
-        truth = self.canary.launch_accepted(self.extend, ["ann"], self.heard, self.acceptance)
+        truth = self.canary.launch_accepted(self.extend, ["ann"], self.collected, self.acceptance)
         self.run(self.extend, [*accepted, 99][: len(accepted) if written is None else written], truth)
-        told = accepted if told is None else told
-        row = torch.tensor([told + [0] * (PLACES - len(told)), [0] * PLACES])
-        self.acceptance.record(torch.tensor([3, 0]), torch.tensor([len(told), 0]), row)
+        reported = accepted if reported is None else reported
+        row = torch.tensor([reported + [0] * (PLACES - len(reported)), [0] * PLACES])
+        self.acceptance.record(torch.tensor([3, 0]), torch.tensor([len(reported), 0]), row)
         self.tokens += accepted
         return truth
 
     @property
-    def heard(self) -> int:
-        return self.request.heard_len
+    def collected(self) -> int:
+        return self.request.collected_len
 
-    def hear(self, flight, tokens: list[int], length: int) -> list[tuple[str, int]]:
-        """What fired, by code and step, when the engine has heard of a step and says so."""
+    def collect(self, flight, tokens: list[int], length: int) -> list[tuple[str, int]]:
+        """What fired, by code and step, when the engine has collected the step of a step and says so."""
         self.canary.collect(flight)
         self.canary.append("ann", tokens)
         self.canary.commit("ann", length)
@@ -103,29 +103,43 @@ def test_truth_is_a_checkpoint_behind_which_the_device_goes_on(ahead):
     one = ahead()
     keys, root = one.canary.session.state.keys, one.request.root(0)
 
-    def truth_of(length: int, unheard: int):
-        return [one.request.uid], [length], [signed(chain_host(one.tokens[1 : 1 + length], 0, root, keys)[-1])], unheard
+    def truth_of(length: int, uncollected: int):
+        return (
+            [one.request.uid],
+            [length],
+            [signed(chain_host(one.tokens[1 : 1 + length], 0, root, keys)[-1])],
+            uncollected,
+        )
 
     first = one.launch(ACCEPTED)
-    assert (*first.numbers[:3].tolist(), first.unheard[0]) == truth_of(3, 0)
+    assert (*first.numbers[:3].tolist(), first.uncollected[0]) == truth_of(3, 0)
     flight = one.canary.end_step()
     second = one.launch([62])
-    assert (*second.numbers[:3].tolist(), second.unheard[0]) == truth_of(3, 1)
-    assert one.hear(flight, ACCEPTED, 5) == []
+    assert (*second.numbers[:3].tolist(), second.uncollected[0]) == truth_of(3, 1)
+    assert one.collect(flight, ACCEPTED, 5) == []
 
 
 def test_books_go_on_when_the_step_is_judged(ahead):
-    """By the device's word, in the step's own number; the engine says the same when it has heard."""
+    """By the device's word, in the step's own number; the engine says the same when it has collected the step."""
     one = ahead()
     one.launch(ACCEPTED)
     flight = one.canary.end_step()
-    assert (one.request.committed_len, one.request.unlanded, one.request.tokens.tolist()) == (3, 1, [*PROMPT, 53])
+    assert (one.request.committed_len, one.request.pending_acceptances, one.request.tokens.tolist()) == (
+        3,
+        1,
+        [*PROMPT, 53],
+    )
     one.canary.drain()
-    told = one.request.committed_len, one.request.heard_len, one.request.unlanded, one.request.tokens.tolist()
-    assert told == (5, 3, 0, [*PROMPT, 53, *ACCEPTED])
+    reported = (
+        one.request.committed_len,
+        one.request.collected_len,
+        one.request.pending_acceptances,
+        one.request.tokens.tolist(),
+    )
+    assert reported == (5, 3, 0, [*PROMPT, 53, *ACCEPTED])
     assert (one.request.commit_step, one.request.growth[-1]) == (2, (2, 6))
-    assert one.hear(flight, ACCEPTED, 5) == []
-    assert (one.request.committed_len, one.request.heard_len) == (5, 5)
+    assert one.collect(flight, ACCEPTED, 5) == []
+    assert (one.request.committed_len, one.request.collected_len) == (5, 5)
 
 
 def test_a_step_that_landed_early_leaves_the_next_one_exact_truth(ahead):
@@ -135,10 +149,10 @@ def test_a_step_that_landed_early_leaves_the_next_one_exact_truth(ahead):
     first = one.canary.end_step()
     one.canary.drain()
     truth = one.launch([62, 63, 64])
-    assert (truth.prefix_lens, truth.unheard) == ([5], [0])
+    assert (truth.prefix_lens, truth.uncollected) == ([5], [0])
     second = one.canary.end_step()
-    assert one.hear(first, ACCEPTED, 5) == []
-    assert one.hear(second, [62, 63, 64], 8) == []
+    assert one.collect(first, ACCEPTED, 5) == []
+    assert one.collect(second, [62, 63, 64], 8) == []
     assert one.canary.certificate()["unchecked"] == {}
 
 
@@ -147,7 +161,7 @@ def test_an_engine_that_says_something_else(ahead, tokens, length, codes):
     """Another length is H1 at once; another token is what the device has to be fed with next."""
     one = ahead()
     one.launch(ACCEPTED)
-    one.hear(one.canary.end_step(), tokens, length)
+    one.collect(one.canary.end_step(), tokens, length)
     one.launch([62])
     one.canary.collect(one.canary.end_step())
     assert [finding.code for finding in one.canary.findings] == codes
@@ -166,10 +180,10 @@ def test_an_extend_that_writes_another_number(ahead, written):
 
 
 def test_what_a_step_accepts_and_nobody_wrote(make_static):
-    """H1 when the host hears of it, in that step's number; the engine's word adds none."""
+    """H1 when the host collects it, in that step's number; the engine's word adds none."""
     one = Ahead(make_static(), replace(make_static().pool.view, name="other"))
     one.launch(ACCEPTED)
-    assert one.hear(one.canary.end_step(), ACCEPTED, 5) == [("H1", 2)]
+    assert one.collect(one.canary.end_step(), ACCEPTED, 5) == [("H1", 2)]
     (last,) = one.canary.findings
     assert (last.pool, last.expected, last.found) == ("other", {"entries": 5}, {"entries": 3})
 
@@ -179,9 +193,9 @@ def test_a_forward_that_the_host_judges_hears_first(ahead):
     one = ahead()
     one.launch(ACCEPTED)
     one.canary.end_step()
-    assert one.request.unlanded == 1
+    assert one.request.pending_acceptances == 1
     one.canary.forwards.requests_of(["ann"])
-    assert (one.request.unlanded, one.request.committed_len) == (0, 5)
+    assert (one.request.pending_acceptances, one.request.committed_len) == (0, 5)
 
 
 def test_pages_go_back_with_a_step_in_the_air(ahead):
@@ -196,14 +210,14 @@ def test_pages_go_back_with_a_step_in_the_air(ahead):
     assert one.canary.findings == []
 
 
-def test_a_recording_is_followed_through_steps_that_nobody_had_heard_of(ahead, tmp_path):
-    """From its beginning, and from a segment that begins with one in the air."""
+def test_a_recording_is_followed_through_steps_that_nobody_had_collected_of(ahead, tmp_path):
+    """From its beginning, and from a segment that begins with one in flight."""
     one, flights = ahead(ring=2), []
     for number in range(5):
         one.launch([70 + number])
         flights.append(one.canary.end_step())
         if len(flights) > 1:
-            assert one.hear(flights.pop(0), [69 + number], 3 + number) == []
+            assert one.collect(flights.pop(0), [69 + number], 3 + number) == []
     dump = read_dump(one.canary.dump(tmp_path / "ahead.kvdump"))
     assert dump.manifest["seats"] == [4, PLACES]
     assert any(request.get("unheard") for request in dump.now)
@@ -214,11 +228,11 @@ def test_a_recording_is_followed_through_steps_that_nobody_had_heard_of(ahead, t
 def test_hooks_come_in_their_order(ahead):
     """Seats before the canary is armed, truth only where there are some."""
     one = ahead()
-    with pytest.raises(HookOrderError, match=r"add_seats\(\) must come before arm\(\)"):
-        one.canary.bank.add_seats(2, 2)
-    one.canary.bank.seats = None
-    with pytest.raises(HookOrderError, match=r"add_truth\(\) must follow add_seats\(\)"):
-        one.canary.bank.add_truth("target", torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(HookOrderError, match=r"add_accepted_tokens\(\) must come before arm\(\)"):
+        one.canary.registry.add_accepted_tokens(2, 2)
+    one.canary.registry.accepted_tokens = None
+    with pytest.raises(HookOrderError, match=r"add_truth\(\) must follow add_accepted_tokens\(\)"):
+        one.canary.registry.add_truth("target", torch.zeros(1, dtype=torch.int64))
 
 
 def test_what_a_step_accepts_is_written_by_one_forward(ahead):
@@ -245,50 +259,55 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
         one.launch(ACCEPTED)
         one.canary.end_step()
         one.begin()
-        canary, bank = one.canary, one.canary.bank
+        canary, registry = one.canary, one.canary.registry
         monkeypatch.setattr(
-            canary.session.checks, "read_all", lambda substeps, *told, own=asked: own.append([*substeps])
+            canary.session.checks, "read_all", lambda substeps, *reported, own=asked: own.append([*substeps])
         )
         if is_together:
-            series = bank.series(one.drafts, [one.prefill], [one.extend], acceptance=one.acceptance)
+            launch_group = registry.launch_group(one.drafts, [one.prefill], [one.extend], acceptance=one.acceptance)
             spread = [array("q", bytes(8 * 6 * width)) for width in (1, 2, 1)]
             places = [
                 array("q", (own.buffer_info()[0], own.buffer_info()[0] + 8, width, 5, width))
                 for own, width in zip(spread, (1, 2, 1), strict=True)
             ]
             where = array("q", [place.buffer_info()[0] for place in places])
-            rows = canary.launch_series(series, ["ann"], [1, 2], [4, 5, 6, 3], where.buffer_info()[0])
+            rows = canary.launch_group(launch_group, ["ann"], [1, 2], [4, 5, 6, 3], where.buffer_info()[0])
             size = ROWS.size + 1
-            truths = [RowTruth(rows[part * size : (part + 1) * size], bank.now) for part in range(3)]
+            truths = [RowTruth(rows[part * size : (part + 1) * size], registry.now) for part in range(3)]
             for own, truth, width in zip(spread, truths, (1, 2, 1), strict=True):
                 numbers = [number for number in truth.numbers.ravel().tolist() for _ in range(width)]
-                assert own[: 1 + 5 * width].tolist() == [bank.now, *numbers]
+                assert own[: 1 + 5 * width].tolist() == [registry.now, *numbers]
         else:
             truths = [
                 canary.launch_all(one.drafts, ["ann"], [1], [4, 5]),
                 canary.launch(one.prefill, ["ann"], [2], 6),
                 canary.launch_accepted(one.extend, ["ann"], 3, one.acceptance),
             ]
-        static = canary.session.checks.static
+        static = canary.session.checks.captured
         runs = [
             (run.substep.site, run.written and run.written.tolist(), run.committed, run.accepted is None, run.turn)
             for run in runs_of(static.launched)
         ]
-        told = [event[1][event[2]] for event in canary.recorder.segments[-1].events if event[0] == "launch"][-4:]
-        recorded = [(launch.number, [*launch.written], launch.reads) for launch in told]
+        reported = [event[1][event[2]] for event in canary.recorder.segments[-1].events if event[0] == "launch"][-4:]
+        recorded = [(launch.number, [*launch.written], launch.reads) for launch in reported]
         sent = static.send(one.step)
-        cards = sent.snapshot.cards
-        lines = [cards[field :: RUN.size].tolist() for field in (RUN.reads, RUN.places, RUN.keep, RUN.step, RUN.turn)]
-        groups = [len(list(own)) for _, own in groupby(cards[RUN.rows :: RUN.size])]
-        written = [at and c_int64.from_address(at).value for at in cards[RUN.written :: RUN.size]]
+        structs = sent.pending.structs
+        lines = [structs[field :: RUN.size].tolist() for field in (RUN.reads, RUN.places, RUN.keep, RUN.step, RUN.turn)]
+        groups = [len(list(own)) for _, own in groupby(structs[RUN.rows :: RUN.size])]
+        written = [at and c_int64.from_address(at).value for at in structs[RUN.written :: RUN.size]]
         sites = [[substep.site for substep in part] for part in asked]
-        book = one.request.in_the_air, one.request.unlanded, one.request.row_lens.tolist(), static.num_unlanded
+        struct = (
+            one.request.in_flight,
+            one.request.pending_acceptances,
+            one.request.row_lens.tolist(),
+            static.num_pending_acceptances,
+        )
         numbers = [truth.numbers.tolist() for truth in truths]
-        made[is_together] = numbers, runs, recorded, lines, groups, written, book, sites
+        made[is_together] = numbers, runs, recorded, lines, groups, written, struct, sites
     assert made[True] == made[False]
     assert made[True][4:6] == ([2, 1, 1], [1, 1, 2, 0])
     assert made[True][7] == [[("draft", 0), ("draft", 1)], [("prefill", 0)], [("extend", 0)]]
-    one.canary.launch_series(series, ["ann"], [1, 2, 3], [4, 5, 6, 3])
+    one.canary.launch_group(launch_group, ["ann"], [1, 2, 3], [4, 5, 6, 3])
     (code, words), *others = what_was_found(one.canary)
     assert (code, others) == ("L1", [])
     assert re.search(r"of 4 forwards and of 1 requests in each of 2 parts, .* got 4 and 3: give", words)
@@ -334,18 +353,18 @@ def test_a_host_that_is_two_steps_behind_hears_before_it_launches(ahead):
     one.canary.end_step()
     one.launch([62])
     one.canary.end_step()
-    assert one.canary.session.checks.static.num_unlanded == 2
+    assert one.canary.session.checks.captured.num_pending_acceptances == 2
     truth = one.launch([63])
-    assert (truth.prefix_lens, truth.unheard) == ([6], [0])
+    assert (truth.prefix_lens, truth.uncollected) == ([6], [0])
     assert one.canary.certificate()["unchecked"] == {}
     one.canary.collect(one.canary.end_step())
-    assert one.canary.session.checks.static.num_unlanded == 0
+    assert one.canary.session.checks.captured.num_pending_acceptances == 0
 
 
 def test_truth_that_nobody_knows_is_counted_for_each_forward(ahead):
     """Where the device cannot go on by what a step accepts, nor the host."""
     one = ahead()
-    one.canary.bank.most_unlanded = 0
+    one.canary.registry.max_pending_acceptances = 0
     one.launch(ACCEPTED)
     truth = one.canary.launch_all(one.drafts, ["ann"], [1], [4, 5])
     assert truth.prefix_lens == [UNKNOWN]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcanary import KVCanaryError, ReadPlan, WritePlan
-from kvcanary.checks.fast_path import Settled
+from kvcanary.checks.fast_path import Unproved
 
 READ, WRITE = ("indices", "prefix_lens"), ("slots", "tokens", "positions", "parents")
 OFFSETS = (-1, 1, 2, 4, 7, -4, 1 << 33)
@@ -22,7 +22,7 @@ class Judged:
     """What one run came to: findings in words, what the loop said, and all that is kept; or how it was refused."""
 
     findings: list[tuple[object, ...]]
-    said: list[Settled]
+    said: list[Unproved]
     kept: list[object]
     refusal: str = ""
 
@@ -122,14 +122,14 @@ def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: objec
     """One run with one change."""
     engine = make_engine(mode="log", seed=seed % 5, num_pages=128, num_steps=4, **settings)
     checks = engine.canary.session.checks
-    tampering, said, settle = Tampering(engine, seed), [], checks._settler.settle
+    tampering, said, settle = Tampering(engine, seed), [], checks._prover.prove
     with_masks(engine, tampering)
 
-    def settled(forwards, hits) -> Settled:
-        said.append(settle(forwards, hits) if is_compiled else Settled.ALL)
+    def settled(forwards, violations) -> Unproved:
+        said.append(settle(forwards, violations) if is_compiled else Unproved.ALL)
         return said[-1]
 
-    checks._settler.settle = settled
+    checks._prover.prove = settled
     refusal = ""
     try:
         engine.start("first", 9, chunks=2)
@@ -170,7 +170,7 @@ def test_both_ways_find_the_same_and_the_loop_is_content_exactly_where_nothing_i
         assert (fast.findings, fast.refusal) == (plain.findings, plain.refusal), seed
         assert fast.kept == plain.kept, seed
         if not plain.findings and not plain.refusal:
-            assert set(fast.said) == {Settled.NOTHING}, seed
+            assert set(fast.said) == {Unproved.NOTHING}, seed
         seen["clean" if not plain.findings else "found"] += 1
         seen.update(left.name for left in fast.said)
         seen.update(finding[0] for finding in plain.findings)

@@ -1,4 +1,4 @@
-"""Static substeps: every check on the device path, without a look at a device value between open and close."""
+"""Captured substeps: every check on the device path, without a look at a device value between open and close."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from kvcanary import HookOrderError, PlanError
 from kvcanary.captured import kernel_launches as launches_module
 from kvcanary.captured.buffers import Batch
-from kvcanary.captured.readback import HITS_PER_CHECK
+from kvcanary.captured.readback import VIOLATIONS_PER_CHECK
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import KERNELS
-from kvcanary.records.side_stream import Beside
+from kvcanary.records.side_stream import SideStream
 from kvcanary_kernels.judge.plan import NO_CLAIM
 from kvcanary_kernels.judge.verify import ROOT, verify_torch
 from kvcanary_kernels.record import layout as record
@@ -55,8 +55,8 @@ def prefilled(rig, static_row):
     """A decode substep after a clean prefill of both rows."""
     substep = rig.add("decode", has_truths=True)
     prompts = [static_row(ANN, [4, 5, 6, 7, 8], [50, 51, 52, 53, 54]), static_row(BOB, [12, 13, 14], [30, 31, 32])]
-    harvest = rig.run(rig.add("prefill"), rig.batch(prompts))
-    assert (harvest.hits, harvest.gaps) == ([], [])
+    readback = rig.run(rig.add("prefill"), rig.batch(prompts))
+    assert (readback.violations, readback.gaps) == ([], [])
     return substep
 
 
@@ -69,14 +69,17 @@ def clean(rig, rows, **changes: object) -> Batch:
     return rig.batch(rows, **{"truths": truths(rig)} | changes)
 
 
-def told(harvest) -> list[tuple]:
-    return [(hit.code, hit.row, hit.entry, hit.place, hit.slot) for hit in harvest.hits]
+def reported(readback) -> list[tuple]:
+    return [
+        (violation.code, violation.row, violation.entry, violation.place, violation.slot)
+        for violation in readback.violations
+    ]
 
 
 def test_clean_forwards_find_nothing(rig, decode, rows):
-    """Prefill, then decode: no hit, no gap, every record judged right by the verify reference."""
-    harvest = rig.run(decode, clean(rig, rows), step=2)
-    assert (harvest.hits, harvest.gaps, harvest.totals) == ([], [], {})
+    """Prefill, then decode: no violation, no gap, every record judged right by the verify reference."""
+    readback = rig.run(decode, clean(rig, rows), step=2)
+    assert (readback.violations, readback.gaps, readback.totals) == ([], [], {})
     pool, state = rig.pool, rig.state
     codes, ids = torch.full((10,), -77), [4, 5, 6, 7, 8, 9, 12, 13, 14, 15]
     verify_torch(
@@ -105,12 +108,12 @@ def test_each_row_continues_its_own_root(rig, static_row):
     prefill, decode = (rig.add(kind, has_roots=True) for kind in ("prefill", "decode"))
     prompts = [static_row(ANN, [4, 5, 6], [50, 51, 52]), static_row(BOB, [12, 13, 14], [50, 51, 52])]
     follows = [static_row(ANN, [4, 5, 6, 7], [55]), static_row(BOB, [12, 13, 14, 15], [33])]
-    assert rig.run(prefill, rig.batch(prompts, roots=roots)).hits == []
-    assert rig.run(decode, rig.batch(follows, roots=roots), step=2).hits == []
+    assert rig.run(prefill, rig.batch(prompts, roots=roots)).violations == []
+    assert rig.run(decode, rig.batch(follows, roots=roots), step=2).violations == []
     chains = [int(rig.pool.records[slot, record.CHAIN]) for slot in (6, 14)]
     assert chains[0] != chains[1]
-    hits = rig.run(decode, rig.batch(follows[1:], roots=roots[:1]), step=3).hits
-    assert [(hit.code, hit.slot) for hit in hits] == [("R5", 12)]
+    violations = rig.run(decode, rig.batch(follows[1:], roots=roots[:1]), step=3).violations
+    assert [(violation.code, violation.slot) for violation in violations] == [("R5", 12)]
 
 
 def damage(rig, slot: int, column: int, value: int) -> None:
@@ -160,16 +163,18 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_check_fires_where_the_fault_is(rig, decode, rows, fault):
-    """One thing wrong is among the hits with its code, row, entry or place, and slot; nothing is read outside."""
+    """One thing wrong is among the violations with its code, row, entry or place, and slot; nothing is read outside."""
     prepare, changes, expected = FAULTS[fault]
     prepare(rig)
-    harvest = rig.run(decode, clean(rig, rows, **changes), step=2)
-    assert expected in told(harvest)
-    assert harvest.gaps == [] or fault == "R10 past the array"
-    assert {(hit.pool, hit.site, hit.step) for hit in harvest.hits} == {("target", ("decode", 0), 2)}
-    assert harvest.totals[expected[0], "target", ("decode", 0)] >= 1
-    assert bool((rig.bank.shared.claims["target"] == NO_CLAIM).all())
-    assert rig.bank.harvest().hits == []
+    readback = rig.run(decode, clean(rig, rows, **changes), step=2)
+    assert expected in reported(readback)
+    assert readback.gaps == [] or fault == "R10 past the array"
+    assert {(violation.pool, violation.site, violation.step) for violation in readback.violations} == {
+        ("target", ("decode", 0), 2)
+    }
+    assert readback.totals[expected[0], "target", ("decode", 0)] >= 1
+    assert bool((rig.registry.shared.claims["target"] == NO_CLAIM).all())
+    assert rig.registry.read_back().violations == []
 
 
 @ON_CPU
@@ -177,9 +182,9 @@ def test_interpreted_kernels_tell_the_same(make_static, monkeypatch, static_row,
     """The path of a GPU, kernel by kernel: clean forwards are clean, and a damaged record is named."""
     rig = make_rig(make_static, monkeypatch, "interpreted")
     decode = prefilled(rig, static_row)
-    assert told(rig.run(decode, clean(rig, rows), step=2)) == []
+    assert reported(rig.run(decode, clean(rig, rows), step=2)) == []
     rig.pool.records[13].zero_()
-    assert ("R3", 1, -1, 1, 13) in told(rig.run(decode, clean(rig, rows, slots=[9, 96]), step=3))
+    assert ("R3", 1, -1, 1, 13) in reported(rig.run(decode, clean(rig, rows, slots=[9, 96]), step=3))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -187,27 +192,27 @@ def test_a_postponed_forward_tells_the_same(rig, decode, rows, fault):
     """Its stores were admitted before it was opened, and all else was found out behind them."""
     prepare, changes, expected = FAULTS[fault]
     prepare(rig)
-    postponed = rig.add("draft", has_truths=True, is_postponed=True)
-    assert expected in told(rig.run(postponed, clean(rig, rows, **changes), step=2))
-    assert bool((rig.bank.shared.claims["target"] == NO_CLAIM).all())
-    assert rig.bank.harvest().hits == []
+    postponed = rig.add("draft", has_truths=True, is_deferred=True)
+    assert expected in reported(rig.run(postponed, clean(rig, rows, **changes), step=2))
+    assert bool((rig.registry.shared.claims["target"] == NO_CLAIM).all())
+    assert rig.registry.read_back().violations == []
 
 
 def test_a_record_of_a_later_step_is_future(rig, decode, rows):
     """R11: the reader is in an earlier step than the record's writer."""
-    harvest = rig.run(decode, clean(rig, rows), step=0)
-    assert {hit.code for hit in harvest.hits} == {"R11"}
-    assert len(harvest.hits) == harvest.totals["R11", "target", ("decode", 0)] == 8
+    readback = rig.run(decode, clean(rig, rows), step=0)
+    assert {violation.code for violation in readback.violations} == {"R11"}
+    assert len(readback.violations) == readback.totals["R11", "target", ("decode", 0)] == 8
 
 
 def test_a_layer_that_stores_twice_is_a_duplicate(rig, decode, rows):
     """W4 by layer, once an entry; the values of the second store count."""
     substep = decode
     rig.before_close = lambda: substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
-    harvest = rig.run(substep, clean(rig, rows), step=2)
-    assert told(harvest) == [("W4", 0, 0, -1, 9), ("W4", 1, 1, -1, 15)]
+    readback = rig.run(substep, clean(rig, rows), step=2)
+    assert reported(readback) == [("W4", 0, 0, -1, 9), ("W4", 1, 1, -1, 15)]
     rig.before_close = lambda: None
-    assert rig.run(substep, clean(rig, rows), step=3).hits == []
+    assert rig.run(substep, clean(rig, rows), step=3).violations == []
 
 
 def test_the_first_store_waits_for_the_plan(rig, decode, rows, monkeypatch):
@@ -217,7 +222,7 @@ def test_the_first_store_waits_for_the_plan(rig, decode, rows, monkeypatch):
     """
     order: list[object] = []
 
-    class Noted(Beside):
+    class Noted(SideStream):
         @contextmanager
         def behind(self) -> Iterator[None]:
             order.append("beside")
@@ -231,11 +236,11 @@ def test_the_first_store_waits_for_the_plan(rig, decode, rows, monkeypatch):
 
     plan, store = decode._launch.plan, decode._launch.store
 
-    def noted_store(layer: int, *arguments: object, is_settled: bool, **more: object) -> None:
-        order.append((layer, is_settled))
-        store(layer, *arguments, is_settled=is_settled, **more)
+    def noted_store(layer: int, *arguments: object, is_ready: bool, **more: object) -> None:
+        order.append((layer, is_ready))
+        store(layer, *arguments, is_ready=is_ready, **more)
 
-    monkeypatch.setattr(decode, "_beside", Noted(torch.device(rig.device)))
+    monkeypatch.setattr(decode, "_side_stream", Noted(torch.device(rig.device)))
     monkeypatch.setattr(decode._launch, "plan", lambda: (order.append("plan"), plan()))
     monkeypatch.setattr(decode._launch, "store", noted_store)
     rig.before_close = lambda: decode.store(0, *rig.values(0, decode.forward.tokens, decode.forward.positions))
@@ -258,9 +263,9 @@ def test_a_captured_body_is_judged_behind_its_last_store(rig, decode, rows, monk
     rig.before_close = before_close
     monkeypatch.setattr(decode._launch, "attest", lambda: (order.append("attest"), attest()))
     for is_captured, expected in ((False, "body attest"), (False, "body attest"), (True, "attest body")):
-        monkeypatch.setattr(Beside, "is_captured", is_captured)
+        monkeypatch.setattr(SideStream, "is_captured", is_captured)
         order.clear()
-        assert rig.run(decode, clean(rig, rows), step=2).hits == []
+        assert rig.run(decode, clean(rig, rows), step=2).violations == []
         assert order == expected.split()
     again.append(0)
     with pytest.raises(HookOrderError, match="a captured body must store as often as before its capture"):
@@ -273,13 +278,13 @@ def test_nothing_but_stores_stands_in_a_postponed_body(rig, decode, static_row, 
     The first store waits for what admits it, and then reads early what was there before it.
     """
     prefix = [4, 5, 6, 7, 8]
-    drafts = [rig.add("draft", index, ancestors=index, is_postponed=True) for index in range(2)]
+    drafts = [rig.add("draft", index, ancestors=index, is_deferred=True) for index in range(2)]
     chain = [static_row(ANN, [*prefix, 9], [80]), static_row(ANN, [*prefix, 9, 10], [90], prefix_len=5)]
     order: list[object] = []
 
     def noted(what: object, launch):
         def note(*arguments: object, **more: object) -> None:
-            order.append((*what, more["is_settled"]) if "is_settled" in more else what)
+            order.append((*what, more["is_ready"]) if "is_ready" in more else what)
             launch(*arguments, **more)
 
         return note
@@ -288,9 +293,9 @@ def test_nothing_but_stores_stands_in_a_postponed_body(rig, decode, static_row, 
         for name in ("admit", "plan", "verify_prefixes", "store", "settle"):
             launch = getattr(substep._launch, name)
             monkeypatch.setattr(substep._launch, name, noted((str(substep)[:8], name), launch))
-    rig.bank.begin_step(2)
+    rig.registry.begin_step(2)
     for draft, row in zip(drafts, chain, strict=True):
-        rig.bank.load(draft, rig.batch([row]))
+        rig.registry.load(draft, rig.batch([row]))
     for draft in drafts:
         rig.body(draft)
     is_gpu = rig.device == "cuda"
@@ -302,7 +307,10 @@ def test_nothing_but_stores_stands_in_a_postponed_body(rig, decode, static_row, 
     ]
     assert order == stored
     order.clear()
-    assert rig.run(decode, rig.batch([static_row(ANN, [*prefix, 9], [55])], truths=truths(rig)[:1]), step=2).hits == []
+    assert (
+        rig.run(decode, rig.batch([static_row(ANN, [*prefix, 9], [55])], truths=truths(rig)[:1]), step=2).violations
+        == []
+    )
     judged = [(name, what) for name in ("draft[0]", "draft[1]") for what in ("plan", "verify_prefixes", "settle")]
     assert order[:7] == [*judged, ("decode o", "plan")]
     with pytest.raises(HookOrderError, match=r"open\(\) must follow admit\(\): nobody says where draft\[0\]"):
@@ -315,20 +323,20 @@ def drafted(rig, static_row, lineage: list[int], ancestors: list[int], live: int
     live: of the rows, in buckets of six
     """
     rig.grant(ANN, 5)
-    drafts = [rig.add("draft", i, rows=6, ancestors=i, width=2, is_postponed=True, has_lineage=i > 0) for i in range(2)]
+    drafts = [rig.add("draft", i, rows=6, ancestors=i, width=2, is_deferred=True, has_lineage=i > 0) for i in range(2)]
     heads = [(ANN, [4, 5, 6, 7, 8])] * 2 + [(BOB, [12, 13, 14])] * 2
     first = [static_row(uid, [*head, own], [60 + own]) for (uid, head), own in zip(heads, (9, 10, 15, 16), strict=True)]
     second = [
         static_row(uid, [*head, before, own], [60 + own], prefix_len=len(head))
         for (uid, head), before, own in zip(heads, ancestors, (20, 21, 17, 18), strict=True)
     ]
-    rig.bank.begin_step(2)
-    rig.bank.load(drafts[0], rig.batch(first[:live]))
-    rig.bank.load(drafts[1], rig.batch(second[:live], lineage=lineage[:live]))
+    rig.registry.begin_step(2)
+    rig.registry.load(drafts[0], rig.batch(first[:live]))
+    rig.registry.load(drafts[1], rig.batch(second[:live], lineage=lineage[:live]))
     for draft in drafts:
         rig.body(draft)
-    rig.bank.join()
-    return told(rig.bank.harvest())
+    rig.registry.join()
+    return reported(rig.registry.read_back())
 
 
 @pytest.mark.parametrize(
@@ -355,7 +363,7 @@ def test_lineages_of_live_rows_alone(rig, decode, static_row):
 
 
 def test_a_lineage_needs_the_forward_before(rig):
-    """Of as many rows, in the bank: what it wrote is compared."""
+    """Of as many rows, in the registry: what it wrote is compared."""
     rig.add("draft", 0, rows=2)
     with pytest.raises(PlanError) as caught:
         rig.add("draft", 1, rows=4, has_lineage=True)
@@ -366,24 +374,24 @@ def test_a_lineage_needs_the_forward_before(rig):
 def test_padding_outside_null_slots(rig, decode, rows):
     """W9: a padding row that reads, and a padding entry that would write, what is no null slot."""
     batch = clean(rig, rows)
-    rig.bank.begin_step(2)
-    rig.bank.load(decode, batch)
+    rig.registry.begin_step(2)
+    rig.registry.load(decode, batch)
     buffers = decode.buffers
     buffers.indptr[3:] = torch.tensor([11, 12], device=rig.device)
     buffers.indices[10:12] = torch.tensor([2, 20], device=rig.device)
     buffers.slots[5] = 21
     rig.body(decode)
-    assert told(rig.bank.harvest()) == [("W9", -1, 5, -1, 21), ("W9", 3, -1, -1, 20)]
+    assert reported(rig.registry.read_back()) == [("W9", -1, 5, -1, 21), ("W9", 3, -1, -1, 20)]
 
 
-@pytest.mark.parametrize("is_postponed", [False, True])
-def test_a_refused_write_changes_nothing(rig, decode, rows, is_postponed):
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_refused_write_changes_nothing(rig, decode, rows, is_deferred):
     """The record, the bytes and the fingerprint of a slot that may not be written stay as they are."""
-    decode = rig.add("draft", has_truths=True, is_postponed=is_postponed)
+    decode = rig.add("draft", has_truths=True, is_deferred=is_deferred)
     parts = rig.pool.records[8], rig.kv[:, 8], rig.pool.content_a[:, 8]
     before = [part.clone() for part in parts]
-    harvest = rig.run(decode, clean(rig, rows, slots=[9, 8]), step=2)
-    assert ("W2", 1, 1, -1, 8) in told(harvest)
+    readback = rig.run(decode, clean(rig, rows, slots=[9, 8]), step=2)
+    assert ("W2", 1, 1, -1, 8) in reported(readback)
     assert all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))
 
 
@@ -394,7 +402,7 @@ def test_tree_nodes_continue_their_parents(rig, decode, static_row):
     rig.grant(ANN, 4)
     rig.grant(BOB, 3)
     substep = rig.add("verify", is_tree=True, max_depth=3)
-    assert rig.run(substep, rig.batch([row]), step=2).hits == []
+    assert rig.run(substep, rig.batch([row]), step=2).violations == []
     keys, records = rig.pool.keys, rig.pool.records.cpu()
     above = chain_host([50, 51, 52, 53, 54], 0, rig.pool.root, keys)[-1]
     paths = {9: [70], 10: [70, 71], 11: [70, 72], 16: [70, 72, 73]}
@@ -410,11 +418,11 @@ def test_draft_rows_read_their_ancestors(rig, decode, static_row):
     first, second = rig.add("draft", 0, width=2), rig.add("draft", 1, width=2, ancestors=1)
     prefix = [4, 5, 6, 7, 8]
     branches = [static_row(ANN, [*prefix, slot], [80 + slot]) for slot in (9, 10)]
-    assert rig.run(first, rig.batch(branches), step=2).hits == []
+    assert rig.run(first, rig.batch(branches), step=2).violations == []
     grown = [static_row(ANN, [*prefix, 10, 11], [90], prefix_len=5), static_row(ANN, [*prefix, 9], [91], prefix_len=5)]
-    assert told(rig.run(second, rig.batch(grown[:1]), step=2)) == []
+    assert reported(rig.run(second, rig.batch(grown[:1]), step=2)) == []
     assert record.read_record(rig.pool.records.cpu(), 10).site == pack_site("draft", 0, 1)
-    assert ("R10", 0, -1, -1, -1) in told(rig.run(second, rig.batch(grown[1:]), step=2))
+    assert ("R10", 0, -1, -1, -1) in reported(rig.run(second, rig.batch(grown[1:]), step=2))
 
 
 def test_row_violations_are_those_of_the_last_forward(rig, decode, rows):
@@ -433,24 +441,24 @@ def test_a_finding_survives_the_next_forward(rig, decode, rows, following):
     """Codes that a later forward overwrote are told by the first finding that the header keeps."""
     rig.pool.records[6].zero_()
     for batch in (clean(rig, rows), clean(rig, rows[following], truths=truths(rig)[following])):
-        rig.bank.begin_step(2)
-        rig.bank.load(decode, batch)
+        rig.registry.begin_step(2)
+        rig.registry.load(decode, batch)
         rig.body(decode)
-    harvest = rig.bank.harvest()
-    assert ("R3", 0, -1, 2, 6) in told(harvest)
-    assert harvest.gaps == []
+    readback = rig.registry.read_back()
+    assert ("R3", 0, -1, 2, 6) in reported(readback)
+    assert readback.gaps == []
 
 
 def test_arm_forgets_what_warm_up_counted(rig, rows):
     """Findings and runs of the time before arm() are not told."""
     substep = rig.add("decode")
     rig.body(substep)
-    rig.bank.load(substep, rig.batch(rows))
+    rig.registry.load(substep, rig.batch(rows))
     rig.body(substep)
     assert int((substep.work.firsts[1] >= 0).all(1).sum()) > 0
-    rig.bank.arm()
-    harvest = rig.bank.harvest()
-    assert (harvest.hits, harvest.gaps) == ([], [])
+    rig.registry.arm()
+    readback = rig.registry.read_back()
+    assert (readback.violations, readback.gaps) == ([], [])
     assert int((substep.work.firsts[1] >= 0).all(1).sum()) == 0
 
 
@@ -459,17 +467,17 @@ def test_totals_add_up_over_buckets(rig, decode, rows):
     rig.pool.records[13].zero_()
     larger = rig.add("decode", rows=6, has_truths=True)
     for substep in (decode, larger):
-        rig.bank.begin_step(2)
-        rig.bank.load(substep, clean(rig, rows))
+        rig.registry.begin_step(2)
+        rig.registry.load(substep, clean(rig, rows))
         rig.body(substep)
-    assert rig.bank.harvest().totals["R3", "target", ("decode", 0)] == 2
+    assert rig.registry.read_back().totals["R3", "target", ("decode", 0)] == 2
 
 
 def test_many_findings_are_counted_and_the_first_told(make_static, static_row):
-    """Hits are bounded for each check, totals are exact."""
+    """Violations are bounded for each check, totals are exact."""
     rig = make_static()
     rig.grant(ANN, *range(1, 24))
     substep = rig.add("decode", indices=96)
-    harvest = rig.run(substep, rig.batch([static_row(ANN, list(range(4, 92)), [1])]))
-    assert harvest.totals["R12", "target", ("decode", 0)] == 87
-    assert sum(hit.code == "R12" for hit in harvest.hits) == HITS_PER_CHECK
+    readback = rig.run(substep, rig.batch([static_row(ANN, list(range(4, 92)), [1])]))
+    assert readback.totals["R12", "target", ("decode", 0)] == 87
+    assert sum(violation.code == "R12" for violation in readback.violations) == VIOLATIONS_PER_CHECK

@@ -1,4 +1,6 @@
-"""Static substeps as a CUDA graph holds them: what their hooks may run, in which order, and the bank that has them."""
+"""Captured substeps as a CUDA graph holds them: what their hooks may run, in which order, and the registry that has
+them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_eager_hooks_on_a_gpu_wait_for_nothing(make_static, static_row):
     batch = rig.batch([static_row(ANN, [4, 5, 6], [50, 51, 52])])
     rig.run(substep, batch)
     k, v = rig.values(0, substep.forward.tokens, substep.forward.positions)
-    rig.bank.load(substep, batch)
+    rig.registry.load(substep, batch)
     torch.cuda.synchronize()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -86,7 +88,7 @@ def test_eager_hooks_on_a_gpu_wait_for_nothing(make_static, static_row):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
-    assert rig.bank.harvest().hits == []
+    assert rig.registry.read_back().violations == []
 
 
 # the same records as the eager path
@@ -120,14 +122,14 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
         manager.collect(manager.end_step())
         manager.commit("ann", len(ids))
         batch = rig.batch([static_row(uid, ids, tokens)])
-        assert rig.run(rig.add(kind), batch, step).hits == []
+        assert rig.run(rig.add(kind), batch, step).violations == []
     theirs = manager.session.state.pools[0]
     assert torch.equal(rig.kv, eager.kv)
     assert torch.equal(rig.pool.records[4:8], theirs.records[4:8])
     assert torch.equal(rig.pool.content_a[:, 4:8], theirs.content_a[:, 4:8])
 
 
-# order of hooks, and the bank
+# order of hooks, and the registry
 
 
 def refused(error, call, *arguments: object, **settings: object) -> str:
@@ -147,8 +149,8 @@ def test_hooks_have_one_order(make_static):
     assert words == f"store(layer=0) belongs between open() and close(): {name} is closed"
     substep.open()
     assert refused(HookOrderError, substep.open) == f"open() must follow close(): {name} is open"
-    assert refused(HookOrderError, rig.bank.harvest) == f"harvest() must wait for close() of {name}"
-    assert refused(HookOrderError, rig.bank.arm) == f"arm() must wait for close() of {name}"
+    assert refused(HookOrderError, rig.registry.read_back) == f"harvest() must wait for close() of {name}"
+    assert refused(HookOrderError, rig.registry.arm) == f"arm() must wait for close() of {name}"
     assert refused(PlanError, substep.store, 2, *values) == f"layer must be in [0, 2) for {name}, got 2"
     substep.close()
 
@@ -160,14 +162,14 @@ def test_a_body_that_raised_is_abandoned(make_static, static_row):
     substep = rig.add("prefill")
     prompt, longer = static_row(ANN, [4, 5], [50, 51]), static_row(ANN, [4, 5, 6], [52])
     rig.grant(BOB, 3)
-    rig.bank.load(substep, rig.batch([prompt]))
+    rig.registry.load(substep, rig.batch([prompt]))
     substep.open()
     for _ in range(2):
         substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
     substep.abandon()
-    assert len(rig.bank.harvest().gaps) == 1
-    assert {hit.code for hit in rig.run(rig.add("decode"), rig.batch([longer])).hits} == {"R12"}
-    assert rig.run(substep, rig.batch([static_row(BOB, [12], [30]), prompt])).hits == []
+    assert len(rig.registry.read_back().gaps) == 1
+    assert {violation.code for violation in rig.run(rig.add("decode"), rig.batch([longer])).violations} == {"R12"}
+    assert rig.run(substep, rig.batch([static_row(BOB, [12], [30]), prompt])).violations == []
     substep.abandon()
     assert not substep.is_open
 
@@ -177,7 +179,7 @@ def test_records_are_sealed_behind_the_store_of_the_middle_layer(make_static, st
     rig = make_static()
     rig.grant(ANN, 1)
     substep = rig.add("prefill")
-    rig.bank.load(substep, rig.batch([static_row(ANN, [4, 5], [50, 51])]))
+    rig.registry.load(substep, rig.batch([static_row(ANN, [4, 5], [50, 51])]))
     record_, seen = rig.pool.records[4], []
     substep.open()
     for layer in range(rig.LAYERS):
@@ -187,35 +189,35 @@ def test_records_are_sealed_behind_the_store_of_the_middle_layer(make_static, st
     assert (seen, int(record_[record.LAYERS_LOW])) == ([(0, 0), (50, 0)], 0b11)
 
 
-def test_a_bank_is_filled_before_it_is_armed(make_static):
+def test_a_registry_is_filled_before_it_is_armed(make_static):
     """A repeated or late substep is refused."""
     rig = make_static()
     substep = rig.add("decode", rows=2)
-    assert list(rig.bank) == [substep]
+    assert list(rig.registry) == [substep]
     words = refused(PlanError, rig.add, "decode", rows=2)
-    assert words == "a bank holds each substep once, got decode of the target pool, bucket of 2 rows twice"
+    assert words == "a registry holds each substep once, got decode of the target pool, bucket of 2 rows twice"
     assert refused(PlanError, rig.add, "dance").startswith("kind must be one of prefill, decode, draft")
-    rig.bank.arm()
+    rig.registry.arm()
     words = refused(HookOrderError, rig.add, "decode", rows=4)
     assert words == "add() must come before arm(): decode of the target pool is late"
 
 
-def test_a_bank_has_a_capacity(make_static):
+def test_a_registry_has_a_capacity(make_static):
     """Headers lie in one tensor that never grows."""
     rig = make_static()
     assert refused(PlanError, SubstepRegistry, rig.state, 0).startswith("capacity must be at least 1, got 0")
-    bank = SubstepRegistry(rig.state, 1)
+    registry = SubstepRegistry(rig.state, 1)
     buffers = StaticBuffers.allocate(1, 1, 1)
-    assert refused(PlanError, bank.add, "other", "decode", 0, buffers) == "pool must be one of target, got 'other'"
-    bank.add("target", "decode", 0, buffers)
-    words = refused(PlanError, bank.add, "target", "verify", 0, buffers)
-    assert words == "a bank of 1 substeps is full: give SubstepRegistry a larger capacity"
+    assert refused(PlanError, registry.add, "other", "decode", 0, buffers) == "pool must be one of target, got 'other'"
+    registry.add("target", "decode", 0, buffers)
+    words = refused(PlanError, registry.add, "target", "verify", 0, buffers)
+    assert words == "a registry of 1 substeps is full: give SubstepRegistry a larger capacity"
 
 
 def test_attention_asks_for_every_layer_once(make_static):
     """Sums that lack a layer would be taken for damage: hooks that come out of order are errors at once."""
     rig = make_static()
-    rig.bank.compares_reads = True
+    rig.registry.compares_reads = True
     substep = rig.add("verify", attends=True)
     with pytest.raises(HookOrderError, match=r"reads\(layer=0\) belongs between open\(\) and close\(\)"):
         substep.reads(0)
@@ -234,7 +236,7 @@ def test_attention_of_rows_that_it_does_not_read_whole_is_asked_for_nothing(make
     """Nor is one that never said that it can, nor any where not all bytes are compared."""
     rig = make_static()
     assert rig.add("prefill", attends=True).reads(0) is None
-    rig.bank.compares_reads = True
+    rig.registry.compares_reads = True
     assert rig.add("decode").reads(0) is None
     monkeypatch.setattr("kvcanary.captured.registry.reads_fit", lambda rows, kv_heads: False)
     assert rig.add("verify", attends=True).reads(0) is None
@@ -258,7 +260,7 @@ def test_what_was_postponed_is_spread_over_layers(device, static_row, monkeypatc
             launch(*arguments, **more)
 
         monkeypatch.setattr(decode._launch, name, note)
-    rig.bank.shared.beside.postpone("draft", *(lambda part=part: order.append(part) for part in "abcde"))
-    assert rig.run(decode, rig.batch([static_row(ANN, [4, 5], [50, 51])])).hits == []
+    rig.registry.shared.side_stream.defer("draft", *(lambda part=part: order.append(part) for part in "abcde"))
+    assert rig.run(decode, rig.batch([static_row(ANN, [4, 5], [50, 51])])).violations == []
     spread = ["store", "a", "b", "store", "c", "d", "store", "e", "store", "verify_prefixes", "settle"]
     assert order == ["store"] * 4 + spread

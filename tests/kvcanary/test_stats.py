@@ -69,11 +69,11 @@ def test_a_canary_tells_of_the_step_that_is_due():
         engine.start("only", 6)
         while engine.canary.step < 199:
             engine.decode()
-        told = [event for event in events if event["event"] == "kvcanary.stats"]
-        assert [(event["step"], event["steps"]) for event in told] == [(100, 100)]
+        reported = [event for event in events if event["event"] == "kvcanary.stats"]
+        assert [(event["step"], event["steps"]) for event in reported] == [(100, 100)]
         engine.decode()
     assert events[-1]["step"] == 200
-    assert events[-1]["totals"]["bytes_checked"] > told[0]["totals"]["bytes_checked"] > 0
+    assert events[-1]["totals"]["bytes_checked"] > reported[0]["totals"]["bytes_checked"] > 0
 
 
 @pytest.mark.parametrize("every", [0, -1])

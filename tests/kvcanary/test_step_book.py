@@ -1,4 +1,4 @@
-"""StepBook: compiled loops over the cards of requests give what a plain model of them gives."""
+"""StepBook: compiled loops over the structs of requests give what a plain model of them gives."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcanary.ledger.ledger import Ledger, Role
-from kvcanary.ledger.requests import Batch, Unheard
+from kvcanary.ledger.requests import Batch, UncollectedStep
 from kvcanary.ledger.step_book import in_a_row
-from kvcanary.native.layout import LEFT_TO_BOOKS, NO_ROOM, NOT_WRITTEN, NOWHERE, OTHER, PAGES_FINAL, ROWS, RUN, UNKNOWN
+from kvcanary.native.layout import LEFT_TO_LEDGER, NO_ROOM, NOT_WRITTEN, NOWHERE, OTHER, PAGES_FINAL, ROWS, RUN, UNKNOWN
 from kvcanary.native.request_lengths import accept_rows, launch_rows
 from kvcanary_kernels.record.layout import make_keys
 
@@ -22,10 +22,10 @@ NAMES, PAGE_SIZE, AHEAD, OFFSET, PLACES = ["a", "b", "c"], 4, (0, 1), (0, 1), 3
 
 def accept(batch: Batch, accepted: NDArray[np.int64] | None, step: int) -> int:
     """What a captured step has accepted, [requests, 1 + places]; None: it has not run."""
-    told = *batch.told, 0 if accepted is None else accepted.ctypes.data, 1 + PLACES, step
-    if (found := accept_rows(*told)) == NO_ROOM and accepted is not None:
+    reported = *batch.loop_arguments, 0 if accepted is None else accepted.ctypes.data, 1 + PLACES, step
+    if (found := accept_rows(*reported)) == NO_ROOM and accepted is not None:
         batch.make_room([PLACES] * len(batch))
-        found = accept_rows(*told)
+        found = accept_rows(*reported)
     return int(found)
 
 
@@ -37,11 +37,11 @@ class Row:
     growth: list[int]  # by token the step
     row_lens: list[int] = field(default_factory=lambda: [0, 0])
     reads: list[list[tuple[int, int, int]]] = field(default_factory=lambda: [[], []])
-    unheard: list[Unheard] = field(default_factory=list)
+    uncollected: list[UncollectedStep] = field(default_factory=list)
     committed_len: int = 0
     commit_step: int = 0
-    in_the_air: int = 0
-    unlanded: int = 0
+    in_flight: int = 0
+    pending_acceptances: int = 0
 
     def final_len(self, pool: int, committed_len: int | None = None) -> int:
         length = self.committed_len if committed_len is None else committed_len
@@ -66,7 +66,7 @@ class Row:
         return min(self.final_len(pool, committed_len) for pool in range(2)) >= PAGE_SIZE  # none is final yet
 
 
-class Books:
+class ManagerState:
     """A ledger, and its model."""
 
     def __init__(self, seed: int) -> None:
@@ -88,7 +88,7 @@ class Books:
         before = [self.random.randrange(30) for _ in names] if self.random.random() < 0.5 else None
         written = [self.random.randrange(9) for _ in names]
         given = None if before is None else array("q", before)
-        self.ledger.steps.write_rows(self.ledger.book.batch(names), kind, pool, given, array("q", written))
+        self.ledger.steps.write_rows(self.ledger.struct.batch(names), kind, pool, given, array("q", written))
         for number, name in enumerate(names):
             row = self.rows[name]
             length = (row.final_len(pool) if before is None else before[number]) + written[number]
@@ -98,36 +98,41 @@ class Books:
     def launch(self) -> None:
         names, pool, forwards = self.some(), self.random.randrange(2), self.random.randrange(1, 4)
         written = None if self.random.random() < 0.4 else [self.random.randrange(4) for _ in names]
-        told, numbers = array("q", written or ()), array("q", bytes(8 * (ROWS.size * len(names) + 1)))
-        at = 0 if written is None else told.buffer_info()[0]
-        launch_rows(*self.ledger.book.batch(names).told, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0])
-        committed, heard = numbers[ROWS.committed * len(names) : -1], numbers[-1]
+        reported, numbers = array("q", written or ()), array("q", bytes(8 * (ROWS.size * len(names) + 1)))
+        at = 0 if written is None else reported.buffer_info()[0]
+        launch_rows(
+            *self.ledger.struct.batch(names).loop_arguments, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0]
+        )
+        committed, collected = numbers[ROWS.committed * len(names) : -1], numbers[-1]
         rows = [self.rows[name] for name in names]
-        is_behind = written is None or any(row.unheard or row.unlanded for row in rows)
-        lens = [row.unheard[0].before if row.unheard else row.committed_len for row in rows]
-        assert (committed.tolist(), heard) == ([row.committed_len for row in rows], sum(lens) if is_behind else UNKNOWN)
+        is_behind = written is None or any(row.uncollected or row.pending_acceptances for row in rows)
+        lens = [row.uncollected[0].before if row.uncollected else row.committed_len for row in rows]
+        assert (committed.tolist(), collected) == (
+            [row.committed_len for row in rows],
+            sum(lens) if is_behind else UNKNOWN,
+        )
         for number, row in enumerate(rows):
-            row.in_the_air += forwards
-            row.unlanded += written is None
+            row.in_flight += forwards
+            row.pending_acceptances += written is None
             if not is_behind and written is not None:
                 row.row_lens[pool] = row.final_len(pool) + written[number]
 
     def accept(self) -> None:
-        names = [name for name in self.some() if self.rows[name].unlanded]
+        names = [name for name in self.some() if self.rows[name].pending_acceptances]
         has_run = self.random.random() < 0.8
         accepted = np.array([[self.random.randrange(97) for _ in range(1 + PLACES)] for _ in names], np.int64)
         accepted = accepted.reshape(-1, 1 + PLACES)
         counts = [*range(-1, PLACES + 1), PLACES + 1, 1 << 40]  # a device may say anything
         accepted[:, 0] = [self.random.choice(counts) for _ in names]
-        found = accept(self.ledger.book.batch(names), accepted if has_run else None, self.step)
+        found = accept(self.ledger.struct.batch(names), accepted if has_run else None, self.step)
         is_written = True
         for name, (count, *tokens) in zip(names, accepted.tolist(), strict=True):
             row = self.rows[name]
-            row.unlanded -= 1
+            row.pending_acceptances -= 1
             count = min(count, PLACES)
             if has_run and count > 0:
                 row.append(tokens[:count], self.step)
-                row.unheard.append(Unheard(tokens[:count], row.committed_len, row.committed_len + count))
+                row.uncollected.append(UncollectedStep(tokens[:count], row.committed_len, row.committed_len + count))
                 is_written &= row.commit(row.committed_len + count, self.step)
         assert found == (0 if is_written else NOT_WRITTEN)
 
@@ -136,60 +141,62 @@ class Books:
         token_ids = [[self.random.randrange(97) for _ in range(self.random.randrange(4))] for _ in names]
         for number, name in enumerate(names):
             row = self.rows[name]
-            if not row.unheard:
+            if not row.uncollected:
                 row.append(token_ids[number], self.step)
             elif self.random.random() < 0.9:
-                token_ids[number] = row.unheard[0].tokens
+                token_ids[number] = row.uncollected[0].tokens
             else:
-                first = len(row.tokens) - sum(len(one.tokens) for one in row.unheard)
-                end = first + len(row.unheard[0].tokens)
+                first = len(row.tokens) - sum(len(one.tokens) for one in row.uncollected)
+                end = first + len(row.uncollected[0].tokens)
                 row.tokens[first:end] = token_ids[number]
                 row.growth[first:end] = [row.growth[first]] * len(token_ids[number])
-                row.unheard[0] = row.unheard[0]._replace(tokens=token_ids[number])
-        self.ledger.steps.append(self.ledger.book.batch(names), *in_a_row(token_ids), self.step)
+                row.uncollected[0] = row.uncollected[0]._replace(tokens=token_ids[number])
+        self.ledger.steps.append(self.ledger.struct.batch(names), *in_a_row(token_ids), self.step)
 
     def commit(self) -> None:
         names = self.some()
         rows, lens = [self.rows[name] for name in names], []
         for row in rows:
-            told = row.unheard[0].committed_len if row.unheard else row.committed_len + self.random.randrange(3)
-            lens.append(max(told - (self.random.random() < 0.1), 0))
+            reported = (
+                row.uncollected[0].committed_len if row.uncollected else row.committed_len + self.random.randrange(3)
+            )
+            lens.append(max(reported - (self.random.random() < 0.1), 0))
         odd = [
-            length != row.unheard[0].committed_len if row.unheard else length < row.committed_len
+            length != row.uncollected[0].committed_len if row.uncollected else length < row.committed_len
             for row, length in zip(rows, lens, strict=True)
         ]
-        told = self.ledger.book.batch(names), array("q", lens), self.step
-        found = self.ledger.steps.commit_rows(*told, is_judged=False)
+        reported = self.ledger.struct.batch(names), array("q", lens), self.step
+        found = self.ledger.steps.commit_rows(*reported, is_judged=False)
         if any(odd):
-            assert found == LEFT_TO_BOOKS
+            assert found == LEFT_TO_LEDGER
             self.expect_same()
-            found = self.ledger.steps.commit_rows(*told, is_judged=True)
+            found = self.ledger.steps.commit_rows(*reported, is_judged=True)
         wanted = 0
         for row, length in zip(rows, lens, strict=True):
-            if row.unheard:
-                row.unheard.pop(0)
+            if row.uncollected:
+                row.uncollected.pop(0)
                 continue
             wanted |= 0 if row.commit(length, self.step) else NOT_WRITTEN
-            wanted |= 0 if row.in_the_air or not row.has_final_page(length) else PAGES_FINAL
+            wanted |= 0 if row.in_flight or not row.has_final_page(length) else PAGES_FINAL
         assert found == wanted
 
     def land(self) -> None:
-        names = [name for name in self.some() if self.rows[name].in_the_air]
-        batch, n = self.ledger.book.batch(names), len(names)
+        names = [name for name in self.some() if self.rows[name].in_flight]
+        batch, n = self.ledger.struct.batch(names), len(names)
         committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
         rows = array("q", [0] * ROWS.committed * n + [*committed, UNKNOWN])
-        cards = array("q", bytes(8 * RUN.size))
-        cards[RUN.requests], cards[RUN.cards] = batch.told
-        cards[RUN.rows] = rows.buffer_info()[0]
+        structs = array("q", bytes(8 * RUN.size))
+        structs[RUN.requests], structs[RUN.structs] = batch.loop_arguments
+        structs[RUN.rows] = rows.buffer_info()[0]
         which, place = [], 0
-        while (place := self.ledger.steps.land_runs(cards, place)) != NOWHERE:
+        while (place := self.ledger.steps.finalise_runs(structs, place)) != NOWHERE:
             which.append(place)
             place += 1
         wanted = []
         for number, name in enumerate(names):
             row = self.rows[name]
-            row.in_the_air -= 1
-            if row.has_final_page(committed[number] if row.in_the_air else row.committed_len):
+            row.in_flight -= 1
+            if row.has_final_page(committed[number] if row.in_flight else row.committed_len):
                 wanted.append(number)
         assert which == wanted
 
@@ -199,22 +206,31 @@ class Books:
             assert request.tokens.tolist() == row.tokens
             assert request.known.steps.tolist() == row.growth
             assert request.row_lens.tolist() == row.row_lens
-            assert request.unheard == row.unheard
-            numbers = request.committed_len, request.commit_step, request.in_the_air, request.unlanded
-            assert numbers == (row.committed_len, row.commit_step, row.in_the_air, row.unlanded)
+            assert request.uncollected == row.uncollected
+            numbers = request.committed_len, request.commit_step, request.in_flight, request.pending_acceptances
+            assert numbers == (row.committed_len, row.commit_step, row.in_flight, row.pending_acceptances)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_steps_change_is_what_a_plain_model_says(seed):
-    """Tokens, lengths, looks, steps that the engine has not told of and forwards in the air, after every call."""
-    books = Books(seed)
+    """Tokens, lengths, looks, steps that the engine has not declared and forwards in flight, after every call."""
+    manager_state = ManagerState(seed)
     for _ in range(250):
-        books.random.choice([books.write, books.launch, books.accept, books.append, books.commit, books.land])()
-        books.step += books.random.randrange(2)
-        books.expect_same()
-    for name, row in books.rows.items():
-        request = books.ledger.request(name)
-        assert [list(queue.looks()) for queue in request.reads] == row.reads
+        manager_state.random.choice(
+            [
+                manager_state.write,
+                manager_state.launch,
+                manager_state.accept,
+                manager_state.append,
+                manager_state.commit,
+                manager_state.land,
+            ]
+        )()
+        manager_state.step += manager_state.random.randrange(2)
+        manager_state.expect_same()
+    for name, row in manager_state.rows.items():
+        request = manager_state.ledger.request(name)
+        assert [list(queue.oldest_first()) for queue in request.reads] == row.reads
         assert [queue.length for queue in request.reads] == [
             max((end for _, end, _ in own), default=0) for own in row.reads
         ]
@@ -224,10 +240,10 @@ def test_the_books_of_a_request_that_is_over_do_not_go_on():
     """What a step has accepted for it is nobody's, and a batch of its name is that of the next one."""
     ledger = Ledger(6, PAGE_SIZE, 1, make_keys(1, 1, 2), [Role("target")])
     request = ledger.admit("a", [1, 2], 0)
-    batch = ledger.book.batch(["a"])
-    request.unlanded = 1
+    batch = ledger.struct.batch(["a"])
+    request.pending_acceptances = 1
     ledger.forget("a")
     assert accept(batch, np.array([[1, 9, 0, 0]], np.int64), 3) == 0
-    assert (request.unlanded, request.tokens.tolist(), request.committed_len) == (0, [1, 2], 0)
+    assert (request.pending_acceptances, request.tokens.tolist(), request.committed_len) == (0, [1, 2], 0)
     again = ledger.admit("a", [1, 2], 4)
-    assert ledger.book.batch(["a"]).requests == [again]
+    assert ledger.struct.batch(["a"]).requests == [again]

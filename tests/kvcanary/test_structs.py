@@ -83,7 +83,7 @@ def test_a_struct_is_filled_by_name() -> None:
 def test_flags_are_single_bits() -> None:
     """Of what a loop says each bit says one thing, and the number above them begins behind the last."""
     assert flags(4) == [1, 2, 4, 8]
-    bits = (LINE_FLAGS, layout.LINE_BITS), (RUN_FLAGS, layout.RUN_BITS), (SETTLED_FLAGS, layout.SEALED_BITS)
+    bits = (LINE_FLAGS, layout.MESSAGE_BITS), (RUN_FLAGS, layout.RUN_BITS), (SETTLED_FLAGS, layout.SEALED_BITS)
     assert [1 << above for _, above in bits] == [2 * own[-1] for own, _ in bits]
 
 

@@ -19,7 +19,7 @@ from kvcanary import (
     SubstepCanary,
     WritePlan,
 )
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.host_pool import MOST_GEOMETRIES, DensePart, Steps
 
 HEADS, DIM, PROMPT = 2, 4, [11, 12, 13]
@@ -374,7 +374,9 @@ def opened(canary: CanaryManager, **plans: object) -> SubstepCanary:
 
 
 def test_what_the_canary_stores_itself_is_proved(canary):
-    """Bytes lie where they were planned, lanes are theirs, and the certificate says that no store went elsewhere."""
+    """Bytes lie where they were planned, fingerprints are theirs, and the certificate says that no store went
+    elsewhere.
+    """
     view = canary.session.state.by_name["target"].view
     substep = opened(canary)
     slots = write_plan().slots
@@ -387,7 +389,7 @@ def test_what_the_canary_stores_itself_is_proved(canary):
     assert canary.findings == []
     assert canary.certificate()["store"] == "proved"
     pool = canary.session.state.by_name["target"]
-    assert torch.equal(lanes_of_slots(pool, slots)[0], pool.content_a[:, slots])
+    assert torch.equal(fingerprints_of_slots(pool, slots)[0], pool.content_a[:, slots])
     run_forward(canary)
     canary.collect(canary.end_step())
     assert canary.certificate()["store"] == "not proved"
@@ -431,9 +433,9 @@ def test_what_was_written_into_a_page_is_sealed_before_its_next_grant(canary):
         assert substep.put(layer, slots, values(), values())
     substep.close()
     page = int(slots[0]) // canary.session.state.page_size
-    checks.settle_writes_into([page + 1, page + 2])
+    checks.judge_writes_into([page + 1, page + 2])
     assert checks.waits
-    checks.settle_writes_into([page + 2, page])
+    checks.judge_writes_into([page + 2, page])
     assert not checks.waits
 
 

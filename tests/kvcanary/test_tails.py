@@ -94,10 +94,10 @@ def test_each_new_last_page_is_looked_at_once(make_engine, monkeypatch):
     engine = make_engine(page_size=16, num_pages=64)
     engine.start("one", 3)
     tails, looked = engine.canary.session.checks.tails, []
-    look = tails._look
+    look = tails._check
     monkeypatch.setattr(
         tails,
-        "_look",
+        "_check",
         lambda *a, **k: (looked.extend((a[3], a[0].name, p) for p in a[2]().positions[:1]), look(*a, **k)),
     )
     decode(engine, 96)
@@ -126,8 +126,8 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     looks, grants = Rereads(torch.device("cpu"), at_once=False), engine.canary.session.ledger.generations[slots // 16]
     for own in (grants, None):
         part = (slots, own, lambda mismatch: asked.append(mismatch.any(1).numpy()) or [])
-        looks.look_for_finite(pool, [part])
-        looks.send().hits()
+        looks.check_finite(pool, [part])
+        looks.send().violations()
     assert 0 < len(unwritten) < 16
     assert slots[asked[0]].tolist() == unwritten.tolist()
     assert asked[1].all()
@@ -136,16 +136,16 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
 @pytest.mark.parametrize("null_slots", [1, 16, 33, 64, 600])
 @pytest.mark.parametrize("is_host", [True, False])
 def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, monkeypatch, is_host, null_slots):
-    """And within a rotation: one part after another by a host, all at once by a device, which pays for each look."""
+    """And within a rotation: one part after another by a host, all at once by a device, which pays for each check."""
     engine = make_engine(page_size=16)
     tails, pool, looked = engine.canary.session.checks.tails, engine.canary.session.state.by_name["target"], []
     object.__setattr__(pool, "view", replace(pool.view, null_slots=null_slots))
     monkeypatch.setattr(tails, "_is_host", is_host)
-    monkeypatch.setattr(tails, "_look", lambda own, slots, *rest: looked[-1].extend(slots.tolist()))
+    monkeypatch.setattr(tails, "_check", lambda own, slots, *rest: looked[-1].extend(slots.tolist()))
     within = max(1, min(null_slots, ROTATION_STEPS - STRIDE) // STRIDE)  # slices
     for number in range(7, 7 + 4 * within):
         looked.append([])
-        tails._look_at_null_slots(pool, number * STRIDE, STRIDE, whole=False)
+        tails._check_null_slots(pool, number * STRIDE, STRIDE, whole=False)
     for first in range(3 * within + 1):
         assert sorted(chain(*looked[first : first + within])) == [*range(null_slots)]
     most = max(len(slots) for slots in looked)
@@ -164,10 +164,10 @@ def test_granted_pages_keep_the_names_that_they_were_told_with(make_engine, monk
         return slice(1, None)
 
     monkeypatch.setattr(tails, "_unwritten", unwritten)
-    monkeypatch.setattr(tails, "_look", lambda *told: asked.append((told[1].tolist(), told[-1].tolist())))
+    monkeypatch.setattr(tails, "_check", lambda *reported: asked.append((reported[1].tolist(), reported[-1].tolist())))
     tails.granted([pool], [3], None)
     tails.granted([pool], [5, 4], np.arange(1000, 1032))
-    tails.look(7, 8, None, set())
+    tails.reread(7, 8, None, set())
     page = [*range(48, 64)]
     slots, names = [*page, *range(80, 96), *range(64, 80)], [*page, *range(1000, 1032)]
     assert asked == [(slots, names), (slots[1:], [name // 16 for name in names[1:]])]
@@ -194,22 +194,22 @@ def test_a_device_looks_once_a_pool_and_step(make_engine, monkeypatch, struck):
     tails._asked, tails._is_host = looks, False
     for pool in engine.canary.session.state.pools:
         object.__setattr__(pool, "host", None)
-    look = looks.look_for_finite
+    look = looks.check_finite
 
     def counted(pool, parts):
         asked.append((pool.name, len(parts)))
         return look(pool, parts)
 
-    monkeypatch.setattr(looks, "look_for_finite", counted)
+    monkeypatch.setattr(looks, "check_finite", counted)
     put(engine, "target", {"granted": page * 16 + 3, "null": 5, "tail": tail_of(engine, "one")[-1]}[struck])
     engine.canary.on_alloc("one", [page])
-    assert tails.look(16, 8, checks.sweeper.batch(), set()) == []
-    [hit] = looks.send().hits()
+    assert tails.reread(16, 8, checks.scrubber.batch(), set()) == []
+    [violation] = looks.send().violations()
     assert asked == [("target", 3), ("draft", 3)]
-    assert hit.site == {"granted": ("grant", 0), "null": ("sweep", 3), "tail": ("sweep", 2)}[struck]
-    assert tails.look(17, 8, None, set()) == []
+    assert violation.site == {"granted": ("grant", 0), "null": ("sweep", 3), "tail": ("sweep", 2)}[struck]
+    assert tails.reread(17, 8, None, set()) == []
     assert looks.send() is None
-    assert tails.look(17, 8, checks.sweeper.batch(), set()) == []
+    assert tails.reread(17, 8, checks.scrubber.batch(), set()) == []
     assert asked[2:] == [("target", 1), ("draft", 1)]  # the null page
 
 
@@ -369,7 +369,7 @@ def test_the_loop_finds_what_the_reference_finds(layout, make_fake_pool, dtype):
     pool, slots = CanaryState([view], 3).pools[0], np.array([5, 9, 23])
     formats = np.array(formats_of(pool.rows), np.int64)
     poison_fill_torch(pool.rows, torch.from_numpy(slots))
-    assert pool.loops.are_finite(pool.card_at, slots, formats)
+    assert pool.loops.are_finite(pool.struct_at, slots, formats)
     for part in view.parts:
         for tensor in part.tensors:
             page, place = divmod(9, 4) if tensor.shape[0] == 6 else (9, None)
@@ -380,6 +380,6 @@ def test_the_loop_finds_what_the_reference_finds(layout, make_fake_pool, dtype):
                 mismatch = torch.zeros(3, 2, dtype=torch.int64)
                 finite_check_torch(pool.rows, torch.from_numpy(slots), mismatch=mismatch)
                 assert mismatch.any(1).tolist() == [False, True, False]
-                assert not pool.loops.are_finite(pool.card_at, slots, formats)
+                assert not pool.loops.are_finite(pool.struct_at, slots, formats)
                 row[at] = before
-    assert pool.loops.are_finite(pool.card_at, slots, formats)
+    assert pool.loops.are_finite(pool.struct_at, slots, formats)

@@ -15,11 +15,11 @@ COLLIDING = ("request 77204", "request 193657")  # found by search: their 32 bit
 
 def test_a_uid_is_32_bits_of_blake2b():
     """The same name has the same uid in every process, and 0 means nobody."""
-    book = RequestIds()
+    struct = RequestIds()
     for number in range(2000):
         name = f"request {number}"
         expected = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
-        assert 0 < book.new(name) == expected < 1 << 32
+        assert 0 < struct.new(name) == expected < 1 << 32
 
 
 def test_the_order_of_admission_does_not_matter():
@@ -33,12 +33,12 @@ def test_the_order_of_admission_does_not_matter():
 
 def test_a_live_collision_is_resolved_and_logged_once():
     """The second of two colliding requests gets its next digest; one event names both."""
-    book = RequestIds()
+    struct = RequestIds()
     with capture_logs() as events:
-        taken, other = (book.new(name) for name in COLLIDING)
+        taken, other = (struct.new(name) for name in COLLIDING)
     assert taken == digest(COLLIDING[0], 0) == digest(COLLIDING[1], 0)
     assert other == digest(COLLIDING[1], 1) != taken
-    assert [book.name(uid) for uid in (taken, other)] == list(COLLIDING)
+    assert [struct.name(uid) for uid in (taken, other)] == list(COLLIDING)
     assert events == [
         {
             "event": "kvcanary.uid_collision",
@@ -52,12 +52,12 @@ def test_a_live_collision_is_resolved_and_logged_once():
 
 def test_an_ended_request_does_not_collide():
     """Only live requests keep a uid from others: a replay that begins later gives the same."""
-    book = RequestIds()
-    book.retire(book.new(COLLIDING[0]))
+    struct = RequestIds()
+    struct.retire(struct.new(COLLIDING[0]))
     with capture_logs() as events:
-        uid = book.new(COLLIDING[1])
+        uid = struct.new(COLLIDING[1])
     assert (uid, events) == (digest(COLLIDING[1], 0), [])
-    assert book.name(uid) == COLLIDING[1]
+    assert struct.name(uid) == COLLIDING[1]
 
 
 def test_zero_is_never_a_uid(monkeypatch):
@@ -70,21 +70,21 @@ def test_zero_is_never_a_uid(monkeypatch):
 
 def test_names_of_ended_requests_are_kept_up_to_a_bound():
     """Reports name the requests that ended last; those that live are named however old they are."""
-    book = RequestIds()
-    oldest, first = book.new("lives long"), book.new("ends first")
-    book.retire(first)
-    assert book.name(first) == "ends first"
+    struct = RequestIds()
+    oldest, first = struct.new("lives long"), struct.new("ends first")
+    struct.retire(first)
+    assert struct.name(first) == "ends first"
     for number in range(REMEMBERED_UIDS):
-        book.retire(book.new(str(number)))
-    assert (book.name(oldest), book.name(first)) == ("lives long", None)
-    assert book.name(digest("0", 0)) == "0"
+        struct.retire(struct.new(str(number)))
+    assert (struct.name(oldest), struct.name(first)) == ("lives long", None)
+    assert struct.name(digest("0", 0)) == "0"
 
 
 @pytest.mark.parametrize("name", ["", "\ud800", "\0", "naïve"])
 def test_any_string_has_a_uid(name):
     """Empty names, lone surrogates and zero bytes are names too."""
-    book = RequestIds()
-    uid = book.new(name)
-    assert book.name(uid) == name
-    book.retire(uid)
-    assert book.new(name) == uid
+    struct = RequestIds()
+    uid = struct.new(name)
+    assert struct.name(uid) == name
+    struct.retire(uid)
+    assert struct.new(name) == uid

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
-from kvcanary.provenance.bytes_of import HYPOTHESES, SEARCHED_SLOTS, Provenance, lanes_of_rows, whose_bytes
+from kvcanary.provenance.bytes_of import HYPOTHESES, SEARCHED_SLOTS, Provenance, find_provenance, fingerprints_of_rows
 from kvcanary_kernels.content.poison import NAN_WORD, poison_words
 
 LAYER = 1
@@ -30,7 +30,7 @@ def answers_for(engine, damage: Damage, layer: int = LAYER, **settings) -> tuple
     """Damage position 5 of `first` with bytes of position 2 of `second`, and ask."""
     slot, other = engine.slot("first", 5), engine.slot("second", 2)
     damage(engine.pools["target"].kv, slot, other)
-    return whose_bytes(engine.canary.session.state.pools[0], slot, layer, **settings)
+    return find_provenance(engine.canary.session.state.pools[0], slot, layer, **settings)
 
 
 def words_of(kv: torch.Tensor, slot: int) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_several_slots_of_one_name_are_counted(engine):
     slot = engine.slot("first", 5)
     name = int(state.content_a[LAYER, slot])
     state.content_a[LAYER, 300:307] = name
-    (answer,) = whose_bytes(state, slot, LAYER)
+    (answer,) = find_provenance(state, slot, LAYER)
     assert answer.text == "the bytes of slot 300, 301, 302, 303 and 3 more"
 
 
@@ -186,7 +186,7 @@ def test_a_twin_is_not_blamed(engine, part):
     state.records[twin] = state.records[slot]
     kv[LAYER, twin] = kv[LAYER, slot]
     kv[LAYER, slot, part] += 1
-    assert whose_bytes(state, slot, LAYER) == ()
+    assert find_provenance(state, slot, LAYER) == ()
 
 
 def test_right_bytes_have_no_answer(engine):
@@ -205,10 +205,10 @@ def test_the_search_is_bounded(make_engine):
     slot, far = 100, 8000
     kv[LAYER, slot, 1] = kv[LAYER, far, 0]
     assert far - slot > SEARCHED_SLOTS
-    assert whose_bytes(state, slot, LAYER) == ()
+    assert find_provenance(state, slot, LAYER) == ()
     kv[LAYER, slot + 1, 0] = kv[LAYER, far, 0]
-    assert whose_bytes(state, slot, LAYER, first=range(3000, 3000 + SEARCHED_SLOTS)) == ()
-    (answer,) = whose_bytes(state, slot, LAYER, first=[far])
+    assert find_provenance(state, slot, LAYER, first=range(3000, 3000 + SEARCHED_SLOTS)) == ()
+    (answer,) = find_provenance(state, slot, LAYER, first=[far])
     assert answer.text == f"V is K of slot {far} stored as V"
 
 
@@ -228,7 +228,9 @@ def test_a_finding_says_whose_bytes_it_found(make_engine):
 
 def test_nothing_is_looked_up_where_one_word_explains_all(make_engine, monkeypatch):
     """A flipped bit is its own explanation."""
-    monkeypatch.setattr("kvcanary.report.told_evidence.whose_bytes", lambda *_, **__: pytest.fail("nobody should ask"))
+    monkeypatch.setattr(
+        "kvcanary.report.told_evidence.find_provenance", lambda *_, **__: pytest.fail("nobody should ask")
+    )
     engine = make_engine(content="full")
     engine.start("first", 13)
     engine.step()
@@ -254,7 +256,7 @@ def test_scales_are_looked_at(scales, texts):
     beside[:, 0, 6] = torch.tensor(scales).view(2, 2)
     extras = {"k_scale": list(beside[0]), "v_scale": list(beside[1])}
     manager = CanaryManager(CanaryConfig(), [PoolView("quantised", list(values[0]), list(values[1]), 4, extras=extras)])
-    answers = whose_bytes(manager.session.state.pools[0], slot=6, layer=0)
+    answers = find_provenance(manager.session.state.pools[0], slot=6, layer=0)
     assert [answer.text for answer in answers if answer.kind == "scale"] == texts
 
 
@@ -276,7 +278,7 @@ def test_scales_in_another_order_name_their_part(damage, text):
     extras = {"k_scale": list(beside[0]), "v_scale": list(beside[1])}
     manager = CanaryManager(CanaryConfig(), [PoolView("quantised", list(values[0]), list(values[1]), 4, extras=extras)])
     (pool,) = manager.session.state.pools
-    pool.content_a[0, 6] = lanes_of_rows(pool, 0, pool.rows.gather_layer(0, torch.tensor([6])))[0]
+    pool.content_a[0, 6] = fingerprints_of_rows(pool, 0, pool.rows.gather_layer(0, torch.tensor([6])))[0]
     beside[0, 0, 6], beside[1, 0, 6] = damage(*beside[:, 0, 6].clone())
-    texts = [answer.text for answer in whose_bytes(pool, slot=6, layer=0) if answer.kind == "scale_order"]
+    texts = [answer.text for answer in find_provenance(pool, slot=6, layer=0) if answer.kind == "scale_order"]
     assert texts == ([] if text is None else [text])

@@ -27,8 +27,8 @@ def test_goals_are_met_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     met = replace(bars.BARS[0], figure=lambda record: 0.9, least=0.9)
     missed = replace(met, figure=lambda record: 0.8999, digits=4, reason="slow.")
     above = replace(missed, figure=lambda record: 1.02, least=None, most=1.01)
-    waiting = replace(above, record="gpu_of_tomorrow", always_told=True)
-    noted = replace(met, reason="as elsewhere.", always_told=True)
+    waiting = replace(above, record="gpu_of_tomorrow", is_always_shown=True)
+    noted = replace(met, reason="as elsewhere.", is_always_shown=True)
     monkeypatch.setattr(bars, "BARS", (met, missed, above, waiting, noted))
     _, _, *rows, blank, reasons, notes = bars.lines()
     assert [row.split(" | ")[1:4] for row in rows] == [

@@ -94,7 +94,7 @@ def test_ratios_are_told_as_they_are_kept() -> None:
     """Median, least and largest of pairs, by name."""
     spreads = {"write": common.spread([2.0, 3.0, 9.0], [1.0, 2.0, 3.0])}
     assert spreads == {"write": {"median": 2.0, "min": 1.5, "max": 3.0}}
-    assert common.told(spreads) == "   write x2.0000 (1.5000 to 3.0000)"
+    assert common.reported(spreads) == "   write x2.0000 (1.5000 to 3.0000)"
 
 
 def test_events_of_what_is_measured_go_to_stderr(kvcanary, tmp_path, monkeypatch) -> None:

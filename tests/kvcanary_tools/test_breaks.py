@@ -31,8 +31,8 @@ def run(*arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-def rows_of(told: dict) -> list[Row]:
-    return [Row(**row) for row in told["rows"]]
+def rows_of(reported: dict) -> list[Row]:
+    return [Row(**row) for row in reported["rows"]]
 
 
 @pytest.mark.parametrize("broken", BREAKS.values(), ids=BREAKS)
@@ -53,28 +53,28 @@ def test_a_line_that_is_not_there_is_named() -> None:
 
 def test_a_sample_ends_as_its_entries_say() -> None:
     """Typed errors without a canary where the host can see it, findings with one, and no wrong token before them."""
-    told = run("--sample", str(IN_CI), "--seed", "4")
-    assert told["complaints"] == []
-    wrong = [(row.name, row.canary, row.cause, row.says) for row in rows_of(told) if is_cause_right(row) is False]
-    assert len(wrong) <= (1 - LEAST_RIGHT) * told["summary"]["findings"], wrong
+    reported = run("--sample", str(IN_CI), "--seed", "4")
+    assert reported["complaints"] == []
+    wrong = [(row.name, row.canary, row.cause, row.says) for row in rows_of(reported) if is_cause_right(row) is False]
+    assert len(wrong) <= (1 - LEAST_RIGHT) * reported["summary"]["findings"], wrong
 
 
 @pytest.mark.slow
 def test_all_end_as_their_entries_say() -> None:
     """The same of all breaks, with the right cause first in at least 95 of 100 findings."""
-    told = run("--workers", "2")
-    assert told["complaints"] == []
-    summary = told["summary"]
+    reported = run("--workers", "2")
+    assert reported["complaints"] == []
+    summary = reported["summary"]
     assert summary["findings with the right cause first"] >= LEAST_RIGHT * summary["findings"]
 
 
 def test_the_record_is_of_all_breaks_and_the_page_shows_it() -> None:
     """docs/breaks.md is the record's table; nothing in the record is otherwise than its entry says."""
-    told = json.loads(RECORD.read_text(encoding="utf-8"))
-    rows = rows_of(told)
+    reported = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = rows_of(reported)
     assert {row.name for row in rows} == BREAKS.keys()
     assert [text for name in BREAKS for text in complaints([row for row in rows if row.name == name])] == []
-    assert told["summary"] == table.summary(rows)
+    assert reported["summary"] == table.summary(rows)
     assert "\n".join(table.lines(rows)) in PAGE.read_text(encoding="utf-8")
 
 

@@ -61,10 +61,10 @@ def test_inspect_tells_what_is_in_a_dump(kvcanary, bad, clean):
     assert shown.exit_code == 0
     assert "because of a finding, steps 0 to 6" in shown.stdout
     assert re.search(r"^R9 +content changed +target", shown.stdout, re.M)
-    told = json.loads(kvcanary("inspect", bad, "--json").stdout)
-    assert {request["request_id"] for request in told["requests"]} == {"mine", "theirs"}
-    assert told["events"]["begin_step"] == 6
-    assert told["tokens"] == "replaced"
+    reported = json.loads(kvcanary("inspect", bad, "--json").stdout)
+    assert {request["request_id"] for request in reported["requests"]} == {"mine", "theirs"}
+    assert reported["events"]["begin_step"] == 6
+    assert reported["tokens"] == "replaced"
     assert "no finding" in kvcanary("inspect", clean).stdout
 
 
@@ -72,14 +72,14 @@ def test_explain_tells_the_story(kvcanary, bad, clean):
     """From the page's birth to the finding, in order; the ranked cause with its evidence; what to do next."""
     shown = kvcanary("explain", bad)
     assert shown.exit_code == 1
-    told = json.loads(kvcanary("explain", bad, "--json").stdout)
-    kinds = [line["kind"] for line in told["story"]]
+    reported = json.loads(kvcanary("explain", bad, "--json").stdout)
+    kinds = [line["kind"] for line in reported["story"]]
     assert kinds[0] == "born"
     assert kinds[-1] == "found"
     assert {"wrote", "read"} <= set(kinds)
-    steps = [line["step"] for line in told["story"]]
+    steps = [line["step"] for line in reported["story"]]
     assert steps == sorted(steps)
-    assert told["causes"][0]["family"] == "bits"
+    assert reported["causes"][0]["family"] == "bits"
     assert f"1. one flipped bit: bit {BIT} of one element" in shown.stdout
     assert f"kvcanary replay {bad}" in shown.stdout
     nothing = kvcanary("explain", clean)
@@ -107,8 +107,8 @@ def test_a_story_tells_a_step_in_its_order(tmp_path):
         while page not in [owned for row in engine.rows.values() for owned in row.pages]:
             engine.start(f"more {len(engine.rows)}", 13)
         dump = read_dump(engine.canary.dump(tmp_path / "all.kvdump"))
-    told = [line.text.split(" ") for line in story_of(dump, "target", page * engine.shape.page_size)]
-    verbs = [words[2] for words in told]
+    reported = [line.text.split(" ") for line in story_of(dump, "target", page * engine.shape.page_size)]
+    verbs = [words[2] for words in reported]
     expected = ["granted", "written", "committed", "freed", "quarantined", "left", "granted", "written"]
     assert [verb for verb in verbs if verb in expected] == expected
 
@@ -124,9 +124,9 @@ def test_a_story_does_not_say_that_a_page_was_copied_before_it_was(tmp_path):
         [copy] = engine.pages.take(1, engine.num_steps)
         engine.canary.on_copy("child", pages[1], copy)
         dump = read_dump(engine.canary.dump(tmp_path / "all.kvdump"))
-    told = [line.text.split(" (")[0] for line in story_of(dump, "target", copy * engine.shape.page_size)]
+    reported = [line.text.split(" (")[0] for line in story_of(dump, "target", copy * engine.shape.page_size)]
     taken = f"page {copy} takes the place of page {pages[1]} in the row of 'child'; its bytes follow by a move"
-    assert told == [f"page {copy} granted as a copy to 'child'", taken]
+    assert reported == [f"page {copy} granted as a copy to 'child'", taken]
 
 
 def test_a_story_knows_grants_of_several(tmp_path):
@@ -138,8 +138,8 @@ def test_a_story_knows_grants_of_several(tmp_path):
         engine.canary.on_alloc_all(["first", "second"], [[1, 2], [3]])
         dump = read_dump(engine.canary.dump(tmp_path / "all.kvdump"))
     dump.history.clear()
-    told = [story_of(dump, "target", page * engine.shape.page_size) for page in (2, 3)]
-    assert [[line.text for line in story] for story in told] == [
+    reported = [story_of(dump, "target", page * engine.shape.page_size) for page in (2, 3)]
+    assert [[line.text for line in story] for story in reported] == [
         ["page 2 granted to 'first'"],
         ["page 3 granted to 'second'"],
     ]
@@ -174,10 +174,10 @@ def test_replay_says_what_it_did_not_reach(kvcanary, bad, monkeypatch):
 def test_why_slot_tells_who_put_it_there(kvcanary, bad):
     """Page, owner, rows, the last declared write, and the story; slots and pools that are none are a sentence."""
     slot = str(json.loads(kvcanary("inspect", bad, "--json").stdout)["findings"][0]["slot"])
-    told = json.loads(kvcanary("why-slot", bad, slot, "--json").stdout)
-    assert (told["owner"], told["rows"]) == ("mine", ["mine"])
-    assert told["written"]["position"] == 6
-    assert told["written"]["request"] == "mine"
+    reported = json.loads(kvcanary("why-slot", bad, slot, "--json").stdout)
+    assert (reported["owner"], reported["rows"]) == ("mine", ["mine"])
+    assert reported["written"]["position"] == 6
+    assert reported["written"]["request"] == "mine"
     shown = kvcanary("why-slot", bad, slot, "--pool", "target")
     assert "private to 'mine'" in shown.stdout
     assert "written   by 'mine', position 6, prefill, step 1" in shown.stdout
@@ -214,8 +214,8 @@ def test_report_is_one_page_that_loads_nothing(kvcanary, bad, tmp_path):
     path = tmp_path / "report.html"
     assert kvcanary("report", bad, "-o", str(path)).exit_code == 0
     page = path.read_text()
-    told = json.loads(kvcanary("inspect", bad, "--json").stdout)
-    assert page.count('title="page ') == sum(told["pages"].values())
+    reported = json.loads(kvcanary("inspect", bad, "--json").stdout)
+    assert page.count('title="page ') == sum(reported["pages"].values())
     assert page.count(' hit"') == 1
     assert page.count("<circle") == page.count("<title>node ") > 4
     assert page.count("<path") == page.count("<circle") - page.count("<svg")  # all nodes but the roots hang on one
@@ -248,10 +248,10 @@ def test_diff_finds_where_recordings_part(kvcanary, folder, clean):
     assert same.exit_code == 0, same.stdout
     parted = kvcanary("diff", clean, str(other), "--json")
     assert parted.exit_code == 1
-    told = json.loads(parted.stdout)
-    assert told["same"] is False
-    assert told["step"] >= 1
-    assert told["fields"]
+    reported = json.loads(parted.stdout)
+    assert reported["same"] is False
+    assert reported["step"] >= 1
+    assert reported["fields"]
 
 
 def test_diff_runs_two_commands(kvcanary, tmp_path):
@@ -306,8 +306,8 @@ def test_bisect_finds_the_first_bad_step(kvcanary, bad, clean, tmp_path):
     assert "step 6 is the first bad one: R9 content changed" in shown.stdout
     script = tmp_path / "try.py"
     script.write_text("import sys; sys.exit(int(sys.argv[1]) >= 11)")
-    told = kvcanary("bisect", "--cmd", f"{sys.executable} {script} {{step}}", "--high", "40", "--json")
-    assert json.loads(told.stdout)["first_bad_step"] == 11
+    reported = kvcanary("bisect", "--cmd", f"{sys.executable} {script} {{step}}", "--high", "40", "--json")
+    assert json.loads(reported.stdout)["first_bad_step"] == 11
     script.write_text("import sys; sys.exit(7)")
     failed = kvcanary("bisect", "--cmd", f"{sys.executable} {script} {{step}}", "--high", "40")
     assert failed.exit_code == 2

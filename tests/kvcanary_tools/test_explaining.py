@@ -81,8 +81,8 @@ def test_who_should_wait_is_advised(kvcanary, tmp_path):
     with torch.inference_mode():
         engine = ToyEngine(CanaryConfig(dump_dir=str(tmp_path)))
         engine.start("mine", 8)
-        engine.canary.tickets.issue("results", "copies", writes=["results 0"])
-        engine.canary.tickets.use("results", "host", ["results 0"], requests=["mine"])
+        engine.canary.async_tracker.issue("results", "copies", writes=["results 0"])
+        engine.canary.async_tracker.use("results", "host", ["results 0"], requests=["mine"])
         shown = kvcanary("explain", stopped(engine)).stdout
     assert shown.startswith("unordered access (O1): host buffer 'results 0', step ")
     advice = "let the host wait for the event of 'results' (stream copies, sequence 1) before 'results' on the host"

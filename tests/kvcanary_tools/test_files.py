@@ -95,8 +95,8 @@ def test_a_campaign_is_kept_while_it_runs(tmp_path: Path, monkeypatch) -> None:
     seen = []
     for now in (1.0, 31.0, 32.0, 62.0):  # noqa: B007
         account.add(result)
-        told = json.loads(account.file.path.read_text()) if account.file.path.exists() else None
-        seen.append(told and (told["rows"][0]["runs"], told["meta"]["complete"]))
+        reported = json.loads(account.file.path.read_text()) if account.file.path.exists() else None
+        seen.append(reported and (reported["rows"][0]["runs"], reported["meta"]["complete"]))
     assert seen == [None, (2, False), (2, False), (4, False)]
 
 

@@ -90,8 +90,8 @@ def test_generate_leaves_a_dump_where_it_is_told(kvcanary, tmp_path: Path) -> No
     """What was recorded of the whole run, which the dump commands read; without a recorder, or a folder, a sentence."""
     path = tmp_path / "run.kvdump"
     assert kvcanary("generate", "--prompt", PROMPT, *SHORT, "--kv-canary", "--dump", str(path)).exit_code == 0
-    told = json.loads(kvcanary("inspect", str(path), "--json").stdout)
-    assert (told["first_step"], told["findings"]) == (0, [])
+    reported = json.loads(kvcanary("inspect", str(path), "--json").stdout)
+    assert (reported["first_step"], reported["findings"]) == (0, [])
     for arguments, words in (
         (["--dump", str(path)], "--dump needs a canary that records, got none"),
         (["--kv-canary", "--dump", str(tmp_path / "no" / "run.kvdump")], "run.kvdump cannot be written: "),

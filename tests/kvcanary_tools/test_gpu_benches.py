@@ -93,7 +93,7 @@ def test_each_moment_of_the_host_counts_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_everything_that_an_engine_calls_of_its_canary_is_timed() -> None:
-    """Methods of the manager, of its base and of the desk for tickets; the engine's own part; waits."""
+    """Methods of the manager, of its base and of the desk for operations; the engine's own part; waits."""
     names = {f"{owner.__name__}.{name}": who for owner, name, who in host_work.entries()}
     asked = ("CanaryManager.end_step", "CanaryManager.append", "AsyncTracker.issue", "Together.launch")
     assert {names[name] for name in asked} == {"canary"}
@@ -158,7 +158,7 @@ def test_vllm_and_ours_take_turns_at_equal_contexts(model: Decoder, monkeypatch:
     turns = [(name.split()[1], (name.split()[0], other.split()[0])) for name, other in pairwise(order)][2::2]
     assert turns == [(of, who) for of in ("prefill", "decode") for who in (("theirs", "ours"), ("ours", "theirs"))]
     assert not theirs.engine.running
-    assert "canary off: vLLM" in beside_vllm.told({"requests": 2, "canary": "off", **decode})
+    assert "canary off: vLLM" in beside_vllm.reported({"requests": 2, "canary": "off", **decode})
 
 
 def test_what_is_late_ends_with_a_whole_round(model: Decoder) -> None:

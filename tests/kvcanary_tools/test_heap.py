@@ -58,7 +58,7 @@ def test_the_heap_is_asked_for_where_it_is_whole_huge_pages(advised) -> None:
 
 
 def test_objects_are_kept_from_searches(advised) -> None:
-    """None is looked at again."""
+    """None is read again."""
     before = gc.get_freeze_count()
     heap.settle()
     assert gc.get_freeze_count() > before

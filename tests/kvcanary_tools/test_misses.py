@@ -26,8 +26,10 @@ def sample() -> dict:
     return misses.measure(SAMPLE, POOL_SAMPLE)
 
 
-def test_every_word_times_every_delta_is_found_by_both_lanes(sample):
-    """64 changes of each word of each layer's row, in every shape: lane a alone finds them, and lane b does too."""
+def test_every_word_times_every_delta_is_found_by_both_fingerprints(sample):
+    """64 changes of each word of each layer's row, in every shape: fingerprint a alone finds them, and fingerprint b
+    does too.
+    """
     assert list(sample["words"]) == [str(shape) for shape in misses.SHAPES]
     for shape, row in zip(misses.SHAPES, sample["words"].values(), strict=True):
         assert row["tried"] == row["found"] == row["found_by_lane_a"] == 64 * shape.words * misses.LAYERS

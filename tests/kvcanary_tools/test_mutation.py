@@ -111,13 +111,13 @@ def test_a_report_tells_survivors_by_what_they_change():
     lived = Outcome(names[1], "survived", "free(\n1)", "free(2)")
     outcomes = [lived, Outcome(names[0], "timeout", "a", "b")]
     mutants = dict.fromkeys(AREAS, 5)
-    told = report.as_dict(outcomes, mutants, {}, {"seed": 3})
-    assert told["survivors"] == [
+    reported = report.as_dict(outcomes, mutants, {}, {"seed": 3})
+    assert reported["survivors"] == [
         {"name": names[1], "change": "kvcanary.ledger.ledger.Ledger.free: free( 1) -> free(2)", "why": None}
     ]
-    assert told["meta"] == {"seed": 3, "sample": 2, "killed": 1, "statuses": {"survived": 1, "timeout": 1}}
-    assert report.killed_before(told) == [Outcome(names[0], "timeout", "", "")]
-    assert [(row["sample"], row["killed"]) for row in told["areas"]] == [(1, 1), (1, 0), (0, 0), (0, 0), (0, 0)]
+    assert reported["meta"] == {"seed": 3, "sample": 2, "killed": 1, "statuses": {"survived": 1, "timeout": 1}}
+    assert report.killed_before(reported) == [Outcome(names[0], "timeout", "", "")]
+    assert [(row["sample"], row["killed"]) for row in reported["areas"]] == [(1, 1), (1, 0), (0, 0), (0, 0), (0, 0)]
 
 
 @pytest.fixture
@@ -154,9 +154,9 @@ def test_an_earlier_report_must_be_of_the_same_mutants(mutated, tmp_path):
     """Other sources number their mutants anew."""
     first = tmp_path / "first.json"
     CliRunner().invoke(command, ["--root", str(ROOT), "--json", str(first)])
-    told = json.loads(first.read_text(encoding="utf-8"))
-    told["meta"]["sources"] = "other"
-    first.write_text(json.dumps(told), encoding="utf-8")
+    reported = json.loads(first.read_text(encoding="utf-8"))
+    reported["meta"]["sources"] = "other"
+    first.write_text(json.dumps(reported), encoding="utf-8")
     done = CliRunner().invoke(command, ["--root", str(ROOT), "--again", str(first)])
     assert done.exit_code == 2
     assert "first.json must be of this sample of these sources: run all of it" in done.stderr

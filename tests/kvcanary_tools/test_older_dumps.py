@@ -40,8 +40,8 @@ def answers_of(kvcanary: Command, path: str, trace: Path) -> dict[str, Any]:
 
 def _said(result: Result) -> dict[str, Any]:
     assert result.exit_code in (0, 1), result.output
-    told: dict[str, Any] = json.loads(result.stdout)
-    return told
+    reported: dict[str, Any] = json.loads(result.stdout)
+    return reported
 
 
 def _finding(finding: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def _trace(kvcanary: Command, path: str, trace: Path) -> dict[str, Any]:
 
 
 def _slot(kvcanary: Command, path: str, place: dict[str, Any]) -> dict[str, Any]:
-    told = _said(kvcanary("why-slot", path, str(place["slot"]), "--pool", place["pool"], "--json"))
-    return told | {"story": _steps(told["story"])}
+    reported = _said(kvcanary("why-slot", path, str(place["slot"]), "--pool", place["pool"], "--json"))
+    return reported | {"story": _steps(reported["story"])}
 
 
 def test_every_dump_has_its_answers() -> None:
@@ -74,9 +74,9 @@ def test_every_dump_has_its_answers() -> None:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_dump_of_an_earlier_version_says_what_it_said(kvcanary: Command, tmp_path: Path, name: str) -> None:
     """The same finding at the same place with the same first cause, and a replay that reaches it."""
-    told = answers_of(kvcanary, str(DUMPS / name), tmp_path / "trace.json")
-    assert told["replay"]["same"]
-    assert told == ANSWERS[name]
+    reported = answers_of(kvcanary, str(DUMPS / name), tmp_path / "trace.json")
+    assert reported["replay"]["same"]
+    assert reported == ANSWERS[name]
 
 
 def test_dumps_of_two_versions_are_compared(kvcanary: Command) -> None:
@@ -85,5 +85,5 @@ def test_dumps_of_two_versions_are_compared(kvcanary: Command) -> None:
     assert kvcanary("diff", later, later).exit_code == 0
     parted = kvcanary("diff", earlier, later, "--json")
     assert parted.exit_code == 1
-    told = json.loads(parted.stdout)
-    assert (told["step"], told["first"]["call"]) == (1, "forward")
+    reported = json.loads(parted.stdout)
+    assert (reported["step"], reported["first"]["call"]) == (1, "forward")

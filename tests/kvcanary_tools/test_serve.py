@@ -285,9 +285,9 @@ def test_mode_raise_leaves_a_dump_that_the_report_names(tmp_path, kvcanary) -> N
             child.kill()
     assert child.returncode == 70
     [path] = re.findall(r"^  dump +(kvcanary-dumps/\S+\.kvdump)$", report, re.M)
-    told = kvcanary("explain", str(tmp_path / path))
-    assert told.exit_code == 1
-    assert "content changed (R9)" in told.stdout
+    reported = kvcanary("explain", str(tmp_path / path))
+    assert reported.exit_code == 1
+    assert "content changed (R9)" in reported.stdout
 
 
 def test_binding_finds_a_free_port() -> None:

@@ -172,7 +172,7 @@ def test_the_clock_leaves_out_what_the_engine_takes_itself() -> None:
         Handle()._replace(owner, "step", hook)
     owner.step()
     owner.step()
-    found = vllm_clock.told(spent, 1.0)
+    found = vllm_clock.reported(spent, 1.0)
     assert found["hooks"]["step"]["calls"] == 2
     assert 2000 <= found["hooks"]["step"]["us"] < 40000
     assert found["share_of_run"] == pytest.approx(2e-6 * found["hooks"]["step"]["us"])

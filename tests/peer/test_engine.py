@@ -54,18 +54,18 @@ def feed_another(target: EngineTarget, entry: int, when: Callable[[Call], bool])
 def test_the_sweep_lists_exactly_what_the_prefix_tree_holds(make_engine) -> None:
     """With nobody running; while somebody runs, what the rows do not hold; and nothing when the tree is empty."""
     engine = make_engine()
-    sweep = engine.canary.session.checks.cached
-    assert sweep._pages().tolist() == []
+    scrubber = engine.canary.session.checks.cached
+    assert scrubber._pages().tolist() == []
     submit(engine, 1)
     submit(engine, 200)
     run(engine)
     tree = engine.memory.cache.tree
     assert len(tree.pages) >= 2 * (PROMPT_LEN // 4)
-    assert sweep._pages().tolist() == sorted(tree.pages)
+    assert scrubber._pages().tolist() == sorted(tree.pages)
     submit(engine, 1)
     engine.step()
     [request] = engine.running
-    assert sweep._pages().tolist() == sorted(set(tree.pages) - set(request.pages))
+    assert scrubber._pages().tolist() == sorted(set(tree.pages) - set(request.pages))
     assert set(request.pages) & set(tree.pages)
 
 

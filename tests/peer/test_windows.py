@@ -209,7 +209,7 @@ def test_a_flipped_bit_in_the_window_is_found_at_its_slot(engine, ago):
 
 @pytest.mark.parametrize("look", ["sweep", "release"])
 def test_the_canary_s_own_looks_read_through_the_map(make_sliding, look):
-    """The rolling check and the last look find a flip inside the window, and leave what has left it alone."""
+    """The rolling check and the last re-read find a flip inside the window, and leave what has left it alone."""
     engine = make_sliding(content="rolling", budget=1 << 30)
     engine.start("only", 17)
     engine.decode()
@@ -364,7 +364,7 @@ def test_what_leaves_a_window_gets_its_last_look(make_sliding, tight, content):
 
 
 def test_what_a_request_leaves_behind_its_window_is_looked_at_when_it_ends(make_sliding):
-    """The last look of a request is at its window; what its pages hold besides follows when they are given back."""
+    """The last re-read of a request is at its window; what its pages hold besides follows when they are given back."""
     engine = make_sliding(tells=True)
     engine.start("only", 19)
     own = int(engine.slot_map[engine.slot("only", 12)])
@@ -383,7 +383,7 @@ def test_a_static_substep_of_a_partial_pool_is_refused(make_sliding):
     """Substeps of graphs do not read through a map yet, and say so before anything runs."""
     manager = make_sliding().canary
     buffers = StaticBuffers.allocate(1, 1, 8)
-    with pytest.raises(PlanError, match="must have neither slot_map nor window in a static substep"):
+    with pytest.raises(PlanError, match="must have neither slot_map nor window in a captured substep"):
         SubstepRegistry(manager.session.state).add("sliding", "decode", 0, buffers)
 
 

@@ -251,8 +251,8 @@ def test_a_row_narrower_than_what_is_owned_is_refused(toy_model):
 
 def test_tokens_that_were_not_accepted_are_refused(engine):
     """Output that grows by more than what was committed leaves more than the bonus token pending."""
-    hear = engine._emit
-    engine._emit = lambda request, length, part: hear(request, length, replace(part, tokens=[*part.tokens, 5]))
+    collect = engine._emit
+    engine._emit = lambda request, length, part: collect(request, length, replace(part, tokens=[*part.tokens, 5]))
     error = error_of(engine)
     assert type(error) is invariants.CommitError
     assert str(error).endswith(" = 2 tokens pending, must be exactly 1")

@@ -168,7 +168,7 @@ def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
     def substep(kind, index, pool, puts=False):
         opened = own(kind, index, pool, puts=puts)
         if kind == "extend":
-            engine.canary.forwards.closed = lambda *told: None
+            engine.canary.forwards.closed = lambda *reported: None
         return opened
 
     engine.canary.forward = substep
@@ -211,8 +211,8 @@ def test_a_branch_of_a_captured_tree_without_hooks_is_refused_by_name(monkeypatc
     """Before the hooks of the next forward, which build on it, are refused for want of it."""
     own = hooks.StaticForwards._hook
 
-    def hook(self, forward, rows, is_postponed):
-        made = own(self, forward, rows, is_postponed) if (forward.kind, forward.index) != ("draft", 1) else None
+    def hook(self, forward, rows, is_deferred):
+        made = own(self, forward, rows, is_deferred) if (forward.kind, forward.index) != ("draft", 1) else None
         return made or hooks.Hooked(forward, rows, forward.slots, None, None)
 
     monkeypatch.setattr(hooks.StaticForwards, "_hook", hook)
@@ -228,8 +228,8 @@ def test_a_program_without_hooks_in_one_forward_is_refused_at_start(lost, mode, 
     """The error names the forward, its pool and the size of the program; without a canary there is none."""
     own = hooks.StaticForwards.hook
 
-    def hook(self, forward, rows, is_postponed=False):
-        made = own(self, forward, rows, is_postponed)
+    def hook(self, forward, rows, is_deferred=False):
+        made = own(self, forward, rows, is_deferred)
         if (forward.kind, forward.index) == lost:
             object.__setattr__(made, "substep", None)
         return made

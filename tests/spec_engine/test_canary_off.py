@@ -16,7 +16,7 @@ import sys
 
 class Refuse:
     '''Importing what a canary is made of fails.'''
-    NAMES = {"checks", "lifecycle", "mirror", "sealing", "reading", "sweep", "bank", "static", "graphs"}
+    NAMES = {"checks", "lifecycle", "mirror", "sealing", "reading", "sweep", "registry", "static", "graphs"}
     NAMES |= {"storing", "host", "loops"}
 
     def find_spec(self, name, path=None, target=None):

@@ -126,13 +126,13 @@ class Traffic(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.heard(self.engine.step())
+            self.collected(self.engine.step())
 
     @precondition(lambda self: len(self.reasons) < len(self.asked))
     @rule(data=st.data())
     def cancel(self, data) -> None:
         name = data.draw(st.sampled_from([name for name in self.asked if name not in self.reasons]))
-        self.heard([self.engine.cancel(name)])
+        self.collected([self.engine.cancel(name)])
         assert self.engine.cancel(name) is None
 
     @invariant()
@@ -142,7 +142,7 @@ class Traffic(RuleBasedStateMachine):
         Traffic.num_sharing += sum(request.num_shared > 0 for request in self.engine.running)
         Traffic.num_ahead += sum(landing.result.drafted is not None for landing in self.engine._pending)
 
-    def heard(self, events) -> None:
+    def collected(self, events) -> None:
         for event in events:
             assert event.request_id not in self.reasons
             self.outputs[event.request_id] += event.token_ids
@@ -151,7 +151,7 @@ class Traffic(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         while self.engine.has_work:
-            self.heard(self.engine.step())
+            self.collected(self.engine.step())
             self.pages_add_up()
         for name, (number, count) in self.asked.items():
             got = self.outputs[name]
@@ -165,7 +165,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 class AheadTraffic(Traffic):
-    """The same in captured steps, each launched before the host has heard of the last one."""
+    """The same in captured steps, each launched before the host has collected the last one."""
 
     @initialize(shape=st.sampled_from(SHAPES), room=st.integers(0, 5))
     def begin(self, shape: Shape, room: int) -> None:
@@ -208,7 +208,7 @@ def test_any_order_of_actions_is_clean_where_pages_come_and_go() -> None:
 
 
 def test_any_order_of_actions_is_clean_ahead_of_the_host() -> None:
-    """Requests end, are cancelled and retracted with steps of theirs in the air."""
+    """Requests end, are cancelled and retracted with steps of theirs in flight."""
     run(5, AheadTraffic)
     assert Traffic.num_ahead > 20
 

@@ -94,7 +94,7 @@ def test_sizes_are_those_of_what_was_allocated(toy_model: Path, draft, ahead, sc
         canary=CanaryConfig(mode="raise"),
     )
     sizes = asdict(engine.sizes)
-    reserve = 16 + ahead + 4 * lag  # two branches of two pages, and a verify that the host has not heard of
+    reserve = 16 + ahead + 4 * lag  # two branches of two pages, and a verify that the host has not collected
     slots, layers = (512 + 1) * 4, {"target": 8, "draft": 8 if ahead else 1}
     assert sizes == {
         "page_size": 4,

@@ -109,7 +109,7 @@ def test_what_ends_on_damaged_bytes_is_withdrawn(make, monkeypatch):
     assert events[-1].text == text(TRUTH[3:5])
 
 
-def test_who_is_doomed_ends_also_where_the_step_was_not_its_own(make):
+def test_who_is_aborted_ends_also_where_the_step_was_not_its_own(make):
     """Mode abort: damage that a prefill of others finds ends its request there, and nobody waits for it for ever."""
     engine = make(canary=CanaryConfig(mode="abort", budget=1 << 40))
     params = SamplingParams(max_new_tokens=24)
@@ -208,8 +208,8 @@ def test_log_probabilities_are_those_of_a_dense_forward(small, dense_logits, set
             assert math.isclose(entry.logprob, row[entry.token_id], abs_tol=1e-9)
             likeliest = row.topk(3)
             assert [token for token, _ in entry.top] == likeliest.indices.tolist()
-            told = torch.tensor([logprob for _, logprob in entry.top], dtype=torch.float64)
-            assert torch.allclose(told, likeliest.values, rtol=0, atol=1e-9)
+            reported = torch.tensor([logprob for _, logprob in entry.top], dtype=torch.float64)
+            assert torch.allclose(reported, likeliest.values, rtol=0, atol=1e-9)
 
 
 def test_each_request_gets_the_log_probabilities_it_asks_for(small):

@@ -105,7 +105,7 @@ def test_a_scale_that_flips_in_host_memory_is_told_when_it_comes_back(toy_model)
     finding = caught.value.findings[0]
     assert (finding.code, finding.layers, finding.part, finding.bit) == ("T1", (3,), "v_scale", 18)
     assert finding.causes[0].text.startswith(
-        "one word: one bit, bit 18, of v_scale, head 0, dim 0, on page 0 of parcel 1"
+        "one word: one bit, bit 18, of v_scale, head 0, dim 0, on page 0 of snapshot 1"
     )
 
 

@@ -80,20 +80,20 @@ def test_it_is_judged_as_on_the_host(make, settings):
     assert outcome(make(**settings)) == outcome(make(on_device=False, **settings))
 
 
-def test_a_prefill_is_launched_before_the_last_one_is_heard(make):
+def test_a_prefill_is_launched_before_the_last_one_is_collected(make):
     """Chunk after chunk; the tokens that the last of them samples are not asked for either."""
     engine = make()
     engine.submit(PROMPTS[0], GREEDY)
-    flights, told = [], []
+    flights, reported = [], []
     while not engine.running or engine.running[0].chunk_start < engine.running[0].prefill_len:
         assert engine.step() == []
         result = engine._pending[-1].result
         flights.append(result.flight)
-        told += [token for part in result.parts for token in part.tokens]
+        reported += [token for part in result.parts for token in part.tokens]
     assert len(flights) > 2
-    assert [flight.has_landed for flight in flights[:-1]] == [True] * (len(flights) - 1)
-    assert not flights[-1].has_landed
-    assert told == [NO_TOKEN]
+    assert [flight.is_collected for flight in flights[:-1]] == [True] * (len(flights) - 1)
+    assert not flights[-1].is_collected
+    assert reported == [NO_TOKEN]
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
@@ -255,8 +255,8 @@ def test_it_is_told_of_several_prompts_behind_their_first_layer(make, defer):
     for prompt in PROMPTS[:2]:
         engine.submit([*engine.tokenizer.encode(prompt)][:CHUNK], GREEDY)
     engine.step()
-    told = ["admit", "admit", "on_alloc", "on_alloc", "flush"]
-    assert events == ["begin_step", "flush", "attends alone", *told, "launch_eager", "end_step"]
+    reported = ["admit", "admit", "on_alloc", "on_alloc", "flush"]
+    assert events == ["begin_step", "flush", "attends alone", *reported, "launch_eager", "end_step"]
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_a_flipped_bit_is_found_in_the_pool_where_it_lies(pool, layer):
 
 
 def test_a_byte_that_no_window_shows_is_found_when_its_page_leaves():
-    """Nothing reads it any more: the last look before the page serves others does."""
+    """Nothing reads it any more: the last re-read before the page serves others does."""
     engine = running_engine(draft="none")
     [request] = engine.running
     while (request.committed_len + 1 - WINDOW) % 4 != 2:

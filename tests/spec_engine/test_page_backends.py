@@ -72,19 +72,19 @@ def slots_of(part: PagePass) -> list[list[int]]:
 
 def test_the_canary_is_told_what_the_pages_hold(monkeypatch):
     """The index array of every draft forward is, slot by slot, what its two passes read."""
-    plan, told, read = PagedAttention.plan, [], []
+    plan, reported, read = PagedAttention.plan, [], []
 
     def listen(attention, batch, indices):
         plan(attention, batch, indices)
         if batch.kind == "draft":
             prefix, branches = (slots_of(part) for part in attention.groups[0][1])
-            told.append(indices.tolist())
+            reported.append(indices.tolist())
             read.append([slot for row, own in enumerate(branches) for slot in prefix[row // 4] + own])
 
     monkeypatch.setattr(PagedAttention, "plan", listen)
     run("paged")
-    assert told
-    assert told == read
+    assert reported
+    assert reported == read
 
 
 def test_a_tail_that_was_not_copied_is_reported(monkeypatch):

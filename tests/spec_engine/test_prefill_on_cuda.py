@@ -103,12 +103,12 @@ def make_long(mode: str, **settings: object) -> Engine:
 @pytest.mark.parametrize("settings", [{}, {"draft": "auto", "topk": 1}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
 def test_a_long_prompt_says_the_same_every_time(settings, length):
     """With a canary and without, whether its length is new, was seen, or is prepared for; and nothing fires."""
-    told = []
+    reported = []
     for mode in ("off", "raise"):
         engine = make_long(mode, **settings)
         prompt = long_tokens(engine, length)
-        told += [engine.generate([prompt], GREEDY)[0].token_ids for _ in range(4)]
-    assert told == told[:1] * len(told)
+        reported += [engine.generate([prompt], GREEDY)[0].token_ids for _ in range(4)]
+    assert reported == reported[:1] * len(reported)
     assert engine.canary.certificate()["findings"] == []
     assert engine.canary.certificate()["slots_sealed"] >= 4 * length
 

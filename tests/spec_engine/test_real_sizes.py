@@ -176,7 +176,7 @@ def test_constants_of_another_chain_are_refused(monkeypatch):
         ("depths", "depths of a chain"),
         ("mask", "mask of a chain"),
     ):
-        whole = lambda *told, name=name: replace(tree := build(*told), **{name: getattr(tree, name).roll(1, 1)})  # noqa: E731
+        whole = lambda *reported, name=name: replace(tree := build(*reported), **{name: getattr(tree, name).roll(1, 1)})  # noqa: E731
         monkeypatch.setattr(chain, "build_tree", whole)
         with pytest.raises(invariants.ChainConstantsError, match=f"^{words} of 4 nodes must be"):
             chain.ChainConstants(2, 3, 4)

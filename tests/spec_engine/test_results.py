@@ -52,7 +52,7 @@ def test_tokens_come_out_of_the_ring(mode, settings, monkeypatch):
     engine = make(mode, **settings)
     assert tokens_of(engine) == TRUTHS
     assert mode == "off" or engine.canary.certificate()["findings"] == []
-    monkeypatch.setattr(engine_module, "check_root", lambda *told: None)
+    monkeypatch.setattr(engine_module, "check_root", lambda *reported: None)
     outputs = tokens_of(with_a_changed_ring(**settings))
     assert outputs == [tuple(min(token, 500) for token in truth) for truth in TRUTHS]
 
@@ -71,8 +71,8 @@ def with_a_changed_ring(**settings) -> Engine:
     engine = make("off", **settings)
     receive = engine.streams.host.receive
 
-    def receive_and_change(*told):
-        receive(*told)
+    def receive_and_change(*reported):
+        receive(*reported)
         for buffer in engine.results._ring._buffers:
             buffer.tensor.clamp_(max=500)
 
@@ -95,7 +95,7 @@ def test_a_result_that_nobody_waits_for_is_told(mode, error):
     """
     engine = make(mode)
     host = engine.streams.host
-    host.receive = lambda event, what, requests: host.use(what, event.ticket.writes, requests=requests)
+    host.receive = lambda event, what, requests: host.use(what, event.op.writes, requests=requests)
     names = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
     events = []
     with nullcontext() if error is None else pytest.raises(error):

@@ -208,7 +208,7 @@ def test_bytes_of_a_page_that_was_written_again_since_are_stale():
     assert (cause.family, cause.basis) == ("transfer", "derived")
     number, page, left = (finding.expected[key] for key in ("parcel", "page_of_parcel", "left_in_step"))
     text, _, written = cause.text.rpartition(" ")
-    came_back = f"stale: page {page} of parcel {number} came back as it was saved in step {left}"
+    came_back = f"stale: page {page} of snapshot {number} came back as it was saved in step {left}"
     assert text == f"{came_back}, and it was written again in step"
     assert left < int(written) < finding.step
 
@@ -245,7 +245,7 @@ def leaving(engine: Engine) -> int:
 
 
 def test_bytes_that_changed_on_the_device_are_found_before_they_leave():
-    """R9 at a last look, while the map still leads there: the host gets no damaged page in silence."""
+    """R9 at a last re-read, while the map still leads there: the host gets no damaged page in silence."""
     engine = split_engine(prefix_cache=False)
     page = leaving(engine)
     own = int(engine.split.slot_map[page * 8 + 3])

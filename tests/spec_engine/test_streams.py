@@ -44,7 +44,7 @@ def test_a_use_that_does_not_wait_reads_old_bytes():
 def test_the_canary_tells_a_use_that_does_not_wait(waits):
     """O1 names the access and the copy in flight; with the wait nothing is told."""
     canary = armed_canary()
-    streams = Streams(CPU, canary.tickets)
+    streams = Streams(CPU, canary.async_tracker)
     event = streams.side("copies").submit("load", lambda: None, writes=[3])
     if waits:
         streams.main.wait(event)
@@ -54,22 +54,22 @@ def test_the_canary_tells_a_use_that_does_not_wait(waits):
 
 
 def test_what_the_host_has_waited_for_nobody_waits_for_again():
-    """The desk is told once that the copy is over; a side stream comes behind it without a word."""
-    canary, told = armed_canary(), []
-    streams = Streams(CPU, canary.tickets)
-    canary.tickets.log = SimpleNamespace(append=lambda event: told.append(event[0]))
+    """The tracker is told once that the copy is over; a side stream comes behind it without a word."""
+    canary, reported = armed_canary(), []
+    streams = Streams(CPU, canary.async_tracker)
+    canary.async_tracker.log = SimpleNamespace(append=lambda event: reported.append(event[0]))
     event = streams.side("copies").submit("load", lambda: None, writes=[3])
     for stream in (streams.host, streams.host, streams.side("others"), streams.main):
         stream.wait(event)
     streams.main.use("forward", [3])
-    assert [name for name in told if name in ("ticket_complete", "ticket_waits")] == ["ticket_complete"]
+    assert [name for name in reported if name in ("ticket_complete", "ticket_waits")] == ["ticket_complete"]
     assert accesses(canary) == []
 
 
 def test_the_canary_tells_a_side_stream_that_does_not_wait_for_the_forwards():
     """On a CPU the bytes are right, since forwards run at once; on a GPU they would not be."""
     canary = armed_canary()
-    streams = Streams(CPU, canary.tickets)
+    streams = Streams(CPU, canary.async_tracker)
     forward = streams.main.submit("forward", lambda: None, writes=[3, 4])
     streams.side("early").submit("offload", lambda: None, reads=[3])
     streams.side("late").wait(forward)
@@ -81,7 +81,7 @@ def test_the_canary_tells_a_side_stream_that_does_not_wait_for_the_forwards():
 def test_the_end_of_a_copy_is_judged_when_the_host_has_seen_it():
     """A page may be freed after the host has waited, and not before."""
     canary = armed_canary()
-    streams = Streams(CPU, canary.tickets)
+    streams = Streams(CPU, canary.async_tracker)
     first = streams.side("copies").submit("offload", lambda: None, reads=[3])
     streams.side("copies").submit("offload", lambda: None, reads=[4])
     streams.host.wait(first)
@@ -145,7 +145,7 @@ def test_any_schedule_keeps_every_stream_in_order_and_every_wait(calls):
 def test_a_staging_buffer_is_not_filled_again_before_its_copy_is_done():
     """The upload of the first step holds the first step's values, though its buffer is taken again."""
     canary = armed_canary()
-    streams = Streams(CPU, canary.tickets)
+    streams = Streams(CPU, canary.async_tracker)
     ring = StagingRing(streams, "tokens", 2, [3], torch.int64)
     uploaded = [torch.zeros(3, dtype=torch.int64) for _ in range(5)]
     for step, target in enumerate(uploaded):
@@ -161,7 +161,7 @@ def test_a_staging_buffer_is_not_filled_again_before_its_copy_is_done():
 def test_a_staging_buffer_that_is_filled_too_early_is_told():
     """O1 names the buffer; without the event the ring cannot wait, and the copy takes the next step's values."""
     canary = armed_canary()
-    streams = Streams(CPU, canary.tickets)
+    streams = Streams(CPU, canary.async_tracker)
     ring = StagingRing(streams, "tokens", 1, [3], torch.int64)
     target = torch.zeros(3, dtype=torch.int64)
     for step in range(2):

@@ -140,9 +140,9 @@ def test_proposals_of_who_had_the_row_before_are_refused(monkeypatch, way):
     engine.generate([PROMPTS[0]], params)
     extend = engine.drafter.extend
 
-    def unwritten(*told):
+    def unwritten(*reported):
         before = engine.drafter._tokens.clone()
-        extend(*told)
+        extend(*reported)
         engine.drafter._tokens.copy_(before)
 
     engine.drafter.extend = unwritten
@@ -236,10 +236,10 @@ def within(method: str, operation: str, change: Callable) -> Break:
     def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
         own, work = getattr(torch.Tensor, operation), getattr(TreeGrowth, method)
 
-        def changed(growth, *told):
+        def changed(growth, *reported):
             with monkeypatch.context() as patched:
                 patched.setattr(torch.Tensor, operation, lambda tensor, *how, **more: change(own(tensor, *how, **more)))
-                return work(growth, *told)
+                return work(growth, *reported)
 
         monkeypatch.setattr(TreeGrowth, method, changed)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcanary import PoolView
 from kvcanary.pools.parts import Part
-from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import CONTENT_B, LAYERS_LOW
 from kvcanary_kernels.record.seal import seal_torch
@@ -156,7 +156,7 @@ def seal_pool(pool: PoolState) -> None:
     one = torch.ones_like(slots)
     identity = dict.fromkeys(("tokens", "chains", "requests", "generations", "step", "sites"), one)
     seal_torch(pool.records, slots, positions=slots, **identity, pool_id=pool.pool_id, keys=pool.keys)
-    lane_a, lane_b = lanes_of_slots(pool, slots)
-    pool.content_a.copy_(lane_a)
-    pool.records[:, CONTENT_B] = lane_b
+    fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, slots)
+    pool.content_a.copy_(fingerprint_a)
+    pool.records[:, CONTENT_B] = fingerprint_b
     pool.records[:, LAYERS_LOW] = (1 << pool.view.num_layers) - 1

@@ -16,15 +16,23 @@ A_FREE = (PageEvent("granted", 1, "old"), PageEvent("freed", 4, "old"))
 Said = tuple[Callable[[SimpleNamespace], Cause | None], SimpleNamespace, Cause | None]
 
 
-def a_hit(**told) -> SimpleNamespace:
+def a_violation(**reported) -> SimpleNamespace:
     """A verify forward of step 9 found it at position 5 of `me`, slot 21."""
     view = {"num_slots": 64, "page_size": PAGE_SIZE, "num_layers": 3, "null_slots": 4, "token_offset": 0}
-    view |= {"vocab_size": 100, "slot_map": None, "window": None} | told.pop("view", {})
+    view |= {"vocab_size": 100, "slot_map": None, "window": None} | reported.pop("view", {})
     pool = SimpleNamespace(view=SimpleNamespace(**view), name="target", full_layers=0b111, pool_id=0)
-    hit = {"code": "R9", "slot": 21, "position": 5, "request_id": "me", "site": ("verify", 0), "step": 9, "layers": ()}
-    hit |= {"last_good": None, "until": None, "parent_position": None, "found_position": None, "row_slots": ()}
-    hit |= {
-        "fingerprint_hit": False,
+    violation = {
+        "code": "R9",
+        "slot": 21,
+        "position": 5,
+        "request_id": "me",
+        "site": ("verify", 0),
+        "step": 9,
+        "layers": (),
+    }
+    violation |= {"last_good": None, "until": None, "parent_position": None, "found_position": None, "row_slots": ()}
+    violation |= {
+        "fingerprint_violation": False,
         "lineage": None,
         "is_captured": False,
         "named": None,
@@ -35,53 +43,53 @@ def a_hit(**told) -> SimpleNamespace:
         "pool": pool,
         "page": 5,
     }
-    return SimpleNamespace(**hit | told)
+    return SimpleNamespace(**violation | reported)
 
 
 def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     """What a rule sees of an incident: nothing but `read`."""
     facts = {"record": None, "writer": None, "word": None, "source": None, "source_is_damaged": False, "owner": None}
-    facts |= {"granted": None, "events": (), "reader": None, "write_site": None, "write_step": None, "whose": ()}
+    facts |= {"granted": None, "events": (), "reader": None, "write_site": None, "write_step": None, "provenance": ()}
     facts |= {"finite_since": None}
-    facts |= {"last_write": "nobody", "was_never_right": False, "is_first_look": False, "granted_slot": None}
+    facts |= {"last_write": "nobody", "was_never_right": False, "is_first_read": False, "granted_slot": None}
     facts |= {"is_shared": False}
     facts |= {"is_own_place": False, "own_position": None, "different_record": None, "first_difference": None}
-    facts |= {"incident": incident or (a_hit(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
+    facts |= {"incident": incident or (a_violation(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
     facts |= {"row": a_row(), "holds_its_own": True}
     seen = SimpleNamespace(**facts | read)
-    seen.told = seen.ledger
-    seen.hit = seen.incident[0]
+    seen.declared = seen.ledger
+    seen.violation = seen.incident[0]
     seen.held_by = repr(seen.owner) if seen.owner is not None else "a prefix cache"
-    seen.whose_is = lambda *kinds: next((answer for answer in seen.whose if answer.kind in kinds), None)
+    seen.provenance_of = lambda *kinds: next((answer for answer in seen.provenance if answer.kind in kinds), None)
     return seen
 
 
-def a_row(**told) -> SimpleNamespace:
-    """What the records of the row say: nothing but `told`; `own`: positions that hold the request's own entry."""
-    own, given, other = told.pop("own", ()), told.pop("given", {}), told.pop("other", None)
-    prompt = told.pop("prompt", ())
+def a_row(**reported) -> SimpleNamespace:
+    """What the records of the row say: nothing but `reported`; `own`: positions that hold the request's own entry."""
+    own, given, other = reported.pop("own", ()), reported.pop("given", {}), reported.pop("other", None)
+    prompt = reported.pop("prompt", ())
     row = {"before": None, "page": (), "copied_from": None, "fed": {}, "shift": 0, "was_pool_right": False}
     row |= {"together": ([], []), "first_of": None, "guesses": [], "given_len": 0, "owners_place": None}
     row |= {"last_no_guess": None, "is_own": lambda position: position in own, "given": given.get}
     row |= {"was_given": lambda position: position in prompt}
-    return SimpleNamespace(**row | {"of_other": lambda entry: other} | told)
+    return SimpleNamespace(**row | {"of_other": lambda entry: other} | reported)
 
 
-def whose(kind: str, text: str = "what they are") -> tuple[Provenance, ...]:
+def provenance(kind: str, text: str = "what they are") -> tuple[Provenance, ...]:
     return (Provenance(kind, text, "inferred", 9, 1),)
 
 
-def a_record(**told) -> Record:
+def a_record(**reported) -> Record:
     fields = {"token": 1, "position": 5, "chain": 0, "request": 3, "generation": 2, "step": 7, "content_b": 0}
-    return Record(**{"site": pack_site("verify", 0), "layers": 0b111, "seal": 0} | fields | told)
+    return Record(**{"site": pack_site("verify", 0), "layers": 0b111, "seal": 0} | fields | reported)
 
 
 def a_word(bit: int | None = 6, part: str = "K") -> SimpleNamespace:
     return SimpleNamespace(bit=bit, part=part)
 
 
-def a_reader(**told) -> SimpleNamespace:
-    return SimpleNamespace(**{"uid": 3, "committed_len": 8, "pages": [5, 6]} | told)
+def a_reader(**reported) -> SimpleNamespace:
+    return SimpleNamespace(**{"uid": 3, "committed_len": 8, "pages": [5, 6]} | reported)
 
 
 def expect_said(said: Sequence[Said]) -> None:

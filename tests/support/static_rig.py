@@ -1,4 +1,4 @@
-"""The device path: static substeps over one pool, whose forwards store values that follow from their tokens."""
+"""The device path: captured substeps over one pool, whose forwards store values that follow from their tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StaticRig:
         k, v = ([self.kv[layer, :, part] for layer in range(self.LAYERS)] for part in (0, 1))
         self.state = CanaryState([PoolView("target", k, v, self.PAGE_SIZE)], seed=7)
         self.pool = self.state.pools[0]
-        self.bank = SubstepRegistry(self.state)
+        self.registry = SubstepRegistry(self.state)
         self.device = device
         self.skipped_layers: set[int] = set()
         self.before_close: Callable[[], None] = lambda: None
@@ -49,7 +49,7 @@ class StaticRig:
         names = ("is_tree", "has_truths", "has_roots", "has_lineage", "ancestors")
         own = {name: settings.pop(name) for name in names if name in settings}
         buffers = StaticBuffers.allocate(rows, entries, indices, device=self.device, **own)
-        return self.bank.add("target", kind, index, buffers, **settings)
+        return self.registry.add("target", kind, index, buffers, **settings)
 
     def grant(self, uid: int, *pages: int, generation: int = 1) -> None:
         state, where = self.state, list(pages)
@@ -92,22 +92,22 @@ class StaticRig:
     def body(self, substep: CapturedSubstep) -> None:
         """A forward with all its hooks, over static buffers."""
         forward = substep.forward
-        if substep.is_postponed:
+        if substep.is_deferred:
             substep.admit()
         substep.open()
         for layer in range(self.LAYERS):
             if layer not in self.skipped_layers:
                 substep.store(layer, *self.values(layer, forward.tokens, forward.positions))
         self.before_close()
-        substep.close(joins=not substep.is_postponed)
+        substep.close(joins=not substep.is_deferred)
 
     def run(self, substep: CapturedSubstep, batch: Batch, step: int = 1) -> Readback:
         """One forward of this batch in this step, and what it found."""
-        self.bank.begin_step(step)
-        self.bank.load(substep, batch)
+        self.registry.begin_step(step)
+        self.registry.load(substep, batch)
         self.body(substep)
-        self.bank.join()
-        return self.bank.harvest()
+        self.registry.join()
+        return self.registry.read_back()
 
 
 def _ints(values: list[int] | range) -> Tensor:

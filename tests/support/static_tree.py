@@ -18,13 +18,13 @@ class StaticTree:
         self.canary = CanaryManager(CanaryConfig(seed=7, mode="log", **settings), [rig.pool.view])
         self.mask = torch.zeros(2, 2, 2, dtype=torch.bool)
         self.prefill, self.verify = (
-            self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 16, **own), **settings)
+            self.canary.registry.add("target", kind, 0, StaticBuffers.allocate(2, 4, 16, **own), **settings)
             for kind, own, settings in (
                 ("prefill", {}, {}),
                 ("verify", {"is_tree": True}, {"max_depth": 2, "tree_mask": self.mask}),
             )
         )
-        self.move = self.canary.bank.add_move("target", 2)
+        self.move = self.canary.registry.add_move("target", 2)
         self.canary.arm()
         self.canary.admit("ann", TOKENS[:4])
         self.canary.on_alloc("ann", [1, 2])

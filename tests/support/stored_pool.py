@@ -60,22 +60,24 @@ class StoredPool:
         bitmap = sum(1 << layer for layer in layers)
         for i, slot in enumerate(slots):
             found = [value & MASK for value in records[slot]]
-            lane_b = _lane_b(values, i, layers, self.keys) & MASK
-            assert found == [POISON & MASK] * 4 + [lane_b, bitmap & MASK, bitmap >> 64, POISON & MASK]
+            fingerprint_b = _fingerprint_b(values, i, layers, self.keys) & MASK
+            assert found == [POISON & MASK] * 4 + [fingerprint_b, bitmap & MASK, bitmap >> 64, POISON & MASK]
             for layer in range(self.rows.num_layers):
-                lane_a = int(self.keys.start_a[layer]) + _keyed_sum(values.row(layer, i), self.keys.lane_a[layer])
-                assert content_a[layer][slot] & MASK == (lane_a if layer in layers else POISON) & MASK
+                fingerprint_a = int(self.keys.start_a[layer]) + _keyed_sum(
+                    values.row(layer, i), self.keys.fingerprint_a[layer]
+                )
+                assert content_a[layer][slot] & MASK == (fingerprint_a if layer in layers else POISON) & MASK
         assert all(records[slot] == [POISON] * 4 + [0, 0, 0, POISON] for slot in others)
-        assert all(lane[slot] == POISON for lane in content_a for slot in others)
+        assert all(fingerprint[slot] == POISON for fingerprint in content_a for slot in others)
 
 
 def _bits(tensors: list[list[Tensor]]) -> list:
     return [[tensor.flatten().view(torch.uint8).tolist() for tensor in part] for part in tensors]
 
 
-def _lane_b(values: Any, entry: int, layers: list[int], keys: Keys) -> int:
+def _fingerprint_b(values: Any, entry: int, layers: list[int], keys: Keys) -> int:
     start = keys.start_b if 0 in layers else 0
-    return start + sum(_keyed_sum(values.row(layer, entry), keys.lane_b[layer]) for layer in layers)
+    return start + sum(_keyed_sum(values.row(layer, entry), keys.fingerprint_b[layer]) for layer in layers)
 
 
 def _keyed_sum(row: bytes, keys: Tensor) -> int:
@@ -102,7 +104,7 @@ def _given(values: Any, layer: int, place: Place) -> tuple[Tensor, Tensor | None
 
 
 def by_put(operation: Callable[..., None]) -> Way:
-    """Each layer with its lanes and its bit in one go; the way's answer is what the calls report."""
+    """Each layer with its fingerprints and its bit in one go; the way's answer is what the calls report."""
 
     def put_layers(
         pool: StoredPool, layers: int | list[int], slots: list[int], values: Any, place: Place = from_projection, **live
@@ -118,7 +120,7 @@ def by_put(operation: Callable[..., None]) -> Way:
 
 
 def by_store(store: Callable[..., None], attest: Callable[..., None]) -> Way:
-    """The bytes of each layer, then lanes and bits of all of them; the way's answer is what the calls report."""
+    """The bytes of each layer, then fingerprints and bits of all of them; the way's answer is what the calls report."""
 
     def store_layers(
         pool: StoredPool, layers: int | list[int], slots: list[int], values: Any, place: Place = from_projection, **live
@@ -131,8 +133,8 @@ def by_store(store: Callable[..., None], attest: Callable[..., None]) -> Way:
         listed = [layers] if isinstance(layers, int) else layers
         for number, layer in enumerate(listed):
             k, v, extras = _given(values, layer, place)
-            is_settled = layer not in listed[:number] and layer % 2 == 0
-            options = {"kept": kept, "times": times, "is_settled": is_settled} | live
+            is_ready = layer not in listed[:number] and layer % 2 == 0
+            options = {"kept": kept, "times": times, "is_ready": is_ready} | live
             store(pool.rows, layer, slot_ids, k, v, extras=extras, **options)
         attest(kept_rows(pool.rows, kept), slot_ids, times=times, twice=twice, **pool.tables, **live)
         assert not times.any()

@@ -11,7 +11,7 @@ TOKENS = list(range(100, 110))
 
 
 class Tier:
-    """The full pages of a request that has ended: their bytes by pool, and the canary's parcel."""
+    """The full pages of a request that has ended: their bytes by pool, and the canary's snapshot."""
 
     def __init__(self, engine: ToyEngine, name: str = "away", tokens: Sequence[int] = TOKENS) -> None:
         self.engine, self.tokens = engine, list(tokens)
@@ -21,7 +21,7 @@ class Tier:
         self.length = self.num_pages * engine.shape.page_size
         row = engine.rows[name]
         self.pages, self.slots = row.pages[: self.num_pages], row.slots[: self.length].copy()
-        self.parcel = engine.canary.on_offload(self.pages)
+        self.snapshot = engine.canary.on_offload(self.pages)
         self.bytes = {name: pool.kv[:, self.slots].clone() for name, pool in engine.pools.items()}
         engine.finish(name)
 
@@ -41,7 +41,7 @@ class Tier:
         engine.canary.on_alloc(name, row.pages, for_load=True)
         for pool, kept in self.bytes.items():
             engine.pools[pool].kv[:, row.slots] = kept
-        engine.canary.on_restore(name, row.pages, self.length, self.parcel)
+        engine.canary.on_restore(name, row.pages, self.length, self.snapshot)
         return row
 
     def go_on(self, name: str = "back") -> None:

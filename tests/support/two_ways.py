@@ -1,4 +1,4 @@
-"""Rows of an engine whose tables are its own, driven through eager forwards or through static substeps."""
+"""Rows of an engine whose tables are its own, driven through eager forwards or through captured substeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TwoWays:
         self.canary = CanaryManager(CanaryConfig(**{"seed": 7, "mode": "log", **settings}), [self.rig.pool.view])
         if self.is_captured:
             buffers = StaticBuffers.allocate(4, 32, 96, has_truths=True)
-            self.substep = self.canary.bank.add("target", "decode", 0, buffers)
+            self.substep = self.canary.registry.add("target", "decode", 0, buffers)
         self.canary.arm()
         self.tables: dict[str, list[int]] = {}
         self.fed: dict[str, list[int]] = {}
@@ -87,8 +87,8 @@ class TwoWays:
     def found(self) -> list[tuple[str, int, int | None, str | None, str]]:
         """Code, slot, position, reader and family of the first cause of every finding."""
         self.canary.collect(self.canary.end_step())
-        told = self.canary.findings
-        return [(f.code, f.slot, f.position, f.reader, f.causes[0].family) for f in told]
+        reported = self.canary.findings
+        return [(f.code, f.slot, f.position, f.reader, f.causes[0].family) for f in reported]
 
     def _slots(self, name: str, length: int) -> list[int]:
         return [self.tables[name][place // SIZE] * SIZE + place % SIZE for place in range(length)]
@@ -97,8 +97,8 @@ class TwoWays:
         counts = [len(tokens) for tokens in fed.values()]
         truth = self.canary.launch(self.substep, [*fed], counts, sum(map(len, ids.values())))
         rows = [StaticRow(uid, ids[name], fed[name]) for uid, name in zip(truth.uids, fed, strict=True)]
-        told = {"truths": truth.truths, "prefix_lens": truth.prefix_lens}
-        self.substep.buffers.fill(self.rig.batch(rows, **told))
+        reported = {"truths": truth.truths, "prefix_lens": truth.prefix_lens}
+        self.substep.buffers.fill(self.rig.batch(rows, **reported))
         self.rig.body(self.substep)
 
     def _run(self, fed: dict[str, list[int]], ids: dict[str, list[int]]) -> None:

@@ -92,13 +92,13 @@ class Interrupts:
         is_ours = threading.current_thread() is threading.main_thread()
         self.is_set = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if self.is_set:
-            signal.signal(signal.SIGINT, self._told)
+            signal.signal(signal.SIGINT, self._reported)
 
     def __exit__(self, *error: object) -> None:
         if self.is_set:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _reported(self, number: int, frame: FrameType | None) -> None:
         self.came = True
         signal.default_int_handler(number, frame)
 

@@ -35,8 +35,8 @@ def arm(url: str, name: str, api_key: str | None) -> dict[str, Any]:
     address = _debug_page(url, "faults")
     request = Request(address, json.dumps({"name": name}).encode(), {"Content-Type": "application/json"})
     try:
-        told = json.loads(_answer(request, api_key))
-        return {"waiting": told["waiting"]}
+        reported = json.loads(_answer(request, api_key))
+        return {"waiting": reported["waiting"]}
     except HTTPError as error:
         raise UsageFailure(f"{address} refuses {name!r}: {_reason(error)}", _hint(error.code, FAULTS)) from error
     except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:

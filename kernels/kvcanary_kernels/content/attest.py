@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.fingerprint import TEMPORARY_BYTES, expect_keys, join, keyed_sums, layer_lanes
+from kvcanary_kernels.content.fingerprint import TEMPORARY_BYTES, expect_keys, join, keyed_sums, layer_fingerprints
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_int64, expect_layered, expect_records, live_indices
 from kvcanary_kernels.record.device import COLUMNS, CONTENT_B, LAYERS_LOW, START_B, TILE_WARPS, live_count, tl, triton
@@ -34,15 +34,17 @@ def attest(
     twice: Tensor,
     num_live: Tensor | None = None,
 ) -> None:
-    """Enter both lanes and the bit of every layer that `store` was called for since the last time. May be captured.
+    """Enter both fingerprints and the bit of every layer that `store` was called for since the last time. May be
+    captured.
 
-    After every layer was stored once since `seal`, the records hold the lanes that `fingerprint` finds, and all layers.
+    After every layer was stored once since `seal`, the records hold the fingerprints that `fingerprint` finds, and all
+    layers.
 
     kept:      `kept_rows`
     slots:     [n] int64, distinct; a slot outside the pool is refused
     times:     [layers, n] int64, how often `store` was called; zero again afterwards
     records:   [num_slots, 8] int64, sealed; content_b and layers are added to
-    content_a: [layers, num_slots] int64, lane a of layers that were stored is written
+    content_a: [layers, num_slots] int64, fingerprint a of layers that were stored is written
     twice:     [n] int64 out, 1 where a layer was stored more than once (W4); other entries stay as they are
     num_live:  [1] int64, entries at and after it are padding; None: all live
     """
@@ -54,8 +56,8 @@ def attest(
     _attest_kernel[(triton.cdiv(n, tile), kept.num_layers)](
         kept.ptrs,
         slots,
-        keys.lane_a,
-        keys.lane_b,
+        keys.fingerprint_a,
+        keys.fingerprint_b,
         keys.start_a,
         keys.constants,
         times,
@@ -99,10 +101,10 @@ def attest_torch(
         column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
         for entries in live[times[layer, live] > 0].split(chunk):
             sums = keyed_sums(kept.gather_layer(layer, entries)[None], keys.pieces[layer : layer + 1])[0]
-            lane_a, lane_b = join(sums.unflatten(1, (2, -1)), keys).unbind(1)
+            fingerprint_a, fingerprint_b = join(sums.unflatten(1, (2, -1)), keys).unbind(1)
             where = slots[entries]
-            content_a[layer, where] = lane_a + keys.start_a[layer]
-            records[where, record.CONTENT_B] += lane_b + (record.signed(keys.start_b) if layer == 0 else 0)
+            content_a[layer, where] = fingerprint_a + keys.start_a[layer]
+            records[where, record.CONTENT_B] += fingerprint_b + (record.signed(keys.start_b) if layer == 0 else 0)
             records[where, column] |= bit
     times[:, live] = 0
 
@@ -143,7 +145,9 @@ def _attest_kernel(
         return
     key_a += i_layer * WORDS
     key_b += i_layer * WORDS
-    b_a, b_b = layer_lanes(ptrs + i_layer, num_layers, o_n, m_n, key_a, key_b, PIECES, ALIGNMENT, TILE, CHUNK, True)
+    b_a, b_b = layer_fingerprints(
+        ptrs + i_layer, num_layers, o_n, m_n, key_a, key_b, PIECES, ALIGNMENT, TILE, CHUNK, True
+    )
     if i_layer == 0:
         b_b += tl.load(constants + START_B)
     tl.store(content_a + i_layer * content_stride + b_slot, b_a + tl.load(start_a + i_layer), mask=m_n)

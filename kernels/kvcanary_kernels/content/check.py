@@ -1,4 +1,6 @@
-"""Content check: recompute lane a of slots and compare it with the lane that was stored when they were written."""
+"""Content check: recompute fingerprint a of slots and compare it with the fingerprint that was stored when they were
+written.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.fingerprint import expect_keys, fingerprint_torch, layer_lanes
+from kvcanary_kernels.content.fingerprint import expect_keys, fingerprint_torch, layer_fingerprints
 from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, expect_layered, live_indices
 from kvcanary_kernels.record.device import BLOCK, TILE_WARPS, live_count, tl, triton
 from kvcanary_kernels.record.layout import Keys
@@ -24,10 +26,10 @@ def check_content(
     differs: Tensor | None = None,
     num_live: Tensor | None = None,
 ) -> None:
-    """Compare the bytes of `slots` with their stored lane a (R9, behind a move T1). May be captured.
+    """Compare the bytes of `slots` with their stored fingerprint a (R9, behind a move T1). May be captured.
 
     slots:     [n] int64; a slot outside the pool leaves its output as it is (R1 reports it)
-    content_a: [layers, num_slots] int64, stored lanes
+    content_a: [layers, num_slots] int64, stored fingerprints
     mismatch:  [n, 2] int64 out, bit l of the 128: layer l differs (columns: layers 0 to 63, 64 to 127)
     differs:   [1] int64, instead of that: 1 where a layer of a slot differs, else it stays as it is. It may lie in
                pinned memory of the host
@@ -45,7 +47,7 @@ def check_content(
     _check_content_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
         rows.ptrs,
         slots,
-        keys.lane_a,
+        keys.fingerprint_a,
         keys.start_a,
         content_a,
         differs if mismatch is None else mismatch,
@@ -80,9 +82,9 @@ def check_content_torch(
     entries = live_indices(slots, rows.num_slots, num_live)
     if entries is not None:
         slots = slots[entries]
-    lane_a = torch.empty(rows.num_layers, slots.numel(), dtype=torch.int64, device=slots.device)
-    fingerprint_torch(rows, slots, keys, lane_a=lane_a)
-    found = lane_a != content_a.index_select(1, slots)
+    fingerprint_a = torch.empty(rows.num_layers, slots.numel(), dtype=torch.int64, device=slots.device)
+    fingerprint_torch(rows, slots, keys, fingerprint_a=fingerprint_a)
+    found = fingerprint_a != content_a.index_select(1, slots)
     if mismatch is not None:
         mismatch[slice(None) if entries is None else entries] = _bitmaps(found)
     elif differs is not None and found.any():
@@ -130,8 +132,10 @@ def _check_content_kernel(
     i_layer = tl.program_id(1).to(tl.int64)
     key = key_a + i_layer * WORDS
     b_stored = tl.load(content_a + i_layer * content_stride + b_slot, mask=m_n, other=0)  # on its way meanwhile
-    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False)
-    m_differs = m_n & (b_lane + tl.load(start_a + i_layer) != b_stored)
+    b_fingerprint, _ = layer_fingerprints(
+        ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False
+    )
+    m_differs = m_n & (b_fingerprint + tl.load(start_a + i_layer) != b_stored)
     if HAS_MISMATCH:
         b_bit = tl.full([TILE], 1, tl.int64) << (i_layer % 64)
         tl.atomic_or(mismatch + 2 * o_n + i_layer // 64, b_bit, mask=m_differs, sem="relaxed")

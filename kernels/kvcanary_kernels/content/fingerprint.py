@@ -1,4 +1,4 @@
-"""Content lanes: keyed sums over the K and V bytes of slots."""
+"""Fingerprints: keyed sums over the K and V bytes of slots."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -37,25 +37,25 @@ def fingerprint(
     slots: Tensor,
     keys: Keys,
     *,
-    lane_a: Tensor,
-    lane_b: Tensor | None = None,
+    fingerprint_a: Tensor,
+    fingerprint_b: Tensor | None = None,
 ) -> None:
-    """Write the content lanes of `slots`. May be captured.
+    """Write the fingerprints of `slots`. May be captured.
 
     slots:    [n] int64; a slot outside the pool leaves its outputs as they are
-    lane_a:   [layers, n] int64 out, lane a of each layer
-    lane_b:   [n] int64 out, lane b summed over all layers; None skips it
+    fingerprint_a:   [layers, n] int64 out, fingerprint a of each layer
+    fingerprint_b:   [n] int64 out, fingerprint b summed over all layers; None skips it
     """
-    _check(rows, slots, keys, lane_a, lane_b)
+    _check(rows, slots, keys, fingerprint_a, fingerprint_b)
     n = slots.numel()
     if n == 0:
         return
     tiles = triton.cdiv(n, rows.tile)
-    if lane_b is not None:
-        _start_lane_b_kernel[(triton.cdiv(n, BLOCK),)](
+    if fingerprint_b is not None:
+        _start_fingerprint_b_kernel[(triton.cdiv(n, BLOCK),)](
             slots,
             keys.constants,
-            lane_b,
+            fingerprint_b,
             n,
             rows.num_slots,
             BLOCK_N=BLOCK,
@@ -63,21 +63,21 @@ def fingerprint(
     _fingerprint_kernel[(tiles, rows.num_layers)](
         rows.ptrs,
         slots,
-        keys.lane_a,
-        keys.lane_b,
+        keys.fingerprint_a,
+        keys.fingerprint_b,
         keys.start_a,
-        lane_a,
-        lane_a if lane_b is None else lane_b,
+        fingerprint_a,
+        fingerprint_a if fingerprint_b is None else fingerprint_b,
         n,
         rows.num_slots,
         rows.num_layers,
-        lane_a.stride(0),
+        fingerprint_a.stride(0),
         WORDS=rows.words_per_row,
         PIECES=rows.constants,
         ALIGNMENT=rows.alignment,
         TILE=rows.tile,
         CHUNK=rows.chunk,
-        HAS_LANE_B=lane_b is not None,
+        HAS_FINGERPRINT_B=fingerprint_b is not None,
         num_warps=TILE_WARPS,
     )
 
@@ -87,54 +87,54 @@ def fingerprint_torch(
     slots: Tensor,
     keys: Keys,
     *,
-    lane_a: Tensor,
-    lane_b: Tensor | None = None,
+    fingerprint_a: Tensor,
+    fingerprint_b: Tensor | None = None,
 ) -> None:
     """The torch reference of `fingerprint`: sums of 32-bit words times key pieces are exact in float64."""
-    _check(rows, slots, keys, lane_a, lane_b)
+    _check(rows, slots, keys, fingerprint_a, fingerprint_b)
     entries = live_indices(slots, rows.num_slots)
     if entries is not None:
         slots = slots[entries]
     n, pieces = slots.numel(), keys.pieces.shape[2] // 2
-    columns = keys.pieces[:, :, :pieces] if lane_b is None else keys.pieces
+    columns = keys.pieces[:, :, :pieces] if fingerprint_b is None else keys.pieces
     chunk = max(1, TEMPORARY_BYTES // (rows.num_layers * rows.words_per_row * 8))
     for start in range(0, n, chunk):
         part = slots[start : start + chunk]
         sums = keyed_sums(rows.gather(part), columns)
         where = slice(start, start + part.numel()) if entries is None else entries[start : start + chunk]
-        lane_a[:, where] = join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
-        if lane_b is not None:
-            lane_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
+        fingerprint_a[:, where] = join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
+        if fingerprint_b is not None:
+            fingerprint_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
 
 
 @triton.jit(do_not_specialize=["n"])
-def _start_lane_b_kernel(slots, constants, lane_b, n, num_slots, BLOCK_N: tl.constexpr):
+def _start_fingerprint_b_kernel(slots, constants, fingerprint_b, n, num_slots, BLOCK_N: tl.constexpr):
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < n
     b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
-    tl.store(lane_b + o_n, tl.load(constants + START_B), mask=m_n)
+    tl.store(fingerprint_b + o_n, tl.load(constants + START_B), mask=m_n)
 
 
-@triton.jit(do_not_specialize=["n", "lane_a_stride"])
+@triton.jit(do_not_specialize=["n", "fingerprint_a_stride"])
 def _fingerprint_kernel(
     ptrs,
     slots,
     key_a,
     key_b,
     start_a,
-    lane_a,
-    lane_b,
+    fingerprint_a,
+    fingerprint_b,
     n,
     num_slots,
     num_layers,
-    lane_a_stride,
+    fingerprint_a_stride,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_LANE_B: tl.constexpr,
+    HAS_FINGERPRINT_B: tl.constexpr,
 ):
     o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     m_n = o_n < n
@@ -144,7 +144,7 @@ def _fingerprint_kernel(
         return
     i_layer = tl.program_id(1).to(tl.int64)
     keys = i_layer * WORDS
-    b_a, b_b = layer_lanes(
+    b_a, b_b = layer_fingerprints(
         ptrs + i_layer,
         num_layers,
         b_slot,
@@ -155,15 +155,15 @@ def _fingerprint_kernel(
         ALIGNMENT,
         TILE,
         CHUNK,
-        HAS_LANE_B,
+        HAS_FINGERPRINT_B,
     )
-    tl.store(lane_a + i_layer * lane_a_stride + o_n, b_a + tl.load(start_a + i_layer), mask=m_n)
-    if HAS_LANE_B:
-        tl.atomic_add(lane_b + o_n, b_b, mask=m_n, sem="relaxed")
+    tl.store(fingerprint_a + i_layer * fingerprint_a_stride + o_n, b_a + tl.load(start_a + i_layer), mask=m_n)
+    if HAS_FINGERPRINT_B:
+        tl.atomic_add(fingerprint_b + o_n, b_b, mask=m_n, sem="relaxed")
 
 
 @triton.jit
-def layer_lanes(
+def layer_fingerprints(
     ptrs,
     num_layers,
     b_slot,
@@ -174,7 +174,7 @@ def layer_lanes(
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_LANE_B: tl.constexpr,
+    HAS_FINGERPRINT_B: tl.constexpr,
 ):
     """[TILE] both keyed sums of the rows of slots in one layer (without starting constants), in one reading of them.
 
@@ -189,7 +189,7 @@ def layer_lanes(
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
         base = tl.multiple_of(base, ALIGNMENT)  # or loads are of one word each
-        b_a, b_b = _add_piece(b_a, b_b, base, b_slot, key_a, key_b, PIECES, i_piece, CHUNK, HAS_LANE_B)
+        b_a, b_b = _add_piece(b_a, b_b, base, b_slot, key_a, key_b, PIECES, i_piece, CHUNK, HAS_FINGERPRINT_B)
     return tl.sum(b_a, 1), tl.sum(b_b, 1)
 
 
@@ -204,7 +204,7 @@ def _add_piece(
     PIECES: tl.constexpr,
     I_PIECE: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_LANE_B: tl.constexpr,
+    HAS_FINGERPRINT_B: tl.constexpr,
 ):
     WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
@@ -217,7 +217,7 @@ def _add_piece(
             words = base + word_offsets(b_slot[:, None], o_w[None, :], PIECES, I_PIECE)
             b_x = low_word(tl.load(words, mask=m_w[None, :], other=0).to(tl.int64))
             b_a += b_x * low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
-            if HAS_LANE_B:
+            if HAS_FINGERPRINT_B:
                 b_b += b_x * low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
     return b_a, b_b
 
@@ -244,13 +244,13 @@ def _check(
     rows: PoolRows,
     slots: Tensor,
     keys: Keys,
-    lane_a: Tensor,
-    lane_b: Tensor | None,
+    fingerprint_a: Tensor,
+    fingerprint_b: Tensor | None,
 ) -> None:
     n = slots.numel()
     expect_keys(rows, keys)
-    expect_int64(n, slots=slots, lane_b=lane_b)
-    expect_layered(rows.num_layers, n, lane_a=lane_a)
+    expect_int64(n, slots=slots, fingerprint_b=fingerprint_b)
+    expect_layered(rows.num_layers, n, fingerprint_a=fingerprint_a)
 
 
 def expect_keys(rows: PoolRows, keys: Keys) -> None:
@@ -272,7 +272,7 @@ def keyed_sums(words: Tensor, columns: Tensor) -> Tensor:
 
 def join(sums: Tensor, keys: Keys) -> Tensor:
     """Sum of 2^(i * piece_bits) * piece i over the last dimension, mod 2^64."""
-    lane = sums[..., 0]
+    fingerprint = sums[..., 0]
     for i in range(1, sums.shape[-1]):
-        lane = torch.add(lane, sums[..., i], alpha=1 << i * keys.piece_bits)
-    return lane
+        fingerprint = torch.add(fingerprint, sums[..., i], alpha=1 << i * keys.piece_bits)
+    return fingerprint

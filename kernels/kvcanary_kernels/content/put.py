@@ -14,7 +14,7 @@ from kvcanary_kernels.content.fingerprint import (
     expect_keys,
     join,
     keyed_sums,
-    layer_lanes,
+    layer_fingerprints,
     word_offsets,
 )
 from kvcanary_kernels.record import layout as record
@@ -54,18 +54,19 @@ def put(
     twice: Tensor,
     num_live: Tensor | None = None,
 ) -> None:
-    """Write values into the rows of `slots` in one layer, with lane a, their part of lane b and the layer's bit.
+    """Write values into the rows of `slots` in one layer, with fingerprint a, their part of fingerprint b and the
+    layer's bit.
 
-    After every layer was stored once since `seal`, the records hold the lanes that `fingerprint` finds in the rows, and
-    all layers. May be captured. A layer that is stored again is reported (W4) and stored all the same: bytes and both
-    lanes are those of the new values. Entries of one call that share a slot are taken in order by the reference; on a
-    GPU they race, and then only the report is certain, one for each entry beyond the first.
+    After every layer was stored once since `seal`, the records hold the fingerprints that `fingerprint` finds in the
+    rows, and all layers. May be captured. A layer that is stored again is reported (W4) and stored all the same: bytes
+    and both fingerprints are those of the new values. Entries of one call that share a slot are taken in order by the
+    reference; on a GPU they race, and then only the report is certain, one for each entry beyond the first.
 
     slots:     [n] int64; a slot outside the pool is refused, nothing is written for it
     k, v:      [n, ...] values, each row dense in the pool's element size, any row stride; v None for latent rows
     extras:    [n, ...] each, values of the pool's extras
     records:   [num_slots, 8] int64, sealed; content_b and layers are added to
-    content_a: [layers, num_slots] int64, lane a of this layer is written
+    content_a: [layers, num_slots] int64, fingerprint a of this layer is written
     twice:     [n] int64 out, 1 where the layer's bit was set already (W4); other entries stay as they are
     num_live:  [1] int64, entries at and after it write nothing; None: all live
     """
@@ -78,8 +79,8 @@ def put(
         values,
         tuple(value.stride(0) for value in values),
         slots,
-        keys.lane_a,
-        keys.lane_b,
+        keys.fingerprint_a,
+        keys.fingerprint_b,
         keys.start_a,
         keys.constants,
         records,
@@ -129,15 +130,15 @@ def put_torch(
         entries = (~replaced).nonzero().squeeze(1) if entries is None else entries[~replaced]
         slots, stored = slots[~replaced], stored[~replaced]
     words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
-    lane_a, lane_b = _lanes(words, layer, keys)
+    fingerprint_a, fingerprint_b = _fingerprints(words, layer, keys)
     if layer == 0:
-        lane_b += record.signed(keys.start_b)
-    if bool(stored.any()):  # by difference: what the slot holds now is in lane b, the starting constant with it
-        _, old_b = _lanes(rows.gather_layer(layer, slots[stored]), layer, keys)
-        lane_b[stored] -= old_b + (record.signed(keys.start_b) if layer == 0 else 0)
+        fingerprint_b += record.signed(keys.start_b)
+    if bool(stored.any()):  # by difference: what the slot holds now is in fingerprint b, the starting constant with it
+        _, old_b = _fingerprints(rows.gather_layer(layer, slots[stored]), layer, keys)
+        fingerprint_b[stored] -= old_b + (record.signed(keys.start_b) if layer == 0 else 0)
     rows.scatter_layer(layer, slots, words)
-    content_a[layer].index_copy_(0, slots, lane_a)
-    records[:, record.CONTENT_B].index_add_(0, slots, lane_b)
+    content_a[layer].index_copy_(0, slots, fingerprint_a)
+    records[:, record.CONTENT_B].index_add_(0, slots, fingerprint_b)
     records[:, column].index_add_(0, slots, torch.where(stored, 0, bit))
 
 
@@ -183,7 +184,7 @@ def _put_kernel(
         tl.store(twice + i_n, 1)
         b_slot = tl.zeros([1], tl.int64) + slot
         m_slot = b_slot >= 0
-        _, b_old = layer_lanes(
+        _, b_old = layer_fingerprints(
             ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, PIECES[BLOCK_FIELD], True
         )
         total_b -= tl.sum(b_old)
@@ -249,14 +250,16 @@ def _check(
     return dense_values(rows, n, k, v, extras)
 
 
-def _lanes(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Lane a with its starting constant and this layer's part of lane b of rows [n, words_per_row] int32."""
+def _fingerprints(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
+    """Fingerprint a with its starting constant and this layer's part of fingerprint b of rows [n, words_per_row]
+    int32.
+    """
     chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
     columns = keys.pieces[layer : layer + 1]
     sums = [keyed_sums(part[None], columns)[0] for part in words.split(chunk)]
     both = torch.cat(sums) if len(sums) > 1 else sums[0]
-    lane_a, lane_b = join(both.unflatten(1, (2, -1)), keys).unbind(1)
-    return lane_a + keys.start_a[layer], lane_b
+    fingerprint_a, fingerprint_b = join(both.unflatten(1, (2, -1)), keys).unbind(1)
+    return fingerprint_a + keys.start_a[layer], fingerprint_b
 
 
 def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:

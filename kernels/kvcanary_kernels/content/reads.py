@@ -1,8 +1,9 @@
-"""Reads: lane a of rows, summed by the kernel that attends to them, and judged when all layers have been read.
+"""Reads: fingerprint a of rows, summed by the kernel that attends to them, and judged when all layers have been read.
 
 A keyed word is the sum of 2^(8 i + 4 j) * byte i * digit j, the digits of a key being signed ones of base 16. Products
-of bytes and digits are integers that 16-bit floats hold, and add up in float32 without loss: tensor cores form the lane
-(fingerprint.py) bit for bit, out of the operands that attention has loaded anyway. A head's part is added where it is
+of bytes and digits are integers that 16-bit floats hold, and add up in float32 without loss: tensor cores form the
+fingerprint (fingerprint.py) bit for bit, out of the operands that attention has loaded anyway. A head's part is added
+where it is
 read: the sum over heads and layers is compared once a forward.
 """
 
@@ -26,7 +27,7 @@ from kvcanary_kernels.record.table import device_entry_at, entry_at, segment_ent
 SHIFTS = 16  # powers of BASE below 2^64
 BASE, DIGITS = 16, 9  # signed digits that a 32-bit key needs
 OFFSET = 1024  # a number of 16 bits whose last ones are a byte is this much more
-PROGRAMS = 8  # that share a row, times those of other operations: there are as many lanes of an entry as layers
+PROGRAMS = 8  # that share a row, times those of other operations: there are as many fingerprints of an entry as layers
 LAYERS_AT_ONCE = 8
 MOST_BYTES = (1 << 24) // (BASE * (OFFSET + 255))  # of a head's row, for sums of both parts to be exact in float32
 R9 = tl.constexpr(CODE_BITS["R9"])
@@ -58,12 +59,12 @@ class ReadSums:
 
 
 class ReadKeys:
-    """Keys of lane a as attention takes them, of every layer of one pool; `reads_fit` says of which."""
+    """Keys of fingerprint a as attention takes them, of every layer of one pool; `reads_fit` says of which."""
 
     def __init__(self, rows: PoolRows, keys: Keys, kv_heads: int) -> None:
         self._rows, self._keys = rows, keys
         layers, size = rows.num_layers, rows.element_sizes[0]
-        words = keys.lane_a.to(torch.int64) & MASK_32
+        words = keys.fingerprint_a.to(torch.int64) & MASK_32
         pairs = words[:, : 2 * rows.pieces[0].words].view(layers, 2, -1)
         factors = torch.zeros(*pairs.shape, WORD_BYTES, SHIFTS, dtype=torch.float16, device=pairs.device)
         rest = pairs
@@ -112,7 +113,7 @@ def judge_reads(
     May be captured; after `settle`. Rows that write nothing were not read.
 
     sums:      [nnz] int64, of all layers (ReadSums); zero again afterwards
-    content_a: [layers, num_slots] int64, stored lanes;  start_a: [layers] int64, what they begin with
+    content_a: [layers, num_slots] int64, stored fingerprints;  start_a: [layers] int64, what they begin with
     codes:     [nnz] int64, read codes as verify left them
     """
     _check(forward, sums, content_a, start_a, codes)
@@ -199,9 +200,9 @@ def _judge_reads_kernel(
         for i_layer in range(0, num_layers, BLOCK_L):
             o_layer = i_layer + tl.arange(0, BLOCK_L).to(tl.int64)[:, None]
             m_layer = (o_layer < num_layers) & m_n[None, :]
-            b_lane = tl.load(content_a + o_layer * content_stride + slot[None, :], mask=m_layer, other=0)
-            b_lane -= tl.load(start_a + o_layer, mask=o_layer < num_layers, other=0)
-            b_sum -= tl.sum(b_lane, 0)
+            b_fingerprint = tl.load(content_a + o_layer * content_stride + slot[None, :], mask=m_layer, other=0)
+            b_fingerprint -= tl.load(start_a + o_layer, mask=o_layer < num_layers, other=0)
+            b_sum -= tl.sum(b_fingerprint, 0)
         m_wrong = m_n & (b_sum != 0)
         tl.store(codes + o_n, tl.load(codes + o_n, mask=m_wrong, other=0) | R9, mask=m_wrong)
 
@@ -224,7 +225,7 @@ def byte_factors(factors, o_d, DIM: tl.constexpr, ITEM: tl.constexpr):
 
 
 @triton.jit
-def add_lanes(
+def add_fingerprints(
     sums, b_k, b_v, f_k0, f_k1, f_k2, f_k3, f_v0, f_v1, f_v2, f_v3, b_missing,
     slots, k_scale, k_scale_stride, v_scale, v_scale_stride, scale_keys, i_head, m_n, is_whole,
     BLOCK_N: tl.constexpr, ITEM: tl.constexpr, PACKED: tl.constexpr, HAS_SCALE_KEYS: tl.constexpr,
@@ -233,11 +234,11 @@ def add_lanes(
     b_none = tl.zeros([16, BLOCK_N], tl.float32)
     b_f = byte_sums(tl.trans(b_k), f_k0, f_k1, f_k2, f_k3, b_none, ITEM, PACKED)
     b_f = byte_sums(tl.trans(b_v), f_v0, f_v1, f_v2, f_v3, b_f, ITEM, PACKED)
-    b_lane = joined(b_f) + b_missing
+    b_fingerprint = joined(b_f) + b_missing
     if HAS_SCALE_KEYS:
-        b_lane += scale_sums(k_scale, slots, k_scale_stride, m_n, scale_keys, i_head)
-        b_lane += scale_sums(v_scale, slots, v_scale_stride, m_n, scale_keys + 1, i_head)
-    tl.atomic_add(sums, b_lane, mask=m_n & is_whole, sem="relaxed")
+        b_fingerprint += scale_sums(k_scale, slots, k_scale_stride, m_n, scale_keys, i_head)
+        b_fingerprint += scale_sums(v_scale, slots, v_scale_stride, m_n, scale_keys + 1, i_head)
+    tl.atomic_add(sums, b_fingerprint, mask=m_n & is_whole, sem="relaxed")
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def store(
     kept: Tensor,
     times: Tensor,
     num_live: Tensor | None = None,
-    is_settled: bool = False,
+    is_ready: bool = False,
 ) -> None:
     """Write values into the rows of `slots` in one layer, and keep them. May be captured.
 
@@ -51,7 +51,7 @@ def store(
     kept:     [layers, n, words_per_row] int32 out, the rows' words as they were stored last
     times:    [layers, n] int64, += 1 where this layer was stored
     num_live: [1] int64, entries at and after it write nothing; None: all live
-    is_settled: slots, num_live and this layer's times were there before the launch that this one follows began, and
+    is_ready: slots, num_live and this layer's times were there before the launch that this one follows began, and
               are read while that runs
     """
     values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
@@ -74,7 +74,7 @@ def store(
         PIECES=rows.constants,
         ALIGNMENT=rows.alignment,
         HAS_LIVE=num_live is not None,
-        IS_SETTLED=is_settled,
+        IS_READY=is_ready,
         num_warps=TILE_WARPS,
         **overlap_options(slots.device),
     )
@@ -91,9 +91,9 @@ def store_torch(
     kept: Tensor,
     times: Tensor,
     num_live: Tensor | None = None,
-    is_settled: bool = False,
+    is_ready: bool = False,
 ) -> None:
-    """The torch reference of `store`, for which everything is settled."""
+    """The torch reference of `store`, for which everything is ready."""
     values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
     entries = live_indices(slots, rows.num_slots, num_live)
     words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
@@ -120,11 +120,11 @@ def _store_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
-    IS_SETTLED: tl.constexpr,
+    IS_READY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """A program a piece of a row: nothing that it reads depends on anything else that it reads."""
-    if not IS_SETTLED:
+    if not IS_READY:
         follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + i_n)
@@ -134,7 +134,7 @@ def _store_kernel(
     b_times = tl.load(times + i_kept)
     base = tl.load(ptrs + tl.program_id(1) * num_layers + i_layer).to(tl.pointer_type(tl.int32))
     base = tl.multiple_of(base, ALIGNMENT)
-    if IS_SETTLED:
+    if IS_READY:
         follow(OVERLAPS)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         if tl.program_id(1) == i_piece:

@@ -99,10 +99,10 @@ def count_torch(
     starts, lengths = starts[:live], lengths[:live]
     segments = torch.arange(starts.numel(), device=starts.device).repeat_interleave(lengths)
     (entries,) = segment_entries(lengths, segments.numel(), starts)
-    hit = codes[entries].nonzero().squeeze(1)
-    if not hit.numel():
+    violation = codes[entries].nonzero().squeeze(1)
+    if not violation.numel():
         return
-    entries, segments = entries[hit], segments[hit]
+    entries, segments = entries[violation], segments[violation]
     rows = segments if row_ids is None else row_ids[segments]
     counted = rows[(rows >= 0) & (rows < row_violations.numel())]
     row_violations.index_add_(0, counted, torch.ones_like(counted))
@@ -152,16 +152,16 @@ def _count_kernel(
         o_n = start + o_j
         m_n = (o_j < length) & (o_n >= 0) & (o_n < num_codes)
         code = tl.load(codes + o_n, mask=m_n, other=0)
-        num_hits = tl.sum((code != 0).to(tl.int32), 0)
-        if num_hits > 0:
+        num_violations = tl.sum((code != 0).to(tl.int32), 0)
+        if num_violations > 0:
             row_id = _row_of(row_ids, i_segment, HAS_ROW_IDS)
             m_row = (row_id >= 0) & (row_id < num_row_ids)
-            tl.atomic_add(row_violations + row_id, num_hits.to(tl.int64), mask=m_row)
+            tl.atomic_add(row_violations + row_id, num_violations.to(tl.int64), mask=m_row)
             for i_bit in range(DEVICE_NUM_BITS):
                 fired = ((code >> i_bit) & 1) != 0
-                bit_hits = tl.sum(fired.to(tl.int32), 0)
-                if bit_hits > 0:
-                    tl.atomic_add(counts + i_bit, bit_hits.to(tl.int64))
+                bit_violations = tl.sum(fired.to(tl.int32), 0)
+                if bit_violations > 0:
+                    tl.atomic_add(counts + i_bit, bit_violations.to(tl.int64))
                     if tl.load(first + 4 * i_bit + DEVICE_STEP) < 0:
                         tl.atomic_min(first + 4 * i_bit + DEVICE_ENTRY, tl.min(tl.where(fired, o_n, NO_ENTRY), 0))
 

@@ -115,17 +115,17 @@ def move_torch(
     if entries is not None:
         src, dst, generations = src[entries], dst[entries], take(generations, entries)
         step, sites, requests = take(step, entries), take(sites, entries), take(requests, entries)
-    rows, lanes = records.index_select(0, src), content_a.index_select(1, src)
+    rows, fingerprints = records.index_select(0, src), content_a.index_select(1, src)
     seals = rows[:, record.SEAL] - seal_values(identity_words(rows), src, pool_id, keys)
     held = rows[:, record.REQUEST_GENERATION] >> 32 & MASK_32
     rows[:, record.REQUEST_GENERATION] = pair_columns(requests, generations)
     rows[:, record.STEP_SITE] = pair_columns(step, sites)
     is_blank = held != page_generations[src // page_size] & MASK_32
-    rows[is_blank, : record.SEAL], lanes[:, is_blank] = 0, 0
+    rows[is_blank, : record.SEAL], fingerprints[:, is_blank] = 0, 0
     arrived[own] = torch.where(is_blank, -1, dst)
     rows[:, record.SEAL] = seals + seal_values(identity_words(rows), dst, pool_id, keys)
     records.index_copy_(0, dst, rows)
-    content_a.index_copy_(1, dst, lanes)
+    content_a.index_copy_(1, dst, fingerprints)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -211,8 +211,8 @@ def _put_kernel(
         tl.store(row + i_column, tl.where(is_blank, 0, tl.load(held + i_column, mask=m_n, other=0)), mask=m_n)
     content = content_a + target
     for i_layer in range(num_layers):
-        lane = tl.load(held + COLUMNS + i_layer, mask=m_n, other=0)
-        tl.store(content, tl.where(is_blank, 0, lane), mask=m_n)
+        fingerprint = tl.load(held + COLUMNS + i_layer, mask=m_n, other=0)
+        tl.store(content, tl.where(is_blank, 0, fingerprint), mask=m_n)
         content += content_stride
     tl.store(arrived + o_n, tl.where(m_n & (is_blank == 0), target, -1), mask=m_all)
 

@@ -77,11 +77,12 @@ MAX_WORDS_PER_ROW = 1 << 20  # float64 sums of 32-bit words times one key bit ar
 class Keys:
     """All keys of one pool, from one secret seed. Seal, mix and chain keys are the same for every pool of a seed.
 
-    lane_a, lane_b: [layers, words_per_row] int32, the keys' bits: 32-bit, odd, distinct within layer and lane
-    start_a:        [layers] int64, starting constant of lane a in each layer
-    start_b:        starting constant of lane b, the sum over the layers
-    pieces:         [layers, words_per_row, 2 * pieces] float64, lane a's then lane b's keys cut into pieces of
-                    piece_bits bits, lowest first (fingerprint_torch)
+    fingerprint_a, fingerprint_b: [layers, words_per_row] int32, the keys' bits: 32-bit, odd, distinct within layer and
+                                  fingerprint
+    start_a:        [layers] int64, starting constant of fingerprint a in each layer
+    start_b:        starting constant of fingerprint b, the sum over the layers
+    pieces:         [layers, words_per_row, 2 * pieces] float64, fingerprint a's then fingerprint b's keys cut into
+                    pieces of piece_bits bits, lowest first (fingerprint_torch)
     constants:      [NUM_CONSTANTS] int64, the scalars above as kernels read them
     powers:         [2, 2, POWERS] int64, multiplier and inverse to the powers i and i << POWER_BITS
     The plain integers are unsigned 64-bit values.
@@ -90,8 +91,8 @@ class Keys:
     seed_id: str
     num_layers: int
     words_per_row: int
-    lane_a: Tensor
-    lane_b: Tensor
+    fingerprint_a: Tensor
+    fingerprint_b: Tensor
     start_a: Tensor
     start_b: int
     pieces: Tensor
@@ -116,13 +117,15 @@ def make_keys(seed: int, num_layers: int, words_per_row: int, device: torch.devi
         raise ValueError(f"num_layers must be 1 to {MAX_LAYERS}, got {num_layers}")
     if not 0 < words_per_row <= MAX_WORDS_PER_ROW:
         raise ValueError(f"words_per_row must be 1 to {MAX_WORDS_PER_ROW}, got {words_per_row}")
-    lanes = [[_odd_keys(seed, f"lane {lane} {i}", words_per_row) for i in range(num_layers)] for lane in "ab"]
-    starts = [[next(_draws(seed, f"start {lane} {i}")) for i in range(num_layers)] for lane in "ab"]
+    fingerprints = [
+        [_odd_keys(seed, f"lane {fingerprint} {i}", words_per_row) for i in range(num_layers)] for fingerprint in "ab"
+    ]
+    starts = [[next(_draws(seed, f"start {fingerprint} {i}")) for i in range(num_layers)] for fingerprint in "ab"]
     seal_keys = _odd_keys(seed, "seal", IDENTITY_WORDS + 2)
     seal_start, mix_key = next(_draws(seed, "seal start")), next(_draws(seed, "mix"))
     multiplier = next(_draws(seed, "chain")) & ~7 | 5  # 5 mod 8: full period, and odd, so that it has an inverse
     inverse = pow(multiplier, -1, 1 << 64)
-    lane_a, lane_b = torch.tensor(lanes, dtype=torch.int64)
+    fingerprint_a, fingerprint_b = torch.tensor(fingerprints, dtype=torch.int64)
     piece_bits = _piece_bits(words_per_row)
     start_b = sum(starts[1]) & MASK_64
     constants = [signed(c) for c in (seal_start, *seal_keys, mix_key, multiplier, start_b)]
@@ -130,11 +133,13 @@ def make_keys(seed: int, num_layers: int, words_per_row: int, device: torch.devi
         seed_id=seed_id(seed),
         num_layers=num_layers,
         words_per_row=words_per_row,
-        lane_a=lane_a.to(torch.int32).to(device),
-        lane_b=lane_b.to(torch.int32).to(device),
+        fingerprint_a=fingerprint_a.to(torch.int32).to(device),
+        fingerprint_b=fingerprint_b.to(torch.int32).to(device),
         start_a=torch.tensor([signed(c) for c in starts[0]]).to(device),
         start_b=start_b,
-        pieces=torch.cat([_cut(lane, piece_bits) for lane in (lane_a, lane_b)], dim=2).to(device),
+        pieces=torch.cat([_cut(fingerprint, piece_bits) for fingerprint in (fingerprint_a, fingerprint_b)], dim=2).to(
+            device
+        ),
         piece_bits=piece_bits,
         constants=torch.tensor(constants).to(device),
         powers=torch.stack([_powers(multiplier), _powers(inverse)]).to(device),

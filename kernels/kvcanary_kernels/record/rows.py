@@ -125,7 +125,8 @@ def pool_rows(
     page_size: int | None = None,
     extras: Sequence[Sequence[Tensor]] = (),
 ) -> PoolRows:
-    """Describe per-layer K and V tensors of any 1 to 8 byte type. The same content has the same lanes in any layout.
+    """Describe per-layer K and V tensors of any 1 to 8 byte type. The same content has the same fingerprints in any
+    layout.
 
     k, v:      NHD: [num_slots, ...] or, with page_size, [pages, page_size, ...]; a slot's elements are dense
                HND: [pages, heads, page_size, ...]; an element of a slot is dense within its head

@@ -30,16 +30,16 @@ from kvcanary_kernels.watch.walk import (
     Truth,
     Watched,
     context_lengths,
-    hit_bit,
     live_rows,
     note,
     tell,
     tell_torch,
+    violation_bit,
 )
 
-W1 = tl.constexpr(hit_bit("W1"))
-W5 = tl.constexpr(hit_bit("W5"))
-W6 = tl.constexpr(hit_bit("W6"))
+W1 = tl.constexpr(violation_bit("W1"))
+W5 = tl.constexpr(violation_bit("W5"))
+W6 = tl.constexpr(violation_bit("W6"))
 
 
 class Fed(NamedTuple):
@@ -64,7 +64,7 @@ def advance(
     seeds: Tensor,
     slots: Tensor,
     chains: Tensor,
-    hits: Tensor,
+    violations: Tensor,
     is_first: bool = True,
 ) -> None:
     """Record what a forward is about to write, and follow its rows. No allocation, no wait.
@@ -73,8 +73,8 @@ def advance(
     slots:  [ring, >= n] int64 out, in the line of this step where it writes; -1 where a record would lie outside the
             pool or in block 0
     chains: [ring, >= n] int64 out, chain of each entry
-    hits:   [ring, >= rows] int64, NO_HIT or lower before; in the cell of this step the first hit of each row: W1, W5,
-            W6 (W4 is for who takes the lanes)
+    violations:   [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
+            each row: W1, W5, W6 (W4 is for who takes the fingerprints)
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
@@ -98,7 +98,7 @@ def advance(
         seeds,
         slots,
         chains,
-        hits,
+        violations,
         watched.total,
         watched.records.shape[0],
         rows.table.shape[1],
@@ -106,7 +106,7 @@ def advance(
         known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
         truth.lines.shape[1],
         slots.stride(0),
-        hits.stride(0),
+        violations.stride(0),
         PAGE=watched.block_size,
         HAS_TOKENS=has_tokens,
         IS_FIRST=is_first,
@@ -123,13 +123,13 @@ def advance_torch(
     seeds: Tensor,
     slots: Tensor,
     chains: Tensor,
-    hits: Tensor,
+    violations: Tensor,
     is_first: bool = True,
 ) -> None:
     """The torch reference of `advance`."""
     records, keys, block_size, _, now, total = watched
     rows, ring_place = live_rows(rows, now)
-    slots, chains, cells = slots[ring_place], chains[ring_place], hits[ring_place]
+    slots, chains, cells = slots[ring_place], chains[ring_place], violations[ring_place]
     past, numbers, tails = context_lengths(rows), rows.numbers.long(), truth.tails
     if is_first:
         back = truth.ends[numbers] - past
@@ -146,13 +146,13 @@ def advance_torch(
         row = torch.full_like(tokens, i)
         wanted = torch.arange(count, device=tokens.device) + past[i]
         place = slot_at(PageTable(rows.table, block_size), row, wanted)
-        bits = torch.where((own != place) | (positions != wanted), hit_bit("W5"), 0)
+        bits = torch.where((own != place) | (positions != wanted), violation_bit("W5"), 0)
         if fed.all_tokens is not None and fed.num_tokens is not None:
             limit = min(int(fed.num_tokens[number]), fed.all_tokens.shape[1])
             real = fed.all_tokens[number, wanted.clamp(max=max(limit - 1, 0))].long()
-            bits |= torch.where((wanted < limit) & (real != tokens), hit_bit("W6"), 0)
+            bits |= torch.where((wanted < limit) & (real != tokens), violation_bit("W6"), 0)
         is_inside = (own >= block_size) & (own < records.shape[0])
-        tell_torch(cells, total, row, wanted, torch.where(is_inside, bits, hit_bit("W1")))
+        tell_torch(cells, total, row, wanted, torch.where(is_inside, bits, violation_bit("W1")))
         bounds = torch.tensor([0, count], device=tokens.device)
         chain_scan_torch(tokens, wanted, bounds, seeds[i, :1], keys=keys, out=chains[where])
         slots[where] = torch.where(is_inside, own, -1)
@@ -174,7 +174,7 @@ def advance_torch(
         "tokens_stride",
         "truth_stride",
         "slots_stride",
-        "hits_stride",
+        "violations_stride",
     ],
     do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "tokens", "positions", "fed_slots"],
 )
@@ -196,7 +196,7 @@ def _advance_kernel(
     seeds,
     slots,
     chains,
-    hits,
+    violations,
     total,
     num_slots,
     table_width,
@@ -204,7 +204,7 @@ def _advance_kernel(
     tokens_stride,
     truth_stride,
     slots_stride,
-    hits_stride,
+    violations_stride,
     PAGE: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     IS_FIRST: tl.constexpr,
@@ -234,13 +234,13 @@ def _advance_kernel(
     place = tl.load(now + NOW_PLACE)
     slots += place * slots_stride
     chains += place * slots_stride
-    cell = hits + place * hits_stride + i_row
+    cell = violations + place * violations_stride + i_row
     row = table + i_row * table_stride
     o_block = tl.arange(0, BLOCK_N)
     b_power = tl.load(powers + 1 + o_block)
     b_inverse = tl.load(powers + INVERSES + 1 + o_block)
     block_power = tl.load(powers + BLOCK_N)
-    b_hit = tl.full([BLOCK_N], NONE, tl.int64)
+    b_violation = tl.full([BLOCK_N], NONE, tl.int64)
     b_count = tl.zeros([BLOCK_N], tl.int32)
     b_zero = tl.zeros([BLOCK_N], tl.int64)
     b_request = pair(b_zero + tl.load(line + UID), b_zero)
@@ -264,7 +264,7 @@ def _advance_kernel(
             b_real = tl.load(all_tokens + number * tokens_stride + b_wanted, mask=m_known, other=0).to(tl.int64)
             b_bits += tl.where(m_known & (b_real != b_token), W6, 0)
         m_in = m_n & (b_slot >= PAGE) & (b_slot < num_slots)
-        b_hit, b_count = note(b_hit, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
+        b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))
         carry = block_power * (carry + tl.sum(b_term))
@@ -274,7 +274,7 @@ def _advance_kernel(
         tl.store(tails + o_back, b_chain, mask=m_n & (o_back < num_tails))
         token_position = pair(b_token, b_wanted)
         store_record(records, b_slot, token_position, b_chain, b_request, b_step_site, 0, constants, m_in)
-    tell(cell, total, b_hit, b_count)
+    tell(cell, total, b_violation, b_count)
     if is_followed & (end > begin):
         tl.store(line + END, past + end - begin)
         tl.store(line + KNOWN, tl.minimum(end - begin + 1, num_tails))

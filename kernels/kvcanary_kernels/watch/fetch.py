@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcanary_kernels.record.device import BLOCK, tl, triton
-from kvcanary_kernels.watch.walk import NO_HIT, NONE, NOW_PLACE, NOW_ROWS, NOW_STAMP, NOW_WIDTH, Rows, live_rows
+from kvcanary_kernels.watch.walk import NO_VIOLATION, NONE, NOW_PLACE, NOW_ROWS, NOW_STAMP, NOW_WIDTH, Rows, live_rows
 
 
 def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor) -> None:
@@ -16,7 +16,7 @@ def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tenso
     lines: [ring, >= width] int64, on the device or pinned on the host, where the device reads by itself
     ticks: [2] int64, steps so far, the line of the next is their number modulo the ring; and 0 between launches
     out:   [>= width] int64, its beginning is written
-    cells: [ring, n] int64, those of this step become NO_HIT
+    cells: [ring, n] int64, those of this step become NO_VIOLATION
     """
     programs = triton.cdiv(max(width, cells.shape[1]), BLOCK)
     _fetch_kernel[(programs,)](
@@ -37,7 +37,7 @@ def fetch_torch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells:
     """The torch reference of `fetch`."""
     ticks[0] += 1
     place = int(ticks[0]) % lines.shape[0]
-    out[:width], cells[place] = lines[place, :width], NO_HIT
+    out[:width], cells[place] = lines[place, :width], NO_VIOLATION
 
 
 def send(total: Tensor, now: Tensor, out: Tensor) -> None:

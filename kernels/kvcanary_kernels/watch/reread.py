@@ -1,4 +1,4 @@
-"""Take and reread: content lanes of what a forward stored, and the same bytes looked at again along block tables."""
+"""Take and reread: fingerprints of what a forward stored, and the same bytes read again along block tables."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.fingerprint import join, keyed_sums, layer_lanes
+from kvcanary_kernels.content.fingerprint import join, keyed_sums, layer_fingerprints
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.device import CHAIN, COLUMNS, TILE_WARPS, tl, triton
 from kvcanary_kernels.record.layout import Keys
@@ -28,7 +28,7 @@ from kvcanary_kernels.watch.walk import (
     live_rows,
 )
 
-LAYERS_PER_ENTRY = 128  # a hit of `reread` is position * LAYERS_PER_ENTRY + layer
+LAYERS_PER_ENTRY = 128  # a violation of `reread` is position * LAYERS_PER_ENTRY + layer
 SLOTS_PER_ENTRY = 1 << 34  # and beside it, position * SLOTS_PER_ENTRY + slot
 PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
 PLACES = tl.constexpr(SLOTS_PER_ENTRY)
@@ -41,36 +41,36 @@ def take(
     chains: Tensor,
     keys: Keys,
     *,
-    lanes: Tensor,
+    fingerprints: Tensor,
     stamps: Tensor,
     most: int | None = None,
 ) -> None:
-    """Take both lanes of the slots of this step as they lie in the pool now. No allocation, no wait.
+    """Take both fingerprints of the slots of this step as they lie in the pool now. No allocation, no wait.
 
     slots:  [ring, >= n] int64, -1: nothing;  chains: [ring, >= n] int64, what the record of each should say
-    lanes:  [2, layers, num_slots] int64, written
+    fingerprints:  [2, layers, num_slots] int64, written
     stamps: [num_slots] int64, written: the chain of the record whose bytes these are
     most:   at least the tokens that `now` says; None: as many as a line has
     Entries whose record is another's count as wrong (W4: one forward wrote the slot twice).
     """
     most = slots.shape[1] if most is None else most
-    _take_lanes_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
+    _take_fingerprints_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
         pool.ptrs,
         watched.records,
         slots,
         chains,
         watched.now,
-        keys.lane_a,
-        keys.lane_b,
+        keys.fingerprint_a,
+        keys.fingerprint_b,
         keys.start_a,
-        lanes,
+        fingerprints,
         stamps,
         watched.total,
         slots.stride(0),
         pool.num_slots,
         pool.num_layers,
-        lanes.stride(0),
-        lanes.stride(1),
+        fingerprints.stride(0),
+        fingerprints.stride(1),
         WORDS=pool.words_per_row,
         PIECES=pool.constants,
         ALIGNMENT=pool.alignment,
@@ -87,7 +87,7 @@ def take_torch(
     chains: Tensor,
     keys: Keys,
     *,
-    lanes: Tensor,
+    fingerprints: Tensor,
     stamps: Tensor,
     most: int | None = None,
 ) -> None:
@@ -97,7 +97,7 @@ def take_torch(
     slots, chains = slots[place, :n], chains[place, :n]
     live = slots >= 0
     slots, chains = slots[live], chains[live]
-    lanes[:, :, slots] = both_lanes(pool, slots, keys)
+    fingerprints[:, :, slots] = both_fingerprints(pool, slots, keys)
     stamps[slots] = records[slots, record.CHAIN]
     total += (records[slots, record.CHAIN] != chains).sum()
 
@@ -108,16 +108,16 @@ def reread(
     rows: Rows,
     keys: Keys,
     *,
-    lanes: Tensor,
+    fingerprints: Tensor,
     stamps: Tensor,
     truth: Truth,
     max_length: int,
     stride: int,
     whole: bool,
-    hits: Tensor,
+    violations: Tensor,
     counted: Tensor,
 ) -> None:
-    """Compare lane a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
+    """Compare fingerprint a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
 
     The step says where they begin: any `stride` steps in a row see each position once. Entries whose bytes nobody took
     under the record that lies there now are not judged.
@@ -125,7 +125,7 @@ def reread(
     max_length: at least the entries of the longest row
     whole:      False: what each row had before this forward. True: all that is recorded of it (truth.ends), along the
                 line of the table that has its number; lengths and starts are not read
-    hits:       [ring, 2, >= rows] int64, NO_HIT or lower before; in the cells of this step the least of
+    violations:       [ring, 2, >= rows] int64, NO_VIOLATION or lower before; in the cells of this step the least of
                 position * LAYERS_PER_ENTRY + layer of each row, and of position * SLOTS_PER_ENTRY + slot
     counted:    [1] int64, grows by the number of entries that were read, each once for all layers
     """
@@ -138,19 +138,19 @@ def reread(
         rows.lengths,
         rows.starts,
         watched.now,
-        keys.lane_a,
+        keys.fingerprint_a,
         keys.start_a,
-        lanes,
+        fingerprints,
         stamps,
         truth.lines,
-        hits,
+        violations,
         watched.total,
         counted,
-        hits.stride(1),
-        hits.stride(0),
+        violations.stride(1),
+        violations.stride(0),
         pool.num_slots,
         pool.num_layers,
-        lanes.stride(1),
+        fingerprints.stride(1),
         rows.table.shape[1],
         rows.table.stride(0),
         truth.lines.shape[1],
@@ -173,13 +173,13 @@ def reread_torch(
     rows: Rows,
     keys: Keys,
     *,
-    lanes: Tensor,
+    fingerprints: Tensor,
     stamps: Tensor,
     truth: Truth,
     max_length: int,
     stride: int,
     whole: bool,
-    hits: Tensor,
+    violations: Tensor,
     counted: Tensor,
 ) -> None:
     """The torch reference of `reread`."""
@@ -202,23 +202,23 @@ def reread_torch(
     counted += len(slots)
     if not len(slots):
         return
-    layer, entry = (both_lanes(pool, slots, keys)[0] != lanes[0, :, slots]).nonzero(as_tuple=True)
+    layer, entry = (both_fingerprints(pool, slots, keys)[0] != fingerprints[0, :, slots]).nonzero(as_tuple=True)
     total += len(entry)
     row, position, slots = row[entry], position[entry], slots[entry]
-    for cell, hit in enumerate((position * LAYERS_PER_ENTRY + layer, position * SLOTS_PER_ENTRY + slots)):
-        hits[place, cell].scatter_reduce_(0, row, hit, "amin")
+    for cell, violation in enumerate((position * LAYERS_PER_ENTRY + layer, position * SLOTS_PER_ENTRY + slots)):
+        violations[place, cell].scatter_reduce_(0, row, violation, "amin")
 
 
-def both_lanes(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
-    """[2, layers, n] int64: both lanes of every layer of valid slots."""
+def both_fingerprints(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
+    """[2, layers, n] int64: both fingerprints of every layer of valid slots."""
     pieces = keys.pieces.shape[2] // 2
     sums = keyed_sums(pool.gather(slots), keys.pieces)
-    lane_a = join(sums[..., :pieces], keys) + keys.start_a[:, None]
-    return torch.stack((lane_a, join(sums[..., pieces:], keys)))
+    fingerprint_a = join(sums[..., :pieces], keys) + keys.start_a[:, None]
+    return torch.stack((fingerprint_a, join(sums[..., pieces:], keys)))
 
 
 @triton.jit(do_not_specialize=["slots_stride", "num_slots"])
-def _take_lanes_kernel(
+def _take_fingerprints_kernel(
     ptrs,
     records,
     slots,
@@ -227,7 +227,7 @@ def _take_lanes_kernel(
     key_a,
     key_b,
     start_a,
-    lanes,
+    fingerprints,
     stamps,
     total,
     slots_stride,
@@ -250,10 +250,10 @@ def _take_lanes_kernel(
     b_slot = tl.load(slots + line + o_n, mask=o_n < n, other=-1)
     m_n = (b_slot >= 0) & (b_slot < num_slots)
     keys = i_layer * WORDS
-    b_a, b_b = layer_lanes(
+    b_a, b_b = layer_fingerprints(
         ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True
     )
-    own = lanes + i_layer * layer_stride + b_slot
+    own = fingerprints + i_layer * layer_stride + b_slot
     tl.store(own, b_a + tl.load(start_a + i_layer), mask=m_n)
     tl.store(own + side_stride, b_b, mask=m_n)
     if i_layer == 0:
@@ -267,7 +267,7 @@ def _take_lanes_kernel(
 @triton.jit(
     do_not_specialize=[
         "side_stride",
-        "hits_stride",
+        "violations_stride",
         "stride",
         "window",
         "table_width",
@@ -276,7 +276,7 @@ def _take_lanes_kernel(
         "num_slots",
         "layer_stride",
     ],
-    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "now", "hits", "counted"],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "now", "violations", "counted"],
 )
 def _reread_kernel(
     ptrs,
@@ -288,14 +288,14 @@ def _reread_kernel(
     now,
     key_a,
     start_a,
-    lanes,
+    fingerprints,
     stamps,
     truth,
-    hits,
+    violations,
     total,
     counted,
     side_stride,
-    hits_stride,
+    violations_stride,
     num_slots,
     num_layers,
     layer_stride,
@@ -339,13 +339,15 @@ def _reread_kernel(
     m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain) & (b_chain != 0)
     if i_layer == 0:
         tl.atomic_add(counted, tl.sum(m_n.to(tl.int64)), sem="relaxed")
-    b_held = tl.load(lanes + i_layer * layer_stride + b_slot, mask=m_n, other=0)
+    b_held = tl.load(fingerprints + i_layer * layer_stride + b_slot, mask=m_n, other=0)
     key = key_a + i_layer * WORDS
-    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False)
-    m_differs = m_n & (b_lane + tl.load(start_a + i_layer) != b_held)
+    b_fingerprint, _ = layer_fingerprints(
+        ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False
+    )
+    m_differs = m_n & (b_fingerprint + tl.load(start_a + i_layer) != b_held)
     count = tl.sum(m_differs.to(tl.int64))
     if count > 0:
         tl.atomic_add(total, count, sem="relaxed")
-        cell = hits + tl.load(now + NOW_PLACE) * hits_stride + i_row
+        cell = violations + tl.load(now + NOW_PLACE) * violations_stride + i_row
         tl.atomic_min(cell, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")
         tl.atomic_min(cell + side_stride, tl.min(tl.where(m_differs, o_n * PLACES + b_slot, NONE)), sem="relaxed")

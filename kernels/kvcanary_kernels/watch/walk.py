@@ -1,6 +1,6 @@
 """Walk: the rows of block tables, where nobody tells of grants and frees and records speak for themselves.
 
-An engine that is only watched has rows, lengths and tokens, but its canary never hears who owns a page. So a row is
+An engine that is only watched has rows, lengths and tokens, but its canary is never told who owns a page. So a row is
 judged by what its records say, as in `verify`: each continues the one before it, at its own position. In place of
 grants, the last one must end in the chain that the canary has followed by itself, from the tokens that were fed.
 `advance` records what a forward writes, before it does; `walk` judges what it reads, since rows of one forward may read
@@ -24,11 +24,11 @@ from kvcanary_kernels.record.device import BLOCK, R6, R10, R12, tl, triton
 from kvcanary_kernels.record.layout import CODE_BITS, Keys
 from kvcanary_kernels.record.table import PageTable, device_slot_at, segment_entries, slot_at
 
-#: A hit is position * BITS_PER_ENTRY + the bits of all codes of the entry there, as `hit_bit` has them.
+#: A violation is position * BITS_PER_ENTRY + the bits of all codes of the entry there, as `violation_bit` has them.
 BITS_PER_ENTRY = 1 << 16
 #: Of several codes at one place the first of these speaks.
-HIT_CODES = ("R10", "R1", "R2", "R12", "R3", "R4", "R5", "R6", "W1", "W5", "W6")
-NO_HIT = (1 << 63) - 1
+VIOLATION_CODES = ("R10", "R1", "R2", "R12", "R3", "R4", "R5", "R6", "W1", "W5", "W6")
+NO_VIOLATION = (1 << 63) - 1
 NOT_FOLLOWED = -1  # end of a row whose tokens nobody knows
 SPLITS = 8  # shares of a row that are judged side by side
 #: Columns of `now` [NOW_WIDTH] int64: how many rows and tokens the forward has, which step it is, its site, where it
@@ -39,8 +39,8 @@ NOW_ROWS, NOW_TOKENS, NOW_STEP, NOW_SITE, NOW_PLACE, NOW_STAMP = map(tl.constexp
 TAILS = 4
 END, KNOWN, ROOT_CHAIN, UID = map(tl.constexpr, range(TAILS))
 FIRST_TAIL = tl.constexpr(TAILS)
-HIT = tl.constexpr(BITS_PER_ENTRY)
-NONE = tl.constexpr(NO_HIT)
+VIOLATION = tl.constexpr(BITS_PER_ENTRY)
+NONE = tl.constexpr(NO_VIOLATION)
 
 
 class Truth:
@@ -93,11 +93,12 @@ class Rows(NamedTuple):
     starts: Tensor
 
 
-def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, hits: Tensor, counted: Tensor) -> None:
+def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violations: Tensor, counted: Tensor) -> None:
     """Judge the entries that rows had before this forward, after `advance`: R1 to R6, R10, R12. No allocation, no wait.
 
     seeds:   of `advance`
-    hits:    [ring, >= rows] int64, NO_HIT or lower before; in the cell of this step the first hit of each row
+    violations:    [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
+                   each row
     counted: [1] int64, grows by the number of entries that were judged
     """
     _walk_kernel[(rows.numbers.shape[0], SPLITS)](
@@ -110,28 +111,32 @@ def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, hits: Ten
         truth.lines,
         watched.keys.constants,
         seeds,
-        hits,
+        violations,
         watched.total,
         counted,
         watched.records.shape[0],
         rows.table.shape[1],
         rows.table.stride(0),
         truth.lines.shape[1],
-        hits.stride(0),
+        violations.stride(0),
         watched.window,
         PAGE=watched.block_size,
         BLOCK_N=BLOCK,
     )
 
 
-def walk_torch(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, hits: Tensor, counted: Tensor) -> None:
+def walk_torch(
+    watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violations: Tensor, counted: Tensor
+) -> None:
     """The torch reference of `walk`."""
     records, keys, block_size, window, now, total = watched
     rows, place = live_rows(rows, now)
     numbers, past, num_slots = rows.numbers.long(), context_lengths(rows), records.shape[0]
     is_followed, is_known = truth.ends[numbers] != NOT_FOLLOWED, seeds[: len(numbers), 1] != 0
     unexplained = (is_followed & ~is_known).nonzero()[:, 0]
-    tell_torch(hits[place], total, unexplained, past[unexplained], torch.full_like(unexplained, hit_bit("R10")))
+    tell_torch(
+        violations[place], total, unexplained, past[unexplained], torch.full_like(unexplained, violation_bit("R10"))
+    )
     first = (past + 1 - window).clamp(min=0) if window else torch.zeros_like(past)
     lengths = (past - first).clamp(min=0) * is_followed
     row = torch.arange(len(numbers), device=past.device).repeat_interleave(lengths)
@@ -145,28 +150,28 @@ def walk_torch(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, hit
     )  # fmt: skip
     held = records[slots.clamp(0, num_slots - 1)]
     is_last = is_known[row] & (positions == past[row] - 1)
-    own = bits | torch.where(is_last & (held[:, record.CHAIN] != seeds[row, 0]), hit_bit("R6"), 0)
-    own = torch.where(held[:, record.STEP_SITE] == 0, hit_bit("R12"), own & ~hit_bit("R12"))
-    is_refused = bits & (hit_bit("R1") | hit_bit("R2")) != 0
-    tell_torch(hits[place], total, row, positions, torch.where(is_refused, bits, own))
+    own = bits | torch.where(is_last & (held[:, record.CHAIN] != seeds[row, 0]), violation_bit("R6"), 0)
+    own = torch.where(held[:, record.STEP_SITE] == 0, violation_bit("R12"), own & ~violation_bit("R12"))
+    is_refused = bits & (violation_bit("R1") | violation_bit("R2")) != 0
+    tell_torch(violations[place], total, row, positions, torch.where(is_refused, bits, own))
     counted += len(row)
 
 
-def hit_bit(code: str) -> int:
-    """Hits tell of reads or of writes: R<n> is bit n - 1, W<n> is bit n - 1."""
+def violation_bit(code: str) -> int:
+    """Violations tell of reads or of writes: R<n> is bit n - 1, W<n> is bit n - 1."""
     return CODE_BITS[code] >> (32 if code.startswith("W") else 0)
 
 
-def code_of(hit: int, kind: str) -> tuple[int, str]:
-    """Position and first code of a hit; kind: "R" of `walk`, "W" of `advance`."""
-    position, bits = divmod(hit, BITS_PER_ENTRY)
-    return position, next(code for code in HIT_CODES if code.startswith(kind) and bits & hit_bit(code))
+def code_of(violation: int, kind: str) -> tuple[int, str]:
+    """Position and first code of a violation; kind: "R" of `walk`, "W" of `advance`."""
+    position, bits = divmod(violation, BITS_PER_ENTRY)
+    return position, next(code for code in VIOLATION_CODES if code.startswith(kind) and bits & violation_bit(code))
 
 
 def tell_torch(cells: Tensor, total: Tensor, row: Tensor, positions: Tensor, bits: Tensor) -> None:
     """The torch reference of `note` and `tell`, for entries [n] of several rows."""
     total += bits.count_nonzero()
-    found = torch.where(bits != 0, positions * BITS_PER_ENTRY + bits, NO_HIT)
+    found = torch.where(bits != 0, positions * BITS_PER_ENTRY + bits, NO_VIOLATION)
     cells.scatter_reduce_(0, row, found, "amin")
 
 
@@ -195,7 +200,7 @@ def table_slots(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
         "table_width",
         "table_stride",
         "truth_stride",
-        "hits_stride",
+        "violations_stride",
         "window",
     ],
     do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "counted"],
@@ -210,14 +215,14 @@ def _walk_kernel(
     truth,
     constants,
     seeds,
-    hits,
+    violations,
     total,
     counted,
     num_slots,
     table_width,
     table_stride,
     truth_stride,
-    hits_stride,
+    violations_stride,
     window,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -233,7 +238,7 @@ def _walk_kernel(
     seed = tl.load(seeds + 2 * i_row)
     is_known = tl.load(seeds + 2 * i_row + 1) != 0
     root = tl.load(line + ROOT_CHAIN)
-    cell = hits + tl.load(now + NOW_PLACE) * hits_stride + i_row
+    cell = violations + tl.load(now + NOW_PLACE) * violations_stride + i_row
     first = past * 0
     if window > 0:
         first = tl.maximum(past + 1 - window, 0)
@@ -242,9 +247,9 @@ def _walk_kernel(
             tl.atomic_add(counted, past - first, sem="relaxed")
         if not is_known:
             tl.atomic_add(total, 1, sem="relaxed")
-            tl.atomic_min(cell, past * HIT + R10, sem="relaxed")
+            tl.atomic_min(cell, past * VIOLATION + R10, sem="relaxed")
     row = table + i_row * table_stride
-    b_hit = tl.full([BLOCK_N], NONE, tl.int64)
+    b_violation = tl.full([BLOCK_N], NONE, tl.int64)
     b_count = tl.zeros([BLOCK_N], tl.int32)
     for i_block in range(first + i_split * BLOCK_N, past, tl.num_programs(1) * BLOCK_N):
         o_n = i_block + tl.arange(0, BLOCK_N)
@@ -256,22 +261,24 @@ def _walk_kernel(
         )
         b_bits += tl.where((o_n == past - 1) & (b_chain != seed) & is_known, R6, 0)
         b_bits = refused_or(tl.where(b_step == 0, R12, b_bits), b_slot, num_slots, PAGE)
-        b_hit, b_count = note(b_hit, b_count, o_n, b_bits, m_n)
-    tell(cell, total, b_hit, b_count)
+        b_violation, b_count = note(b_violation, b_count, o_n, b_bits, m_n)
+    tell(cell, total, b_violation, b_count)
 
 
 @triton.jit
-def note(b_hit, b_count, b_position, b_bits, m_n):
-    """The first hit and the number of wrong entries so far, by thread: nothing is stored where entries are judged."""
+def note(b_violation, b_count, b_position, b_bits, m_n):
+    """The first violation and the number of wrong entries so far, by thread: nothing is stored where entries are
+    judged.
+    """
     m_wrong = m_n & (b_bits != 0)
-    b_found = tl.where(m_wrong, b_position * HIT + b_bits, NONE)
-    return tl.minimum(b_hit, b_found), b_count + m_wrong.to(tl.int32)
+    b_found = tl.where(m_wrong, b_position * VIOLATION + b_bits, NONE)
+    return tl.minimum(b_violation, b_found), b_count + m_wrong.to(tl.int32)
 
 
 @triton.jit
-def tell(cell, total, b_hit, b_count):
-    """Add to the count of a device, and keep the first hit of a row."""
+def tell(cell, total, b_violation, b_count):
+    """Add to the count of a device, and keep the first violation of a row."""
     count = tl.sum(b_count)
     if count > 0:
         tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
-        tl.atomic_min(cell, tl.min(b_hit), sem="relaxed")
+        tl.atomic_min(cell, tl.min(b_violation), sem="relaxed")

@@ -3,7 +3,7 @@
 An adapter shows what a forward is about to read and write (block tables, lengths, tokens, slots); all of it stays on
 the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` when layers that are stored later are.
 Rows that `admit` and `leave` name wait for the next `read`, or for `flush` where bytes are moved before that;
-`moves` has what moves them. Hits lie in a ring of the last steps; one counter says whether there were any.
+`moves` has what moves them. Violations lie in a ring of the last steps; one counter says whether there were any.
 
 A canary owns what it has on the device (`memory`) and what it launches there (`launches`). The rest is the host's side:
 who comes and goes, how long rows are at most, and what a step was.
@@ -58,7 +58,7 @@ class PagedCanary:
         self.config, self.num_rows, self.max_tokens = config, num_rows, max_tokens
         self.memory = Memory(config, num_rows, max_rejected, device)
         self.launches = Launches(config, self.memory, num_rows, max_tokens)
-        self.groups, self.kept, self.hits_of = self.memory.groups, self.launches.kept, self.launches.hits_of
+        self.groups, self.kept, self.violations_of = self.memory.groups, self.launches.kept, self.launches.violations_of
         self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
@@ -111,7 +111,7 @@ class PagedCanary:
                 self._gone.append((number, request))
                 self._longest, room = max(self._longest, end), room - 1
             elif is_read:
-                self.coverage.skip("rows that went without a last look", 1)
+                self.coverage.skip("rows that went without a last re-read", 1)
 
     def flush(self, empty: Forward) -> None:
         """Do now what waits for a forward, but for rows that begin: bytes are about to move, or nobody runs.
@@ -131,15 +131,15 @@ class PagedCanary:
         n, events, waiting = len(forward.numbers), (0, 0), self._longest
         most_rows = at_least(n, FEWEST_ROWS, self.num_rows)
         free = self.launches.head(self.step, forward, most_rows)
-        looked: tuple[tuple[str, ...], ...] = ()
+        reread: tuple[tuple[str, ...], ...] = ()
         if self._new or forward.num_tokens != n or self._grown >= GROWN:
             self._measure(forward)
         else:  # every row by one
             self._grown, self._live = self._grown + 1, self._live + n
         if self._new or self._gone or self._fresh:
-            events, looked = self._tell_events(free)
+            events, reread = self._put_events(free)
         longest = max(self._most + self._grown, waiting)
-        step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, looked, forward.num_tokens)
+        step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, reread, forward.num_tokens)
         self.events = []
         self.steps.append(step)
         if n:
@@ -219,7 +219,7 @@ class PagedCanary:
         self._ends[:], self._grown, self._most = 0, GROWN, 0
         self.launches.restart()
 
-    def _tell_events(self, line: NDArray[np.int64]) -> tuple[tuple[int, int], tuple[tuple[str, ...], ...]]:
+    def _put_events(self, line: NDArray[np.int64]) -> tuple[tuple[int, int], tuple[tuple[str, ...], ...]]:
         """Write what waits into the words of a line: at most how many rows went and are new, and whose are read."""
         most_new = self._room_for(max(len(self._new), len(self._fresh)))
         most_gone = self._room_for(len(self._gone)) or (most_new and self._room_for(1))  # fewer graphs
@@ -233,9 +233,9 @@ class PagedCanary:
             words += row
         words += (self.num_rows,) * (NEW_WIDTH * (most_new - len(self._new)))  # nobody's
         line[: len(words)] = words
-        looked = tuple([tuple([request for _, request in rows]) for rows in (self._gone, self._fresh)])
+        reread = tuple([tuple([request for _, request in rows]) for rows in (self._gone, self._fresh)])
         self._gone, self._fresh, self._new, self._longest = [], [], {}, 0
-        return (most_gone, most_new), looked
+        return (most_gone, most_new), reread
 
     def _room_for(self, count: int) -> int:
         return at_least(count, FEWEST_ROWS, self.num_rows) if count else 0

@@ -24,14 +24,14 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.watch.advance import Fed
 from kvcanary_kernels.watch.begin import NEW_WIDTH
-from kvcanary_kernels.watch.walk import NO_HIT, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
+from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
 
 STAMPS = (1 << 63 - COUNT_BITS) - 1
 HEAD_WORDS = struct.Struct(f"={NOW_WIDTH}q")
 
 
 class Launches:
-    """The lines that say what a step is, and launches that read them; hits lie in a ring of the last steps."""
+    """The lines that say what a step is, and launches that read them; violations lie in a ring of the last steps."""
 
     def __init__(self, config: CanaryConfig, memory: Memory, num_rows: int, max_tokens: int) -> None:
         """As PagedCanary."""
@@ -112,7 +112,7 @@ class Launches:
         torch.cuda.synchronize(self.memory.device)  # whatever thread and stream this is
         return int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
 
-    def hits_of(self, step: Step) -> dict[str, Tensor]:
+    def violations_of(self, step: Step) -> dict[str, Tensor]:
         """On the host: the cells of one step, which waits for the device.
 
         walk, write: [groups, rows];  read: [2, pools of layers, rows];  look: [2, LOOKS, pools of layers, rows]
@@ -154,10 +154,12 @@ class Launches:
             slots, chains = self._entries[group.number]
             self._ops.advance(
                 watched, rows, fed, memory.truth, seeds=self._seeds, slots=slots, chains=chains,
-                hits=cells[:, len(memory.groups) + group.number], is_first=group is memory.groups[0],
+                violations=cells[:, len(memory.groups) + group.number], is_first=group is memory.groups[0],
             )  # fmt: skip
-            hits = cells[:, group.number]
-            self._ops.walk(watched, rows, memory.truth, seeds=self._seeds, hits=hits, counted=self.counted[:1])
+            violations = cells[:, group.number]
+            self._ops.walk(
+                watched, rows, memory.truth, seeds=self._seeds, violations=violations, counted=self.counted[:1]
+            )
             stride = 1 if self.config.content == "full" else ROTATION_STEPS
             self._reread(group, rows, now, 0, most_entries, stride)
 
@@ -174,9 +176,10 @@ class Launches:
         for column, layers in enumerate(self.memory.layers) if self.config.content != "write" else ():
             if layers in group.layers:
                 self._ops.reread(
-                    self._watched(group, now), layers.rows, rows, layers.keys, lanes=layers.lanes, stamps=layers.stamps,
+                    self._watched(group, now), layers.rows, rows, layers.keys, fingerprints=layers.fingerprints,
+                    stamps=layers.stamps,
                     truth=self.memory.truth, max_length=max_length, stride=stride, whole=look > 0,
-                    hits=cells[:, look, column], counted=self.counted[1 + column : 2 + column],
+                    violations=cells[:, look, column], counted=self.counted[1 + column : 2 + column],
                 )  # fmt: skip
 
     def _after(self, most: int) -> None:
@@ -206,7 +209,7 @@ class Launches:
         return torch.where(index < self._now[NOW_TOKENS : NOW_TOKENS + 1], slots, -1), chains
 
     def _take(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor, now: Tensor, most: int) -> None:
-        own = {"lanes": layers.lanes, "stamps": layers.stamps}
+        own = {"lanes": layers.fingerprints, "stamps": layers.stamps}
         self._ops.take(self._watched(group, now), layers.rows, slots, chains, layers.keys, **own, most=most)
 
     def _watched(self, group: Group, now: Tensor) -> Watched:
@@ -223,9 +226,11 @@ class Launches:
 
     @cached_property
     def _cells(self) -> Tensor:
-        """[RING, kinds, rows] int64: first hits of walk and of advance by group, of reread twice by look and pool."""
+        """[RING, kinds, rows] int64: first violations of walk and of advance by group, of reread twice by look and
+        pool.
+        """
         kinds = 2 * len(self.memory.groups) + 2 * (1 + LOOKS) * len(self.memory.layers)
-        return self.memory.zeros(RING, kinds, self.num_rows) + NO_HIT
+        return self.memory.zeros(RING, kinds, self.num_rows) + NO_VIOLATION
 
     @cached_property
     def counted(self) -> Tensor:

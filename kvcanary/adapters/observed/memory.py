@@ -1,4 +1,4 @@
-"""What a canary of watched pools has on the device: records and lanes of slots, and the truth of rows."""
+"""What a canary of watched pools has on the device: records and fingerprints of slots, and the truth of rows."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Memory:
         if rows.num_slots != num_slots:
             raise AdapterError(f"layers of {view.name} have {rows.num_slots} slots, their group {num_slots}")
         keys = make_keys(self.seed, rows.num_layers, rows.words_per_row, self.device)
-        lanes, stamps = self.zeros(2, rows.num_layers, num_slots), self.zeros(num_slots)
-        group.layers.append(Layers(view, tuple(names), keys, lanes, stamps, is_late))
+        fingerprints, stamps = self.zeros(2, rows.num_layers, num_slots), self.zeros(num_slots)
+        group.layers.append(Layers(view, tuple(names), keys, fingerprints, stamps, is_late))
 
     @property
     def layers(self) -> list[Layers]:
@@ -58,8 +58,8 @@ class Memory:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that records and lanes take."""
-        own = [layers.lanes.nbytes + layers.stamps.nbytes for layers in self.layers]
+        """Device memory that records and fingerprints take."""
+        own = [layers.fingerprints.nbytes + layers.stamps.nbytes for layers in self.layers]
         return sum(own) + sum(group.records.nbytes for group in self.groups)
 
     def live_bytes(self, numbers: Iterable[int]) -> int:

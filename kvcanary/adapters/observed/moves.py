@@ -15,7 +15,7 @@ from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.walk import table_slots
 
-LaneOf = Callable[[Tensor], tuple[Tensor, Tensor]]
+FingerprintOf = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests: Mapping[int, str]) -> None:
@@ -29,7 +29,7 @@ def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests
     held[:, SEAL] -= seal_values(identity_words(held), src, 0, canary.memory.identity)
     group.records[dst] = held
     for layers in group.layers:
-        layers.lanes[:, :, dst] = layers.lanes[:, :, src]
+        layers.fingerprints[:, :, dst] = layers.fingerprints[:, :, src]
         layers.stamps[dst] = layers.stamps[src]
         judged = layers.stamps[dst] == held[:, CHAIN]
         _event(canary, "a copy of blocks", group, layers, dst, requests, judged)
@@ -41,8 +41,8 @@ def zeroed(canary: PagedCanary, group: Group, blocks: Tensor, requests: Mapping[
     group.records[slots] = 0
     for layers in group.layers:
         layers.stamps[slots] = 0
-        layers.lanes[0, :, slots] = layers.keys.start_a[:, None]
-        layers.lanes[1, :, slots] = 0
+        layers.fingerprints[0, :, slots] = layers.keys.start_a[:, None]
+        layers.fingerprints[1, :, slots] = 0
         _event(canary, "zeroed blocks", group, layers, slots, requests)
 
 
@@ -52,7 +52,7 @@ def loaded(
     tokens: Tensor,
     chains: Tensor,
     lines: Sequence[Tensor],
-    lane_of: LaneOf,
+    fingerprint_of: FingerprintOf,
 ) -> int:
     """The first entries of a row came from elsewhere, but for those that lie there with records of their own.
 
@@ -60,7 +60,7 @@ def loaded(
 
     row: its number and its request; tokens, chains: [n] int64 on the host, of this prefix
     lines: by group, block tables by number
-    lane_of: (lane a summed over the layers, whether it is known) by chain: bytes that differ are T1
+    fingerprint_of: (fingerprint a summed over the layers, whether it is known) by chain: bytes that differ are T1
     """
     (number, request), compared, memory = row, 0, canary.memory
     tokens, chains = memory.upload(tokens), memory.upload(chains)
@@ -80,10 +80,10 @@ def loaded(
         for layers in group.layers:
             canary.launches.take_now(group, layers, slots, own)
         layers = group.layers[0]
-        wanted, is_known = lane_of(own)
+        wanted, is_known = fingerprint_of(own)
         canary.coverage.skip("entries loaded under a prefix that nobody wrote here", int((~is_known).sum()))
         compared += int(is_known.sum())
-        wrong = is_known & (layers.lanes[0, :, slots].sum(0) != wanted)
+        wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
         memory.total += wrong.sum()
         count = len(layers.names)
         every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
@@ -106,7 +106,7 @@ def _event(
         return
     mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
     check = ops_for(slots.device).check_content
-    check(layers.rows, slots, layers.keys, layers.lanes[0], mismatch=mismatch)
+    check(layers.rows, slots, layers.keys, layers.fingerprints[0], mismatch=mismatch)
     if judged is not None:
         mismatch *= judged[:, None]
     canary.memory.total += (mismatch != 0).any(1).sum()

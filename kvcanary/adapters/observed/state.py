@@ -13,7 +13,7 @@ from kvcanary.pools.views import PoolView
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
 
-RING = 8  # steps whose hits are kept: more than any engine's host is behind its device
+RING = 8  # steps whose violations are kept: more than any engine's host is behind its device
 LOOKS = 2  # at whole rows in a step: those that went, those that begin with entries of others
 COUNT_BITS = 40  # of a count that is sent; the step stands above them
 
@@ -29,7 +29,7 @@ class Layers:
     view: PoolView
     names: tuple[str, ...]
     keys: Keys
-    lanes: Tensor
+    fingerprints: Tensor
     stamps: Tensor
     is_late: bool = False
 
@@ -55,9 +55,9 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """What the host must know to tell of a step's hits later.
+    """What the host must know to tell of a step's violations later.
 
-    looked:  requests whose rows were read whole in this step, look by look
+    reread:  requests whose rows were read whole in this step, look by look
     """
 
     number: int
@@ -65,14 +65,14 @@ class Step:
     numbers: NDArray[np.integer]
     site: tuple[str, int]
     events: list[Event]
-    looked: Sequence[tuple[str, ...]]
+    reread: Sequence[tuple[str, ...]]
     count: int = 0
-    is_settled: bool = False
+    is_reported: bool = False
 
 
 @dataclass(eq=False)
 class Event:
-    """Slots that were looked at by themselves: after a copy, a load, a zeroing, or before a row goes.
+    """Slots that were read by themselves: after a copy, a load, a zeroing, or before a row goes.
 
     mismatch: [n, 2] int64 bitmap of layers; slots: [n] int64
     requests: whose blocks they are, by block, where that is known

@@ -158,7 +158,7 @@ class CanaryCache:
         return self.layers[layer].keys, self.layers[layer].values
 
     def _batch_size(self) -> int:
-        return next((own.lanes.shape[1] for own in self.kv_rows.layers.values()), 0)
+        return next((own.fingerprints.shape[1] for own in self.kv_rows.layers.values()), 0)
 
 
 class Handle:
@@ -234,7 +234,7 @@ class Handle:
             self._unwatched.ended(before, self._num_entries - entries)
             for cache in self._in_use:
                 if self._canary.config.content != "write" and isinstance(cache, CanaryCache):
-                    cache.kv_rows.look_at_all(cache._held, ("release", 0))
+                    cache.kv_rows.reread_all(cache._held, ("release", 0))
             return output
         finally:
             self._in_use, self._row_tokens = outer, None

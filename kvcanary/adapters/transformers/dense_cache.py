@@ -2,7 +2,7 @@
 
 A dense cache is one tensor a layer for K and one for V, [batch, heads, length, dim]. It has no slots and no pages, and
 most of its tensors are new after every step: so an entry is named by layer, row and position (its index in the row,
-padding counted), its lanes are kept here, and its bytes are looked at in whatever tensor attention is given. A tensor
+padding counted), its fingerprints are kept here, and its bytes are read in whatever tensor attention is given. A tensor
 of n entries holds the last n positions of the row; a longer one has an unwritten tail.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from kvcanary.adapters.transformers.judging import (
     NOT_KNOWN,
     DenseCanary,
-    Look,
+    Reread,
     Site,
     judge_fed,
-    judge_look,
+    judge_reread,
     judge_tokens,
     wrong_length,
 )
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.config import share_of
 
 Said = Callable[[int], int]  # by layer, the length that it says it has
@@ -35,31 +35,35 @@ Held = Callable[[int], tuple[Tensor, Tensor]]  # by layer, K and V as they lie n
 class DenseLayer:
     """What one layer should hold.
 
-    lanes:  [2, batch, length] int64, both content lanes
-    seen:   [length] int64, step of the last good look
+    fingerprints:  [2, batch, length] int64, both fingerprints
+    seen:   [length] int64, step of the last good re-read
     first:  position of the first entry that attention was last given
     cursor: where the next slice of a rolling check begins
     """
 
-    lanes: Tensor
+    fingerprints: Tensor
     seen: Tensor
     first: int = 0
     cursor: int = 0
-    _room: tuple[Tensor, Tensor] | None = None  # of which lanes and seen are the beginning, unless they were replaced
+    # of which fingerprints and seen are the beginning, unless they were replaced
+    _room: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
-        return self.lanes.shape[2]
+        return self.fingerprints.shape[2]
 
-    def append(self, lanes: Tensor, step: int) -> None:
+    def append(self, fingerprints: Tensor, step: int) -> None:
         """Entries follow, seen in this step; what lies there is copied only when there is no room left."""
-        before, length = self.length, self.length + lanes.shape[2]
+        before, length = self.length, self.length + fingerprints.shape[2]
         room = self._room
-        if room is None or room[0].data_ptr() != self.lanes.data_ptr() or room[1].shape[0] < length:
-            room = self._room = lanes.new_empty(2, lanes.shape[1], 2 * length), lanes.new_empty(2 * length)
-            room[0][:, :, :before], room[1][:before] = self.lanes, self.seen
-        room[0][:, :, before:length], room[1][before:length] = lanes, step
-        self.lanes, self.seen = room[0][:, :, :length], room[1][:length]
+        if room is None or room[0].data_ptr() != self.fingerprints.data_ptr() or room[1].shape[0] < length:
+            room = self._room = (
+                fingerprints.new_empty(2, fingerprints.shape[1], 2 * length),
+                fingerprints.new_empty(2 * length),
+            )
+            room[0][:, :, :before], room[1][:before] = self.fingerprints, self.seen
+        room[0][:, :, before:length], room[1][before:length] = fingerprints, step
+        self.fingerprints, self.seen = room[0][:, :, :length], room[1][:length]
 
 
 @dataclass
@@ -83,7 +87,7 @@ class DenseRows:
 
     @property
     def live_bytes(self) -> int:
-        entries = sum(own.lanes.shape[1] * (own.length - own.first) for own in self.layers.values())
+        entries = sum(own.fingerprints.shape[1] * (own.length - own.first) for own in self.layers.values())
         return entries * self.canary.entry_bytes
 
     def length_of(self, layer: int) -> int:
@@ -93,10 +97,10 @@ class DenseRows:
     def adopt(self, layer: int, k: Tensor, v: Tensor, length: int) -> None:
         """Take the bytes of a layer for the truth as they lie: they were written when nobody looked."""
         count = min(k.shape[2], length)
-        held = self.canary.lanes(layer, k[:, :, :count], v[:, :, :count])
-        lanes = held.new_zeros(2, len(k), length)  # what a window has dropped is never read
-        lanes[:, :, length - count :] = held
-        self.layers[layer] = DenseLayer(lanes, torch.full((length,), self.step, device=lanes.device))
+        held = self.canary.fingerprints(layer, k[:, :, :count], v[:, :, :count])
+        fingerprints = held.new_zeros(2, len(k), length)  # what a window has dropped is never read
+        fingerprints[:, :, length - count :] = held
+        self.layers[layer] = DenseLayer(fingerprints, torch.full((length,), self.step, device=fingerprints.device))
         self.canary.coverage.skip("entries taken as they lay", len(k) * count)
 
     @torch.no_grad()
@@ -110,56 +114,56 @@ class DenseRows:
             self.step += 1
             canary.coverage.forwards += 1
         self.last_layer = layer
-        before, lanes = self.length_of(layer), canary.lanes(layer, k, v)
+        before, fingerprints = self.length_of(layer), canary.fingerprints(layer, k, v)
         if layer not in self.layers:
-            self.layers[layer] = DenseLayer(lanes[:, :, :0], lanes.new_empty(0))
+            self.layers[layer] = DenseLayer(fingerprints[:, :, :0], fingerprints.new_empty(0))
         own = self.layers[layer]
-        own.append(lanes, self.step)
-        canary.coverage.slots_sealed += lanes.shape[1] * lanes.shape[2]
+        own.append(fingerprints, self.step)
+        canary.coverage.slots_sealed += fingerprints.shape[1] * fingerprints.shape[2]
         site = _site(before, k.shape[2])
         if said != own.length:
-            hit = wrong_length(layer, own.length, said, site)
+            violation = wrong_length(layer, own.length, said, site)
             self.adopt(layer, *read, said)
-            canary.report([hit], self.step)
+            canary.report([violation], self.step)
             return
         first = own.length - min(read[0].shape[2], own.length)
         self._count_unread(own, first, before)
-        canary.coverage.slots_checked += lanes.shape[1] * (own.length - first)
-        looks = [Look(layer, *read, first, *bounds, before, site) for bounds in self._planned(layer, first, before)]
-        canary.report([hit for look in looks for hit in self._hits(look)], self.step)
+        canary.coverage.slots_checked += fingerprints.shape[1] * (own.length - first)
+        looks = [Reread(layer, *read, first, *bounds, before, site) for bounds in self._planned(layer, first, before)]
+        canary.report([violation for reread in looks for violation in self._violations(reread)], self.step)
 
     def cropped(self, count: int, said: Said, held: Held) -> None:
         """The last `count` entries are to be gone (R10)."""
-        hits = []
+        violations = []
         for layer, own in self.layers.items():
             length = max(own.length - count, 0)
-            own.lanes, own.seen = own.lanes[:, :, :length], own.seen[:length]
+            own.fingerprints, own.seen = own.fingerprints[:, :, :length], own.seen[:length]
             if said(layer) != length:
-                hits.append(wrong_length(layer, length, said(layer), ("move", 0)))
+                violations.append(wrong_length(layer, length, said(layer), ("move", 0)))
                 self.adopt(layer, *held(layer), said(layer))
-        self.canary.report(hits, self.step)
+        self.canary.report(violations, self.step)
         if self.tokens is not None and count:
             self.tokens = self.tokens[:, : max(self.tokens.shape[1] - count, 0)]
 
     def selected(self, rows: Tensor, held: Held) -> None:
         """Row i is what row `rows[i]` was; all bytes are read again at once (T1)."""
         for own in self.layers.values():
-            own.lanes = own.lanes.index_select(1, rows.to(own.lanes.device))
+            own.fingerprints = own.fingerprints.index_select(1, rows.to(own.fingerprints.device))
         if self.tokens is not None:
             self.tokens = self.tokens.index_select(0, rows.to(self.tokens.device))
         if self.canary.config.content != "write":
-            self.look_at_all(held, ("move", 0))
+            self.reread_all(held, ("move", 0))
 
     @torch.no_grad()
-    def look_at_all(self, held: Held, site: Site) -> None:
+    def reread_all(self, held: Held, site: Site) -> None:
         """Read every byte that lies in the cache now."""
-        hits = []
+        violations = []
         for layer, own in self.layers.items():
             if own.length:
                 k, v = held(layer)
                 first = own.length - min(k.shape[2], own.length)
-                hits += self._hits(Look(layer, k, v, first, first, own.length, own.length, site))
-        self.canary.report(hits, self.step)
+                violations += self._violations(Reread(layer, k, v, first, first, own.length, own.length, site))
+        self.canary.report(violations, self.step)
 
     def forget(self) -> None:
         """The cache was emptied."""
@@ -172,9 +176,11 @@ class DenseRows:
         """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6)."""
         past = row_tokens.shape[1] - num_fed
         known = self._known(self.length, len(row_tokens))
-        hits = judge_tokens(known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens)
+        violations = judge_tokens(
+            known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens
+        )
         self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
-        self.canary.report(hits, self.step)
+        self.canary.report(violations, self.step)
 
     def fed(self, tokens: Tensor, before: int) -> None:
         """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries."""
@@ -190,7 +196,7 @@ class DenseRows:
         """Tokens of as many entries; NOT_KNOWN where the cache was filled, or cut to size, when nobody looked."""
         if self.tokens is not None and self.tokens.shape[1] == length:
             return self.tokens
-        rows = next((own.lanes.shape[1] for own in self.layers.values()), default_rows)
+        rows = next((own.fingerprints.shape[1] for own in self.layers.values()), default_rows)
         return torch.full((rows, length), NOT_KNOWN)
 
     def _planned(self, layer: int, first: int, before: int) -> Iterator[tuple[int, int]]:
@@ -210,11 +216,13 @@ class DenseRows:
         yield max(before, first), own.length
 
     def _count_unread(self, own: DenseLayer, first: int, before: int) -> None:
-        """How long what attention is about to read was not looked at, and what a window dropped since the last look."""
+        """How long what attention is about to read was not looked at, and what a window dropped since the last
+        re-read.
+        """
         coverage = self.canary.coverage
         if first > own.first:
             dropped = int((own.seen[own.first : first] < self.step - 1).sum())
-            coverage.freed_unread_bytes += dropped * own.lanes.shape[1] * self.canary.entry_bytes
+            coverage.freed_unread_bytes += dropped * own.fingerprints.shape[1] * self.canary.entry_bytes
         if first < before:
             coverage.max_unread_steps = max(coverage.max_unread_steps, self.step - int(own.seen[first:before].min()))
         own.first = first
@@ -223,11 +231,11 @@ class DenseRows:
         budget = self.canary.config.budget
         if budget is None:
             return share_of(entries, 1)
-        return max(1, budget // (len(self.layers) * own.lanes.shape[1] * self.canary.entry_bytes))
+        return max(1, budget // (len(self.layers) * own.fingerprints.shape[1] * self.canary.entry_bytes))
 
-    def _hits(self, look: Look) -> list[Hit]:
-        own = self.layers[look.layer]
-        return judge_look(self.canary, look, own.lanes, own.seen, self.step)
+    def _violations(self, reread: Reread) -> list[Violation]:
+        own = self.layers[reread.layer]
+        return judge_reread(self.canary, reread, own.fingerprints, own.seen, self.step)
 
 
 def _site(before: int, num_new: int) -> Site:

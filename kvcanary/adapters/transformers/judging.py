@@ -1,4 +1,4 @@
-"""Judging dense caches: looks at bytes and rows become hits, which are told as those of all pools."""
+"""Judging dense caches: re-reads of bytes and rows become violations, which are told as those of all pools."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import expect_watching
 from kvcanary.calls.coverage import Coverage
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, PlanError
 from kvcanary.pools.parts import Part
 from kvcanary.provenance.changed_word import ChangedWord, describe_word, fitting_words
-from kvcanary.records.fingerprints import lanes_of_words
+from kvcanary.records.fingerprints import fingerprints_of_words
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
@@ -37,7 +37,7 @@ NOT_KNOWN = -1  # in the place of a token id
 DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1"})
 
 
-class Look(NamedTuple):
+class Reread(NamedTuple):
     """Positions [low, high) of k and v [batch, heads, n, dim], of which entry 0 is position `first`.
 
     before: positions at and behind it were stored by this very forward
@@ -53,12 +53,12 @@ class Look(NamedTuple):
     site: Site
 
 
-def dense_hit(
+def dense_violation(
     code: str, layers: tuple[int, ...], row: int, position: int, site: Site, sides: Sides, **known: Any
-) -> Hit:
+) -> Violation:
     """One check that fired: at the first wrong position of a row in one layer, or in no layer (tokens).
 
-    sides: what was expected and found;  known: request_id and slot of a paged cache, and what else a hit has
+    sides: what was expected and found;  known: request_id and slot of a paged cache, and what else a violation has
     """
     own: dict[str, Any] = {
         "request_id": f"row {row}",
@@ -66,7 +66,7 @@ def dense_hit(
         "expected": sides[0],
         "found": sides[1],
     } | known
-    return Hit(code, NOWHERE, position=position, site=site, step=0, layers=layers, row_number=row, **own)
+    return Violation(code, NOWHERE, position=position, site=site, step=0, layers=layers, row_number=row, **own)
 
 
 class DenseCanary:
@@ -88,30 +88,32 @@ class DenseCanary:
     def __deepcopy__(self, memo: Any) -> DenseCanary:
         return self
 
-    def lanes(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
-        """[2, batch, n] int64: both content lanes of the entries of k and v [batch, heads, n, dim]."""
+    def fingerprints(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
+        """[2, batch, n] int64: both fingerprints of the entries of k and v [batch, heads, n, dim]."""
         keys = self._keys_of(layer, k, v)
         if _is_dense(k, v):
-            lanes = torch.empty(2, k.shape[0], k.shape[2], dtype=torch.int64)
-            if lanes.numel():
+            fingerprints = torch.empty(2, k.shape[0], k.shape[2], dtype=torch.int64)
+            if fingerprints.numel():
                 own = self._loop_keys(keys, layer)
-                self._loops.sum_heads(_heads_of(k), _heads_of(v), k.shape[2], *own, lanes.view(2, -1).numpy())
-            return lanes
+                self._loops.sum_heads(_heads_of(k), _heads_of(v), k.shape[2], *own, fingerprints.view(2, -1).numpy())
+            return fingerprints
         rows = words_of(k, v)
-        lanes = rows.new_empty((2, len(rows)), dtype=torch.int64)
+        fingerprints = rows.new_empty((2, len(rows)), dtype=torch.int64)
         chunk = max(1, TEMPORARY_BYTES // (rows.shape[1] * 8))
         for first in range(0, len(rows), chunk):
             where = slice(first, first + chunk)
-            lanes[0, where], lanes[1, where] = lanes_of_words(keys, layer, rows[where])
-        return lanes.view(2, k.shape[0], k.shape[2])
+            fingerprints[0, where], fingerprints[1, where] = fingerprints_of_words(keys, layer, rows[where])
+        return fingerprints.view(2, k.shape[0], k.shape[2])
 
-    def holds(self, layer: int, k: Tensor, v: Tensor, lanes: Tensor) -> bool:
-        """Whether the lanes of the entries of k and v [batch, heads, n, dim] are these [2, batch, n], all of them."""
-        if not (_is_dense(k, v) and lanes.is_cpu and lanes.stride(2) == 1):
-            return torch.equal(self.lanes(layer, k, v).to(lanes.device), lanes)
+    def holds(self, layer: int, k: Tensor, v: Tensor, fingerprints: Tensor) -> bool:
+        """Whether the fingerprints of the entries of k and v [batch, heads, n, dim] are these [2, batch, n], all of
+        them.
+        """
+        if not (_is_dense(k, v) and fingerprints.is_cpu and fingerprints.stride(2) == 1):
+            return torch.equal(self.fingerprints(layer, k, v).to(fingerprints.device), fingerprints)
         keys = self._loop_keys(self._keys_of(layer, k, v), layer)
-        side, row, _ = lanes.stride()
-        place = lanes.data_ptr(), side * lanes.itemsize, row * lanes.itemsize
+        side, row, _ = fingerprints.stride()
+        place = fingerprints.data_ptr(), side * fingerprints.itemsize, row * fingerprints.itemsize
         return self._loops.same_heads(_heads_of(k), _heads_of(v), k.shape[0], k.shape[2], *keys, *place)
 
     def _keys_of(self, layer: int, k: Tensor, v: Tensor) -> Keys:
@@ -120,10 +122,12 @@ class DenseCanary:
         return self.keys(layer, self.entry_bytes // WORD_BYTES, k.device)
 
     def _loop_keys(self, keys: Keys, layer: int) -> tuple[int, int]:
-        """Where the keys [2, words] int32 of a layer lie, as compiled loops read them, and lane a of no bytes."""
+        """Where the keys [2, words] int32 of a layer lie, as compiled loops read them, and fingerprint a of no
+        bytes.
+        """
         held = self._stacked.get(keys.words_per_row)
         if held is None or held[0] is not keys:
-            stacked = torch.stack([keys.lane_a, keys.lane_b], 1)
+            stacked = torch.stack([keys.fingerprint_a, keys.fingerprint_b], 1)
             places = [own.data_ptr() for own in stacked], keys.start_a.tolist()
             held = self._stacked[keys.words_per_row] = keys, stacked, *places
         return held[2][layer], held[3][layer]
@@ -145,14 +149,14 @@ class DenseCanary:
             keys = self._keys[words] = make_keys(self.seed, num_layers, words, device)
         return keys
 
-    def report(self, hits: Sequence[Hit], step: int) -> None:
+    def report(self, violations: Sequence[Violation], step: int) -> None:
         """Tell of each fault once. KVCorruptionError in mode raise."""
-        if not hits:
+        if not violations:
             return
         pool = WatchedPool.of(CacheView(POOL, self.layers_seen))
-        for hit in hits:
-            hit.pool, hit.step = pool, step
-        self._response.answer(_joined(hits), step, self.coverage)
+        for violation in violations:
+            violation.pool, violation.step = pool, step
+        self._response.answer(_joined(violations), step, self.coverage)
 
     def certificate(self, live_bytes: int = 0) -> dict[str, Any]:
         """What was checked, what was not and why; the same keys as that of an engine's canary."""
@@ -187,98 +191,102 @@ def words_of(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def judge_look(canary: DenseCanary, look: Look, lanes: Tensor, seen: Tensor, step: int) -> list[Hit]:
+def judge_reread(canary: DenseCanary, reread: Reread, fingerprints: Tensor, seen: Tensor, step: int) -> list[Violation]:
     """R4, R6, R9, R12 or T1 of the first wrong entry of each row; `seen` of those that are right is brought up to now.
 
-    lanes: [2, batch, length] int64, what this layer should hold; seen: [length] int64
+    fingerprints: [2, batch, length] int64, what this layer should hold; seen: [length] int64
     """
-    where = slice(look.low - look.first, look.high - look.first)
-    k, v = look.k[:, :, where], look.v[:, :, where]
-    wanted, count = lanes[:, :, look.low : look.high], k.shape[0] * k.shape[2]
-    is_right = canary.holds(look.layer, k, v, wanted)
+    where = slice(reread.low - reread.first, reread.high - reread.first)
+    k, v = reread.k[:, :, where], reread.v[:, :, where]
+    wanted, count = fingerprints[:, :, reread.low : reread.high], k.shape[0] * k.shape[2]
+    is_right = canary.holds(reread.layer, k, v, wanted)
     canary.coverage.bytes_checked += count * canary.entry_bytes
     if is_right:
-        if look.low < look.before:  # what was stored just now is seen already
-            seen[look.low : look.high] = step
+        if reread.low < reread.before:  # what was stored just now is seen already
+            seen[reread.low : reread.high] = step
         return []
-    found = canary.lanes(look.layer, k, v).to(lanes.device)
+    found = canary.fingerprints(reread.layer, k, v).to(fingerprints.device)
     wrong = (found != wanted).any(0)
-    seen[look.low : look.high][~wrong.any(0)] = step
-    hits = []
+    seen[reread.low : reread.high][~wrong.any(0)] = step
+    violations = []
     for row in wrong.any(1).nonzero().flatten().tolist():
         place = int(wrong[row].nonzero()[0])
         entry = k[row : row + 1, :, place : place + 1], v[row : row + 1, :, place : place + 1]
-        hit = _changed(canary, look, lanes, row, look.low + place, found[:, row, place], entry, int(wrong[row].sum()))
-        hit.last_good = None if hit.code == "R12" else int(seen[look.low + place])
-        hits.append(hit)
-    return hits
+        violation = _changed(
+            canary, reread, fingerprints, row, reread.low + place, found[:, row, place], entry, int(wrong[row].sum())
+        )
+        violation.last_good = None if violation.code == "R12" else int(seen[reread.low + place])
+        violations.append(violation)
+    return violations
 
 
-def judge_tokens(known: Tensor, wanted: Tensor, site: Site, show_tokens: bool) -> list[Hit]:
+def judge_tokens(known: Tensor, wanted: Tensor, site: Site, show_tokens: bool) -> list[Violation]:
     """R10 and R6: rows of the cache against those that the model is called for; both [batch, n] int64 on the host."""
     if known.shape != wanted.shape:
         position = min(known.shape[1], wanted.shape[1])
         rows, entries = ({"rows": len(side), "length": side.shape[1]} for side in (wanted, known))
-        return [dense_hit("R10", (), 0, position, site, (rows, entries))]
-    hits = []
+        return [dense_violation("R10", (), 0, position, site, (rows, entries))]
+    violations = []
     differs = (known != wanted) & (known != NOT_KNOWN)
     for row in differs.any(1).nonzero().flatten().tolist():
         position = int(differs[row].nonzero()[0])
-        whose = (known[row] == wanted).all(1).nonzero().flatten().tolist()
-        found: dict[str, Any] = {"first_different_position": position, "row": whose[0] if whose else None}
+        rows_of_it = (known[row] == wanted).all(1).nonzero().flatten().tolist()
+        found: dict[str, Any] = {"first_different_position": position, "row": rows_of_it[0] if rows_of_it else None}
         expected: dict[str, Any] = {"row": row}
         if show_tokens:
             expected["token"], found["token"] = int(wanted[row, position]), int(known[row, position])
-        hits.append(dense_hit("R6", (), row, position, site, (expected, found)))
-    return hits
+        violations.append(dense_violation("R6", (), row, position, site, (expected, found)))
+    return violations
 
 
-def judge_fed(lengths: Mapping[int, int], length: int, site: Site) -> list[Hit]:
+def judge_fed(lengths: Mapping[int, int], length: int, site: Site) -> list[Violation]:
     """R12 of every layer that did not store what the forward was fed; `lengths` by layer."""
     short = tuple(layer for layer, own in lengths.items() if own < length)
     if not short and lengths:
         return []
     position = min(lengths.values(), default=0)
     sides = {"length": length}, {"length": position}
-    return [dense_hit("R12", short, 0, position, site, sides)]
+    return [dense_violation("R12", short, 0, position, site, sides)]
 
 
-def wrong_length(layer: int, expected: int, found: int, site: Site) -> Hit:
+def wrong_length(layer: int, expected: int, found: int, site: Site) -> Violation:
     """R10: a layer has other entries than it was told to append or to give up."""
-    return dense_hit("R10", (layer,), 0, min(expected, found), site, ({"length": expected}, {"length": found}))
+    return dense_violation("R10", (layer,), 0, min(expected, found), site, ({"length": expected}, {"length": found}))
 
 
 def _changed(
     canary: DenseCanary,
-    look: Look,
-    lanes: Tensor,
+    reread: Reread,
+    fingerprints: Tensor,
     row: int,
     position: int,
     found: Tensor,
     entry: tuple[Tensor, Tensor],
     count: int,
-) -> Hit:
-    """The hit of one entry whose lanes [2] are others: by their name another entry of this layer, or changed bytes."""
-    same = (lanes == found[:, None, None]).all(0).nonzero().tolist()
+) -> Violation:
+    """The violation of one entry whose fingerprints [2] are others: by their name another entry of this layer, or
+    changed bytes.
+    """
+    same = (fingerprints == found[:, None, None]).all(0).nonzero().tolist()
     named = min(same, key=lambda place: (place[1] != position, place[0] != row), default=None)
-    wanted = {"lane_a": _hex(lanes[0, row, position]), "row": row, "position": position}
+    wanted = {"lane_a": _hex(fingerprints[0, row, position]), "row": row, "position": position}
     have: dict[str, Any] = {"lane_a": _hex(found[0]), "wrong_entries": count}
     if named is not None:
         have |= {"row": named[0], "position": named[1]}
     word = None
-    if look.site[0] == "move":
+    if reread.site[0] == "move":
         code = "T1"
-    elif position >= look.before:
+    elif position >= reread.before:
         code = "R12"
     elif named is not None:
         code = "R6" if named[0] != row else "R4"
     else:
-        code, word = "R9", locate(canary, look.layer, entry, found - lanes[:, row, position])
-    return dense_hit(code, (look.layer,), row, position, look.site, (wanted, have), word=word)
+        code, word = "R9", locate(canary, reread.layer, entry, found - fingerprints[:, row, position])
+    return dense_violation(code, (reread.layer,), row, position, reread.site, (wanted, have), word=word)
 
 
 def locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differs: Tensor) -> ChangedWord | None:
-    """The one word of an entry that changed; None unless exactly one explains both lanes."""
+    """The one word of an entry that changed; None unless exactly one explains both fingerprints."""
     row = words_of(*entry)[0]
     fits = fitting_words(canary.keys(layer, len(row), row.device), layer, row, *differs.tolist())
     if len(fits) != 1:
@@ -288,13 +296,15 @@ def locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differ
     return describe_word(Part(name, (tensor,), (tensor.shape[1], tensor.shape[3])), first, row[first:end], fits[0])
 
 
-def _joined(hits: Sequence[Hit]) -> list[Hit]:
-    """Layers in which the same fired at the same place are one hit; the rest of a row follows its first wrong entry."""
-    first: dict[tuple[object, ...], Hit] = {}
-    for hit in sorted(hits, key=lambda hit: (hit.position or 0, hit.layers)):
-        told = first.setdefault((hit.code, hit.row_number, hit.position), hit)
-        if told is not hit:
-            told.layers, told.word = tuple(sorted({*told.layers, *hit.layers})), None
+def _joined(violations: Sequence[Violation]) -> list[Violation]:
+    """Layers in which the same fired at the same place are one violation; the rest of a row follows its first wrong
+    entry.
+    """
+    first: dict[tuple[object, ...], Violation] = {}
+    for violation in sorted(violations, key=lambda violation: (violation.position or 0, violation.layers)):
+        kept = first.setdefault((violation.code, violation.row_number, violation.position), violation)
+        if kept is not violation:
+            kept.layers, kept.word = tuple(sorted({*kept.layers, *violation.layers})), None
     return list(first.values())
 
 

@@ -1,7 +1,7 @@
 """Records of the paged caches of transformers: what `generate_batch` stores and reads, judged batch by batch.
 
-An entry is named by group and index; its record is the chain of its prefix and its position, its lanes are taken from
-the values on their way. Everything is judged along the very indices that attention's K and V were read by.
+An entry is named by group and index; its record is the chain of its prefix and its position, its fingerprints are taken
+from the values on their way. Everything is judged along the very indices that attention's K and V were read by.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
-from kvcanary.adapters.transformers.judging import DenseCanary, Sides, dense_hit, locate
+from kvcanary.adapters.transformers.judging import DenseCanary, Sides, dense_violation, locate
 from kvcanary.adapters.transformers.paged_layout import block_of, group_of, layers_of, memory_of, shape_of
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.config import ROTATION_STEPS
 from kvcanary_kernels.record.layout import make_keys
 
@@ -55,13 +55,13 @@ class Group:
 class Batch:
     """What the running forward reads and writes.
 
-    whose, places, is_new: by group, [n] of the entries that are read: number of their part, position, and whether this
-                           forward writes them
+    part_numbers, places, is_new: by group, [n] of the entries that are read: number of their part, position, and
+                           whether this forward writes them
     total:                 tokens that are fed
     """
 
     parts: list[Part]
-    whose: dict[int, Tensor] = field(default_factory=dict)
+    part_numbers: dict[int, Tensor] = field(default_factory=dict)
     places: dict[int, Tensor] = field(default_factory=dict)
     is_new: dict[int, Tensor] = field(default_factory=dict)
     total: int = 0
@@ -73,7 +73,7 @@ class BatchedCache:
     def __init__(self, cache: Any, canary: DenseCanary) -> None:
         self.cache, self.canary = weakref.proxy(cache), canary
         self.rows: dict[str, Row] = {}
-        self.lanes: dict[int, Tensor] = {}
+        self.fingerprints: dict[int, Tensor] = {}
         self.groups = [Group(n, window, *_empty(size, 2)) for n, (window, size) in enumerate(shape_of(cache))]
         self.step = 0
         self.prefixes = Prefixes(make_keys(canary.seed, 1, 1))
@@ -109,29 +109,29 @@ class BatchedCache:
 
     def copied(self, blocks: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> None:
         """Blocks were copied, by group: the records move along, and what arrived is read at once (T1)."""
-        hits: list[Hit] = []
+        violations: list[Violation] = []
         for number, (source, target) in blocks.items():
             group = self.groups[number]
             for src, dst in zip(source, target, strict=True):
                 old, new = (block_of(self.cache, number, block) for block in (src, dst))
                 group.chains[new], group.positions[new] = group.chains[old], group.positions[old]
                 for layer in layers_of(self.cache, number):
-                    if layer in self.lanes:
-                        self.lanes[layer][:, new] = self.lanes[layer][:, old]
-                        hits += self._arrived(layer, group, new)
-        self.canary.report(hits, self.step)
+                    if layer in self.fingerprints:
+                        self.fingerprints[layer][:, new] = self.fingerprints[layer][:, old]
+                        violations += self._arrived(layer, group, new)
+        self.canary.report(violations, self.step)
 
-    def _arrived(self, layer: int, group: Group, where: Tensor) -> Iterator[Hit]:
+    def _arrived(self, layer: int, group: Group, where: Tensor) -> Iterator[Violation]:
         where = where[group.chains[where] != 0]
         if self.canary.config.content == "write" or not len(where):
             return
         k, v = (values[where].transpose(0, 1)[None] for values in memory_of(self.cache, layer))
-        wrong = (self.canary.lanes(layer, k, v)[:, 0] != self.lanes[layer][:, where]).any(0)
+        wrong = (self.canary.fingerprints(layer, k, v)[:, 0] != self.fingerprints[layer][:, where]).any(0)
         for entry in wrong.nonzero()[:1, 0].tolist():
             slot = int(where[entry])
             position = int(group.positions[slot])
             sides: Sides = {}, {"wrong_entries": int(wrong.sum())}
-            yield dense_hit("T1", (layer,), 0, position, ("move", 0), sides, slot=slot)
+            yield dense_violation("T1", (layer,), 0, position, ("move", 0), sides, slot=slot)
 
     # one forward
 
@@ -146,41 +146,43 @@ class BatchedCache:
         self.canary.coverage.unproved_stores += 1  # what is read shows where it went
         batch = self._batch = Batch(parts, total=sum(part.count for part in parts))
         tokens, positions = tokens.flatten().cpu(), positions.flatten().cpu()
-        hits: list[Hit] = []
+        violations: list[Violation] = []
         offsets = torch.tensor([0, *(part.count for part in parts)]).cumsum(0).tolist()
         for number, part in enumerate(parts):
             own = slice(offsets[number], offsets[number + 1])
-            hits += self._fed(number, part, tokens[own], positions[own])
+            violations += self._fed(number, part, tokens[own], positions[own])
         for group in self.groups:
-            hits += self._judge(batch, group, read[group.number].cpu(), write[group.number].cpu(), offsets)
-        self.canary.report(hits, self.step)
+            violations += self._judge(batch, group, read[group.number].cpu(), write[group.number].cpu(), offsets)
+        self.canary.report(violations, self.step)
 
-    def _fed(self, number: int, part: Part, tokens: Tensor, positions: Tensor) -> Iterator[Hit]:
+    def _fed(self, number: int, part: Part, tokens: Tensor, positions: Tensor) -> Iterator[Violation]:
         row = self.rows[part.request]
         wanted = torch.arange(part.past, part.past + part.count)
         wrong = (positions != wanted).nonzero()[:1, 0].tolist()
         for entry in wrong:
             sides = {"position": int(wanted[entry])}, {"position": int(positions[entry])}
-            yield dense_hit("W5", (), number, int(wanted[entry]), _site(part), sides, request_id=part.request)
+            yield dense_violation("W5", (), number, int(wanted[entry]), _site(part), sides, request_id=part.request)
         if row.chains is None:
             self.canary.coverage.skip("requests whose tokens nobody knows", 1)
             return
         if len(row.chains) < part.past:
             sides = {"length": len(row.chains)}, {"length": part.past}
-            yield dense_hit("R10", (), number, len(row.chains), _site(part), sides, request_id=part.request)
+            yield dense_violation("R10", (), number, len(row.chains), _site(part), sides, request_id=part.request)
             row.chains = None
             return
         row.chains = self.prefixes.every(tokens.tolist(), after=row.chains[: part.past])
 
-    def _judge(self, batch: Batch, group: Group, read: Tensor, write: Tensor, offsets: Sequence[int]) -> Iterator[Hit]:
+    def _judge(
+        self, batch: Batch, group: Group, read: Tensor, write: Tensor, offsets: Sequence[int]
+    ) -> Iterator[Violation]:
         counts = [min(part.past, group.window - 1) if group.window else part.past for part in batch.parts]
         place = 0
-        whose: list[int] = []
+        part_numbers: list[int] = []
         places: list[int] = []
         new: list[bool] = []
         for number, (part, past) in enumerate(zip(batch.parts, counts, strict=True)):
             n = past + part.count
-            whose += [number] * n
+            part_numbers += [number] * n
             places += range(part.past - past, part.past + part.count)
             new += [False] * past + [True] * part.count
             indices, chains = read[place : place + past] if len(read) else read, self.rows[part.request].chains
@@ -195,8 +197,8 @@ class BatchedCache:
                 code = "R12" if not held[entry] else "R4" if at[entry] != positions[entry] else "R6"
                 sides = {"position": int(positions[entry])}, {"position": int(at[entry])} if held[entry] else {}
                 own = {"request_id": part.request, "slot": int(indices[entry])}
-                yield dense_hit(code, (), number, int(positions[entry]), _site(part), sides, **own)
-        batch.whose[group.number], batch.places[group.number] = torch.tensor(whose), torch.tensor(places)
+                yield dense_violation(code, (), number, int(positions[entry]), _site(part), sides, **own)
+        batch.part_numbers[group.number], batch.places[group.number] = torch.tensor(part_numbers), torch.tensor(places)
         batch.is_new[group.number] = torch.tensor(new, dtype=torch.bool)
         for part, begin in zip(batch.parts, offsets, strict=False):
             chains, count = self.rows[part.request].chains, part.count
@@ -215,13 +217,13 @@ class BatchedCache:
             return
         group = self.groups[group_of(self.cache, layer)]
         n = batch.total
-        fresh = canary.lanes(layer, new[0][:, :, :n], new[1][:, :, :n])[:, 0].cpu()
-        held = self.lanes.get(layer)
+        fresh = canary.fingerprints(layer, new[0][:, :, :n], new[1][:, :, :n])[:, 0].cpu()
+        held = self.fingerprints.get(layer)
         if held is None:
-            held = self.lanes[layer] = torch.zeros(2, len(group.chains), dtype=torch.int64)
-        hits = []
+            held = self.fingerprints[layer] = torch.zeros(2, len(group.chains), dtype=torch.int64)
+        violations = []
         if len(read) and canary.config.content != "write":
-            hits = self._look(batch, layer, group, held, fresh, given, read.cpu())
+            violations = self._reread(batch, layer, group, held, fresh, given, read.cpu())
         where = write.cpu()[:n]
         kept = torch.zeros(n, dtype=torch.bool)
         begin = 0
@@ -229,9 +231,9 @@ class BatchedCache:
             begin += part.count
             kept[begin - (min(part.count, group.window) if group.window else part.count) : begin] = True
         held[:, where[kept]] = fresh[:, kept]
-        canary.report(hits, self.step)
+        canary.report(violations, self.step)
 
-    def _look(
+    def _reread(
         self,
         batch: Batch,
         layer: int,
@@ -240,7 +242,7 @@ class BatchedCache:
         fresh: Tensor,
         given: Sequence[Tensor],
         read: Tensor,
-    ) -> list[Hit]:
+    ) -> list[Violation]:
         canary, is_new = self.canary, batch.is_new[group.number]
         wanted = held[:, read[: len(is_new)]].clone()
         wanted[:, is_new] = fresh
@@ -249,14 +251,14 @@ class BatchedCache:
         if canary.config.content == "rolling":
             chosen = is_new | (places % ROTATION_STEPS == self.step % ROTATION_STEPS)
         known = torch.tensor([self.rows[part.request].chains is not None for part in batch.parts])
-        index = (chosen & known[batch.whose[group.number]]).nonzero()[:, 0]
+        index = (chosen & known[batch.part_numbers[group.number]]).nonzero()[:, 0]
         k, v = (values[:, :, index.to(values.device)] for values in given)
-        found = canary.lanes(layer, k, v)[:, 0].cpu()
+        found = canary.fingerprints(layer, k, v)[:, 0].cpu()
         canary.coverage.bytes_checked += len(index) * canary.entry_bytes
         wrong = (found != wanted[:, index]).any(0)
-        hits = []
-        for number in batch.whose[group.number][index[wrong]].unique().tolist():
-            entry = int((wrong & (batch.whose[group.number][index] == number)).nonzero()[0])
+        violations = []
+        for number in batch.part_numbers[group.number][index[wrong]].unique().tolist():
+            entry = int((wrong & (batch.part_numbers[group.number][index] == number)).nonzero()[0])
             place, part = int(index[entry]), batch.parts[number]
             code = "R12" if bool(is_new[place]) else "R9"
             word = None
@@ -265,8 +267,8 @@ class BatchedCache:
                 word = locate(canary, layer, found_here, found[:, entry] - wanted[:, place])
             own = {"request_id": part.request, "slot": int(read[place]), "word": word}
             sides: Sides = {}, {"wrong_entries": int(wrong.sum())}
-            hits.append(dense_hit(code, (layer,), number, int(places[place]), _site(part), sides, **own))
-        return hits
+            violations.append(dense_violation(code, (layer,), number, int(places[place]), _site(part), sides, **own))
+        return violations
 
 
 def _empty(size: int, count: int) -> list[Tensor]:

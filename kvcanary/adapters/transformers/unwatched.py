@@ -42,14 +42,14 @@ class Unwatched:
 
     def __init__(self, model: Any, config: CanaryConfig, coverage: Coverage) -> None:
         self._model, self._config, self._coverage = type(model).__name__, config, coverage
-        self._is_told = False
+        self._is_reported = False
         self.num_forwards = 0
 
     def skip(self, reason: str) -> None:
         """One more, and why."""
         self._coverage.skip("forwards without a cache that is watched", 1)
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             _events.error("kvcanary.not_watching", model=self._model, reason=reason)
 
     def refuse(self, error: AdapterError | PlanError) -> None:
@@ -69,5 +69,5 @@ class Unwatched:
         reason = f"generate() of {self._model} ran {ran} forwards, and no cache of theirs is watched"
         if self._config.mode == "raise":
             raise CanaryNotRunningError(f"{reason}: let it use its cache, or detach() the canary")
-        self._is_told = True
+        self._is_reported = True
         _events.error("kvcanary.not_watching", model=self._model, reason=reason)

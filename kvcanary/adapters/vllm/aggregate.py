@@ -15,20 +15,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvcanary.report.finding import Finding, tell
+from kvcanary.report.finding import Finding, log_finding
 
 
-class Teller:
+class SharedReporter:
     """What tells of a worker's findings; `is_alone`: there is no other worker."""
 
     def __init__(self, rank: int, is_alone: bool, folder: Path | None = None) -> None:
         self.rank, self._is_alone = rank, is_alone
         self._folder = folder or Path(tempfile.gettempdir()) / f"kvcanary-{os.getuid()}-{os.getppid()}"
 
-    def tell(self, finding: Finding) -> None:
+    def report_finding(self, finding: Finding) -> None:
         """Tell of it, unless another worker has."""
         if self._is_alone or self._is_first(finding):
-            tell(finding, rank=self.rank)
+            log_finding(finding, rank=self.rank)
             if self._counter is not None:
                 self._counter.labels(code=finding.code).inc()
 

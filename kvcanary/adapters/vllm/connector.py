@@ -24,7 +24,7 @@ class Loads:
         self.canary, self.compared = canary, 0
         self._known = torch.zeros(
             2, NAMES + 1, dtype=torch.int64, device=canary.memory.device
-        )  # chain, lane; the last is nobody's
+        )  # chain, fingerprint; the last is nobody's
         self._several = torch.zeros(NAMES + 1, dtype=torch.bool, device=canary.memory.device)
         self._new: list[tuple[tuple[int, str], Tensor, Tensor]] = []
 
@@ -39,7 +39,7 @@ class Loads:
         """Loads were started, on the stream of the forward: judge and record what they brought."""
         new, self._new = self._new, []
         for row, tokens, chains in new:
-            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self._lane_of)
+            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self._fingerprint_of)
 
     def name(self) -> None:
         """Give names to what the last forward stored."""
@@ -47,18 +47,18 @@ class Loads:
 
     def _name(self, slots: Tensor, chains: Tensor) -> None:
         """Slots, -1 where nothing was stored, and their chains."""
-        lanes = self.canary.groups[0].layers[0].lanes[0].index_select(1, slots.clamp(min=0)).sum(0)
+        fingerprints = self.canary.groups[0].layers[0].fingerprints[0].index_select(1, slots.clamp(min=0)).sum(0)
         places = torch.where(slots >= 0, chains & (NAMES - 1), NAMES)
         is_free = self._known[0, places] == 0
         self._known[0, torch.where(is_free, places, NAMES)] = chains
         is_own = self._known[0, places] == chains
         first = torch.where(is_own & is_free, places, NAMES)
-        self._known[1, first] = lanes
-        differs = is_own & (self._known[1, places] != lanes)
+        self._known[1, first] = fingerprints
+        differs = is_own & (self._known[1, places] != fingerprints)
         self._several.index_fill_(0, torch.where(differs, places, NAMES), True)
 
-    def _lane_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
-        """([n] int64 lanes, [n] bool where they are known)."""
+    def _fingerprint_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
+        """([n] int64 fingerprints, [n] bool where they are known)."""
         places = chains & (NAMES - 1)
         known = (self._known[0, places] == chains) & ~self._several[places]
         return self._known[1, places], known

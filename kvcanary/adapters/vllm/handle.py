@@ -19,9 +19,9 @@ import torch
 
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.report import settle
+from kvcanary.adapters.observed.report import report_step
 from kvcanary.adapters.observed.state import RING, Forward
-from kvcanary.adapters.vllm.aggregate import Teller
+from kvcanary.adapters.vllm.aggregate import SharedReporter
 from kvcanary.adapters.vllm.connector import Loads
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.output_gate import hold_back
@@ -50,7 +50,7 @@ class Handle(ABC):
         self._undo: list[Callable[[], None]] = []
         self._loads: Loads | None = None
         self._seen = 0
-        self._is_heard, self._unheard = is_heard(worker), deque[int](maxlen=RING - 1)
+        self._is_collected, self._uncollected = is_collected(worker), deque[int](maxlen=RING - 1)
         for owner, names in ((worker, WORKER_HOOKS), (self.runner, self.hooks)):
             for name in names:
                 self._replace(owner, name, getattr(self, f"_{name.lstrip('_')}"))
@@ -161,8 +161,8 @@ class Handle(ABC):
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_running = False
-        if self._unheard:
-            self._hear_late()
+        if self._uncollected:
+            self._collect_late()
         result = method(*args, **kwargs)
         if self._is_running and self.canary is not None:
             self.canary.wrote()
@@ -178,28 +178,28 @@ class Handle(ABC):
         if self._is_running and canary is not None:
             self._is_running = False
             look_at = functools.partial(self._look_at, step=canary.step)
-            if not self._is_heard:
-                self._unheard.append(canary.step)
+            if not self._is_collected:
+                self._uncollected.append(canary.step)
             elif hasattr(result, "get_output"):
                 hold_back(result, self._count, look_at)
             else:
                 look_at(self._count())
         return result
 
-    def _hear_late(self) -> None:
+    def _collect_late(self) -> None:
         """Look at the steps that have arrived here, where the engine takes no output; mode raise ends this process.
 
         The engine would only log an exception of such a worker, while the others wait for it.
         """
-        while self._unheard and self.canary is not None:
-            total = self.canary.launches.count_of(self._unheard[0])
+        while self._uncollected and self.canary is not None:
+            total = self.canary.launches.count_of(self._uncollected[0])
             if total is None:
                 return
             try:
-                self._look_at(total, self._unheard.popleft())
+                self._look_at(total, self._uncollected.popleft())
             except KVCorruptionError as error:
                 for finding in error.findings:
-                    self.canary.response.tell(finding)
+                    self.canary.response.report_finding(finding)
                 raise SystemExit(str(error)) from error
 
     def _look_at(self, total: int, step: int) -> None:
@@ -208,12 +208,12 @@ class Handle(ABC):
         if canary is None or total <= self._seen:
             return
         fired, self._seen = total - self._seen, total
-        told = 0
+        reported = 0
         for known in list(canary.steps):
-            if not known.is_settled and known.number <= step:
-                known.is_settled = True
-                told += settle(canary, known)
-        if not told:
+            if not known.is_reported and known.number <= step:
+                known.is_reported = True
+                reported += report_step(canary, known)
+        if not reported:
             canary.coverage.untold_incidents += fired
 
     # helpers
@@ -234,7 +234,7 @@ class Handle(ABC):
         canary, late = self._new_canary(), self._late_layers()
         parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
         is_alone = getattr(parallel, "world_size", 1) == 1
-        canary.response.tell = Teller(getattr(self.worker, "rank", 0), is_alone).tell
+        canary.response.report_finding = SharedReporter(getattr(self.worker, "rank", 0), is_alone).report_finding
         context = self.runner.compilation_config.static_forward_context
         for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
             size, _ = self._kernel_block_size(number)
@@ -271,7 +271,7 @@ class Handle(ABC):
         return {block: name for name, blocks in given for block in self._kernel_blocks(group, blocks[group])}
 
 
-def is_heard(worker: Any) -> bool:
+def is_collected(worker: Any) -> bool:
     """Whether the engine takes this worker's outputs: of several processes, those of one alone."""
     parallel: Any = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
     if getattr(parallel, "distributed_executor_backend", None) != "mp":

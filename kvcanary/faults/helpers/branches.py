@@ -57,21 +57,21 @@ def changed_by(target: Target, move: Move) -> frozenset[int]:
     )
 
 
-def move_untold(target: Target) -> bool:
+def move_undeclared(target: Target) -> bool:
     """Accepted entries move to the front of their window, and the canary hears nothing of it."""
 
-    def untold(move: Move) -> bool:
+    def undeclared(move: Move) -> bool:
         moved = changed_by(target, move)
         if move.pool != "target" or not moved:
             return False
-        canary, told = target.canary, target.canary.on_move
+        canary, declare = target.canary, target.canary.on_move
 
         def swallow(*event: Any, **settings: Any) -> None:
-            canary.on_move = told  # type: ignore[method-assign]
+            canary.on_move = declare  # type: ignore[method-assign]
 
         canary.on_move = swallow  # type: ignore[method-assign]
         target.record(UNDECLARED, pool="target", slot=moved, late=True)
         return True
 
-    target.on_move(untold)
+    target.on_move(undeclared)
     return True

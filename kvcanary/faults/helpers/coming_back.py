@@ -33,7 +33,7 @@ def bring_back(target: Target, arrive: Arrive, of_earlier: bool = False) -> bool
     sent = list(reader.pages[:NUM_PAGES])
     if of_earlier:
         canary.on_offload(sent[1:])
-    parcel, length = canary.on_offload(sent[: len(pages)]), len(pages) * size
+    snapshot, length = canary.on_offload(sent[: len(pages)]), len(pages) * size
     own, other = _slots(sent[: len(pages)], size), _slots(sent[-len(pages) :], size)
     into = _slots(pages, size)
     first: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ def bring_back(target: Target, arrive: Arrive, of_earlier: bool = False) -> bool
         target.record(**first)
     canary.admit(CHILD, canary.session.ledger.request(reader.request_id).tokens[: length + 2].tolist())
     canary.on_alloc(CHILD, pages, for_load=True)
-    canary.on_restore(CHILD, pages, length, parcel)
+    canary.on_restore(CHILD, pages, length, snapshot)
     return True
 
 

@@ -70,7 +70,7 @@ def free_by_an_old_key(target: Target) -> bool:
         return False
     generation = int(target.canary.session.ledger.generations[page])
     target.record(pool="target", slot=page * target.setup.page_size)
-    target.canary.tickets.issue("deferred free", "main", writes={page: generation - 1})
+    target.canary.async_tracker.issue("deferred free", "main", writes={page: generation - 1})
     return True
 
 
@@ -82,5 +82,5 @@ def save_an_old_list(target: Target) -> bool:
     page = target.rng.choice(free)
     generation = int(target.canary.session.ledger.generations[page])
     target.record(pool="target", slot=page * target.setup.page_size)
-    target.canary.tickets.issue("save", "connector", reads={page: generation - 1})
+    target.canary.async_tracker.issue("save", "connector", reads={page: generation - 1})
     return True

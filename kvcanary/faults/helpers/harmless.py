@@ -166,8 +166,8 @@ def work_on_a_current_page(target: Target) -> bool:
     reader = any_reader(target)
     if reader is None:
         return False
-    page, tickets = target.rng.choice(reader.pages), target.canary.tickets
+    page, async_tracker = target.rng.choice(reader.pages), target.canary.async_tracker
     target.record(code="")
     grant = int(target.canary.session.ledger.generations[page])
-    tickets.complete(tickets.issue("save", "connector", reads={page: grant}))
+    async_tracker.complete(async_tracker.issue("save", "connector", reads={page: grant}))
     return True

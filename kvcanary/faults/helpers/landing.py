@@ -61,7 +61,7 @@ def end_during_a_transfer(target: Target) -> bool:
     gone = target.rng.choice(running) if len(running) > 1 else None
     if gone is None or target.canary.session.ledger.owner_of(gone.pages[-1]) != gone.request_id:
         return False
-    target.canary.tickets.issue("remote write", "network", writes=[gone.pages[-1]])
+    target.canary.async_tracker.issue("remote write", "network", writes=[gone.pages[-1]])
     target.record(pool="target", slot=gone.pages[-1] * target.setup.page_size)
     target.cancel(gone.request_id)
     return True

@@ -40,8 +40,8 @@ def replay(target: Target, change: Change) -> None:
     canary = CanaryManager(config, [PoolView(NAME, k, v, PAGE_SIZE)])
     try:
         buffers = StaticBuffers.allocate(ROWS, PROMPT_LEN + ROWS, INDICES)
-        substeps = {kind: canary.bank.add(NAME, kind, 0, buffers) for kind in ("prefill", "decode")}
-        replays = StaticReplay(canary.bank)
+        substeps = {kind: canary.registry.add(NAME, kind, 0, buffers) for kind in ("prefill", "decode")}
+        replays = StaticReplay(canary.registry)
         for substep in substeps.values():
             replays.capture([substep], lambda substep=substep: _forward(substep))  # type: ignore[misc]
         canary.arm()
@@ -56,7 +56,7 @@ def replay(target: Target, change: Change) -> None:
 def _step(canary: CanaryManager, substep: CapturedSubstep, start: int, end: int, change: Change) -> None:
     """One replay that writes positions [start, end), and the check behind it."""
     canary.begin_step(canary.step + 1)
-    canary.bank.load(substep, _batch(canary, start, end))
+    canary.registry.load(substep, _batch(canary, start, end))
     if substep.buffers is not None:
         change(substep.buffers)
     _forward(substep)

@@ -185,25 +185,25 @@ def _damage_record(target: Target) -> bool:
 
 
 def _damage_fingerprint(target: Target) -> bool:
-    """A bit of a layer's first lane; the bytes are right, and so is their second lane."""
+    """A bit of a layer's first fingerprint; the bytes are right, and so is their second fingerprint."""
     entry = _sealed_entry(target)
     if entry is None:
         return False
     layer = any_layer(target, entry.pool)
-    lanes = own_state(target, entry.pool).content_a[layer]
-    lanes[entry.slot] ^= 1 << target.rng.randrange(62)
+    fingerprints = own_state(target, entry.pool).content_a[layer]
+    fingerprints[entry.slot] ^= 1 << target.rng.randrange(62)
     target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
     return True
 
 
-def _damage_a_blank(target: Target, lane: bool) -> bool:
-    """The same in a record, or a first lane, of a page that nobody has had: nothing is due."""
+def _damage_a_blank(target: Target, fingerprint: bool) -> bool:
+    """The same in a record, or a first fingerprint, of a page that nobody has had: nothing is due."""
     view, page = target.pools["target"], never_granted(target)
     if page is None:
         return False
     state, slot = own_state(target, view), page * view.page_size
-    words = state.content_a[any_layer(target, view)] if lane else state.records[slot]
-    words[slot if lane else 0] ^= 1 << target.rng.randrange(62)
+    words = state.content_a[any_layer(target, view)] if fingerprint else state.records[slot]
+    words[slot if fingerprint else 0] ^= 1 << target.rng.randrange(62)
     target.record(code="")
     return True
 
@@ -274,7 +274,7 @@ FAULTS = (
         expected="R3",
         applies_to="everything",
         strike=_damage_record,
-        quiet=partial(_damage_a_blank, lane=False),
+        quiet=partial(_damage_a_blank, fingerprint=False),
     ),
     Fault(
         name="bits.fingerprint_damaged",
@@ -282,6 +282,6 @@ FAULTS = (
         expected="R3",
         applies_to="everything",
         strike=_damage_fingerprint,
-        quiet=partial(_damage_a_blank, lane=True),
+        quiet=partial(_damage_a_blank, fingerprint=True),
     ),
 )

@@ -71,23 +71,23 @@ def _store_while_loading(target: Target) -> bool:
         return False
     page = target.rng.choice(reader.pages)
     target.record(pool="target", slot=page * target.setup.page_size)
-    target.canary.tickets.issue("load", "connector 1", writes=[page])
-    target.canary.tickets.issue("store", "connector 2", reads=[page])
+    target.canary.async_tracker.issue("load", "connector 1", writes=[page])
+    target.canary.async_tracker.issue("store", "connector 2", reads=[page])
     return True
 
 
 def _store_what_has_come(target: Target) -> bool:
     """The store waits for the load, and both come to their end: nothing is due."""
-    reader, tickets = any_reader(target), target.canary.tickets
+    reader, async_tracker = any_reader(target), target.canary.async_tracker
     if reader is None:
         return False
     page = target.rng.choice(reader.pages)
     target.record(code="")
-    load = tickets.issue("load", "connector 1", writes=[page])
-    tickets.waits("connector 2", load)
-    store = tickets.issue("store", "connector 2", reads=[page])
-    for ticket in (load, store):
-        tickets.complete(ticket)
+    load = async_tracker.issue("load", "connector 1", writes=[page])
+    async_tracker.waits("connector 2", load)
+    store = async_tracker.issue("store", "connector 2", reads=[page])
+    for op in (load, store):
+        async_tracker.complete(op)
     return True
 
 

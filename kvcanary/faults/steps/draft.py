@@ -11,7 +11,7 @@ from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.branches import (
     changed_by,
     first_child,
-    move_untold,
+    move_undeclared,
     not_copied,
     of_the_row_beside,
     where_it_was_due,
@@ -426,7 +426,7 @@ FAULTS = (
         also=("R6", "R4", "R5"),
         applies_to="topk > 1",
         applies=lambda setup: setup.drafts and setup.topk > 1,
-        strike=move_untold,
+        strike=move_undeclared,
         cause="transfer",
         quiet=partial(move_in_another_order, pool="target"),
     ),

@@ -36,17 +36,17 @@ def _overlap(
     reader = any_reader(target)
     if reader is None:
         return False
-    page, tickets, code = target.rng.choice(reader.pages), target.canary.tickets, "" if in_order else None
+    page, async_tracker, code = target.rng.choice(reader.pages), target.canary.async_tracker, "" if in_order else None
     place = {"slot": -1} if buffer else {"pool": "target", "slot": page * target.setup.page_size}
     target.record(code=code, **place)
     issued = []
     for work in (first, second):
         touched: list[int | str] = [buffer or page]
-        issued.append(tickets.issue(work.what, work.stream, **{"writes" if work.writes else "reads": touched}))
+        issued.append(async_tracker.issue(work.what, work.stream, **{"writes" if work.writes else "reads": touched}))
         for stream in (*others, *((second.stream,) if in_order else ())):
-            tickets.waits(stream, issued[0])
-    for ticket in issued if in_order else ():
-        tickets.complete(ticket)
+            async_tracker.waits(stream, issued[0])
+    for op in issued if in_order else ():
+        async_tracker.complete(op)
     return True
 
 
@@ -158,11 +158,11 @@ def _write_later(target: Target, slot: int) -> None:
     import numpy as np
 
     canary = target.canary
-    state, mirror = canary.session.state.by_name["target"], canary.session.checks.mirror
-    record = mirror.table[[state.base + slot]]
+    state, record_store = canary.session.state.by_name["target"], canary.session.checks.record_store
+    record = record_store.table[[state.base + slot]]
     record[0, 3] += LATER_STEPS  # which no run reaches
     record[0, 7] = state.seal_term
-    mirror.write(np.array([state.base + slot]), record)
+    record_store.write(np.array([state.base + slot]), record)
 
 
 def _unordered(first: Work, second: Work, buffer: str = "", others: Sequence[str] = ()) -> dict[str, Any]:

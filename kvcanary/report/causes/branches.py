@@ -10,10 +10,10 @@ from kvcanary.report.finding import Cause
 
 def other_branch(facts: Evidence) -> Cause | None:
     """The engine says of which branch a row is the child, and the row reads what another one has written."""
-    lineage = facts.hit.lineage
+    lineage = facts.violation.lineage
     if lineage is None:
         return None
-    kind, index = facts.hit.site
+    kind, index = facts.violation.site
     here, before = site_name(kind, index), site_name(kind, index - 1)
     branch, parent, found = lineage
     if found == branch:
@@ -30,8 +30,8 @@ def other_branch(facts: Evidence) -> Cause | None:
 
 def copies_of_ancestors(facts: Evidence) -> Cause | None:
     """Readers of whole pages have their ancestors copied; what a copy of this step brought does not follow the rest."""
-    if facts.hit.site[0] != "draft" or facts.write_site is None or facts.write_site[0] != "move":
+    if facts.violation.site[0] != "draft" or facts.write_site is None or facts.write_site[0] != "move":
         return None
-    evidence = (f"read by {site_name(*facts.hit.site)}", f"brought by {facts.last_write}")
+    evidence = (f"read by {site_name(*facts.violation.site)}", f"brought by {facts.last_write}")
     text = "the ancestors of a row do not follow each other: copies of some were not made, or of others"
     return Cause("draft", text, "derived", evidence)

@@ -25,73 +25,78 @@ def changed_word(facts: Evidence) -> Cause | None:
 
 
 def _one_word(facts: Evidence) -> tuple[str, ...]:
-    layers = facts.hit.pool.view.num_layers
+    layers = facts.violation.pool.view.num_layers
     return (f"this word alone explains both fingerprints; 1 of {layers} layers differs",)
 
 
 def scale(facts: Evidence) -> Cause | None:
     """What lies beside K and V is another slot's, or reset, in another order, or one word of it changed."""
-    whose, word = facts.whose_is("scale"), facts.word
+    provenance, word = facts.provenance_of("scale"), facts.word
     if word is not None and word.part not in PARTS:
         evidence = (f"the word that changed lies in {word.part}", *_one_word(facts))
         return Cause("scales", f"{word.part} was overwritten, K and V are as written", "derived", evidence)
-    order = facts.whose_is("scale_order")
+    order = facts.provenance_of("scale_order")
     if order is not None:
         evidence = (f"{order.text}: that explains the fingerprint", "K and V are as written")
         return Cause("scales", "scales were stored in another order, or as those of another part", "derived", evidence)
-    if whose is None:
+    if provenance is None:
         return None
     text = "scales were reset, or addressed by another shape, after they were written"
-    return Cause("scales", text, "inferred", (whose.text,))
+    return Cause("scales", text, "inferred", (provenance.text,))
 
 
 def copied(facts: Evidence) -> Cause | None:
     """The row of another slot: exchanged with it, or copied."""
-    whose = facts.whose_is("slot")
-    if whose is None or facts.is_first_look or untranslated(facts) is not None:
+    provenance = facts.provenance_of("slot")
+    if provenance is None or facts.is_first_read or untranslated(facts) is not None:
         return None
-    evidence = f"the fingerprint of slot {whose.slot} in layer {whose.layer} is that of these bytes"
-    if facts.source_is_damaged and facts.hit.code == "R9":
-        other = f"slot {whose.slot} does not hold its own bytes either"
-        return Cause("addressing", f"{whose.text}: rows went to each other's slots", "derived", (evidence, other))
-    return Cause("transfer", f"{whose.text}: a copy that nobody declared", "inferred", (evidence,))
+    evidence = f"the fingerprint of slot {provenance.slot} in layer {provenance.layer} is that of these bytes"
+    if facts.source_is_damaged and facts.violation.code == "R9":
+        other = f"slot {provenance.slot} does not hold its own bytes either"
+        return Cause("addressing", f"{provenance.text}: rows went to each other's slots", "derived", (evidence, other))
+    return Cause("transfer", f"{provenance.text}: a copy that nobody declared", "inferred", (evidence,))
 
 
 def untranslated(facts: Evidence) -> Cause | None:
     """A pool behind a map, in whose slot a store has not arrived: it went to where the unmapped number leads."""
-    hit = facts.hit
-    if hit.code != "R9" or hit.pool.view.slot_map is None or not facts.was_never_right or facts.word is not None:
+    violation = facts.violation
+    if (
+        violation.code != "R9"
+        or violation.pool.view.slot_map is None
+        or not facts.was_never_right
+        or facts.word is not None
+    ):
         return None
-    evidence = (f"slots of the {hit.pool.name} pool are found through a map", "it was never right")
+    evidence = (f"slots of the {violation.pool.name} pool are found through a map", "it was never right")
     return Cause("windows", "the store went by a slot of another pool, or by an old map", "inferred", evidence)
 
 
 def mixed_up(facts: Evidence) -> Cause | None:
-    whose = facts.whose_is("part", "exchange", "layer", "shift")
-    if whose is None:
+    provenance = facts.provenance_of("part", "exchange", "layer", "shift")
+    if provenance is None:
         return None
-    family = "addressing" if whose.kind == "layer" else "transfer"
+    family = "addressing" if provenance.kind == "layer" else "transfer"
     text = "a copy or store with another layout: the wrong part, axis or stride"
-    return Cause(family, text, "inferred", (f"{whose.text}, in layer {facts.hit.layers[0]}",))
+    return Cause(family, text, "inferred", (f"{provenance.text}, in layer {facts.violation.layers[0]}",))
 
 
 def never_stored(facts: Evidence) -> Cause | None:
     """What was there before the last declared write is still there."""
-    if not facts.was_never_right or facts.word is not None or facts.whose_is("exchange", "shift", "layer"):
+    if not facts.was_never_right or facts.word is not None or facts.provenance_of("exchange", "shift", "layer"):
         return None
     evidence = []
-    whose, slots = facts.whose_is("poison", "zero"), {hit.slot for hit in facts.incident}
-    if whose is not None:
-        evidence.append(f"{whose.text}; it was never right")
-    if facts.is_first_look:
+    provenance, slots = facts.provenance_of("poison", "zero"), {violation.slot for violation in facts.incident}
+    if provenance is not None:
+        evidence.append(f"{provenance.text}; it was never right")
+    if facts.is_first_read:
         evidence.append("the forward that wrote it found it: nobody came between")
-    if facts.whose and len(slots) > 1 and _layers_agree(facts):
+    if facts.provenance and len(slots) > 1 and _layers_agree(facts):
         evidence.append(f"the same layers differ in each of {len(slots)} slots")
     if evidence and _is_older(facts):
         evidence.append("these bytes are older than the last declared write")
     if not evidence:
         return None
-    layers = ", ".join(map(str, facts.hit.layers[:4]))
+    layers = ", ".join(map(str, facts.violation.layers[:4]))
     text = f"the store of layer {layers} did not arrive, or went elsewhere"
     return Cause("uninitialised", text, "inferred", tuple(evidence))
 
@@ -102,49 +107,53 @@ def _is_older(facts: Evidence) -> bool:
 
 
 def _layers_agree(facts: Evidence) -> bool:
-    content = [hit.layers for hit in facts.incident if hit.code == "R9"]
-    return len(set(content)) == 1 and 0 < len(content[0]) < facts.hit.pool.view.num_layers
+    content = [violation.layers for violation in facts.incident if violation.code == "R9"]
+    return len(set(content)) == 1 and 0 < len(content[0]) < facts.violation.pool.view.num_layers
 
 
 def cleared(facts: Evidence) -> Cause | None:
-    part, whose, last_good = facts.whose_is("zero_part"), facts.whose_is("zero"), facts.hit.last_good
+    part, provenance, last_good = (
+        facts.provenance_of("zero_part"),
+        facts.provenance_of("zero"),
+        facts.violation.last_good,
+    )
     if part is not None:
         evidence = (f"{part.text}, and the rest of the row is not",)  # a store that is lost loses the whole row
-    elif whose is not None and last_good is not None:
-        evidence = (f"{whose.text}; they were right at step {last_good}",)
+    elif provenance is not None and last_good is not None:
+        evidence = (f"{provenance.text}; they were right at step {last_good}",)
     else:
         return None
     return Cause("order", "cleared after it was written: a zeroing that waited for nobody", "inferred", evidence)
 
 
 def not_finite(facts: Evidence) -> Cause | None:
-    whose = facts.whose_is("not_finite")
-    if whose is None:
+    provenance = facts.provenance_of("not_finite")
+    if provenance is None:
         return None
-    if facts.hit.code == "P1":
+    if facts.violation.code == "P1":
         text = "a page of another kind of layer, or of before the pool was cleared, was not made neutral"
-        return Cause("uninitialised", text, "inferred", (whose.text, "nobody had the page to write it"))
-    return Cause("bits", "overwritten with values that no forward has stored", "inferred", (whose.text,))
+        return Cause("uninitialised", text, "inferred", (provenance.text, "nobody had the page to write it"))
+    return Cause("bits", "overwritten with values that no forward has stored", "inferred", (provenance.text,))
 
 
 def padding_not_finite(facts: Evidence) -> Cause | None:
-    hit = facts.hit
-    if hit.slot >= hit.pool.view.null_slots:
+    violation = facts.violation
+    if violation.slot >= violation.pool.view.null_slots:
         return None
     text = "padding computed NaN or Inf and stored it, as a row without an entry does that divides by no weight"
-    return Cause("graphs", text, "inferred", (f"slot {hit.slot} is a null slot: only padding may write it",))
+    return Cause("graphs", text, "inferred", (f"slot {violation.slot} is a null slot: only padding may write it",))
 
 
 def never_cleared(facts: Evidence) -> Cause | None:
     """Found by the first look since the page was granted, where nobody has written."""
-    at_grant = any(hit.site[0] == "grant" for hit in facts.incident)
+    at_grant = any(violation.site[0] == "grant" for violation in facts.incident)
     grant = _last_grant(facts)
     if not at_grant and (grant is None or facts.finite_since is not None):
         return None
     freed = [event for event in facts.events if event.kind == "freed"]
     before = f"freed by {freed[-1].request_id!r} at step {freed[-1].step}, not poisoned" if freed else "never used"
     text = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
-    if grant is None or at_grant or grant.step == facts.hit.step:
+    if grant is None or at_grant or grant.step == facts.violation.step:
         return Cause("uninitialised", text, "derived", (f"the page was {before} before its grant in this step",))
     evidence = f"the page was {before} before its grant at step {grant.step}", "nobody has found it finite since then"
     return Cause("uninitialised", text, "inferred", evidence)
@@ -152,7 +161,7 @@ def never_cleared(facts: Evidence) -> Cause | None:
 
 def not_finite_since(facts: Evidence) -> Cause | None:
     """Behind the end of a row: what lay there at the grant was found finite."""
-    if facts.finite_since is None or any(hit.site[0] == "grant" for hit in facts.incident):
+    if facts.finite_since is None or any(violation.site[0] == "grant" for violation in facts.incident):
         return None
     evidence = (f"finite when the page was granted at step {facts.finite_since}", "no forward has stored there since")
     return Cause("bits", "a stray write behind the end of the row", "derived", evidence)
@@ -160,7 +169,7 @@ def not_finite_since(facts: Evidence) -> Cause | None:
 
 def _last_grant(facts: Evidence) -> PageEvent | None:
     """Of a page that is granted to somebody."""
-    if facts.hit.slot < facts.hit.pool.view.null_slots:
+    if facts.violation.slot < facts.violation.pool.view.null_slots:
         return None
     granted = [event for event in facts.events if event.kind in ("granted", "set aside", "copied")]
     return granted[-1] if granted else None
@@ -172,7 +181,7 @@ def late_write(facts: Evidence) -> Cause | None:
     if not former or facts.word is not None:
         return None
     last = former[-1]
-    steps = facts.hit.step - last.step
+    steps = facts.violation.step - last.step
     since = f", {steps} steps before" if steps <= LATE_STEPS else ""
     evidence = (f"the page was freed by {last.request_id!r} at step {last.step}{since}",)  # one event, however late
     return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
@@ -181,9 +190,9 @@ def late_write(facts: Evidence) -> Cause | None:
 def overwritten(facts: Evidence) -> Cause | None:
     if facts.word is not None:
         return None
-    slots = len({hit.slot for hit in facts.incident})
+    slots = len({violation.slot for violation in facts.incident})
     rows = "one row" if slots == 1 else f"{slots} rows"
-    is_strange = facts.told is not None and not facts.whose and not facts.is_first_look
+    is_strange = facts.declared is not None and not facts.provenance and not facts.is_first_read
     evidence = (f"{rows} changed to bytes that nobody has written here",) if is_strange else ()
     return Cause("bits", "several words changed: an overwrite that nobody declared", "derived", evidence)
 
@@ -203,7 +212,7 @@ def written_when_free(facts: Evidence) -> Cause | None:
 
 
 def damaged_record(facts: Evidence) -> Cause | None:
-    if facts.hit.fingerprint_hit:
-        evidence = ("lane b over all layers is right",)
+    if facts.violation.fingerprint_violation:
+        evidence = ("fingerprint b over all layers is right",)
         return Cause("bits", "the stored fingerprint was overwritten: K and V are right", "derived", evidence)
     return Cause("bits", "something wrote over the canary's memory: a stray write", "inferred")

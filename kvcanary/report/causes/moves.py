@@ -12,13 +12,13 @@ from kvcanary_kernels.record.layout import Record
 def undeclared_move(facts: Evidence) -> Cause | None:
     """Other bytes than the record's, where another node's record lies than the one that was accepted."""
     lies, place = facts.record if facts.is_own_place else None, facts.own_position
-    if facts.hit.code == "R6":
+    if facts.violation.code == "R6":
         lies, place = facts.different_record, facts.first_difference
     if lies is None or facts.reader is None or facts.holds_its_own or lies.request != facts.reader.uid:
         return None
     kind, index, _ = unpack_site(lies.site)
     is_final = place is not None and place < facts.reader.committed_len and not facts.row.is_own(place)
-    if kind not in TREE_KINDS or not is_final or (facts.hit.code == "R6" and kind == "draft"):
+    if kind not in TREE_KINDS or not is_final or (facts.violation.code == "R6" and kind == "draft"):
         return None
     evidence = (
         f"the record is of a node that {site_name(kind, index)} wrote in step {lies.step}, and that was not accepted",
@@ -38,7 +38,7 @@ def moved_from_elsewhere(facts: Evidence) -> Cause | None:
         return None  # another node of the row's own tree, or nobody knows whose
     evidence = (
         f"a declared move of step {lies.step} brought what lies there",
-        _whose(lies, wanted) if other is None else f"it continues the row of {other!r}",
+        _writer(lies, wanted) if other is None else f"it continues the row of {other!r}",
         "the row looks in the slot that it was granted",
     )
     source = "another request's row" if other is not None else "another place"
@@ -47,19 +47,19 @@ def moved_from_elsewhere(facts: Evidence) -> Cause | None:
 
 def stale_copy(facts: Evidence) -> Cause | None:
     """A load or swap brought entries of the request's own page as they were at an earlier time, or of another page."""
-    if facts.hit.code == "R12":
+    if facts.violation.code == "R12":
         return _without_this_entry(facts)
     lies, wanted = _wrong_entry(facts)
     if lies is None or facts.reader is None or unpack_site(lies.site)[0] != "load":
         return None
     other = facts.row.of_other(lies)
     is_own = other is None and lies.request == facts.reader.uid and _is_place_of(facts, lies, wanted)
-    told = _whose(lies, wanted) if other is None else f"it continues the row of {other!r}"
+    texts = _writer(lies, wanted) if other is None else f"it continues the row of {other!r}"
     if is_own and lies.position == wanted:
-        told = "it is the request's own entry of this position, and not what is final there now"
+        texts = "it is the request's own entry of this position, and not what is final there now"
     evidence = (
         f"a load of step {lies.step} brought what lies there, as it was when it left",
-        told,
+        texts,
         "no forward has written it since",
     )
     if is_own and facts.row.was_given(lies.position):
@@ -73,10 +73,10 @@ def _is_place_of(facts: Evidence, lies: Record, wanted: int | None) -> bool:
     if wanted is None or lies.position == wanted:
         return wanted is not None
     is_guess = not facts.row.was_given(lies.position)
-    return is_guess and (lies.position - wanted) % facts.hit.pool.view.page_size != 0
+    return is_guess and (lies.position - wanted) % facts.violation.pool.view.page_size != 0
 
 
-def _whose(lies: Record, wanted: int | None) -> str:
+def _writer(lies: Record, wanted: int | None) -> str:
     if lies.position == wanted:
         return "it is of another request"
     return f"it was written for position {lies.position}, and lies at {wanted}"
@@ -101,13 +101,13 @@ def never_copied(facts: Evidence) -> Cause | None:
     """A page in the place of another one, whose bytes did not follow."""
     if not facts.is_own_place or is_current_write(facts) or facts.row.copied_from is None:
         return None
-    source, page = facts.row.copied_from, facts.hit.page
+    source, page = facts.row.copied_from, facts.violation.page
     moved = [entry for entry in facts.row.page if entry is not None and _is_move_of(entry, facts.granted)]
-    told = f"{len(moved)} of its slots came by a declared move, this one did not"
+    texts = f"{len(moved)} of its slots came by a declared move, this one did not"
     evidence = (
-        f"page {page} took the place of page {source} in the row of {facts.hit.request_id!r} (on_copy)",
-        told if moved else f"no move into page {page} was declared since (on_move)",
-        f"position {facts.hit.position} lies there, and nothing has written it since",
+        f"page {page} took the place of page {source} in the row of {facts.violation.request_id!r} (on_copy)",
+        texts if moved else f"no move into page {page} was declared since (on_move)",
+        f"position {facts.violation.position} lies there, and nothing has written it since",
     )
     text = f"page {source} was copied to {page} by name only" if not moved else f"page {source} was copied in part"
     return Cause("transfer", f"{text}: no move of these bytes was declared", "derived", evidence)
@@ -115,30 +115,35 @@ def never_copied(facts: Evidence) -> Cause | None:
 
 def forgotten_tail(facts: Evidence) -> Cause | None:
     """A place of the prefix on the pages of a draft branch, which the prefix's own entry should have been copied to."""
-    hit, reader, place, size = facts.hit, facts.reader, facts.own_position, facts.hit.pool.view.page_size
-    if reader is None or place is None or hit.position is None or hit.site[0] != "draft":
+    violation, reader, place, size = (
+        facts.violation,
+        facts.reader,
+        facts.own_position,
+        facts.violation.pool.view.page_size,
+    )
+    if reader is None or place is None or violation.position is None or violation.site[0] != "draft":
         return None
-    length = reader.final_len(hit.pool.pool_id)
+    length = reader.final_len(violation.pool.pool_id)
     tail = length % size
-    if not length - tail <= hit.position < length <= place or (place - hit.position) % size:
+    if not length - tail <= violation.position < length <= place or (place - violation.position) % size:
         return None
     starts = [start // size for start, entry in facts.row.guesses if entry.position == length]
     if place // size not in starts:
         return None  # no branch begins on the page
     of, before = f"branch {starts.index(place // size)}", facts.record
     evidence = (
-        f"the row reads position {hit.position} in a page of {of}, before the branch's own first entry",
-        f"slot {facts.granted_slot} holds that entry, and no move of this step brought it to slot {hit.slot}",
+        f"the row reads position {violation.position} in a page of {of}, before the branch's own first entry",
+        f"slot {facts.granted_slot} holds that entry, and no move of this step brought it to slot {violation.slot}",
         "nobody has written there" if before is None or not before.site else f"what lies there: {facts.last_write}",
     )
-    text = f"the prefix tail was not copied for {of}, or too late: offset {hit.position % size} of {tail}"
+    text = f"the prefix tail was not copied for {of}, or too late: offset {violation.position % size} of {tail}"
     return Cause("transfer", text, "derived", evidence)
 
 
 def _wrong_entry(facts: Evidence) -> tuple[Record | None, int | None]:
     """What lies in the row's own place and is not the request's entry, and where: the one found, or the one before."""
-    position = facts.hit.position
-    if facts.hit.code == "R6":
+    position = facts.violation.position
+    if facts.violation.code == "R6":
         return facts.different_record, facts.first_difference
     if not facts.is_own_place or position is None:
         return None, None

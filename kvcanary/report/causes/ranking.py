@@ -21,7 +21,9 @@ Rule = Callable[[Evidence], Cause | None]
 
 def rank_causes(facts: Evidence) -> tuple[Cause, ...]:
     """The causes that fit what was read, best first; at least one."""
-    found = [cause for codes, rule in RULES if facts.hit.kind in codes for cause in [rule(facts)] if cause is not None]
+    found = [
+        cause for codes, rule in RULES if facts.violation.kind in codes for cause in [rule(facts)] if cause is not None
+    ]
     found = [cause for cause in found if cause.evidence] or found
     found.sort(key=lambda cause: (-len(cause.evidence), cause.basis != "derived"))
     return tuple(found[:MOST_CAUSES]) or (_wrong_plan(facts),)
@@ -37,7 +39,9 @@ def _fixed(family: str, text: str) -> Rule:
 
 
 def _wrong_plan(facts: Evidence) -> Cause:
-    return Cause("addressing", f"the arrays of this forward were built wrong: {CODES[facts.hit.code].name}", "inferred")
+    return Cause(
+        "addressing", f"the arrays of this forward were built wrong: {CODES[facts.violation.code].name}", "inferred"
+    )
 
 
 #: For which codes each rule is asked.
@@ -139,7 +143,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("H1",), hooks.never_opened),
     (("H1",), hooks.wrong_number),
     (("H1",), rows.refused_load),
-    (("H1",), hooks.never_told),
+    (("H1",), hooks.never_declared),
     (("H1",), _fixed("hooks", "a forward ran without its hooks, or a captured graph lost them")),
     (("H2",), _fixed("hooks", "attached twice, never armed, or a substep outside its bracket")),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation import Violation
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import SUBSTEP_KINDS, TREE_KINDS, site_name, unpack_site
 from kvcanary.pools.slot_maps import window_start
@@ -16,21 +16,21 @@ WRAPPED = 1 << 31  # what a 32-bit index can not hold
 
 
 def out_of_bounds(facts: Evidence) -> Cause | None:
-    hit = facts.hit
-    evidence = (f"slot {hit.slot} of {hit.pool.view.num_slots}",)
-    if not -WRAPPED <= hit.slot < WRAPPED:
+    violation = facts.violation
+    evidence = (f"slot {violation.slot} of {violation.pool.view.num_slots}",)
+    if not -WRAPPED <= violation.slot < WRAPPED:
         return Cause("bounds", "an offset that does not fit 32 bits, or no index at all", "inferred", evidence)
     return Cause("bounds", "the index array or its builder ran past the end of what it holds", "inferred", evidence)
 
 
 def padding_mark(facts: Evidence) -> Cause | None:
-    if facts.hit.slot != -1:
+    if facts.violation.slot != -1:
         return None
     return Cause("graphs", "-1 is a mark of padding: a padded row counts as live", "inferred", ("the slot is -1",))
 
 
 def empty_entry(facts: Evidence) -> Cause | None:
-    if facts.hit.slot:
+    if facts.violation.slot:
         return None
     evidence = ("it names slot 0, as an entry that nothing has filled", *_granted(facts))
     return Cause("uninitialised", "a table entry was never filled, or was filled elsewhere", "inferred", evidence)
@@ -44,12 +44,12 @@ def wrong_entry(facts: Evidence) -> Cause | None:
     if facts.is_own_place or exchanged_pages(facts) is not None:
         return None
     text = "an entry of the table or index array names the wrong slot"
-    return Cause("addressing", text, "inferred", () if facts.hit.code == "R2" else _granted(facts))
+    return Cause("addressing", text, "inferred", () if facts.violation.code == "R2" else _granted(facts))
 
 
 def looks_elsewhere(facts: Evidence) -> Cause | None:
     """A final entry that breaks the chain (R5), in another place than the one that was granted."""
-    reader, position = facts.reader, facts.hit.position
+    reader, position = facts.reader, facts.violation.position
     if reader is None or position is None or position >= reader.committed_len or not _granted(facts):
         return None
     return wrong_entry(facts)
@@ -59,13 +59,16 @@ def _granted(facts: Evidence) -> tuple[str, ...]:
     """What was granted where the row looks elsewhere."""
     if facts.granted_slot is None or facts.is_own_place:
         return ()
-    return (f"position {facts.hit.position} was granted slot {facts.granted_slot}, the row looks in {facts.hit.slot}",)
+    return (
+        f"position {facts.violation.position} was granted slot {facts.granted_slot}, the row looks in "
+        f"{facts.violation.slot}",
+    )
 
 
 def more_entries(facts: Evidence) -> Cause | None:
     """A row whose length is wrong too: what it has too many of is no entry of its own."""
-    wrong = [hit for hit in facts.incident if hit.code == "R10"]
-    if not wrong or wrong[0] is facts.hit:
+    wrong = [violation for violation in facts.incident if violation.code == "R10"]
+    if not wrong or wrong[0] is facts.violation:
         return None
     evidence = ("the row's length is not the request's (R10)", *_granted(facts))
     return Cause("lengths", "the row counts entries that the request does not have", "inferred", evidence)
@@ -73,7 +76,7 @@ def more_entries(facts: Evidence) -> Cause | None:
 
 def kept_other_nodes(facts: Evidence) -> Cause | None:
     """The row looks in its own place, and another node of the tree lies there than was accepted."""
-    lies = facts.different_record if facts.hit.code == "R6" else facts.record if facts.is_own_place else None
+    lies = facts.different_record if facts.violation.code == "R6" else facts.record if facts.is_own_place else None
     if lies is None or facts.reader is None or lies.request != facts.reader.uid:
         return None
     kind, index, _ = unpack_site(lies.site)
@@ -102,7 +105,7 @@ def exchange(facts: Evidence) -> Cause | None:
 
 def exchanged_pages(facts: Evidence) -> tuple[int, int] | None:
     """Table entries i and j when the positions found on page i are those of page j and the other way round."""
-    size = facts.hit.pool.view.page_size
+    size = facts.violation.pool.view.page_size
     pointed = {(position // size, found // size) for position, found in _misplaced(facts)}
     pairs = [pair for pair in sorted(pointed) if pair[0] < pair[1] and pair[::-1] in pointed]
     return pairs[0] if pairs else None
@@ -116,7 +119,7 @@ def shifted_row(facts: Evidence) -> Cause | None:
         return None
     offset = offsets.pop()
     evidence = (f"{len(misplaced)} entries hold their position {offset:+d}", *_granted(facts))
-    if offset > 0 and min(misplaced)[0] == window_start(facts.hit.pool.view, facts.hit.until or 0):
+    if offset > 0 and min(misplaced)[0] == window_start(facts.violation.pool.view, facts.violation.until or 0):
         first = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
         return Cause("windows", first, "inferred", evidence)
     return Cause("lengths", "the row is shifted: a length or an offset is wrong by that much", "inferred", evidence)
@@ -124,14 +127,14 @@ def shifted_row(facts: Evidence) -> Cause | None:
 
 def _misplaced(facts: Evidence) -> list[tuple[int, int]]:
     """(position, position found there) of the entries of the row in which the finding is."""
-    own = [hit for hit in facts.incident if hit.row == facts.hit.row]
+    own = [violation for violation in facts.incident if violation.row == facts.violation.row]
     return [(h.position, h.found_position) for h in own if h.position is not None and h.found_position is not None]
 
 
 def tree_path(facts: Evidence) -> Cause | None:
-    if facts.hit.site[0] not in TREE_KINDS or facts.write_site is None or facts.write_site[0] not in TREE_KINDS:
+    if facts.violation.site[0] not in TREE_KINDS or facts.write_site is None or facts.write_site[0] not in TREE_KINDS:
         return None
-    evidence = (f"read by {site_name(*facts.hit.site)}", f"written by {facts.last_write}")
+    evidence = (f"read by {site_name(*facts.violation.site)}", f"written by {facts.last_write}")
     return Cause(
         "draft", "a tree node attends a node that is not its ancestor, or a branch was rejected", "inferred", evidence
     )
@@ -143,40 +146,40 @@ def later_write(facts: Evidence) -> Cause | None:
 
 def other_entry(facts: Evidence) -> Cause | None:
     """In a cache without slots, what another entry should hold: of this row of the batch, or of another one."""
-    found = facts.hit.found or {}
+    found = facts.violation.found or {}
     row = found.get("row")
     if row is None:
         return None
-    if row != facts.hit.row_number:
+    if row != facts.violation.row_number:
         text, evidence = "rows were not reordered, or otherwise than the sequences", f"it holds what row {row} should"
         return Cause("identity", text, "inferred", (evidence,))
     text, evidence = "the tensor is shifted against the positions that it is read as", f"it holds {found['position']}"
-    return Cause("windows", text, "inferred", (f"{evidence} where position {facts.hit.position} should be",))
+    return Cause("windows", text, "inferred", (f"{evidence} where position {facts.violation.position} should be",))
 
 
 def foreign_token(facts: Evidence) -> Cause | None:
-    if facts.writer is None or facts.writer == facts.hit.request_id:
+    if facts.writer is None or facts.writer == facts.violation.request_id:
         return None
-    if facts.hit.code == "R4" and (facts.own_position is not None or facts.told is None):
+    if facts.violation.code == "R4" and (facts.own_position is not None or facts.declared is None):
         return None  # a shared page of the row itself: whoever wrote it, the row looks at the wrong one of its entries
-    if facts.is_own_place and facts.row.is_own(facts.hit.position):
+    if facts.is_own_place and facts.row.is_own(facts.violation.position):
         return None  # whoever wrote it, it is the row's
-    if facts.hit.code == "R5" and looks_elsewhere(facts) is not None:
+    if facts.violation.code == "R5" and looks_elsewhere(facts) is not None:
         return None
     evidence = (f"the record names {facts.writer!r}",)
     return Cause("identity", "the slot holds a token of another sequence", "derived", evidence)
 
 
 def row_mixed_up(facts: Evidence) -> Cause | None:
-    hit, differs, lies = facts.hit, facts.first_difference, facts.different_record
+    violation, differs, lies = facts.violation, facts.first_difference, facts.different_record
     if other_root(facts) is not None or other_prompt(facts) is not None:
         return None
     evidence: tuple[str, ...] = (
-        () if differs is None else (f"its tokens differ from position {differs} on, of {len(hit.row_slots)}",)
+        () if differs is None else (f"its tokens differ from position {differs} on, of {len(violation.row_slots)}",)
     )
     if lies is not None and facts.reader is not None and lies.request != facts.reader.uid:
         evidence += (f"another request has written the entry of position {differs}",)
-    elif evidence and differs == len(hit.row_slots) - 1:
+    elif evidence and differs == len(violation.row_slots) - 1:
         return Cause("order", "the last token fed is not the one that was accepted", "inferred", evidence)
     by = "" if facts.write_site is None else f", last written by {facts.last_write}"
     return Cause(
@@ -186,10 +189,10 @@ def row_mixed_up(facts: Evidence) -> Cause | None:
 
 def read_after_free(facts: Evidence) -> Cause | None:
     """The page was given back by the reader itself, or by whoever had it last."""
-    given_back = [event for event in facts.events if _is_given_back(event, facts.hit.request_id)]
-    if not given_back or (facts.hit.code == "W2" and not _had_it(facts, facts.hit.request_id)):
+    given_back = [event for event in facts.events if _is_given_back(event, facts.violation.request_id)]
+    if not given_back or (facts.violation.code == "W2" and not _had_it(facts, facts.violation.request_id)):
         return None
-    own = [event for event in given_back if event.request_id == facts.hit.request_id]
+    own = [event for event in given_back if event.request_id == facts.violation.request_id]
     event = own[-1] if own else given_back[-1]
     evidence = [str(event)]
     if own:
@@ -225,11 +228,13 @@ def neighbours_row(facts: Evidence) -> Cause | None:
     """Several entries in a row that all lie on pages of other requests."""
     if facts.own_position is not None:
         return None
-    foreign = [hit for hit in facts.incident if hit.code == "R8" and hit.row == facts.hit.row]
+    foreign = [
+        violation for violation in facts.incident if violation.code == "R8" and violation.row == facts.violation.row
+    ]
     entries = max(len(foreign), foreign[0].run)
-    last = max(hit.until or hit.position or 0 for hit in foreign)
+    last = max(violation.until or violation.position or 0 for violation in foreign)
     is_whole = facts.reader is not None and last >= facts.reader.committed_len - 1
-    if entries <= facts.hit.pool.view.page_size and not (is_whole and entries > 1):
+    if entries <= facts.violation.pool.view.page_size and not (is_whole and entries > 1):
         return None
     evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.held_by}")
     return Cause("identity", f"the row of {facts.held_by} was read in the place of this one", "inferred", evidence)
@@ -237,18 +242,18 @@ def neighbours_row(facts: Evidence) -> Cause | None:
 
 def neighbours_prefix(facts: Evidence) -> Cause | None:
     """Fewer than that, each at its own position of the other's row: its row too, or one page of it."""
-    own = [hit for hit in facts.incident if hit.row == facts.hit.row]
-    if facts.own_position is not None or facts.owner is None or any(hit.code == "R4" for hit in own):
+    own = [violation for violation in facts.incident if violation.row == facts.violation.row]
+    if facts.own_position is not None or facts.owner is None or any(violation.code == "R4" for violation in own):
         return None
     evidence = (f"what lies there is of the same position of {facts.owner!r}", *_half_a_page(facts, own))
     return Cause("identity", f"the row of {facts.owner!r} was read, as far as it differs", "inferred", evidence)
 
 
-def _half_a_page(facts: Evidence, own: list[Hit]) -> tuple[str, ...]:
+def _half_a_page(facts: Evidence, own: list[Violation]) -> tuple[str, ...]:
     """Another's from the head of a page on, and the rest of that page the row's own: no entry of a table leads so."""
-    first, size = facts.hit.position, facts.hit.pool.view.page_size
-    last = max(hit.until or hit.position or 0 for hit in own if hit.code == "R8")
-    goes_on = any(hit.code == "R5" and hit.position == last + 1 for hit in own)
+    first, size = facts.violation.position, facts.violation.pool.view.page_size
+    last = max(violation.until or violation.position or 0 for violation in own if violation.code == "R8")
+    goes_on = any(violation.code == "R5" and violation.position == last + 1 for violation in own)
     if first is None or first % size or last == first or not (last + 1) % size or not goes_on:
         return ()
     return (f"entries {first} to {last} are, and {last + 1}, which is on the same page of the row, is not",)
@@ -258,22 +263,22 @@ def place_of_two(facts: Evidence) -> Cause | None:
     """The reader has the page itself, for others of its entries: its slot is not another's, it is another entry's."""
     if facts.own_position is None:
         return None
-    evidence = (f"the page is {facts.hit.request_id!r}'s own, for others of its positions",)
+    evidence = (f"the page is {facts.violation.request_id!r}'s own, for others of its positions",)
     text = "two pages of the row lead to one place: the map, or its translation, is older than the grant"
     return Cause("addressing", text, "derived", evidence)
 
 
 def foreign_page(facts: Evidence) -> Cause | None:
     evidence: tuple[str, ...] = ()
-    if not _had_it(facts, facts.hit.request_id):
+    if not _had_it(facts, facts.violation.request_id):
         evidence = ("the reader never had this page",)
-    if facts.is_shared and facts.hit.run <= facts.hit.pool.view.page_size:  # one entry of the table
+    if facts.is_shared and facts.violation.run <= facts.violation.pool.view.page_size:  # one entry of the table
         evidence += _granted(facts)
     return Cause("addressing", f"the row points at a page of {facts.held_by}", "derived", evidence)
 
 
 def freed_too_early(facts: Evidence) -> Cause | None:
-    name = facts.hit.request_id
+    name = facts.violation.request_id
     if not any(_is_given_back(event, name) for event in facts.events) or not _had_it(facts, name):
         return None
     return read_after_free(facts)
@@ -284,8 +289,8 @@ def _had_it(facts: Evidence, request_id: str | None) -> bool:
 
 
 def missing_layer(facts: Evidence) -> Cause | None:
-    found, every = facts.record, facts.hit.pool.full_layers
-    layers = ", ".join(map(str, facts.hit.layers[:4]))
+    found, every = facts.record, facts.violation.pool.full_layers
+    layers = ", ".join(map(str, facts.violation.layers[:4]))
     if found is None and layers:  # in a cache without records
         evidence = (f"layer {layers} does not hold what this forward gave it",)
     elif found is None or found.generation != facts.granted or (found.layers == every and not layers):
@@ -308,12 +313,17 @@ def not_loaded(facts: Evidence) -> Cause | None:
 def without_hooks(facts: Evidence) -> Cause | None:
     """An entry of the row's own that is final, and that no forward has declared."""
     reader, found = facts.reader, facts.record
-    if reader is None or found is None or not facts.is_own_place or (facts.hit.position or 0) >= reader.committed_len:
+    if (
+        reader is None
+        or found is None
+        or not facts.is_own_place
+        or (facts.violation.position or 0) >= reader.committed_len
+    ):
         return None
     if is_current_write(facts) or short_write(facts) is not None:
         return None
     evidence = (
-        f"position {facts.hit.position} is final, and in its own place",
+        f"position {facts.violation.position} is final, and in its own place",
         "no forward has declared that it writes here since the page was granted",
     )
     return Cause("hooks", "a forward ran without the canary's hooks", "inferred", evidence)
@@ -327,7 +337,7 @@ def is_current_write(facts: Evidence) -> bool:
 
 def short_write(facts: Evidence) -> Cause | None:
     """A final entry that an extend should have written, with those before it that became final in the same step."""
-    position, reader, last = facts.hit.position, facts.reader, facts.row.last_no_guess
+    position, reader, last = facts.violation.position, facts.reader, facts.row.last_no_guess
     if last is None or reader is None or position is None or not facts.is_own_place:
         return None
     if is_current_write(facts) and (facts.record is None or unpack_site(facts.record.site)[0] != "draft"):
@@ -342,7 +352,7 @@ def short_write(facts: Evidence) -> Cause | None:
             f"extend of step {before.step}, which ran with hooks, wrote position {place}",
             "it wrote nothing behind that",
         )
-    elif facts.hit.is_captured and place < position - 1:
+    elif facts.violation.is_captured and place < position - 1:
         evidence = (
             f"positions {place + 1} to {position - 1} are final, and hold what draft forwards have guessed",
             "no extend has written them again, nor this one",
@@ -355,21 +365,26 @@ def short_write(facts: Evidence) -> Cause | None:
 
 def _became_final_together(facts: Evidence, place: int) -> bool:
     """Whether the tokens of an earlier entry of the row and of this one became known in one step."""
-    reader, offset, position = facts.reader, facts.hit.pool.view.token_offset, facts.hit.position or 0
+    reader, offset, position = facts.reader, facts.violation.pool.view.token_offset, facts.violation.position or 0
     known = [] if reader is None else reader.known.steps.tolist()
     return position + offset < len(known) and known[place + offset] == known[position + offset]
 
 
 def rewritten_by_reader(facts: Evidence) -> Cause | None:
     """What the row reads as an earlier entry is a place that the same forward was told to write."""
-    hit, found = facts.hit, facts.record
-    if found is None or (facts.write_site, facts.write_step) != (hit.site, hit.step) or found.position == hit.position:
+    violation, found = facts.violation, facts.record
+    if (
+        found is None
+        or (facts.write_site, facts.write_step) != (violation.site, violation.step)
+        or found.position == violation.position
+    ):
         return None
-    if hit.code != "R12" and (not facts.is_own_place or any(other.code == "R10" for other in facts.incident)):
+    if violation.code != "R12" and (not facts.is_own_place or any(other.code == "R10" for other in facts.incident)):
         return None
     evidence = (
-        f"{facts.last_write}, which reads position {hit.position} here, wrote position {found.position} here itself",
-        f"the slot was granted for position {hit.position}" if facts.is_own_place else "the row reads it before",
+        f"{facts.last_write}, which reads position {violation.position} here, wrote position {found.position} "
+        "here itself",
+        f"the slot was granted for position {violation.position}" if facts.is_own_place else "the row reads it before",
         "the record is of this grant",
     )
     text = "the forward was told to write a slot that holds an earlier entry of its own row"
@@ -378,15 +393,17 @@ def rewritten_by_reader(facts: Evidence) -> Cause | None:
 
 def repeated_number(facts: Evidence) -> Cause | None:
     """A draft forward that finds what another one of its number has written in this step."""
-    hit, site = facts.hit, facts.hit.site
-    if site[0] != "draft" or (facts.write_site, facts.write_step) != (site, hit.step):
+    violation, site = facts.violation, facts.violation.site
+    if site[0] != "draft" or (facts.write_site, facts.write_step) != (site, violation.step):
         return None
-    own = [entry for _, entry in facts.row.guesses if entry.step == hit.step and unpack_site(entry.site)[:2] == site]
+    own = [
+        entry for _, entry in facts.row.guesses if entry.step == violation.step and unpack_site(entry.site)[:2] == site
+    ]
     positions = sorted({entry.position for entry in own})
     if len(positions) < 2:
         return None
     evidence = (
-        f"{site_name(*site)} of step {hit.step} has written positions {', '.join(map(str, positions[:4]))}",
+        f"{site_name(*site)} of step {violation.step} has written positions {', '.join(map(str, positions[:4]))}",
         "a draft forward writes one position",
     )
     return Cause("hooks", "numbers of substeps repeat: several draft forwards of a step have one", "derived", evidence)
@@ -410,7 +427,7 @@ def never_written(facts: Evidence) -> Cause | None:
 
 
 def past_the_end(facts: Evidence) -> Cause | None:
-    if facts.owner is None or facts.owner != facts.hit.request_id:
+    if facts.owner is None or facts.owner != facts.violation.request_id:
         return None
     evidence = (f"the page is {facts.owner!r}'s own",)
     return Cause("lengths", "the row reaches past what was written in the request's own pages", "inferred", evidence)
@@ -428,21 +445,21 @@ def old_record(facts: Evidence) -> Cause | None:
 
 def contradicting_plan(facts: Evidence) -> Cause | None:
     """A plan's numbers do not add up."""
-    if facts.hit.site[0] not in SUBSTEP_KINDS:
+    if facts.violation.site[0] not in SUBSTEP_KINDS:
         return None
-    return Cause("lengths", "the arrays of this forward do not belong together", "derived", (facts.hit.told,))
+    return Cause("lengths", "the arrays of this forward do not belong together", "derived", (facts.violation.message,))
 
 
 def contradicting_event(facts: Evidence) -> Cause | None:
-    """What an engine tells of a page or a request it tells twice, too late, of another, or not at all."""
-    if facts.hit.site[0] in SUBSTEP_KINDS:
+    """What an engine declares of a page or a request it tells twice, too late, of another, or not at all."""
+    if facts.violation.site[0] in SUBSTEP_KINDS:
         return None
     text = "the engine's books of pages and requests are wrong, or an event before this one was not told"
     return Cause("lifetime", text, "inferred", _last_event(facts))
 
 
 def no_page_to_name(facts: Evidence) -> Cause | None:
-    page = (facts.hit.found or {}).get("page")
+    page = (facts.violation.found or {}).get("page")
     if page is None:
         return None
     evidence = (f"page {page} is a null page, or the pool has none of this number",)
@@ -453,7 +470,7 @@ def published_unfinished(facts: Evidence) -> Cause | None:
     event, state = _refused(facts)
     if event != "published" or state not in ("RESERVED", "WRITTEN"):
         return None
-    evidence = (f"page {facts.hit.page} is {state}, not yet COMMITTED", *_last_event(facts))
+    evidence = (f"page {facts.violation.page} is {state}, not yet COMMITTED", *_last_event(facts))
     return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
 
 
@@ -461,15 +478,17 @@ def loaded_over_entries(facts: Evidence) -> Cause | None:
     event, state = _refused(facts)
     if event not in ("marked loading", "loaded", "restored") or state not in ("WRITTEN", "COMMITTED", "SHARED"):
         return None
-    evidence = (f"page {facts.hit.page} is {state}: it holds entries already", *_last_event(facts))
+    evidence = (f"page {facts.violation.page} is {state}: it holds entries already", *_last_event(facts))
     return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
 
 
 def _refused(facts: Evidence) -> tuple[str | None, str | None]:
     """The event that a page may not have in its state."""
-    found = facts.hit.found or {}
+    found = facts.violation.found or {}
     return found.get("event"), found.get("state")
 
 
 def _last_event(facts: Evidence) -> tuple[str, ...]:
-    return tuple(f"the last event of page {facts.hit.page}: {event} ({event.place})" for event in facts.events[-1:])
+    return tuple(
+        f"the last event of page {facts.violation.page}: {event} ({event.place})" for event in facts.events[-1:]
+    )

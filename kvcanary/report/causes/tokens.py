@@ -11,15 +11,15 @@ FURTHEST_BACK = 16  # among which an older token is looked for
 
 def view_offset(facts: Evidence) -> Cause | None:
     """Every token that was fed is off by one number."""
-    shift, pool = facts.row.shift, facts.hit.pool
+    shift, pool = facts.row.shift, facts.violation.pool
     if not shift or another_order(facts) is not None:
         return None
     offset = pool.view.token_offset
-    told = f"each of {len(facts.row.fed)} entries was fed the token {abs(shift)} {'behind' if shift > 0 else 'before'}"
+    texts = f"each of {len(facts.row.fed)} entries was fed the token {abs(shift)} {'behind' if shift > 0 else 'before'}"
     if facts.row.was_pool_right or offset + shift < 0:
-        evidence = (told, f"other rows of the {pool.name} pool are right")
+        evidence = (texts, f"other rows of the {pool.name} pool are right")
         return Cause("draft", f"the inputs of this forward were shifted by {shift:+d}", "derived", evidence)
-    evidence = (f"{told} its own", f"no row of the {pool.name} pool begins with its own token")
+    evidence = (f"{texts} its own", f"no row of the {pool.name} pool begins with its own token")
     text = f"the view of the {pool.name} pool says token_offset {offset}, it should be {offset + shift}"
     return Cause("draft", text, "derived", evidence)
 
@@ -32,13 +32,16 @@ def another_order(facts: Evidence) -> Cause | None:
     if facts.row.shift and len(facts.row.fed) > 2:
         return None  # shifted tokens are the same ones where the first and the last are equal
     how = "in reverse" if fed == wanted[::-1] else "in another order"
-    evidence = (f"{site_name(*facts.hit.site)} was fed the {len(fed)} tokens of its row {how}", "each of them is right")
-    family = "draft" if facts.hit.site[0] in TREE_KINDS else "order"
+    evidence = (
+        f"{site_name(*facts.violation.site)} was fed the {len(fed)} tokens of its row {how}",
+        "each of them is right",
+    )
+    family = "draft" if facts.violation.site[0] in TREE_KINDS else "order"
     return Cause(family, f"accepted tokens were fed {how}", "derived", evidence)
 
 
 def no_token(facts: Evidence) -> Cause | None:
-    size, record = facts.hit.pool.view.vocab_size, facts.record
+    size, record = facts.violation.pool.view.vocab_size, facts.record
     if size is None or record is None or not record.site or record.token < size:
         return None
     evidence = (f"what was fed is no token id below {size}",)
@@ -49,11 +52,11 @@ def no_token(facts: Evidence) -> Cause | None:
 
 def unshifted_token(facts: Evidence) -> Cause | None:
     """In a pool whose entries hold later tokens than their positions'."""
-    hit, offset = facts.hit, facts.hit.pool.view.token_offset
+    violation, offset = facts.violation, facts.violation.pool.view.token_offset
     if not offset:
         return None
-    evidence = (f"the {hit.pool.name} pool holds tokens {offset} further",)
-    reader, position, record = facts.reader, facts.hit.position, facts.record
+    evidence = (f"the {violation.pool.name} pool holds tokens {offset} further",)
+    reader, position, record = facts.reader, facts.violation.position, facts.record
     if reader is None or position is None or record is None or record.token not in reader.tokens[position:][:1]:
         return Cause("draft", "the pool was fed another token than the one that follows", "inferred", evidence)
     return Cause("draft", "the pool was fed the token of the position itself", "inferred", evidence)
@@ -61,12 +64,12 @@ def unshifted_token(facts: Evidence) -> Cause | None:
 
 def older_token(facts: Evidence) -> Cause | None:
     """A root that holds one of the tokens before its own."""
-    hit, reader, record = facts.hit, facts.reader, facts.record
-    if hit.pool.view.token_offset or reader is None or record is None or not hit.position:
+    violation, reader, record = facts.violation, facts.reader, facts.record
+    if violation.pool.view.token_offset or reader is None or record is None or not violation.position:
         return None
-    before = reader.tokens[max(0, hit.position - FURTHEST_BACK) : hit.position].tolist()
+    before = reader.tokens[max(0, violation.position - FURTHEST_BACK) : violation.position].tolist()
     if record.token not in before:
         return None
     back = before[::-1].index(record.token) + 1
-    evidence = (f"it is the token of position {hit.position - back}, {back} before",)
+    evidence = (f"it is the token of position {violation.position - back}, {back} before",)
     return Cause("order", "an older token was fed, which is not the newest that was accepted", "inferred", evidence)

@@ -17,7 +17,7 @@ def arrived(kind: str) -> Rule:
     """The rule that says what a transfer did, where some of its slots are of this kind."""
 
     def transfer(facts: Evidence) -> Cause | None:
-        arrival = facts.hit.arrival
+        arrival = facts.violation.arrival
         if arrival is None or not arrival.kinds[kind]:
             return None
         basis = "inferred" if kind in INFERRED else "derived"
@@ -26,14 +26,14 @@ def arrived(kind: str) -> Rule:
     return transfer
 
 
-#: Kinds that a hypothesis explains; a lane names the others.
+#: Kinds that a hypothesis explains; a fingerprint names the others.
 INFERRED = ("other layout", "unknown")
 ARRIVED = tuple(arrived(kind) for kind in KINDS)
 
 
 def unordered(facts: Evidence) -> Cause | None:
     """Who used what before which work was done there, and who should have waited for it."""
-    due, found = facts.hit.expected or {}, facts.hit.found or {}
+    due, found = facts.violation.expected or {}, facts.violation.found or {}
     if found.get("hazard") != UNORDERED or "which" not in due:
         return None
     access = f"{found['reader']} {found['used_to']}s {found['resource']}"
@@ -44,8 +44,8 @@ def unordered(facts: Evidence) -> Cause | None:
 
 def taken_again(facts: Evidence) -> Cause | None:
     """A host buffer holds something else by now."""
-    due, found = facts.hit.expected or {}, facts.hit.found or {}
-    if found.get("hazard") != OUTDATED or facts.hit.page >= 0:
+    due, found = facts.violation.expected or {}, facts.violation.found or {}
+    if found.get("hazard") != OUTDATED or facts.violation.page >= 0:
         return None
     meant, now = due.get("generation"), found.get("generation")
     text = f"{found['reader']} is meant for what {found['resource']} held before it was taken again"

@@ -9,59 +9,62 @@ from kvcanary.transfers.async_ops import FREED, OUTDATED
 
 
 def stored_twice(facts: Evidence) -> Cause | None:
-    if not facts.hit.layers:
+    if not facts.violation.layers:
         return None
-    evidence = (f"layer {facts.hit.layers[0]} was marked as stored already",)
+    evidence = (f"layer {facts.violation.layers[0]} was marked as stored already",)
     return Cause("order", "the layer's store ran twice in this forward", "derived", evidence)
 
 
 def shared_slot(facts: Evidence) -> Cause | None:
-    if facts.hit.layers:
+    if facts.violation.layers:
         return None
     text = "two entries of this forward were given one slot"
-    is_own = facts.owner is None or facts.owner == facts.hit.request_id
-    return Cause("draft" if facts.hit.site[0] in TREE_KINDS and is_own else "addressing", text, "derived")
+    is_own = facts.owner is None or facts.owner == facts.violation.request_id
+    return Cause("draft" if facts.violation.site[0] in TREE_KINDS and is_own else "addressing", text, "derived")
 
 
 def tree_positions(facts: Evidence) -> Cause | None:
-    hit, text = facts.hit, "positions of the tree are off, or of an earlier step"
-    if hit.site[0] not in TREE_KINDS:
+    violation, text = facts.violation, "positions of the tree are off, or of an earlier step"
+    if violation.site[0] not in TREE_KINDS:
         return None
-    if hit.position is None:
+    if violation.position is None:
         return Cause("draft", text, "inferred")  # a captured forward tells where, and not by how much
-    evidence = (f"position {hit.position}, the parent's is {hit.parent_position}",)
+    evidence = (f"position {violation.position}, the parent's is {violation.parent_position}",)
     return Cause("draft", text, "inferred", evidence)
 
 
 def stale_positions(facts: Evidence) -> Cause | None:
     """Of a captured forward, whose buffers outlive it."""
-    hit, reader, text = facts.hit, facts.reader, "a replayed batch kept positions of an earlier one"
-    if not hit.is_captured:
+    violation, reader, text = facts.violation, facts.reader, "a replayed batch kept positions of an earlier one"
+    if not violation.is_captured:
         return None
-    if reader is None or hit.position is None or hit.position >= reader.committed_len:
+    if reader is None or violation.position is None or violation.position >= reader.committed_len:
         return Cause("graphs", text, "inferred")
-    evidence = (f"position {hit.position} was final before this forward", f"{reader.committed_len} entries are final")
+    evidence = (
+        f"position {violation.position} was final before this forward",
+        f"{reader.committed_len} entries are final",
+    )
     return Cause("graphs", text, "inferred", evidence)
 
 
 def miscounted_positions(facts: Evidence) -> Cause | None:
     """Positions of an eager forward that are off by one number, which may be a length that the row has."""
-    hit, off = facts.hit, _positions_off(facts)
+    violation, off = facts.violation, _positions_off(facts)
     if (
-        hit.is_captured
+        violation.is_captured
         or off is None
-        or hit.position is None
-        or (hit.site[0] in TREE_KINDS and not _is_root(facts, off))
+        or violation.position is None
+        or (violation.site[0] in TREE_KINDS and not _is_root(facts, off))
     ):
         return None
-    evidence = [f"its position is {hit.position}, its parent's {hit.parent_position}: {off:+d}"]
-    wrong = [other for other in facts.incident if other.code == "W5" and other.row == hit.row]
-    if len(wrong) > 1 or hit.until is not None:
+    evidence = [f"its position is {violation.position}, its parent's {violation.parent_position}: {off:+d}"]
+    wrong = [other for other in facts.incident if other.code == "W5" and other.row == violation.row]
+    if len(wrong) > 1 or violation.until is not None:
         evidence.append("what the row writes behind it is off as well")
     counted = _length_of(facts, abs(off))
     if counted is None:
-        is_old = off < 0 and facts.reader is not None and hit.position < facts.reader.committed_len
-        evidence += [f"position {hit.position} was final before this forward"] if is_old else []
+        is_old = off < 0 and facts.reader is not None and violation.position < facts.reader.committed_len
+        evidence += [f"position {violation.position} was final before this forward"] if is_old else []
         text = "positions are those of an earlier forward" if is_old else f"positions are off by {off:+d}"
         return Cause("lengths", text, "inferred", tuple(evidence))
     how = f"{counted} was counted twice" if off > 0 else f"positions were counted without {counted}"
@@ -69,21 +72,21 @@ def miscounted_positions(facts: Evidence) -> Cause | None:
 
 
 def _positions_off(facts: Evidence) -> int | None:
-    hit = facts.hit
-    if hit.position is None or hit.parent_position is None:
+    violation = facts.violation
+    if violation.position is None or violation.parent_position is None:
         return None
-    return hit.position - hit.parent_position - 1
+    return violation.position - violation.parent_position - 1
 
 
 def _is_root(facts: Evidence, off: int) -> bool:
     """Whether a tree begins at a wrong position; one off in a draft forward is a position raised too early or late."""
-    begins = facts.reader is not None and facts.hit.parent_position == facts.reader.committed_len - 1
-    return begins and not (facts.hit.site[0] == "draft" and abs(off) == 1)
+    begins = facts.reader is not None and facts.violation.parent_position == facts.reader.committed_len - 1
+    return begins and not (facts.violation.site[0] == "draft" and abs(off) == 1)
 
 
 def _length_of(facts: Evidence, length: int) -> str | None:
     """What of the row is so long."""
-    begin = (facts.hit.parent_position or 0) + 1
+    begin = (facts.violation.parent_position or 0) + 1
     if facts.row.given_len == length:
         return "the cached prefix"
     if facts.reader is not None and facts.reader.committed_len == length:
@@ -96,7 +99,7 @@ def padding_of_a_live_row(facts: Evidence) -> Cause | None:
     place, found, owner = facts.row.owners_place, facts.record, facts.owner
     if place is None or found is None or owner is None:
         return None
-    is_written = (found.step, facts.write_site) == (facts.hit.step, facts.hit.site)
+    is_written = (found.step, facts.write_site) == (facts.violation.step, facts.violation.site)
     where = f"the slot is {owner!r}'s own, for position {place}"
     if is_written:
         evidence = (where, f"{facts.last_write} wrote it as well, for {owner!r}")
@@ -108,7 +111,7 @@ def padding_of_a_live_row(facts: Evidence) -> Cause | None:
 
 def over_its_own(facts: Evidence) -> Cause | None:
     """The request's own page, at a place that is behind it already."""
-    here, position = facts.own_position, facts.hit.position
+    here, position = facts.own_position, facts.violation.position
     if here is None or position is None or here >= position:
         return None
     evidence = (f"the slot was granted for position {here}, the entry stands at {position}",)
@@ -120,21 +123,23 @@ def of_no_row(facts: Evidence) -> Cause | None:
     if facts.reader is None or facts.own_position is not None:
         return None
     text = "an entry of the table or index array names the wrong slot"
-    return Cause("addressing", text, "derived", (f"page {facts.hit.page} is in no place of the request's row",))
+    return Cause("addressing", text, "derived", (f"page {facts.violation.page} is in no place of the request's row",))
 
 
 def published_too_early(facts: Evidence) -> Cause | None:
     last = next((event for event in reversed(facts.events) if event.kind in ("published", "forked")), None)
     evidence = (
-        () if last is None or last.step < facts.hit.step - 1 else (f"{last}, and written in step {facts.hit.step}",)
+        ()
+        if last is None or last.step < facts.violation.step - 1
+        else (f"{last}, and written in step {facts.violation.step}",)
     )
     return Cause("lifetime", "the page was shared or published while it was still to be written", "derived", evidence)
 
 
 def outdated(facts: Evidence) -> Cause | None:
     """Work that was planned for an earlier grant of the page, or that a free did not wait for."""
-    hazard = (facts.hit.found or {}).get("hazard")
-    if hazard not in (OUTDATED, FREED) or facts.hit.page < 0:
+    hazard = (facts.violation.found or {}).get("hazard")
+    if hazard not in (OUTDATED, FREED) or facts.violation.page < 0:
         return None
     text = "the page was given back while work on it was planned or in flight"
-    return Cause("lifetime", text, "derived", (f"{hazard}: {(facts.hit.found or {})['access']}",))
+    return Cause("lifetime", text, "derived", (f"{hazard}: {(facts.violation.found or {})['access']}",))

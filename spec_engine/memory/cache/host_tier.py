@@ -1,12 +1,12 @@
 """Host tier: pages that leave the pools for host memory and come back, instead of being computed again.
 
-What an engine does, and what the canary hears of it from here (*):
+What an engine does, and what the canary is told from here (*):
 
 offload   ``block = tier.offload(pages, length)``         * on_offload: the block keeps the canary's parcel
           ``tier.wait(block)``, and only then ``canary.on_free`` or ``on_evict`` and ``allocator.free``
 restore   ``allocator.allocate``, ``canary.on_alloc(request, pages, for_load=True)``
           ``load = tier.restore(block, request, pages)``  * on_load_begin: to read these pages is R12
-          ``tier.finish(load)`` before the forward        * on_load_end with the parcel: T1 where bytes have changed
+          ``tier.finish(load)`` before the forward        * on_load_end with the snapshot: T1 where bytes have changed
           ``canary.commit(request, block.length)``
 or        LoadFailedError from ``finish``, or ``tier.cancel(load)``: * on_load_fail; the pages may be written or freed
 """
@@ -30,7 +30,7 @@ from spec_engine.step.streams import Event, Streams
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.transfers import Parcel
+    from kvcanary.transfers import PageSnapshot
 
 STREAM = "host tier"
 
@@ -52,7 +52,7 @@ class HostBlock:
     places: tuple[int, ...]
     length: int
     event: Event
-    parcel: Parcel | None
+    snapshot: PageSnapshot | None
 
     def __str__(self) -> str:
         return f"host block {self.number}"
@@ -74,9 +74,9 @@ class Load:
         return self.block.places[-len(self.pages) :]
 
     @property
-    def parcel(self) -> Parcel | None:
-        parcel = self.block.parcel
-        return None if parcel is None else parcel.behind(len(self.block.places) - len(self.pages))
+    def snapshot(self) -> PageSnapshot | None:
+        snapshot = self.block.snapshot
+        return None if snapshot is None else snapshot.behind(len(self.block.places) - len(self.pages))
 
 
 class HostTier:
@@ -124,12 +124,12 @@ class HostTier:
         while self.num_free < len(pages):
             self.drop(next(iter(self._blocks.values())))
         places = tuple(self._places.allocate(len(pages)))
-        parcel = None if self._canary is None else self._canary.on_offload(pages)
+        snapshot = None if self._canary is None else self._canary.on_offload(pages)
         slots, rows = self._own_slots(pages), slots_of(places, self._page_size)
         side = self._streams.behind_main(STREAM)
         event = side.submit("offload", lambda: self._save(slots, rows), reads=pages, writes=_names(places))
         self._number += 1
-        block = self._blocks[self._number] = HostBlock(self._number, places, length, event, parcel)
+        block = self._blocks[self._number] = HostBlock(self._number, places, length, event, snapshot)
         return block
 
     def wait(self, block: HostBlock) -> None:
@@ -161,7 +161,7 @@ class HostTier:
                 "free the pages and compute the request again"
             ) from load.error
         if self._canary is not None:
-            self._canary.on_load_end(load.request_id, load.pages, load.block.length, load.parcel)
+            self._canary.on_load_end(load.request_id, load.pages, load.block.length, load.snapshot)
 
     def cancel(self, load: Load) -> None:
         """Nobody wants the bytes any more: the host waits for the copy, then the pages may be freed."""

@@ -36,7 +36,7 @@ class PageHolder(Protocol):
 class PrefixCache:
     """Moves pages between requests, prefix tree and allocator; references, locks and rows follow.
 
-    Nothing here tells a canary: the pages that it has to hear of are returned.
+    Nothing here tells a canary: the pages that it must be told of are returned.
     """
 
     def __init__(self, allocator: PageAllocator | WindowPool, tree: PrefixTree, table: RequestTable) -> None:

@@ -30,7 +30,7 @@ from spec_engine.memory.pools.slot_map import SlotMap
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.transfers import Parcel
+    from kvcanary.transfers import PageSnapshot
     from spec_engine.step.streams import Event, Streams
 
 GROUP = "device"
@@ -63,7 +63,7 @@ class SplitPool(PageAllocator):
         self._map = SlotMap((num_pages + 1) * page_size, device)
         self.slot_map = self._map.slots
         self._places: OrderedDict[int, int] = OrderedDict()  # full page: its device page, used longest ago first
-        self._saved: dict[int, Parcel | None] = {}  # full pages whose bytes on the host are those of now
+        self._saved: dict[int, PageSnapshot | None] = {}  # full pages whose bytes on the host are those of now
         self._copy: Event | None = None  # the last one that the host has not waited for
         self._canary: CanaryManager | None = None
         self.num_swapped_in = self.num_swapped_out = 0
@@ -148,15 +148,15 @@ class SplitPool(PageAllocator):
 
     def _save(self, pages: list[int]) -> None:
         """Their bytes go to the host; whoever is given their places comes behind that."""
-        none: list[Parcel | None] = [None] * len(pages)
-        parcels = none if self._canary is None else self._canary.on_swap_out(GROUP, pages)
+        none: list[PageSnapshot | None] = [None] * len(pages)
+        snapshots = none if self._canary is None else self._canary.on_swap_out(GROUP, pages)
         own = [self._places[page] for page in pages]
         source, places = slots_of(own, self.page_size), slots_of(pages, self.page_size)
         side = self._streams.behind_main(STREAM)
         operation = lambda: self._host.save(source, places)  # noqa: E731
         self._copy = side.submit("swap out", operation, reads=pages, writes=_names(pages))
         self._streams.main.wait(self._copy)
-        self._saved.update(zip(pages, parcels, strict=True))
+        self._saved.update(zip(pages, snapshots, strict=True))
         self.num_swapped_out += len(pages)
 
     def _leave(self, pages: list[int]) -> None:

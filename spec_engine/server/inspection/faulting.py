@@ -1,4 +1,4 @@
-"""FaultDesk: named faults of the catalogue, armed and disarmed in a running server."""
+"""FaultPanel: named faults of the catalogue, armed and disarmed in a running server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TargetOf = Callable[[Engine], "Target"]  # the engine as a fault sees it
 
 
-class FaultDesk:
+class FaultPanel:
     """What is armed now. Used in the engine's thread, between two steps.
 
     A fault in a formula changes values for as long as it is armed. One in the engine's state strikes once, as soon as

@@ -10,7 +10,7 @@ from spec_engine.engine import Engine
 from spec_engine.request import Request
 
 CACHED_NAME = "(shared)"
-TOLD = (
+REPORTED = (
     "incident", "code", "name", "pool", "page", "slot", "offset", "layer", "step", "last_good_step", "owner", "action",
 )  # fmt: skip
 
@@ -46,7 +46,8 @@ def timeline_of(engine: Engine) -> list[dict[str, Any]]:
     if engine.canary is None:
         return []
     return [
-        {name: getattr(finding, name) for name in TOLD} | {"site": list(finding.site), "readers": list(finding.readers)}
+        {name: getattr(finding, name) for name in REPORTED}
+        | {"site": list(finding.site), "readers": list(finding.readers)}
         for finding in engine.canary.findings
     ]
 

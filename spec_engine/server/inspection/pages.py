@@ -20,7 +20,7 @@ from spec_engine.server.errors import RefusedError
 from spec_engine.server.gate import shows_key
 from spec_engine.server.inspection import observing
 from spec_engine.server.inspection.drafts import DraftWatch
-from spec_engine.server.inspection.faulting import FaultDesk
+from spec_engine.server.inspection.faulting import FaultPanel
 from spec_engine.server.options import ServerOptions, is_loopback
 from spec_engine.server.routes import Serving
 
@@ -37,7 +37,7 @@ class FaultBody(BaseModel):
     armed: bool = True
 
 
-def router(serving: Serving, desk: FaultDesk) -> APIRouter:
+def router(serving: Serving, panel: FaultPanel) -> APIRouter:
     """The pages of a server, and a watch over its engine's drafter."""
     options, worker = serving.options, serving.worker
     drafter = worker.engine.drafter
@@ -81,16 +81,16 @@ def router(serving: Serving, desk: FaultDesk) -> APIRouter:
         return _json(drawn)
 
     if options.allow_faults:
-        _add_faults(routes, serving, desk)
+        _add_faults(routes, serving, panel)
     return routes
 
 
-def _add_faults(routes: APIRouter, serving: Serving, desk: FaultDesk) -> None:
+def _add_faults(routes: APIRouter, serving: Serving, panel: FaultPanel) -> None:
     worker = serving.worker
 
     @routes.get("/faults")
     async def faults() -> Response:
-        return _json(await worker.call(lambda engine: desk.status()))
+        return _json(await worker.call(lambda engine: panel.status()))
 
     @routes.post("/faults")
     async def arm(body: FaultBody, request: Request) -> Response:
@@ -98,7 +98,7 @@ def _add_faults(routes: APIRouter, serving: Serving, desk: FaultDesk) -> None:
             raise RefusedError(403, "faults are armed from this machine alone")
         if not shows_key(request.headers, serving.options.api_key or ""):
             raise RefusedError(403, "faults take the API key as a bearer token only")
-        act = desk.arm if body.armed else desk.disarm
+        act = panel.arm if body.armed else panel.disarm
         try:
             await worker.call(lambda engine: act(body.name))
         except UnknownFaultError as error:

@@ -58,7 +58,7 @@ class Served:
         self.running: list[Request] = []
         self.finished: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
-        self.preemptions = self.hits = self.copies = 0
+        self.preemptions = self.violations = self.copies = 0
         self.extra: dict[str, Any] = {}
 
     @property
@@ -100,7 +100,7 @@ class Served:
             self.users[block] = self.users.get(block, 0) + 1
             request.blocks.append(block)
             request.computed += BLOCK
-            self.hits += 1
+            self.violations += 1
 
     def share(self, request: Request, length: int) -> None:
         for number in range(min(length, len(request.tokens)) // BLOCK):

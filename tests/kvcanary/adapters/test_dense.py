@@ -1,4 +1,4 @@
-"""Dense rows: bytes compared in one compiled loop, and lanes that are appended where there is room."""
+"""Dense rows: bytes compared in one compiled loop, and fingerprints that are appended where there is room."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ def entries(dtype: torch.dtype, is_dense: bool, n: int = 5) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("is_dense", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entries_are_compared_with_both_lanes(dtype: torch.dtype, is_dense: bool) -> None:
-    """Equal to the lanes that are taken one by one; another byte, or another lane of either kind, is seen."""
+def test_entries_are_compared_with_both_fingerprints(dtype: torch.dtype, is_dense: bool) -> None:
+    """Equal to the fingerprints that are taken one by one; another byte, or another fingerprint of either kind, is
+    seen.
+    """
     canary = DenseCanary(CanaryConfig(mode="log", seed=3))
     k, v = entries(dtype, is_dense)
-    lanes = torch.zeros(2, 3, 9, dtype=torch.int64)[:, :, 2:7].copy_(canary.lanes(1, k, v))
-    assert canary.holds(1, k, v, lanes)
-    assert not canary.holds(0, k, v, lanes)
-    assert canary.holds(1, k[:, :, :0], v[:, :, :0], lanes[:, :, :0])
+    fingerprints = torch.zeros(2, 3, 9, dtype=torch.int64)[:, :, 2:7].copy_(canary.fingerprints(1, k, v))
+    assert canary.holds(1, k, v, fingerprints)
+    assert not canary.holds(0, k, v, fingerprints)
+    assert canary.holds(1, k[:, :, :0], v[:, :, :0], fingerprints[:, :, :0])
     for side in range(2):
-        lanes[side, 2, 4] ^= 1 << 40
-        assert not canary.holds(1, k, v, lanes)
-        lanes[side, 2, 4] ^= 1 << 40
-    assert canary.holds(1, k, v, lanes)
+        fingerprints[side, 2, 4] ^= 1 << 40
+        assert not canary.holds(1, k, v, fingerprints)
+        fingerprints[side, 2, 4] ^= 1 << 40
+    assert canary.holds(1, k, v, fingerprints)
     v[1, 1, 3, 2] += 1
-    assert not canary.holds(1, k, v, lanes)
-    assert canary.holds(1, k[:, :, :3], v[:, :, :3], lanes[:, :, :3])
+    assert not canary.holds(1, k, v, fingerprints)
+    assert canary.holds(1, k[:, :, :3], v[:, :, :3], fingerprints[:, :, :3])
 
 
-def test_lanes_are_appended_where_there_is_room() -> None:
+def test_fingerprints_are_appended_where_there_is_room() -> None:
     """They are copied when there is none, and when rows were cut, chosen or copied since."""
     wanted = torch.arange(2 * 2 * 40).view(2, 2, 40)
     own = DenseLayer(wanted[:, :, :0], torch.empty(0, dtype=torch.int64))
@@ -47,16 +49,16 @@ def test_lanes_are_appended_where_there_is_room() -> None:
     places = set()
     for place in range(7, 20):
         own.append(wanted[:, :, place : place + 1], place)
-        places.add(own.lanes.data_ptr())
+        places.add(own.fingerprints.data_ptr())
     assert len(places) == 2
-    assert torch.equal(own.lanes, wanted[:, :, :20])
+    assert torch.equal(own.fingerprints, wanted[:, :, :20])
     assert own.seen.tolist() == [1] * 7 + list(range(7, 20))
-    own.lanes, own.seen = own.lanes[:, :, :9], own.seen[:9]
-    held = own.lanes.index_select(1, torch.tensor([1, 0, 1]))
+    own.fingerprints, own.seen = own.fingerprints[:, :, :9], own.seen[:9]
+    held = own.fingerprints.index_select(1, torch.tensor([1, 0, 1]))
     own.append(wanted[:, :, 30:31], 50)
-    assert torch.equal(own.lanes, torch.cat((wanted[:, :, :9], wanted[:, :, 30:31]), 2))
+    assert torch.equal(own.fingerprints, torch.cat((wanted[:, :, :9], wanted[:, :, 30:31]), 2))
     assert own.seen.tolist() == [1] * 7 + [7, 8, 50]
-    own.lanes, own.seen = held, own.seen[:9]
+    own.fingerprints, own.seen = held, own.seen[:9]
     own.append(wanted[:, [1, 0, 1], 9:10], 51)
-    assert torch.equal(own.lanes, wanted[:, [1, 0, 1], :10])
+    assert torch.equal(own.fingerprints, wanted[:, [1, 0, 1], :10])
     assert own.seen.tolist() == [1] * 7 + [7, 8, 51]

@@ -12,7 +12,7 @@ import torch
 from kvcanary import CanaryConfig, PoolView
 from kvcanary.adapters.observed import canary as paged
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.report import settle
+from kvcanary.adapters.observed.report import report_step
 from kvcanary.adapters.observed.state import Forward
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS, ROWS, TOKENS, WIDTH = 2, 2, 8, 4, 60, 20, 64, 16
@@ -89,7 +89,7 @@ class Engine:
 
 @pytest.mark.parametrize("content", ["full", "rolling", "write"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_sound_rows_have_no_hit(device: str, content: str) -> None:
+def test_sound_rows_have_no_violation(device: str, content: str) -> None:
     """Prefill, decode, many rows at once, an end, a prefix that is resumed; launches are replays."""
     engine = Engine(device, content)
     for number in range(3):
@@ -111,7 +111,7 @@ def test_sound_rows_have_no_hit(device: str, content: str) -> None:
     certificate = engine.canary.certificate(range(3))
     assert certificate["slots_checked"] > 500
     assert (certificate["bytes_checked"] > 0) == (content != "write")
-    assert [settle(engine.canary, step) for step in engine.canary.steps] == [0] * len(engine.canary.steps)
+    assert [report_step(engine.canary, step) for step in engine.canary.steps] == [0] * len(engine.canary.steps)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -125,7 +125,7 @@ def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str) -> None:
     engine.kv[1].view(torch.int32)[block, 1, 2, DIM + 3] ^= 1 << 9
     assert engine.step({0: [1]}) == 0
     assert engine.step({0: [1], 1: [2]}) == 1
-    assert settle(engine.canary, engine.canary.steps[-1]) == 1
+    assert report_step(engine.canary, engine.canary.steps[-1]) == 1
     [found] = engine.canary.log.findings
     assert (found.code, found.reader, found.position, found.slot) == ("R9", "r1", 6, block * BLOCK + 2)
     assert (found.layer, found.part, found.head, found.dim, found.bit) == (1, "V", 1, 3, 9)
@@ -133,7 +133,7 @@ def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_last_look_names_the_slot_that_the_row_had(device: str) -> None:
-    """The line of the block table is another's when the host hears of it: the slot was noted when it was read."""
+    """The line of the block table is another's when the host collects it: the slot was noted when it was read."""
     engine = Engine(device, "rolling")
     for number in range(2):
         engine.begin(number, [])
@@ -145,7 +145,7 @@ def test_a_last_look_names_the_slot_that_the_row_had(device: str) -> None:
     engine.table[1] = engine.table[0]
     engine.begin(1, engine.tokens[0], 8)
     assert engine.step({1: [8], 0: [5]}) >= 1
-    settle(engine.canary, engine.canary.steps[-1])
+    report_step(engine.canary, engine.canary.steps[-1])
     found = next(found for found in engine.canary.log.findings if found.code == "R9")
     assert (found.reader, found.position, found.slot, found.site) == ("r1", 7, block * BLOCK + 3, ("release", 0))
 
@@ -158,7 +158,7 @@ def test_a_swapped_table_is_counted(device: str) -> None:
     engine.step({0: list(range(13))})
     engine.table[0, [0, 2]] = engine.table[0, [2, 0]]
     assert engine.step({0: [7]}) >= 8
-    settle(engine.canary, engine.canary.steps[-1])
+    report_step(engine.canary, engine.canary.steps[-1])
     [found] = engine.canary.log.findings
     assert (found.code, found.reader, found.position) == ("R4", "r0", 0)
     assert (found.writer, found.causes[0].family) == ("r0", "addressing")
@@ -175,7 +175,7 @@ def test_one_damaged_slot_is_one_finding_that_names_all_who_read_it() -> None:
     engine.step({1: [8], 0: [5]})
     engine.kv[1].view(torch.int32)[int(engine.table[1, 1]), 1, 2, 3] ^= 1 << 9
     assert engine.step({0: [1], 1: [2]}) == 2
-    settle(engine.canary, engine.canary.steps[-1])
+    report_step(engine.canary, engine.canary.steps[-1])
     [found] = engine.canary.log.findings
     assert (found.code, found.readers, found.writer) == ("R9", ("r0", "r1"), "r0")
     assert engine.canary.coverage.fired == {"R9": 2}
@@ -188,7 +188,7 @@ def test_slots_that_two_rows_write_are_one_finding() -> None:
         engine.begin(number, [])
     engine.table[1] = engine.table[0]
     engine.step({0: [1, 2, 3], 1: [4, 5, 6]})
-    settle(engine.canary, engine.canary.steps[-1])
+    report_step(engine.canary, engine.canary.steps[-1])
     [found] = engine.canary.log.findings
     slots = [int(engine.table[0, 0]) * BLOCK + place for place in range(3)]
     assert (found.code, found.slot, found.writer) == ("W4", slots[0], "r1")

@@ -234,7 +234,7 @@ def test_a_wrong_window_is_found(models, generate, monkeypatch) -> None:
 
 
 def test_what_a_rolling_check_has_not_read_is_read_when_generate_ends(models, generate) -> None:
-    """A flip behind the cursor, in the last step: no slice comes by any more, the last look does."""
+    """A flip behind the cursor, in the last step: no slice comes by any more, the last re-read does."""
     model, cache = models(), transformers.DynamicCache()
     with attach(model, ROLLING):
         harm = damage(cache, 31, lambda cache: flip(cache.layers[1].keys, (0, 1, 2, 5), 30))
@@ -551,17 +551,17 @@ def test_without_transformers_one_sentence_says_what_to_install() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 3, 5, 8), (3, 2, 1, 16)])
-def test_both_ways_give_equal_lanes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_both_ways_give_equal_fingerprints(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """The compiled loop over heads and the float64 products of rows, also where entries are a slice of longer rows."""
     from kvcanary.adapters.transformers.judging import DenseCanary, words_of
-    from kvcanary.records.fingerprints import lanes_of_words
+    from kvcanary.records.fingerprints import fingerprints_of_words
 
     canary = DenseCanary(FULL)
     long = (*shape[:2], shape[2] + 4, shape[3])
     k, v = (torch.randn(long, generator=torch.Generator().manual_seed(n)).to(dtype)[:, :, 2:-2] for n in range(2))
     for layer in (0, 3):
-        lanes = canary.lanes(layer, k, v)
+        fingerprints = canary.fingerprints(layer, k, v)
         rows = words_of(k, v)
-        wanted = torch.stack(lanes_of_words(canary.keys(layer, rows.shape[1], rows.device), layer, rows))
-        assert torch.equal(lanes.flatten(1), wanted)
-    assert canary.lanes(0, k[:, :, :0], v[:, :, :0]).shape == (2, shape[0], 0)
+        wanted = torch.stack(fingerprints_of_words(canary.keys(layer, rows.shape[1], rows.device), layer, rows))
+        assert torch.equal(fingerprints.flatten(1), wanted)
+    assert canary.fingerprints(0, k[:, :, :0], v[:, :, :0]).shape == (2, shape[0], 0)

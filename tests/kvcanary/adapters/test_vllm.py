@@ -56,7 +56,7 @@ def test_a_sound_worker_has_no_finding(serve, scene: str) -> None:
     assert report["bytes_checked"] > 500 * 128
     assert report["live_bytes"] == 0 < report["peak_live_bytes"]
     assert served.preemptions > 0
-    assert served.hits > 3
+    assert served.violations > 3
 
 
 def test_a_prefix_that_is_computed_in_the_same_step_is_no_finding(serve) -> None:
@@ -67,7 +67,7 @@ def test_a_prefix_that_is_computed_in_the_same_step_is_no_finding(serve) -> None
     served.ask("a", tokens, 5)
     served.ask("b", tokens, 5)
     served.step()
-    assert served.hits == 3
+    assert served.violations == 3
     served.run()
     report = served.wrapper.kvcanary_report()
     assert report["findings"] == []
@@ -275,10 +275,10 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
             block, offset = served.place("a", 1)
             served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
             go_on(served, 2)
-    told = [
+    reported = [
         (event["code"], event["position"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"
     ]
-    assert [own for own in told if own[:2] in (("R4", 8), ("R9", 3))] == [("R4", 8, 0), ("R9", 3, 1)]
+    assert [own for own in reported if own[:2] in (("R4", 8), ("R9", 3))] == [("R4", 8, 0), ("R9", 3, 1)]
     assert REGISTRY.get_sample_value("kvcanary_findings_total", {"code": "R4"}) == count + 1
     report = merged([served.wrapper.kvcanary_report() for served in ranks])
     found = {(f["code"], f["position"]): f["ranks"] for f in report["findings"]}
@@ -302,17 +302,17 @@ def test_a_worker_that_nobody_hears_ends_by_itself(serve, monkeypatch, tmp_path)
     served.step()
     with capture_logs() as events, pytest.raises(SystemExit, match=r"content changed \(R9\).*layer 1"):
         served.step()
-    told = [(event["code"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"]
-    assert told == [("R9", 1)]
+    reported = [(event["code"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"]
+    assert reported == [("R9", 1)]
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "tensor", "heard"),
+    ("backend", "world", "tensor", "collected"),
     [("uni", 1, 1, [0]), ("mp", 4, 2, [2]), ("mp", 2, 2, [0]), ("ray", 2, 2, [0, 1])],
 )
-def test_which_worker_is_heard(backend: str, world: int, tensor: int, heard: list[int]) -> None:
+def test_which_worker_is_collected(backend: str, world: int, tensor: int, collected: list[int]) -> None:
     """Of processes that vLLM starts by itself the first of the last pipeline stage; elsewhere each."""
-    from kvcanary.adapters.vllm.handle import is_heard
+    from kvcanary.adapters.vllm.handle import is_collected
 
     parallel = SimpleNamespace(
         distributed_executor_backend=backend,
@@ -321,7 +321,7 @@ def test_which_worker_is_heard(backend: str, world: int, tensor: int, heard: lis
         prefill_context_parallel_size=1,
     )
     workers = [SimpleNamespace(rank=n, vllm_config=SimpleNamespace(parallel_config=parallel)) for n in range(world)]
-    assert [worker.rank for worker in workers if is_heard(worker)] == heard
+    assert [worker.rank for worker in workers if is_collected(worker)] == collected
 
 
 @pytest.mark.parametrize("struck", [[1], [0, 1]])
@@ -342,9 +342,9 @@ def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypat
             assert (strike(served.wrapper, struck, 11, 1) is None) == (served.wrapper.rank not in struck)
             served.ask("b", tokens, 3)
             served.run()
-            assert served.hits == 3
-    told = [event["rank"] for event in events if event["event"] == "kvcanary.finding"]
-    assert told == struck[:1]
+            assert served.violations == 3
+    reported = [event["rank"] for event in events if event["event"] == "kvcanary.finding"]
+    assert reported == struck[:1]
     found = merged([served.wrapper.kvcanary_report() for served in ranks])["findings"][0]
     assert (found["code"], found["reader"], found["position"], found["layer"]) == ("R9", "b", 11, 1)
     assert (found["part"], found["ranks"]) == ("V", struck)

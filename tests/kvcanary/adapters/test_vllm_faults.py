@@ -146,7 +146,7 @@ def test_a_last_look_comes_before_blocks_are_zeroed(serve, monkeypatch, runner: 
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
-def test_a_cached_block_is_read_when_it_is_hit(serve, monkeypatch, is_connected: bool) -> None:
+def test_a_cached_block_is_read_when_it_is_violation(serve, monkeypatch, is_connected: bool) -> None:
     """Bytes that changed while nobody ran: found in the first step of the request that finds the block."""
     monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
     served = serve(settings={"connector": Connector()} if is_connected else {})

@@ -142,7 +142,7 @@ def test_accept_follows_the_targets_choices():
 
 
 def test_a_node_without_a_parent_is_refused():
-    """A candidate whose parent was not chosen is a leaf that nothing reaches; the host says so when it hears of it."""
+    """A candidate whose parent was not chosen is a leaf that nothing reaches; the host says so when it collects it."""
     chosen = torch.tensor([[0, 4]])  # K = 2: candidate 4 is a child of candidate 1, which was not chosen
     tree = build_tree(torch.tensor([[9, 10, 22]]), chosen, torch.tensor([[-1, 0, 1]]), 2, 2)
     assert tree.parents.tolist() == [[-1, 0, -1]]

@@ -1,4 +1,4 @@
-"""Under schedule "overlap" a plain step is launched before the host has heard of the one before it."""
+"""Under schedule "overlap" a plain step is launched before the host has collected the one before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
 from spec_engine import SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.graphs.feed import Feed
-from spec_engine.graphs.hooks import STEP, TRUTH, UNHEARD, Rows
+from spec_engine.graphs.hooks import STEP, TRUTH, UNCOLLECTED, Rows
 from spec_engine.models.embedded import load_excerpts
 
 PROMPTS = [excerpt.prompt[: 30 + 9 * number] for number, excerpt in enumerate(load_excerpts()[20:23])]
@@ -67,19 +67,19 @@ def test_where_the_next_step_needs_the_token_the_host_waits(make, outcome, waits
 
 @pytest.mark.parametrize("settings", [SETTINGS, SETTINGS | {"draft": "eagle", "topk": 2}], ids=["plain", "drafted"])
 def test_the_number_of_a_step_comes_with_its_rows(make, settings: dict[str, object]) -> None:
-    """Records carry the steps in which they were written, and the bank has nothing to launch for that."""
+    """Records carry the steps in which they were written, and the registry has nothing to launch for that."""
     engine = make("raise", schedule="overlap", **settings)
     engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40, ignore_eos=True))
     while engine.canary.step < 9:
         engine.step()
-    bank, target = engine.canary.bank, engine.canary.session.state.pools[0]
+    registry, target = engine.canary.registry, engine.canary.session.state.pools[0]
     engine.canary.drain()
     pages = torch.tensor(engine.running[0].pages)
     slots = (pages[:, None] * 4 + torch.arange(4)).flatten()[: engine.running[0].committed_len]
     steps = (target.records[slots, STEP_SITE] & MASK_32).tolist()
     assert steps == sorted(steps)
     assert {1, 2, 7, 8} <= set(steps) <= set(range(1, 10))
-    assert (int(bank.step), bank.turn) == (0, 9)
+    assert (int(registry.step), registry.turn) == (0, 9)
 
 
 def test_a_feed_says_what_was_set() -> None:
@@ -95,14 +95,14 @@ def test_a_feed_says_what_was_set() -> None:
 def test_a_feed_says_rows_of_several_sections_at_once() -> None:
     """What the canary knows of rows, as often as a request has some; the sections around them stay."""
     for width, truth in product((1, 2), (None, object())):
-        names = [f"own_{part}" for part in (*TRUTH, UNHEARD)[: 4 + (truth is not None)]]
+        names = [f"own_{part}" for part in (*TRUTH, UNCOLLECTED)[: 4 + (truth is not None)]]
         feed = Feed({"before": 1, **dict.fromkeys(names, 6), STEP: 1, "behind": 2}, torch.device("cpu"))
         feed.set(before=[9], behind=[8, 7])
         rows = Rows(feed, "target", "own", "live", width, truth)
         for count in (3, 1, 0, 2):
             known = [[10 * part + number for number in range(count)] for part in range(ROWS.size)]
-            told, place = array("q", [*chain.from_iterable(known), 5]), rows.places[feed.turn]
-            spread_rows(count, told.buffer_info()[0], place, 7 + count)
+            reported, place = array("q", [*chain.from_iterable(known), 5]), rows.places[feed.turn]
+            spread_rows(count, reported.buffer_info()[0], place, 7 + count)
             feed.send()
             for name, own in zip(names, known, strict=False):
                 spread = [number for number in own for _ in range(width)]

@@ -133,15 +133,15 @@ def started(make, mode: str = "raise", steps: int = 5, **settings: object) -> En
 
 
 def test_a_step_is_launched_with_the_lengths_of_before_the_last(make) -> None:
-    """It names no token and no length until it has landed; the canary's books go on when it is judged."""
+    """It names no token and no length until it has landed; the canary's ledger goes on when it is judged."""
     engine = started(make)
     before = {request.request_id: request.committed_len for request in engine.running}
     result = engine._pending[-1].result
-    assert (result.is_heard, [part.tokens for part in result.parts]) == (False, [[NO_TOKEN]] * 2)
+    assert (result.is_collected, [part.tokens for part in result.parts]) == (False, [[NO_TOKEN]] * 2)
     assert all(part.committed_len < before[part.request.request_id] for part in result.parts)
-    books = engine.canary.session.ledger.requests
-    assert [books[name].committed_len for name in before] == list(before.values())
-    assert [books[name].unlanded for name in before] == [1, 1]
+    manager_state = engine.canary.session.ledger.requests
+    assert [manager_state[name].committed_len for name in before] == list(before.values())
+    assert [manager_state[name].pending_acceptances for name in before] == [1, 1]
     assert all(engine.relay.lens[request.row] > request.committed_len for request in engine.running)
 
 
@@ -182,8 +182,8 @@ def test_a_length_that_the_device_has_wrong(make, by) -> None:
     engine.relay.lens[request.row] += by
     step = engine.canary.step + 1
     _, error = step_until_it_stops(engine)
-    told = {(finding.code, finding.step, finding.reader) for finding in error.findings}
-    assert ("R10", step, request.request_id) in told
+    reported = {(finding.code, finding.step, finding.reader) for finding in error.findings}
+    assert ("R10", step, request.request_id) in reported
 
 
 def test_accepted_entries_of_another_path(make, monkeypatch) -> None:
@@ -206,8 +206,8 @@ def test_accepted_entries_of_another_path(make, monkeypatch) -> None:
     monkeypatch.setattr(drafting, "compact", of_a_sibling)
     _, error = step_until_it_stops(engine)
     step, slot, reader = struck[0]
-    told = {(one.code, one.pool, one.slot, one.step, one.reader) for one in error.findings if one.pool == "target"}
-    assert told == {("R6", "target", slot, step + 1, reader)}
+    reported = {(one.code, one.pool, one.slot, one.step, one.reader) for one in error.findings if one.pool == "target"}
+    assert reported == {("R6", "target", slot, step + 1, reader)}
 
 
 def test_no_token_leaves_of_a_step_that_read_damage(make) -> None:
@@ -231,7 +231,7 @@ def test_the_host_hears_other_tokens_than_were_accepted(make, monkeypatch, mode)
 
     def changed(result):
         landing = send(result)
-        engine.results._streams.heard(landing.event)
+        engine.results._streams.collected(landing.event)
         landing.staging.tensor[1] ^= 1
         monkeypatch.setattr(engine.results, "send", send)
         return landing
@@ -289,7 +289,7 @@ def test_a_path_that_is_none_of_its_tree(make, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raise", "abort"])
-def test_the_canary_is_heard_before_a_tree_is_checked(make, monkeypatch, mode) -> None:
+def test_the_canary_is_collected_before_a_tree_is_checked(make, monkeypatch, mode) -> None:
     """Damage and a tree that is none in one step: the report comes first, and who ends by it has no tree to check."""
     engine = started(make, mode=mode)
     send, request = engine.results.send, engine.running[0]
@@ -312,7 +312,7 @@ def test_the_canary_is_heard_before_a_tree_is_checked(make, monkeypatch, mode) -
     assert engine.canary.findings[0].code == "R3"
 
 
-def test_pages_reach_as_far_as_an_unheard_step_may(make, monkeypatch) -> None:
+def test_pages_reach_as_far_as_an_uncollected_step_may(make, monkeypatch) -> None:
     """The window of the next step begins behind the longest chain that the last one may have accepted."""
     engine = started(make, mode="off", **CHAINS)
     request, most = engine.running[0], CHAINS["num_steps"] + 1

@@ -156,9 +156,9 @@ def test_what_a_lagging_host_found_later_is_reached_too(make, tmp_path, code, se
 def test_a_lagging_host_tells_places_as_the_run_had_them(make):
     """The buffers hold the next step's rows by then: a position is told by where rows began in the step that fired."""
     engine = strike_twice(make, "R10", TREES, "log")
-    told = [finding for finding in engine.canary.findings if finding.code == "R4"]
-    assert told
-    for finding in told:
+    reported = [finding for finding in engine.canary.findings if finding.code == "R4"]
+    assert reported
+    for finding in reported:
         places = [finding.position] + [
             int(text.partition("position ")[2].partition(",")[0]) for text in finding.evidence if "R4" in text
         ]
@@ -168,18 +168,18 @@ def test_a_lagging_host_tells_places_as_the_run_had_them(make):
 def test_hearing_of_a_step_loses_nothing_of_the_next_one(make):
     """A row that is too long reads behind its pages in step two, which has run when the host hears of step one."""
     engine = make(schedule="overlap", ring=7, draft="none")
-    listener, told = engine.canary.session.checks.static.listener, []
+    listener, reported = engine.canary.session.checks.captured.listener, []
     noticed = listener.noticed
-    listener.noticed = lambda hit: (told.append((hit.step, hit.code, hit.slot, hit.is_exact)), noticed(hit))
+    listener.noticed = lambda hit: (reported.append((hit.step, hit.code, hit.slot, hit.is_exact)), noticed(hit))
     lengthen_a_row(engine)
     for _ in range(4):
         engine.step()
-    assert {hit for hit in told if hit[1] == "R2"} == {(7, "R2", 0, True)}
-    assert (6, "R12", slot_of(engine, 2, 6), True) in told
+    assert {hit for hit in reported if hit[1] == "R2"} == {(7, "R2", 0, True)}
+    assert (6, "R12", slot_of(engine, 2, 6), True) in reported
 
 
 def test_a_lagging_host_ends_all_rows_of_a_fault_that_passes(make):
-    """Two rows read another's slot in one step; the buffers hold the next step's codes when the host hears of it."""
+    """Two rows read another's slot in one step; the buffers hold the next step's codes when the host collects it."""
     engine = make(schedule="overlap", mode="abort", ring=7, draft="none")
     table, rows = engine.request_table.table, [request.row for request in engine.running[1:]]
     names = [request.request_id for request in engine.running]

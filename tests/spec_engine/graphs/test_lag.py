@@ -62,12 +62,12 @@ def run(engine: Engine) -> dict[str, list[int]]:
     return left
 
 
-def test_the_next_step_is_launched_before_the_last_is_heard(start):
+def test_the_next_step_is_launched_before_the_last_is_collected(start):
     """Its tokens are not asked for, nor what the canary says of it."""
     for settings in SHAPES:
         engine = start(**settings)
         result = engine._pending[-1].result
-        assert not result.flight.has_landed
+        assert not result.flight.is_collected
         assert [part.tokens for part in result.parts] == [[NO_TOKEN], [NO_TOKEN]]
         assert list(run(engine)) == ["req-0", "req-1"]
 
@@ -151,14 +151,14 @@ def test_in_mode_abort_a_write_that_was_refused_ends_its_request(start, truths):
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 def test_an_interrupt_while_the_host_waits_loses_nothing(start, truths, settings, monkeypatch):
     """Control-C between a step and its tokens: whoever goes on hears of it then, and the canary too."""
-    engine, land = start(**settings), StepChecks.land
+    engine, land = start(**settings), StepChecks.collect
 
     def interrupted(checks: StepChecks, flight: InFlight | None = None) -> None:
-        monkeypatch.setattr(StepChecks, "land", land)
+        monkeypatch.setattr(StepChecks, "collect", land)
         raise KeyboardInterrupt
 
     left = {request.request_id: list(request.output_ids) for request in engine.running}
-    monkeypatch.setattr(StepChecks, "land", interrupted)
+    monkeypatch.setattr(StepChecks, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     while engine.has_work:

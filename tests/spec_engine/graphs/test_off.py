@@ -13,8 +13,8 @@ import sys
 
 class Refuse:
     '''Importing what a canary is made of fails.'''
-    NAMES = {"manager", "checks", "lifecycle", "mirror", "sealing", "reading", "sweep", "bank", "static", "graphs"}
-    NAMES |= {"storing", "host", "loops", "substep", "launches", "buffers", "harvest", "outbox", "flights", "learning"}
+    NAMES = {"manager", "checks", "lifecycle", "mirror", "sealing", "reading", "sweep", "registry", "static", "graphs"}
+    NAMES |= {"storing", "host", "loops", "substep", "launches", "buffers", "harvest", "mailbox", "flights", "learning"}
     NAMES |= {"beside"}
 
     def find_spec(self, name, path=None, target=None):

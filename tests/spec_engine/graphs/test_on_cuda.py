@@ -53,11 +53,11 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
         flight, launched = depart(is_waited_for), torch.cuda.Event()
         launched.record()
         launched.synchronize()
-        if flight.looks is not None:
+        if flight.rereads is not None:
             were_over.append(flight.over.query())
         return flight
 
-    monkeypatch.setattr(engine.canary.session.checks.looks, "_ops", replace(KERNELS, check_content=slow))
+    monkeypatch.setattr(engine.canary.session.checks.rereads, "_ops", replace(KERNELS, check_content=slow))
     monkeypatch.setattr(engine.canary, "end_step", timed)
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert were_over.count(False) >= 2

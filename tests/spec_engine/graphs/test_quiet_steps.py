@@ -40,10 +40,10 @@ class Steps:
     def __init__(self, setup: Setup, accepts: bool) -> None:
         self.quiet, self.moved = {True: 0, False: 0}, 0
         self.engines = [self._engine(setup, accepts) for _ in "ab"]
-        first, second = (engine.canary.session.checks.static for engine in self.engines)
-        land = first.land_quiet
-        first.land_quiet = lambda told, *rest: self._note(told, land(told, *rest))
-        second.land_quiet = lambda *_: False
+        first, second = (engine.canary.session.checks.captured for engine in self.engines)
+        land = first.collect_quiet
+        first.collect_quiet = lambda reported, *rest: self._note(reported, land(reported, *rest))
+        second.collect_quiet = lambda *_: False
 
     def _engine(self, setup: Setup, accepts: bool) -> Engine:
         bench = build(setup, CanaryConfig(seed=7, ring=64, dump_content=True))
@@ -56,10 +56,10 @@ class Steps:
             bench.engine.submit(prompt, SamplingParams(max_new_tokens=setup.new_tokens - number, ignore_eos=True))
         return bench.engine
 
-    def _note(self, told: Told, is_quiet: bool) -> bool:
-        if told.moves:
+    def _note(self, reported: Told, is_quiet: bool) -> bool:
+        if reported.moves:
             self.quiet[is_quiet] += 1
-            self.moved += sum(move.entries.shape[1] for move in told.moves)
+            self.moved += sum(move.entries.shape[1] for move in reported.moves)
         return is_quiet
 
     def __iter__(self) -> Iterator[Sequence[CanaryManager]]:
@@ -71,7 +71,7 @@ class Steps:
 
 def state_of(canary: CanaryManager) -> dict[str, Any]:
     """All that a step changes which lands."""
-    ledger, checks, static = canary.session.ledger, canary.session.checks, canary.session.checks.static
+    ledger, checks, static = canary.session.ledger, canary.session.checks, canary.session.checks.captured
     names = ("committed_len", "final_pages", "in_the_air", "unlanded", "unheard", "pages")
     requests = {
         name: [*(getattr(request, one) for one in names), request.tokens.tolist(), request.row_lens.tolist()]
@@ -79,14 +79,14 @@ def state_of(canary: CanaryManager) -> dict[str, Any]:
         for name, request in ledger.requests.items()
     }
     pages = [getattr(ledger, name).tobytes() for name in ("generations", "owners", "states", "refcounts")]
-    mirror = checks.mirror
-    records = mirror.memory.tobytes(), mirror.judged.tobytes()
+    record_store = checks.record_store
+    records = record_store.memory.tobytes(), record_store.judged.tobytes()
     return {
         "requests": requests,
         "pages": pages,
         "records": records,
-        "headers": static.bank._seen.tobytes(),
-        "unlanded": static.num_unlanded,
+        "headers": static.registry._seen.tobytes(),
+        "unlanded": static.num_pending_acceptances,
     }
 
 
@@ -132,16 +132,16 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_captured_step_of_trees_is_found_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Findings, the step that they stop and the tokens that leave before it are those of the general path."""
-    setup, ends, land = setup_for(find(name), replace(CASES[1][0], batch=2)), [], CapturedStep.land_quiet
+    setup, ends, land = setup_for(find(name), replace(CASES[1][0], batch=2)), [], CapturedStep.collect_quiet
     left: list[bool] = []
 
-    def noting(static: CapturedStep, told: Told, *rest: Any) -> bool:
-        is_quiet = land(static, told, *rest)
-        left.append(bool(told.moves) and not is_quiet)
+    def noting(static: CapturedStep, reported: Told, *rest: Any) -> bool:
+        is_quiet = land(static, reported, *rest)
+        left.append(bool(reported.moves) and not is_quiet)
         return is_quiet
 
     for path in (noting, lambda *_: False):
-        monkeypatch.setattr(CapturedStep, "land_quiet", path)
+        monkeypatch.setattr(CapturedStep, "collect_quiet", path)
         played = play(Run(name, "trees", setup, 3), find(name))
         found = [*map(vars, played.findings)]
         ends.append((found, str(played.error), played.step, played.left, played.strike))

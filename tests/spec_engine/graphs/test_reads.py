@@ -99,7 +99,7 @@ def test_findings_are_those_of_reading_again(start, reading_again, schedule, set
     found, good = [], []
     for number in range(2):
         engine = start(schedule=schedule, kv_cache_dtype=kv_dtype, **settings)
-        assert all(substep.judges_bytes == (number == 0) for substep in engine.canary.bank)
+        assert all(substep.judges_bytes == (number == 0) for substep in engine.canary.registry)
         for row, position, layer, part, place in ((0, 1, 1, 0, 9), (1, 5, 0, 1, -2), (2, 7, -1, 1, 0)):
             flip(engine, "target", layer, slot_of(engine, row, position), part, place)
         new = sorted(new_findings(engine), key=lambda one: one["slot"])
@@ -126,7 +126,7 @@ def test_rows_that_attention_compares_are_not_read_again(start, monkeypatch, set
     checked = engine.canary.certificate()["bytes_checked"]
     for _ in range(9):
         engine.step()
-    assert len(read) >= 9 // engine.canary.session.checks.sweeper.stride >= 1
+    assert len(read) >= 9 // engine.canary.session.checks.scrubber.stride >= 1
     assert not any(read)
     certificate = engine.canary.certificate()
     assert (
@@ -140,7 +140,7 @@ def test_rows_that_attention_compares_are_not_read_again(start, monkeypatch, set
 def test_attention_fingerprints_nothing_unless_all_is_compared(start, content):
     """Its buffers are not there."""
     engine = start(content=content)
-    assert not any(substep.judges_bytes or substep.work.sums.numel() for substep in engine.canary.bank)
+    assert not any(substep.judges_bytes or substep.work.sums.numel() for substep in engine.canary.registry)
 
 
 def test_bytes_that_are_right_again_are_told_all_the_same(start, monkeypatch):

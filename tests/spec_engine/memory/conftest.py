@@ -47,7 +47,7 @@ class Rig:
         settings = {"mode": "log", "seed": 7, "poison": "off", **config}
         self.canary = CanaryManager(CanaryConfig(**settings), views)
         self.canary.arm()
-        self.streams = Streams(torch.device("cpu"), self.canary.tickets)
+        self.streams = Streams(torch.device("cpu"), self.canary.async_tracker)
         self.rows: dict[str, Row] = {}
         self.step = 0
 

@@ -344,7 +344,7 @@ def test_a_block_comes_back_whole(make_rig):
         tier.restore(block, "one", [7, 8])
     pages = reserve(rig, block)
     rig.canary.on_load_begin("one", pages)
-    rig.canary.on_load_end("one", pages[:2], 8, block.parcel)
+    rig.canary.on_load_end("one", pages[:2], 8, block.snapshot)
     rig.canary.collect(rig.canary.end_step())
     [finding] = rig.canary.findings
     assert (finding.code, finding.reader) == ("L1", "one")

@@ -30,7 +30,7 @@ def engine(toy_model) -> Engine:
 
 
 @pytest.fixture
-def told(engine, monkeypatch) -> list[tuple[str, object]]:
+def reported(engine, monkeypatch) -> list[tuple[str, object]]:
     """What the canary is told of pages from now on: the call, and whom it names."""
     events: list[tuple[str, object]] = []
 
@@ -69,26 +69,26 @@ def expect_known(engine: Engine) -> None:
         assert engine.canary.session.ledger.request(request.request_id).pages == request.pages
 
 
-def test_pages_of_a_step_are_told_in_one_call(engine, told):
+def test_pages_of_a_step_are_told_in_one_call(engine, reported):
     """Of a step in which all need one; a step in which nobody does tells of none."""
     everybody = names(engine, 0, 1, 2)
     calls = []
     for _ in range(2 * PAGE_SIZE):
-        told.clear()
+        reported.clear()
         engine.step()
-        calls.append(list(told))
+        calls.append(list(reported))
         expect_known(engine)
     assert calls.count([("on_alloc_all", everybody)]) == 2
     assert calls.count([]) == len(calls) - 2
     assert engine.canary.findings == []
 
 
-def test_what_else_is_told_comes_behind_what_was_granted_before(engine, told, monkeypatch):
+def test_what_else_is_told_comes_behind_what_was_granted_before(engine, reported, monkeypatch):
     """An eviction that makes room for one request: pages of those before it, then the eviction, then its own."""
     evicted = iter([[], [], [17]])
     monkeypatch.setattr(engine.memory.cache, "make_room", lambda count: next(evicted))
     grow(engine)
-    assert told == [
+    assert reported == [
         ("on_alloc_all", names(engine, 0, 1)),
         ("on_evict", [17]),
         ("on_alloc_all", names(engine, 2)),
@@ -96,32 +96,32 @@ def test_what_else_is_told_comes_behind_what_was_granted_before(engine, told, mo
     expect_known(engine)
 
 
-def test_pages_for_a_load_are_told_by_themselves(engine, told):
+def test_pages_for_a_load_are_told_by_themselves(engine, reported):
     """No forward writes them; what was granted before them is told before."""
     first, second, third = names(engine, 0, 1, 2)
     loaded = engine.running[1]
     loaded.block = SimpleNamespace(places=range(len(loaded.pages) + 1))
     grow(engine)
-    assert told == [("on_alloc_all", (first,)), ("on_alloc", second), ("on_alloc_all", (third,))]
+    assert reported == [("on_alloc_all", (first,)), ("on_alloc", second), ("on_alloc_all", (third,))]
     expect_known(engine)
 
 
-def test_outside_of_a_decode_step_pages_are_told_at_once(engine, told):
+def test_outside_of_a_decode_step_pages_are_told_at_once(engine, reported):
     """As those of a prompt are."""
     request = engine.running[0]
     engine.memory.grow(request, len(request.pages) * PAGE_SIZE + 1, 0, 99)
-    assert told == [("on_alloc", request.request_id)]
+    assert reported == [("on_alloc", request.request_id)]
 
 
-def test_what_was_granted_is_told_though_one_fails(engine, told):
+def test_what_was_granted_is_told_though_one_fails(engine, reported):
     """The canary knows whose pages they are when the error comes out, and nothing waits for the next step."""
     with pytest.raises(EstimateError):
         grow(engine, most=0)
-    assert told == [("on_alloc_all", names(engine, 0, 1))]
+    assert reported == [("on_alloc_all", names(engine, 0, 1))]
     expect_known(engine)
     request = engine.running[2]
     engine.memory.grow(request, len(request.pages) * PAGE_SIZE + 1, 0, 99)
-    assert told[1:] == [("on_alloc", request.request_id)]
+    assert reported[1:] == [("on_alloc", request.request_id)]
 
 
 def test_a_page_that_the_canary_knows_to_be_taken_is_refused(engine):

@@ -31,7 +31,7 @@ class Rig:
         if canary:
             self.canary = CanaryManager(CanaryConfig(mode="log", seed=1), [self.pool.view(self.kv)])
             self.canary.arm()
-        self.streams = Streams(CPU, None if self.canary is None else self.canary.tickets)
+        self.streams = Streams(CPU, None if self.canary is None else self.canary.async_tracker)
         self.pool.serve(self.kv, self.streams, self.canary)
 
     def start(self, length: int) -> list[int]:
@@ -180,9 +180,9 @@ def test_the_canary_tells_a_forward_that_does_not_wait(monkeypatch, waits):
     monkeypatch.setattr(Stream, "wait", wait)
     rig.bring(rows["one"])
     rig.canary.drain()
-    told = [finding.found["access"].split(" (")[0] for finding in rig.canary.findings if finding.code == "O1"]
+    reported = [finding.found["access"].split(" (")[0] for finding in rig.canary.findings if finding.code == "O1"]
     late = [f"'decode' on stream main touches page {page} without waiting for 'swap in'" for page in rows["one"]]
-    assert told == ([] if waits else late)
+    assert reported == ([] if waits else late)
 
 
 @pytest.mark.parametrize("fault", ["split.swap_in_skipped", "split.swap_in_elsewhere"])

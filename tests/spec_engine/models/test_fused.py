@@ -48,8 +48,8 @@ def test_the_kernels_compute_what_the_products_between_them_do(family: str, monk
     positions = torch.tensor([0, 7, 8, 511, 600])
     expected, seen = run(model, positions)
     monkeypatch.setattr(module, "is_fused", lambda x: True)
-    fused, told = run(model, positions)
-    for one, other in zip([*fused, *told], [*expected, *seen], strict=True):
+    fused, reported = run(model, positions)
+    for one, other in zip([*fused, *reported], [*expected, *seen], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 

@@ -83,9 +83,9 @@ def test_abort_ends_the_one_and_serves_the_others(start, schedule: str) -> None:
     assert len(clients[1].text) < len(texts[1])
     health = server.get("/health")
     assert health.status_code == 200
-    told = health.json()["canary"]
-    assert told.pop("findings") > 1  # the forward that read it, and the last look at the request's bytes
-    assert told == {"status": "findings", "mode": "abort", "content": "full", "incidents": 1, "codes": ["R9"]}
+    reported = health.json()["canary"]
+    assert reported.pop("findings") > 1  # the forward that read it, and the last re-read at the request's bytes
+    assert reported == {"status": "findings", "mode": "abort", "content": "full", "incidents": 1, "codes": ["R9"]}
     assert server.between_steps(lambda engine: engine.memory.num_available == engine.allocator.num_pages)
 
 
@@ -150,8 +150,8 @@ def damage_cached_page(engine: Engine) -> int:
     """Flip one bit of a page that only the prefix cache holds, and let an hour pass; its first slot."""
     pages = engine.canary.session.ledger.pages
     page = int((pages.published & (pages.refcounts == 0)).nonzero()[0][0])
-    sweep, clock = engine.canary.session.checks.cached, time.monotonic
-    sweep.clock = lambda: clock() + 3600
+    scrubber, clock = engine.canary.session.checks.cached, time.monotonic
+    scrubber.clock = lambda: clock() + 3600
     engine.pools["target"].kv[3, page * engine.config.page_size, 1].view(torch.uint8)[0, 5] ^= 4
     return page * engine.config.page_size
 

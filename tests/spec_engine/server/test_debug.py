@@ -67,7 +67,7 @@ def test_what_is_shown(start) -> None:
     assert (finding["code"], finding["readers"]) == ("R9", [name])
     assert "(kv_memory.py:" in finding["history"][0]
     state = server.get("/debug/kvcanary/state").json()
-    assert {(told["code"], *told["readers"]) for told in state["findings"]} == {("R9", name)}
+    assert {(reported["code"], *reported["readers"]) for reported in state["findings"]} == {("R9", name)}
     assert state["certificate"]["mode"] == "abort"
     assert state["requests"] == []
     tree = server.get(f"/debug/kvcanary/requests/{name}/tree").json()
@@ -131,8 +131,8 @@ def test_faults_need_the_key_as_a_bearer_token(watched) -> None:
 def test_a_fault_is_armed_and_disarmed(watched) -> None:
     """It changes values while it is armed, and is gone with the server at the latest."""
     name = "lengths.worst_case_estimate"
-    told = watched.post("/debug/kvcanary/faults", {"name": name}).json()
-    assert told == {"armed": [{"name": name, "num_strikes": 0}], "waiting": [], "struck": []}
+    reported = watched.post("/debug/kvcanary/faults", {"name": name}).json()
+    assert reported == {"armed": [{"name": name, "num_strikes": 0}], "waiting": [], "struck": []}
     watched.post("/v1/completions", {"model": "toy", "prompt": [5] * 20})
     [armed] = watched.get("/debug/kvcanary/faults").json()["armed"]
     assert armed["num_strikes"] > 0
@@ -158,13 +158,13 @@ def test_a_fault_in_the_state_strikes_once(start, monkeypatch: pytest.MonkeyPatc
     fault = Fault("bits.test", "A bit.", "R9", "always", strike=strike)
     monkeypatch.setattr(catalogue, "find", lambda name: fault)
     server = start("abort", allow_faults=True, target_of=Target)
-    told = server.post("/debug/kvcanary/faults", {"name": "bits.test"}).json()
-    assert told == {"armed": [], "waiting": ["bits.test"], "struck": []}
+    reported = server.post("/debug/kvcanary/faults", {"name": "bits.test"}).json()
+    assert reported == {"armed": [], "waiting": ["bits.test"], "struck": []}
     client = Client(server, [9] * 20)
     client.join(30)
     assert client.reason == "kv_corruption"
-    told = server.get("/debug/kvcanary/faults").json()
-    assert told == {"armed": [], "waiting": [], "struck": ["bits.test"]}
+    reported = server.get("/debug/kvcanary/faults").json()
+    assert reported == {"armed": [], "waiting": [], "struck": ["bits.test"]}
     blind = start("off", allow_faults=True, target_of=Target)
     refused = blind.post("/debug/kvcanary/faults", {"name": "bits.test"})
     assert refused.status_code == 400

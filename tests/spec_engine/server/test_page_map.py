@@ -12,7 +12,7 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b
 
 @pytest.mark.parametrize("content", ["rolling", "full"])
 def test_page_map_of_a_running_engine(content: str) -> None:
-    """States, owners, references, generations and the oldest look, with two requests that share their head."""
+    """States, owners, references, generations and the oldest re-read, with two requests that share their head."""
     canary = CanaryConfig(mode="raise", content=content, seed=1, budget=4096)
     engine = Engine(EngineConfig(page_size=4, max_total_tokens=1024, canary=canary))
     engine.generate([PROMPT], SamplingParams(max_new_tokens=4, ignore_eos=True))
@@ -26,7 +26,7 @@ def test_page_map_of_a_running_engine(content: str) -> None:
     oldest: dict[int, int] = {}
     for request in ledger.requests.values():
         for queue in request.reads:
-            for start, end, step in queue.looks():
+            for start, end, step in queue.oldest_first():
                 for position in range(start, end):
                     page = request.pages[position // 4]
                     oldest[page] = min(oldest.get(page, step), step)

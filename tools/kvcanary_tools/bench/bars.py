@@ -32,7 +32,7 @@ class Bar:
     unit: str = ""
     digits: int = 3
     reason: Reason = ""  # why it is missed, from profiles, and from the record
-    always_told: bool = False  # the reason, also where the goal is met
+    is_always_shown: bool = False  # the reason, also where the goal is met
 
     def reached(self) -> float | None:
         """As the record has it; None while there is none, or it lacks the row."""
@@ -297,7 +297,7 @@ BARS = (
         "gpu_host_work",
         lambda size: host_share(drafts="none", batch=size),
         {1: host_reason, 64: host_reason},
-        always_told=True,
+        is_always_shown=True,
         most=MOST_HOST_WORK,
         unit=" %",
         digits=2,
@@ -307,7 +307,7 @@ BARS = (
         "gpu_host_work",
         lambda size: host_share(drafts="chain", batch=size),
         {1: host_reason, 16: host_reason},
-        always_told=True,
+        is_always_shown=True,
         most=MOST_HOST_WORK,
         unit=" %",
         digits=2,
@@ -338,7 +338,7 @@ BARS = (
         "gpu_host_work",
         lambda size: host_share(drafts="tree", batch=size),
         {1: host_reason, 16: host_reason},
-        always_told=True,
+        is_always_shown=True,
         most=MOST_HOST_WORK,
         unit=" %",
         digits=2,
@@ -350,17 +350,17 @@ def lines() -> Iterator[str]:
     """The table and the reasons, as Markdown."""
     yield "| what | goal | reached | | record |"
     yield "|---|---|---|---|---|"
-    told: dict[str, list[str]] = {}
+    reported: dict[str, list[str]] = {}
     for number, bar in enumerate(BARS, 1):
         reached = bar.reached()
         is_missed = reached is not None and not bar.is_met(reached)
         figure = "no record yet" if reached is None else f"{reached:g}{bar.unit}"
         verdict = "" if reached is None else "missed" if is_missed else "met"
         yield f"| {number}. {bar.what} | {bar.goal} | {figure} | {verdict} | `{bar.record}` |"
-        if is_missed or (bar.always_told and reached is not None):
-            told.setdefault(bar.why, []).append(str(number))
+        if is_missed or (bar.is_always_shown and reached is not None):
+            reported.setdefault(bar.why, []).append(str(number))
     yield ""
-    for reason, numbers in told.items():
+    for reason, numbers in reported.items():
         yield f"- {', '.join(numbers)}: {reason}"
 
 

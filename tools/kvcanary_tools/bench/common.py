@@ -95,7 +95,7 @@ def added(over: Sequence[float], under: Sequence[float]) -> dict:
     return {"median": round(median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
 
 
-def told(spreads: dict[str, dict[str, float]]) -> str:
+def reported(spreads: dict[str, dict[str, float]]) -> str:
     """What `spread` gave, by name, as the end of a line of a table."""
     return "".join(f"   {name} x{s['median']:.4f} ({s['min']:.4f} to {s['max']:.4f})" for name, s in spreads.items())
 

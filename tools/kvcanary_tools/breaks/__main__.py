@@ -49,13 +49,15 @@ def command(
         console.say(f"{own[0].name:34} {'; '.join(dict.fromkeys(row.ends or 'nothing' for row in own))}")
         for text in found:
             console.say(f"  {text}")
-    told = table.summary(rows)
-    for what, count in told.items():
+    reported = table.summary(rows)
+    for what, count in reported.items():
         file.say(f"{what}: {count}")
     for row in rows:
         if is_cause_right(row) is False:
             file.say(f"cause of {row.name}, canary {row.canary}: {row.cause}, {row.says}")
-    file.write({"machine": machine(), "summary": told, "complaints": wrong, "rows": [row.as_dict() for row in rows]})
+    file.write(
+        {"machine": machine(), "summary": reported, "complaints": wrong, "rows": [row.as_dict() for row in rows]}
+    )
     ctx.exit(int(bool(wrong)))
 
 

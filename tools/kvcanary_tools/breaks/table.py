@@ -23,13 +23,13 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 def summary(rows: Sequence[Row]) -> dict[str, int]:
     """Counts of breaks and runs."""
     judged = [is_cause_right(row) for row in rows]
-    told = [right for right in judged if right is not None]
+    reported = [right for right in judged if right is not None]
     return {
         "breaks": len({row.name for row in rows}),
         "runs": len(rows),
         "runs that ended in a finding or a typed error": sum(bool(row.ends) and row.typed for row in rows),
-        "findings": len(told),
-        "findings with the right cause first": sum(told),
+        "findings": len(reported),
+        "findings with the right cause first": sum(reported),
     }
 
 

@@ -86,9 +86,9 @@ def _sums(scores: Sequence[Score]) -> dict[str, int]:
     }
 
 
-def missed(told: dict[str, Any]) -> Iterator[str]:
+def missed(reported: dict[str, Any]) -> Iterator[str]:
     """What of the sums is not enough."""
-    meta = told["meta"]
+    meta = reported["meta"]
     if meta["cause_first"] < FIRST * meta["dumps"]:
         yield f"the right cause is first in {meta['cause_first']} of {meta['dumps']} dumps, {FIRST:.0%} are due"
     if meta["replayed"] < meta["dumps"]:
@@ -105,11 +105,11 @@ def main(folder: Path, json_file: Path | None, workers: int | None) -> None:
     if not paths:
         raise click.UsageError(f"{folder} must hold dumps, got none: kvcanary inject --dumps {folder} writes them")
     with ProcessPoolExecutor(workers or default_workers(), get_context("spawn"), begin_worker) as pool:
-        told = as_json(pool.map(score, paths, chunksize=4))
+        reported = as_json(pool.map(score, paths, chunksize=4))
     file = JsonFile(json_file)
-    file.write(told)
-    file.say(json.dumps(told["meta"]))
-    misses = list(missed(told))
+    file.write(reported)
+    file.say(json.dumps(reported["meta"]))
+    misses = list(missed(reported))
     for miss in misses:
         console.say(f"missed: {miss}", fg="red")
     raise click.exceptions.Exit(console.EXIT_FINDING if misses else console.EXIT_CLEAN)

@@ -106,9 +106,9 @@ def _watch(target: EngineTarget, forwards: Forwards) -> None:
     forwards.open = _opened(target, forwards.pool.name, open_)  # type: ignore[method-assign]
 
     def moved(source: Tensor, destination: Tensor) -> None:
-        told = Move(forwards.pool.name, source, destination)
-        target.run_moves(told)
-        move(told.source, told.destination)
+        reported = Move(forwards.pool.name, source, destination)
+        target.run_moves(reported)
+        move(reported.source, reported.destination)
 
     forwards.pool.move = moved  # type: ignore[method-assign]
 

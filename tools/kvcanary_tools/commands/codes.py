@@ -72,16 +72,16 @@ def _as_dict(code: Code) -> dict[str, Any]:
 
 
 def _tell(code: Code) -> None:
-    told = _as_dict(code)
+    reported = _as_dict(code)
     console.data(f"{code.code} {code.name}", bold=True)
     console.data(f"  {code.sentence}\n")
-    for label, text in (("means", told["consequence"]), ("to do", told["remedy"])):
+    for label, text in (("means", reported["consequence"]), ("to do", reported["remedy"])):
         console.data(
             fill(text, WIDTH, initial_indent=f"  {label:<8}", subsequent_indent=" " * 10, break_on_hyphens=False)
         )
     for side, label in SIDES.items():
-        if told[side]:
+        if reported[side]:
             console.data(f"\n  judged {label}")
-            for place in told[side]:
+            for place in reported[side]:
                 console.data(f"    {place['path']}:{place['line']}  {place['name']}")
     console.data()

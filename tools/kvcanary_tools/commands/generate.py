@@ -93,7 +93,7 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     else:
         printer.end(generation)
         _summarise(generation)
-    _tell_refused(generation)
+    _say_refused(generation)
     ctx.exit(_exit_code(generation))
 
 
@@ -164,7 +164,7 @@ class _Printer:
         console.data(completion.text)
 
 
-def _tell_refused(generation: Generation) -> None:
+def _say_refused(generation: Generation) -> None:
     """A sentence for each refused prompt, then the hints."""
     many = len(generation.completions) > 1
     for number, completion in enumerate(generation.completions, 1):

@@ -185,8 +185,8 @@ def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None
 
     if len(names) != 1:
         raise console.UsageFailure(f"--url takes the name of one fault, got {len(names)}", "kvcanary faults lists them")
-    told = arm(url, names[0], api_key)
-    waits = names[0] in told["waiting"]
+    reported = arm(url, names[0], api_key)
+    waits = names[0] in reported["waiting"]
     console.data(f"{names[0]} {'strikes as soon as a request runs' if waits else 'is armed'} at {url}")
 
 

@@ -71,18 +71,18 @@ def command(
         is_complete = True
     except KeyboardInterrupt:
         console.say("interrupted: what follows is the ledger of the engines that have ended", fg="yellow")
-    told = ledger.as_dict() | {"minutes": minutes, "rate": rate, "seed": seed, "complete": is_complete}
+    reported = ledger.as_dict() | {"minutes": minutes, "rate": rate, "seed": seed, "complete": is_complete}
     file = JsonFile(json_file)
-    for row in told["rows"]:
+    for row in reported["rows"]:
         file.say(f"{row['fault']:<40} {row['injected']:>6} injected {row['found']:>6} found")
     file.say(
         f"{ledger.engines} engines, {ledger.steps} steps, {ledger.tokens} tokens: "
-        f"{told['injected']} injected, {told['found']} found"
+        f"{reported['injected']} injected, {reported['found']} found"
     )
-    for wrong in told["wrong"][:SHOWN]:
+    for wrong in reported["wrong"][:SHOWN]:
         said = wrong["text"].partition("\n")[0] or "nothing fired"
         console.say(f"{wrong['fault'] or 'no fault'}, {wrong['config']}, engine {wrong['seed']}: {said}", fg="red")
-    file.write(told)
+    file.write(reported)
     if not is_complete:
         ctx.exit(console.EXIT_INTERRUPTED)
     ctx.exit(console.EXIT_CLEAN if ledger.is_even else console.EXIT_FINDING)

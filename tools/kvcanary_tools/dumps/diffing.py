@@ -35,20 +35,27 @@ def diff(first: Dump, second: Dump, up_to_both: bool = False) -> dict[str, Any]:
     ]
     before: dict[str, Any] | None = None
     for one, other in zip_longest(*events):
-        told = [None if pair is None else side.told(*pair) for side, pair in zip(sides, (one, other), strict=True)]
-        if told[0] != told[1]:
+        facts = [None if pair is None else side.facts(*pair) for side, pair in zip(sides, (one, other), strict=True)]
+        if facts[0] != facts[1]:
             step = min(pair[0] for pair in (one, other) if pair is not None)
-            return {"same": False, "step": step, "before": before, "first": told[0], "second": told[1], **_where(told)}
-        before = told[0]
+            return {
+                "same": False,
+                "step": step,
+                "before": before,
+                "first": facts[0],
+                "second": facts[1],
+                **_where(facts),
+            }
+        before = facts[0]
     return {"same": True, "step": None, "before": before, "first": None, "second": None, "fields": []}
 
 
 _SHARED = ((max, "first_step"), (min, "step"))
 
 
-def _where(told: list[dict[str, Any] | None]) -> dict[str, Any]:
+def _where(facts: list[dict[str, Any] | None]) -> dict[str, Any]:
     """Which fields of the two events differ."""
-    one, other = told
+    one, other = facts
     if one is None or other is None or one["call"] != other["call"]:
         return {"fields": ["call"]}
     return {"fields": [key for key in one if one[key] != other.get(key)]}
@@ -62,18 +69,18 @@ class _Names:
         for request in dump.start:
             self._of(request["tokens"])
 
-    def told(self, step: int, event: Call) -> dict[str, Any]:
-        told: dict[str, Any] = {"step": step, "call": event["call"]}
+    def facts(self, step: int, event: Call) -> dict[str, Any]:
+        facts: dict[str, Any] = {"step": step, "call": event["call"]}
         for field, kind in CALLS[event["call"]].items():
             value = event.get(field)
             if kind == "tokens":
-                told[field] = self._of(value)
+                facts[field] = self._of(value)
             elif field == "plan":
                 n, plan = event["entries"], value.tolist()
-                told[field] = [*plan[:n], *self._of(np.array(plan[n : 2 * n])), *plan[2 * n :]]
+                facts[field] = [*plan[:n], *self._of(np.array(plan[n : 2 * n])), *plan[2 * n :]]
             else:
-                told[field] = value.tolist() if isinstance(value, np.ndarray) else value
-        return told
+                facts[field] = value.tolist() if isinstance(value, np.ndarray) else value
+        return facts
 
     def _of(self, tokens: Any) -> list[int]:
         return [self._numbers.setdefault(int(token), len(self._numbers)) for token in tokens]

@@ -39,9 +39,9 @@ NEXT_OF_TRANSFERS = {
     "differs is the fault, be it memory, a cable or a stray write",
     "misrouted": "print the pages that were saved, the places between, and the pages that were loaded, each in its "
     "order: the lists differ in order, or begin at different pages",
-    "short": "compare the bytes that were copied with those of the parcel: pages, layers and pools; look for a copy "
+    "short": "compare the bytes that were copied with those of the snapshot: pages, layers and pools; look for a copy "
     "that was cut, failed or was skipped, and for an error that nobody read",
-    "stale": "look at when the place of this parcel held the other one, and whether the last copy to it had ended "
+    "stale": "look at when the place of this snapshot held the other one, and whether the last copy to it had ended "
     "before it was read",
     "other layout": "compare the layout on both sides: NHD or HND, order of heads, K before V, layers before tokens, "
     "and which parts travel",
@@ -67,9 +67,9 @@ def explain(dump: Dump, number: int) -> dict[str, Any]:
     }
 
 
-def explain_lines(told: dict[str, Any]) -> Iterator[str]:
+def explain_lines(facts: dict[str, Any]) -> Iterator[str]:
     """The same for people."""
-    finding = told["finding"]
+    finding = facts["finding"]
     place = f"{finding['pool']} pool, slot {finding['slot']} (page {finding['page']})"
     if finding["slot"] < 0 and "resource" in finding["found"]:
         place = finding["found"]["resource"]
@@ -79,18 +79,18 @@ def explain_lines(told: dict[str, Any]) -> Iterator[str]:
         yield f"  touches {', '.join(finding['readers'])}; {finding.get('exposed_tokens', 0)} tokens exposed"
     yield ""
     yield "what happened"
-    yield from (f"  step {line['step']:>6}  {line['text']}" for line in told["story"])
-    if not told["story"]:
+    yield from (f"  step {line['step']:>6}  {line['text']}" for line in facts["story"])
+    if not facts["story"]:
         yield "  the finding has no place in a pool"
     yield ""
     yield "why, likeliest first"
-    for rank, cause in enumerate(told["causes"], 1):
+    for rank, cause in enumerate(facts["causes"], 1):
         yield f"  {rank}. {cause['text']} ({cause['family']}, {cause['basis']})"
         yield from (f"     {text}" for text in cause.get("evidence", ()))
     yield from (f"     also fired: {text}" for text in finding["evidence"])
     yield ""
     yield "next"
-    yield from (f"  - {text}" for text in told["next"])
+    yield from (f"  - {text}" for text in facts["next"])
 
 
 def _advice(dump: Dump, finding: dict[str, Any]) -> list[str]:

@@ -101,25 +101,25 @@ def _nodes(event: Call, start: int, count: int) -> list[dict[str, Any]]:
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent - start if parent >= start and parent - start < node else -1, []).append(node)
-    told, todo = [], [(node, 0) for node in reversed(children.get(-1, []))]
+    facts, todo = [], [(node, 0) for node in reversed(children.get(-1, []))]
     while todo:
         node, depth = todo.pop()
-        told.append({"node": node, "depth": depth, "slot": slots[node], "position": positions[node]})
+        facts.append({"node": node, "depth": depth, "slot": slots[node], "position": positions[node]})
         todo += [(child, depth + 1) for child in reversed(children.get(node, []))]
-    return told
+    return facts
 
 
 def _steps(dump: Dump) -> list[dict[str, Any]]:
     """The last steps, the latest first, each with its forwards, events of pages and findings."""
     steps: dict[int, dict[str, Any]] = {}
     for step, event in dump.stepped():
-        told = steps.setdefault(step, {"step": step, "forwards": [], "events": 0, "found": []})
+        facts = steps.setdefault(step, {"step": step, "forwards": [], "events": 0, "found": []})
         if event["call"] in FORWARDS:
-            told["forwards"].append(
+            facts["forwards"].append(
                 {"site": site_name(event["kind"], event["index"]), "pool": event["pool"], "rows": event["rows"]}
             )
         elif event["call"].startswith("on_"):
-            told["events"] += 1
+            facts["events"] += 1
     for finding in dump.findings:
         if finding["step"] in steps:
             steps[finding["step"]]["found"].append(f"{finding['code']} {finding['name']}")

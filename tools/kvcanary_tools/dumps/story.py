@@ -55,8 +55,8 @@ def _committed(event: Call) -> Sequence[str]:
 
 def _judged(dump: Dump) -> dict[int, int]:
     """By step, the event in which the engine heard what was found in it; whoever ends then ends behind it."""
-    heard = {event["step"]: event["n"] for event in dump.events if event["call"] in ("collect", "hear")}
-    return {step: event["n"] for step, event in dump.stepped() if event["call"] == "check"} | heard
+    collected = {event["step"]: event["n"] for event in dump.events if event["call"] in ("collect", "hear")}
+    return {step: event["n"] for step, event in dump.stepped() if event["call"] == "check"} | collected
 
 
 def _placed(
@@ -85,7 +85,7 @@ def truth_of(dump: Dump, pool: str, slot: int) -> dict[str, Any]:
     page = slot // dump.manifest["page_size"]
     owner = int(dump.arrays["now.owners"][page]) if page < dump.manifest["num_pages"] else NO_OWNER
     names = dump.manifest["names"]
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "pool": pool,
         "slot": slot,
         "page": page,
@@ -103,14 +103,14 @@ def truth_of(dump: Dump, pool: str, slot: int) -> dict[str, Any]:
         if site:
             kind, index, _ = unpack_site(site)
             uid = int(words[2]) & MASK_32
-            told["written"] = {
+            facts["written"] = {
                 "position": int(words[0] >> np.uint64(32)),
                 "request": names.get(str(uid)),
                 "generation": int(words[2] >> np.uint64(32)),
                 "step": int(words[3]) & MASK_32,
                 "site": site_name(kind, index),
             }
-    return told
+    return facts
 
 
 class _Follower:

@@ -49,31 +49,31 @@ def summary(dump: Dump) -> dict[str, Any]:
     }
 
 
-def summary_lines(told: dict[str, Any]) -> Iterator[str]:
+def summary_lines(facts: dict[str, Any]) -> Iterator[str]:
     """The summary for people."""
-    yield f"{told['dump']}: version {told['version']}, written by kvcanary {told['kvcanary']} at {told['created']}"
-    yield f"because of {_WHY.get(told['trigger'], told['trigger'])}, steps {told['first_step']} to {told['step']}"
-    config = told["config"]
-    yield f"mode {config.get('mode')}, content {config.get('content')}, on {told['device']}"
-    content = "with the bytes of the slots found" if told["content"] else "no bytes of K or V"
-    yield f"token ids {told['tokens']}, {content}; it can{'' if told['replayable'] else 'not'} be replayed"
+    yield f"{facts['dump']}: version {facts['version']}, written by kvcanary {facts['kvcanary']} at {facts['created']}"
+    yield f"because of {_WHY.get(facts['trigger'], facts['trigger'])}, steps {facts['first_step']} to {facts['step']}"
+    config = facts["config"]
+    yield f"mode {config.get('mode')}, content {config.get('content')}, on {facts['device']}"
+    content = "with the bytes of the slots found" if facts["content"] else "no bytes of K or V"
+    yield f"token ids {facts['tokens']}, {content}; it can{'' if facts['replayable'] else 'not'} be replayed"
     yield ""
-    pools = [[p["name"], p["layers"], p["num_slots"], p["slot_bytes"], p["window"] or "all"] for p in told["pools"]]
+    pools = [[p["name"], p["layers"], p["num_slots"], p["slot_bytes"], p["window"] or "all"] for p in facts["pools"]]
     yield from table(("pool", "layers", "slots", "bytes a slot", "sees"), pools)
     yield ""
-    yield from table(("state", "pages"), sorted(told["pages"].items()))
+    yield from table(("state", "pages"), sorted(facts["pages"].items()))
     yield ""
-    yield from table(("event", "count"), sorted(told["events"].items(), key=lambda item: -item[1]))
+    yield from table(("event", "count"), sorted(facts["events"].items(), key=lambda item: -item[1]))
     yield ""
-    requests = [[r["request_id"], r["tokens"], r["committed_len"], r["pages"]] for r in told["requests"]]
+    requests = [[r["request_id"], r["tokens"], r["committed_len"], r["pages"]] for r in facts["requests"]]
     yield from table(("request", "tokens", "committed", "pages"), requests)
     yield ""
-    if not told["findings"]:
+    if not facts["findings"]:
         yield "no finding"
         return
-    yield f"{numbered(len(told['findings']), 'finding')}"
+    yield f"{numbered(len(facts['findings']), 'finding')}"
     findings = [
-        [f["code"], f["name"], f["pool"], f["page"], f["slot"], f["position"], f["step"]] for f in told["findings"]
+        [f["code"], f["name"], f["pool"], f["page"], f["slot"], f["position"], f["step"]] for f in facts["findings"]
     ]
     yield from table(("code", "what", "pool", "page", "slot", "position", "step"), findings)
 

@@ -58,23 +58,23 @@ def command(
         console.say(f"{len(wanted)} of {sum(mutants.values())} mutants, a unit subset of {seconds:.2f} s")
         found = known + running.run(tree, wanted, workers) if wanted else known
     meta = {"seed": seed, "subset_seconds": round(seconds, 2), "sources": sources, "versions": report.versions()}
-    told = report.as_dict(found, mutants, report.explanations(root), meta)
+    reported = report.as_dict(found, mutants, report.explanations(root), meta)
     file = JsonFile(json_file)
-    for survivor in told["survivors"]:
+    for survivor in reported["survivors"]:
         file.say(f"{survivor['name']}\n  {survivor['change']}\n  {survivor['why'] or 'NOT EXPLAINED'}")
-    killed = told["meta"]["killed"]
+    killed = reported["meta"]["killed"]
     file.say(f"{killed} of {len(found)} mutants killed ({killed / len(found):.1%}) in {seconds:.2f} s of tests")
-    file.write(told)
-    is_explained = all(survivor["why"] for survivor in told["survivors"])
+    file.write(reported)
+    is_explained = all(survivor["why"] for survivor in reported["survivors"])
     ctx.exit(int(not is_explained or killed < LEAST_KILLED * len(found) or seconds > MOST_SECONDS))
 
 
 def _known(again: Path, names: list[str], sources: str) -> list[running.Outcome]:
     """What an earlier report of this very sample has killed."""
-    told = json.loads(again.read_text(encoding="utf-8"))
-    if told["meta"]["sources"] != sources or sorted(told["mutants"]) != names:
+    reported = json.loads(again.read_text(encoding="utf-8"))
+    if reported["meta"]["sources"] != sources or sorted(reported["mutants"]) != names:
         raise click.UsageError(f"{again.name} must be of this sample of these sources: run all of it")
-    return report.killed_before(told)
+    return report.killed_before(reported)
 
 
 if __name__ == "__main__":

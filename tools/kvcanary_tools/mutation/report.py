@@ -28,9 +28,9 @@ def change_of(outcome: Outcome) -> str:
     return f"{outcome.function}: {old} -> {new}"
 
 
-def killed_before(told: Mapping[str, Any]) -> list[Outcome]:
+def killed_before(reported: Mapping[str, Any]) -> list[Outcome]:
     """The killed mutants of an earlier report: where only tests were added, they stay killed."""
-    outcomes = (Outcome(name, status, "", "") for name, status in told["mutants"].items())
+    outcomes = (Outcome(name, status, "", "") for name, status in reported["mutants"].items())
     return [outcome for outcome in outcomes if outcome.killed]
 
 

@@ -69,10 +69,10 @@ def subset_seconds(tree: Path) -> float:
 
     The first run compiles the canary's loops, whose machine code is kept on disk; other work slows each of them.
     """
-    told, taken = tree / "clock", []
+    reported, taken = tree / "clock", []
     for _ in range(3):
-        _call(tree, "pytest", *TESTS, *OPTIONS, "-q", **{PLACE: str(told)})
-        taken.append(float(told.read_text(encoding="utf-8")))
+        _call(tree, "pytest", *TESTS, *OPTIONS, "-q", **{PLACE: str(reported)})
+        taken.append(float(reported.read_text(encoding="utf-8")))
     return min(taken)
 
 

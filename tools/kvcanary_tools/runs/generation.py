@@ -43,10 +43,10 @@ class Completion:
             self.logprobs += event.logprobs or ()
 
     def as_dict(self) -> dict[str, Any]:
-        told = {"text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason}
+        reported = {"text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason}
         if self.logprobs is not None:
-            told["logprobs"] = [asdict(entry) for entry in self.logprobs]
-        return told if self.error is None else told | {"error": self.error}
+            reported["logprobs"] = [asdict(entry) for entry in self.logprobs]
+        return reported if self.error is None else reported | {"error": self.error}
 
 
 @dataclass

@@ -8,7 +8,7 @@ Exponents are of two; a running maximum begins at a finite LEAST, so that what s
 
 from __future__ import annotations
 
-from kvcanary_kernels.content.reads import add_lanes, byte_factors
+from kvcanary_kernels.content.reads import add_fingerprints, byte_factors
 from kvcanary_kernels.record.device import follow, tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -127,7 +127,7 @@ def _attend_kernel(
         b_v = _scaled(b_v_row, v_scale, slots, v_scale_stride, m_key, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         if HASHES:
-            add_lanes(
+            add_fingerprints(
                 sums + o_n, b_k_row, b_v_row, f_k0, f_k1, f_k2, f_k3, f_v0, f_v1, f_v2, f_v3, b_missing,
                 slots, k_scale, k_scale_stride, v_scale, v_scale_stride, scale_keys, i_head, m_key, is_whole,
                 BLOCK_N, ITEM, PACKED, HAS_SCALE_KEYS,
@@ -143,7 +143,7 @@ def _attend_kernel(
         b_v = _scaled(b_v_row, v_scale, slots, v_scale_stride, m_n, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         if HASHES:
-            add_lanes(
+            add_fingerprints(
                 sums + o_n, b_k_row, b_v_row, f_k0, f_k1, f_k2, f_k3, f_v0, f_v1, f_v2, f_v3, b_missing,
                 slots, k_scale, k_scale_stride, v_scale, v_scale_stride, scale_keys, i_head, m_n, is_whole,
                 BLOCK_N, ITEM, PACKED, HAS_SCALE_KEYS,

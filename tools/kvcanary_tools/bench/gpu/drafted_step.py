@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kvcanary_tools.bench.common import Rounds, added, machine, mean_over, progress, save, settled, spread, told
+from kvcanary_tools.bench.common import Rounds, added, machine, mean_over, progress, reported, save, settled, spread
 from kvcanary_tools.bench.gpu import step
 from kvcanary_tools.bench.gpu.device import device, in_orders
 from kvcanary_tools.bench.gpu.stamps import stamp
@@ -65,7 +65,7 @@ def main(cases: Sequence[tuple[str, int]] = CASES, places: int | None = None) ->
 
 
 def tell(row: dict) -> None:
-    print(f"{row['drafts']} x {row['batch']}: off {row['off_ms']:.3f} ms{told(row['over_off'])}")
+    print(f"{row['drafts']} x {row['batch']}: off {row['off_ms']:.3f} ms{reported(row['over_off'])}")
     added = "".join(
         f"   {name} {us['median']:+.2f} us ({us['min']:+.2f} to {us['max']:+.2f})"
         for name, us in row["substep_added_us"].items()

@@ -27,7 +27,7 @@ from kvcanary_kernels.engine.attention import attention_workspace, paged_attenti
 from kvcanary_kernels.judge.forward import ForwardPlan, Planned, new_planned
 from kvcanary_kernels.record.layout import Keys, make_keys
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
-from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
+from kvcanary_tools.bench.common import machine, progress, reported, save, settled, spread
 from kvcanary_tools.bench.gpu import step
 from kvcanary_tools.bench.gpu.device import device, give_back
 from spec_engine import Engine
@@ -61,7 +61,7 @@ def main() -> None:
         ways = ", ".join(f"{name} {us:.1f} us" for name, us in row["us"].items())
         print(f"{row['batch']} requests: {ways}   x{row['fused']:.3f}, x{row['again']:.3f}")
     for row in result["steps"]:
-        print(f"batch {row['batch']}: off {row['off_ms']:.3f} ms{told(row['over_off'])}")
+        print(f"batch {row['batch']}: off {row['off_ms']:.3f} ms{reported(row['over_off'])}")
 
 
 def measure(requests: int, layers: int) -> dict:
@@ -89,7 +89,7 @@ class Work:
         self.keys: Keys = make_keys(1, layers, self.rows.words_per_row, "cuda")
         self.slots = torch.randperm(n, device="cuda") + 1
         self.content = torch.zeros(layers, n + 1, **where)
-        fingerprint(self.rows, torch.arange(n + 1, device="cuda"), self.keys, lane_a=self.content)
+        fingerprint(self.rows, torch.arange(n + 1, device="cuda"), self.keys, fingerprint_a=self.content)
         self.codes, self.sums = torch.zeros(n, **where), torch.zeros(n, **where)
         self.mismatch = torch.zeros(n, 2, **where)
         keys = ReadKeys(self.rows, self.keys, HEADS)

@@ -71,17 +71,21 @@ def _one_shape(shape: Shape, ceiling: float) -> dict:
     rows, keys = _random_pool(shape)
     bytes_read = rows.num_layers * NUM_SLOTS * rows.words_per_row * 4
     stored, _ = _outputs(rows, NUM_SLOTS)
-    fingerprint(rows, _order(None), keys, lane_a=stored)
+    fingerprint(rows, _order(None), keys, fingerprint_a=stored)
     rates = {}
     for name, page in ORDERS.items():
         slots = _order(page)
         _expect_right(rows, keys, slots)
         _expect_found(rows, keys, slots, stored)
-        lane_a, lane_b = _outputs(rows, NUM_SLOTS)
+        fingerprint_a, fingerprint_b = _outputs(rows, NUM_SLOTS)
         mismatch = torch.full((NUM_SLOTS, 2), POISON, dtype=torch.int64, device="cuda")
         seconds = {
-            "one lane": _seconds(lambda s=slots, a=lane_a: fingerprint(rows, s, keys, lane_a=a)),
-            "both lanes": _seconds(lambda s=slots, a=lane_a, b=lane_b: fingerprint(rows, s, keys, lane_a=a, lane_b=b)),
+            "one lane": _seconds(lambda s=slots, a=fingerprint_a: fingerprint(rows, s, keys, fingerprint_a=a)),
+            "both lanes": _seconds(
+                lambda s=slots, a=fingerprint_a, b=fingerprint_b: fingerprint(
+                    rows, s, keys, fingerprint_a=a, fingerprint_b=b
+                )
+            ),
             "check": _seconds(lambda s=slots, c=stored, m=mismatch: check_content(rows, s, keys, c, mismatch=m)),
         }
         if mismatch.any():
@@ -97,10 +101,16 @@ def _one_shape(shape: Shape, ceiling: float) -> dict:
 def _few(rows: PoolRows, keys: Keys, n: int) -> dict:
     """Microseconds for n random slots, all layers."""
     slots = _order(1)[:n]
-    lane_a, lane_b = _outputs(rows, n)
+    fingerprint_a, fingerprint_b = _outputs(rows, n)
     return {
-        "one lane": round(1e6 * _seconds(lambda: fingerprint(rows, slots, keys, lane_a=lane_a)), 1),
-        "both lanes": round(1e6 * _seconds(lambda: fingerprint(rows, slots, keys, lane_a=lane_a, lane_b=lane_b)), 1),
+        "one lane": round(1e6 * _seconds(lambda: fingerprint(rows, slots, keys, fingerprint_a=fingerprint_a)), 1),
+        "both lanes": round(
+            1e6
+            * _seconds(
+                lambda: fingerprint(rows, slots, keys, fingerprint_a=fingerprint_a, fingerprint_b=fingerprint_b)
+            ),
+            1,
+        ),
     }
 
 
@@ -108,8 +118,8 @@ def _expect_right(rows: PoolRows, keys: Keys, slots: Tensor) -> None:
     """RuntimeError unless kernel and reference agree on a sample of these slots."""
     sample = slots[:: max(1, len(slots) // 512)].contiguous()
     found, wanted = _outputs(rows, len(sample)), _outputs(rows, len(sample))
-    fingerprint(rows, sample, keys, lane_a=found[0], lane_b=found[1])
-    fingerprint_torch(rows, sample, keys, lane_a=wanted[0], lane_b=wanted[1])
+    fingerprint(rows, sample, keys, fingerprint_a=found[0], fingerprint_b=found[1])
+    fingerprint_torch(rows, sample, keys, fingerprint_a=wanted[0], fingerprint_b=wanted[1])
     if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
         raise RuntimeError("kernel and torch reference disagree: no timing of it counts")
 
@@ -127,8 +137,8 @@ def _expect_found(rows: PoolRows, keys: Keys, slots: Tensor, stored: Tensor) -> 
 
 
 def _outputs(rows: PoolRows, n: int) -> tuple[Tensor, Tensor]:
-    lane_a = torch.full((rows.num_layers, n), POISON, dtype=torch.int64, device="cuda")
-    return lane_a, torch.full((n,), POISON, dtype=torch.int64, device="cuda")
+    fingerprint_a = torch.full((rows.num_layers, n), POISON, dtype=torch.int64, device="cuda")
+    return fingerprint_a, torch.full((n,), POISON, dtype=torch.int64, device="cuda")
 
 
 def _random_pool(shape: Shape) -> tuple[PoolRows, Keys]:

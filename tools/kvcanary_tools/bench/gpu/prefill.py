@@ -23,7 +23,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary_tools.bench import common
-from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
+from kvcanary_tools.bench.common import machine, progress, reported, save, settled, spread
 from kvcanary_tools.bench.gpu.device import device, give_back
 from kvcanary_tools.bench.gpu.step import CANARIES, LLAMA_8B, PAGE_SIZE, plain_engine, random_decoder
 from spec_engine import Engine, SamplingParams
@@ -56,7 +56,7 @@ def main(cases: Sequence[tuple[int, int]] = CASES, rounds: int | None = None) ->
         row = _one_case(size, tokens, model, rounds)
         name = NAME_LONG if tokens > LONG else NAME
         save(name, about | {"rows": joined(about | {"rows": [row]}, name)})
-        print(f"{size} x {tokens}: off {row['off_ms']:.1f} ms{told(row['over_off'])}", flush=True)
+        print(f"{size} x {tokens}: off {row['off_ms']:.1f} ms{reported(row['over_off'])}", flush=True)
 
 
 def joined(result: dict, name: str = NAME) -> list[dict]:

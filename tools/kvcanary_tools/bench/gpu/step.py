@@ -25,10 +25,10 @@ from kvcanary_tools.bench.common import (
     machine,
     mean_over,
     progress,
+    reported,
     save,
     settled,
     spread,
-    told,
 )
 from kvcanary_tools.bench.gpu.device import device, in_orders, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
@@ -78,7 +78,7 @@ def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = l
     save("gpu_step", result)
     for row in rows:
         own = f"batch {row['batch']}: off {row['off_ms']:.3f} ms, {row['over_floor']:.2f} x the floor"
-        print(own + told(row["over_off"]))
+        print(own + reported(row["over_off"]))
 
 
 def random_decoder(config: dict, on: str = "cuda") -> Decoder:

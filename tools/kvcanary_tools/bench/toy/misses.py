@@ -1,4 +1,4 @@
-"""What the content lanes miss: ``python -m kvcanary_tools.bench.toy.misses``.
+"""What the fingerprints miss: ``python -m kvcanary_tools.bench.toy.misses``.
 
 Every word of a row times 64 changes, by both lanes; random and structured corruptions of rows, by lane a; and
 corruptions of a live pool, through the manager. A corruption that changes no byte is drawn again, never counted.
@@ -124,25 +124,25 @@ def every_word(shape: RowShape, seed: int) -> dict:
     noise = torch.randint(1, 1 << 32, (DELTAS - 32,), generator=generator)
     deltas = torch.cat([1 << torch.arange(32), noise]).to(torch.int32)
     keys = make_keys(seed, LAYERS, shape.words)
-    expected_a, expected_b = _lanes(_rows(clean), keys)
+    expected_a, expected_b = _fingerprints(_rows(clean), keys)
     tried = found_a = found = 0
     for layer in range(LAYERS):
         for word in range(shape.words):
             struck = clean.expand(-1, DELTAS, -1, -1, -1).clone()
             struck[layer].flatten(1).view(torch.int32)[:, word] ^= deltas
-            lane_a, lane_b = _lanes(_rows(struck), keys)
-            by_a = lane_a[layer] != expected_a[layer]
+            fingerprint_a, fingerprint_b = _fingerprints(_rows(struck), keys)
+            by_a = fingerprint_a[layer] != expected_a[layer]
             tried += DELTAS
             found_a += int(by_a.sum())
-            found += int((by_a & (lane_b != expected_b)).sum())
+            found += int((by_a & (fingerprint_b != expected_b)).sum())
     return {"tried": tried, "found": found, "missed": tried - found, "found_by_lane_a": found_a}
 
 
-def _lanes(rows: PoolRows, keys) -> tuple[Tensor, Tensor]:
+def _fingerprints(rows: PoolRows, keys) -> tuple[Tensor, Tensor]:
     slots = torch.arange(rows.num_slots)
-    lane_a, lane_b = torch.empty(LAYERS, rows.num_slots, dtype=torch.int64), torch.empty_like(slots)
-    fingerprint_torch(rows, slots, keys, lane_a=lane_a, lane_b=lane_b)
-    return lane_a, lane_b
+    fingerprint_a, fingerprint_b = torch.empty(LAYERS, rows.num_slots, dtype=torch.int64), torch.empty_like(slots)
+    fingerprint_torch(rows, slots, keys, fingerprint_a=fingerprint_a, fingerprint_b=fingerprint_b)
+    return fingerprint_a, fingerprint_b
 
 
 # rows
@@ -159,7 +159,7 @@ def corrupt_rows(shape: RowShape, count: int, seed: int) -> Counter[tuple[str, s
     while any(counts[kind, "tried"] < wanted for kind in KINDS):
         pool = _content(shape, num_slots, generator)
         rows = _rows(pool)
-        content_a, _ = _lanes(rows, keys)
+        content_a, _ = _fingerprints(rows, keys)
         layer = int(torch.randint(0, LAYERS, (), generator=generator))
         elements = as_elements(pool[layer])
         clean = elements.clone()

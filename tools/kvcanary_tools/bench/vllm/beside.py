@@ -93,13 +93,13 @@ def main(deadline: float = DEADLINE) -> None:
                 row = {"requests": size, "canary": canary, **row}
                 result["rows"].append(row)
                 save(NAME, result)
-                print(told(row), flush=True)
+                print(reported(row), flush=True)
             ours.clear()
             del ours
             give_back()
 
 
-def told(row: dict) -> str:
+def reported(row: dict) -> str:
     """A line of the table."""
     ratio = row["ratio"]
     times = f"vLLM {row['vllm_ms']:.3f} ms, ours {row['ours_ms']:.3f} ms"

@@ -52,7 +52,7 @@ def _timed(wrapper: Callable[..., Any], cell: list[float]) -> Callable[..., Any]
     return around
 
 
-def told(spent: dict[str, list[float]], seconds: float) -> dict[str, Any]:
+def reported(spent: dict[str, list[float]], seconds: float) -> dict[str, Any]:
     """Microseconds a call by hook, and the share of the run that all of them took."""
     calls = {name: {"calls": count, "us": 1e6 * own / count} for name, (count, own) in spent.items() if count}
     return {"hooks": calls, "share_of_run": sum(own for _, own in spent.values()) / seconds, "run_s": seconds}

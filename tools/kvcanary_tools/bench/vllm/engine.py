@@ -159,7 +159,7 @@ class Bench:
         prompts = make_prompts()
         with clocked(Handle) as spent, self.watched(mode="log") as handle:
             _, seconds = self.run(prompts)
-            result = clock.told(spent, seconds) | {"forwards": handle.report()["forwards"]}
+            result = clock.reported(spent, seconds) | {"forwards": handle.report()["forwards"]}
         yield result
         with self.watched(mode="log"):
             result["kernels"] = clock.kernels(lambda: self.run(prompts, tokens=40))

@@ -68,10 +68,10 @@ def shared(record: Record) -> Iterator[str]:
     yield f"{record['ranks']} workers that share a model judged {seen} entries with {len(clean['findings'])} findings;"
     for name in ("one", "all"):
         struck = record[name]
-        told = " and ".join(
+        reported = " and ".join(
             f"{own['code']} of request {own['reader']} by {_ranks(own['ranks'])}" for own in struck["found"]
         )
-        yield f"a bit flipped in {_ranks(struck['struck'])}: {told or 'not found'};"
+        yield f"a bit flipped in {_ranks(struck['struck'])}: {reported or 'not found'};"
     yield f"in `{PARALLEL}.json`."
 
 
@@ -109,8 +109,8 @@ def _faults(faults: Record) -> str:
     harms = {name: found for name, found in faults.items() if name not in HARMLESS}
     found = [name for name, own in harms.items() if is_found(own)]
     false = [name for name in HARMLESS if faults.get(name, {}).get("found")]
-    told = f"{len(found)} of {len(harms)}" if harms else "not tried"
-    return f"{told}; {len(false)} where there was none" if false else told
+    reported = f"{len(found)} of {len(harms)}" if harms else "not tried"
+    return f"{reported}; {len(false)} where there was none" if false else reported
 
 
 def is_found(fault: Record) -> bool:

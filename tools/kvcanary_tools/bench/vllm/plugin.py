@@ -70,8 +70,8 @@ def command(
     for part in bench.compare(pairs, seconds):
         keep("compared", part)
     shown = result["compared"]
-    told = ("throughput_ratio", "ratios", "off_over_off", "by_step", "hooks_us", "waits", "findings", "preemptions")
-    print(json.dumps({name: shown.get(name) for name in told}))
+    reported = ("throughput_ratio", "ratios", "off_over_off", "by_step", "hooks_us", "waits", "findings", "preemptions")
+    print(json.dumps({name: shown.get(name) for name in reported}))
     print([entry["share"] for entry in (*shown["on_off"], *shown["off_off"])], shown.get("largest_gap_where_different"))
     for part in bench.profile(out) if profile and not bench.is_late else ():
         keep("profile", part)

@@ -13,9 +13,9 @@ FIRST, AMONG_BEST = 0.90, 0.99  # of the verdicts whose right cause is first, an
 def missed(rows: Sequence[Row], totals: Sequence[Row], plan: Plan | None = None) -> Iterator[str]:
     """One line a fault and bar that it misses. plan: of the runs that there must be, None: as many as there are."""
     for row in totals:
-        for told, is_held in row.bars():
+        for reported, is_held in row.bars():
             if not is_held:
-                yield f"{row.fault}: {told}"
+                yield f"{row.fault}: {reported}"
     if plan is not None:
         yield from _too_few(rows, totals, plan)
         yield from _verdicts(totals)
@@ -35,14 +35,14 @@ def _too_few(rows: Sequence[Row], totals: Sequence[Row], plan: Plan) -> Iterator
 
 def _verdicts(totals: Sequence[Row]) -> Iterator[str]:
     """Of all faults together; a fault whose own causes fall behind is told of, if the sum does."""
-    for name, share, told in (
+    for name, share, reported in (
         ("verdict_first", FIRST, "first"),
         ("verdict_top3", AMONG_BEST, f"among the first {BEST}"),
     ):
         verdicts = sum(row.verdicts for row in totals)
         right = sum(getattr(row, name) for row in totals)
         if right < share * verdicts:
-            yield f"the right cause is {told} in {right} of {verdicts} reports, {share:.0%} are due"
+            yield f"the right cause is {reported} in {right} of {verdicts} reports, {share:.0%} are due"
             for row in totals:
                 if getattr(row, name) < share * row.verdicts:
-                    yield f"{row.fault}: it is {told} in {getattr(row, name)} of {row.verdicts}"
+                    yield f"{row.fault}: it is {reported} in {getattr(row, name)} of {row.verdicts}"

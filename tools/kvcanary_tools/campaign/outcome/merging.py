@@ -9,7 +9,7 @@ from typing import Any
 from kvcanary_tools.campaign.outcome.matrix import Row
 
 #: Of the later campaign, what `meta.rerun` lists.
-TOLD = ("kvcanary", "seed", "cpu_seconds", "num_runs", "clean_findings", "quiet_findings")
+REPORTED = ("kvcanary", "seed", "cpu_seconds", "num_runs", "clean_findings", "quiet_findings")
 SUMS = ("cpu_seconds", "clean_findings", "quiet_findings")
 
 
@@ -21,7 +21,7 @@ def merged(record: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any
     """
     meta, new = dict(record["meta"]), later["meta"]
     faults = [row["fault"] for row in later["totals"]]
-    rerun = {"faults": faults} | {name: new[name] for name in TOLD}
+    rerun = {"faults": faults} | {name: new[name] for name in REPORTED}
     meta |= {name: meta[name] + new[name] for name in SUMS}
     meta["num_runs"] = dict(Counter(meta["num_runs"]) + Counter(new["num_runs"]))
     meta["rerun"] = [*meta.get("rerun", ()), rerun]

@@ -108,9 +108,9 @@ def as_junit(rows: Sequence[Row], results: Sequence[Result]) -> str:
         family, _, what = row.fault.partition(".")
         case = ElementTree.SubElement(suite, "testcase", classname=f"kvcanary.faults.{family}", name=what)
         if not row.is_right:
-            told = [result for result in results if result.run.fault == row.fault and not is_right(result)]
+            reported = [result for result in results if result.run.fault == row.fault and not is_right(result)]
             kind = "not ended" if row.not_ended else "not as it says"
             message = f"{row.found} of {row.runs} found as it says, {row.not_ended} not ended"
             failure = ElementTree.SubElement(case, "failure", type=kind, message=message)
-            failure.text = "\n".join(f"{r.run.kind} {r.run.config} seed {r.run.seed}: {r.text}" for r in told[:3])
+            failure.text = "\n".join(f"{r.run.kind} {r.run.config} seed {r.run.seed}: {r.text}" for r in reported[:3])
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

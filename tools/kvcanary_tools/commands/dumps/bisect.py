@@ -43,18 +43,18 @@ def command(dump: str | None, line: str | None, low: int, high: int | None, time
         raise console.UsageFailure("bisect needs a dump or --cmd, one of them", "kvcanary bisect DUMP")
     if dump is not None:
         with dump_failures():
-            told = bisect_dump(opened(dump))
+            reported = bisect_dump(opened(dump))
     else:
-        told = _run(str(line), low, high, timeout)
-    step = told["first_bad_step"]
+        reported = _run(str(line), low, high, timeout)
+    step = reported["first_bad_step"]
     if as_json:
-        console.data_json(told)
+        console.data_json(reported)
     elif step is None:
         console.data("no step is bad")
     else:
-        finding = told.get("finding")
+        finding = reported.get("finding")
         what = "" if finding is None else f": {finding['code']} {finding['name']}, slot {finding['slot']}"
-        good = told.get("last_good_step")
+        good = reported.get("last_good_step")
         console.data(
             f"step {step} is the first bad one{what}" + ("" if good is None else f"; last good at step {good}")
         )

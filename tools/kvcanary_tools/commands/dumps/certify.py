@@ -27,10 +27,10 @@ def command(dump: str, as_json: bool) -> None:
     from kvcanary_tools.certificate import certificate_lines
 
     with dump_failures():
-        told = certificate_of(opened(dump))
+        reported = certificate_of(opened(dump))
     if as_json:
-        console.data_json(told)
+        console.data_json(reported)
     else:
-        for line in certificate_lines(told):
+        for line in certificate_lines(reported):
             console.data(line)
-    raise click.exceptions.Exit(console.EXIT_FINDING if told["findings"] else console.EXIT_CLEAN)
+    raise click.exceptions.Exit(console.EXIT_FINDING if reported["findings"] else console.EXIT_CLEAN)

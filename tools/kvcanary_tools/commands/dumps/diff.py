@@ -51,16 +51,16 @@ def command(runs: tuple[str, ...], lines: tuple[str, ...], timeout: float, as_js
         raise console.UsageFailure(f"diff compares two runs, got {len(runs) + len(lines)}", EXAMPLE)
     first, second = [*map(opened, runs), *(_run(line, timeout) for line in lines)]
     with dump_failures():
-        told = diff(first, second, up_to_both=any(map(is_url, runs)))
+        reported = diff(first, second, up_to_both=any(map(is_url, runs)))
     if as_json:
-        console.data_json(told)
-    elif told["same"]:
+        console.data_json(reported)
+    elif reported["same"]:
         console.data("the runs are the same, event by event")
     else:
-        console.data(f"they differ first at step {told['step']}, in {', '.join(told['fields'])}")
+        console.data(f"they differ first at step {reported['step']}, in {', '.join(reported['fields'])}")
         for name in ("first", "second"):
-            console.data(f"  {name:<7} {_short(told[name])}")
-    raise click.exceptions.Exit(console.EXIT_CLEAN if told["same"] else console.EXIT_FINDING)
+            console.data(f"  {name:<7} {_short(reported[name])}")
+    raise click.exceptions.Exit(console.EXIT_CLEAN if reported["same"] else console.EXIT_FINDING)
 
 
 def _run(line: str, timeout: float) -> Dump:

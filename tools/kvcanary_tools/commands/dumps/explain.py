@@ -32,10 +32,10 @@ def command(dump: str, finding: int, as_json: bool) -> None:
         raise console.UsageFailure(
             f"--finding must be in 1 to {len(read.findings)}, got {finding}", "inspect lists them"
         )
-    told = explain(read, finding - 1)
+    reported = explain(read, finding - 1)
     if as_json:
-        console.data_json(told)
+        console.data_json(reported)
     else:
-        for line in explain_lines(told):
+        for line in explain_lines(reported):
             console.data(line)
     raise click.exceptions.Exit(console.EXIT_FINDING)

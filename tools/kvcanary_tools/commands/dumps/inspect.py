@@ -23,9 +23,9 @@ def command(dump: str, as_json: bool) -> None:
     """
     from kvcanary_tools.dumps.tables import summary, summary_lines
 
-    told = summary(opened(dump))
+    reported = summary(opened(dump))
     if as_json:
-        console.data_json(told)
+        console.data_json(reported)
         return
-    for line in summary_lines(told):
+    for line in summary_lines(reported):
         console.data(line)

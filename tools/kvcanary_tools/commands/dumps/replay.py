@@ -44,17 +44,17 @@ def command(dump: str, until: int | None, code: str | None, as_json: bool) -> No
         )
     with dump_failures():
         outcome = replay(read, until, None if code is None else code.upper())
-    told = _told(read, outcome)
+    reported = _reported(read, outcome)
     if as_json:
-        console.data_json(told)
+        console.data_json(reported)
     else:
-        _show(told, outcome)
+        _show(reported, outcome)
     if outcome.missing:
         raise click.exceptions.Exit(console.EXIT_FAILURE)
     raise click.exceptions.Exit(console.EXIT_FINDING if outcome.findings else console.EXIT_CLEAN)
 
 
-def _told(dump: Dump, outcome: Outcome) -> dict[str, Any]:
+def _reported(dump: Dump, outcome: Outcome) -> dict[str, Any]:
     return {
         "dump": str(dump.path),
         "first_step": dump.manifest["first_step"],
@@ -68,17 +68,17 @@ def _told(dump: Dump, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _show(told: dict[str, Any], outcome: Outcome) -> None:
+def _show(reported: dict[str, Any], outcome: Outcome) -> None:
     from kvcanary.replay.replayer import NOT_RECORDED
 
-    events = console.numbered(told["events"], "event")
-    console.data(f"replayed {events}, steps {told['first_step']} to {told['step']}")
+    events = console.numbered(reported["events"], "event")
+    console.data(f"replayed {events}, steps {reported['first_step']} to {reported['step']}")
     for finding in outcome.findings:
         place = f"{finding.pool} pool, slot {finding.slot} (page {finding.page})"
         console.data(f"reached {finding.code} {finding.name}: {place}, step {finding.step}")
-    for error in told["errors"]:
+    for error in reported["errors"]:
         console.data(f"ended as it did: {error}")
-    for missing in told["missing"]:
+    for missing in reported["missing"]:
         why = f": it comes from {NOT_RECORDED[missing['code']]}" if missing["code"] in NOT_RECORDED else ""
         console.data(
             f"NOT reached {missing['code']} {missing['name']}, slot {missing['slot']}, step {missing['step']}{why}"

@@ -34,22 +34,22 @@ def command(dump: str, slot: int, pool: str | None, as_json: bool) -> None:
         raise console.UsageFailure(
             f"slot must be in [0, {most}) of pool {name!r}, got {slot}", "inspect lists the pools"
         )
-    told = {**truth_of(read, name, slot), "story": [line._asdict() for line in story_of(read, name, slot)]}
+    reported = {**truth_of(read, name, slot), "story": [line._asdict() for line in story_of(read, name, slot)]}
     if as_json:
-        console.data_json(told)
+        console.data_json(reported)
         return
-    owner = {None: "nobody's", "shared": "shared"}.get(told["owner"], f"private to {told['owner']!r}")
-    console.data(f"{name} pool, slot {slot}: page {told['page']}, offset {told['offset']}")
-    console.data(f"  page      {told['state']}, {owner}, generation {told['generation']}")
-    console.data(f"  rows      {', '.join(map(repr, told['rows'])) or 'no live row names it'}")
-    written = told.get("written")
+    owner = {None: "nobody's", "shared": "shared"}.get(reported["owner"], f"private to {reported['owner']!r}")
+    console.data(f"{name} pool, slot {slot}: page {reported['page']}, offset {reported['offset']}")
+    console.data(f"  page      {reported['state']}, {owner}, generation {reported['generation']}")
+    console.data(f"  rows      {', '.join(map(repr, reported['rows'])) or 'no live row names it'}")
+    written = reported.get("written")
     if written is None:
         console.data("  written   by nobody")
     else:
-        old = "" if written["generation"] == told["generation"] else ", under an earlier grant"
+        old = "" if written["generation"] == reported["generation"] else ", under an earlier grant"
         by = "a request that ended long ago" if written["request"] is None else repr(written["request"])
         console.data(
             f"  written   by {by}, position {written['position']}, {written['site']}, step {written['step']}{old}"
         )
-    for line in told["story"]:
+    for line in reported["story"]:
         console.data(f"  step {line['step']:>6}  {line['text']}")
