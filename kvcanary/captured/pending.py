@@ -33,7 +33,7 @@ class RunReader:
         seen, counts, header = headers
         self._quiet = filled(
             QUIET,
-            books=self._books_at,
+            tables=self._books_at,
             seen=seen,
             counts=counts,
             header=header,

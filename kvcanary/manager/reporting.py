@@ -13,9 +13,9 @@ from kvcanary.manager.session import Session
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
+from kvcanary.report.ledger_evidence import LedgerEvidence
 from kvcanary.report.respond import Response
 from kvcanary.report.stats import Stats
-from kvcanary.report.told_evidence import ReportedEvidence
 
 
 class Reporting:
@@ -29,7 +29,7 @@ class Reporting:
     def __init__(self, session: Session) -> None:
         self._session, self._checks, self._ledger = session, session.checks, session.ledger
         self.recorder, config = session.recorder, session.config
-        describer = Describer(ReportedEvidence(session.ledger).read, config.show_tokens)
+        describer = Describer(LedgerEvidence(session.ledger).read, config.show_tokens)
         self.dumper = DumpTrigger(config, session.recorder, self._source)
         self._stats = Stats()
         self.response = Response(config, describer, session.ledger, self.dumper.on_finding)

@@ -221,7 +221,7 @@ def _write_pages(n, runs, page_size, final):
         if seen & PAGES_FRESH:
             slots = longs_at(run.message + 8 * own.safe, seen >> MESSAGE_BITS)
             room = longs_at(pages.fresh, pages.fresh_room)[pages.num_fresh :]
-            pages.num_fresh += write_pages(pages.book, slots, page_size, room)
+            pages.num_fresh += write_pages(pages.struct, slots, page_size, room)
 
 
 @loop()
@@ -244,7 +244,7 @@ def _arrived(count, moves, n, runs, page_size, final):
 
     moves: address of their structs; else `CapturedStep.learn_moves` and `Mover.arrived` have something to do
     """
-    pages, struct, uid = pages_at(final_at(final).book), 0, 0
+    pages, struct, uid = pages_at(final_at(final).struct), 0, 0
     owners = longs_at(pages.owners, pages.num_pages)
     for one in range(count):
         move = move_at(moves + 8 * MOVE.size * one)

@@ -95,7 +95,7 @@ FACT = struct(
 REQUEST = struct(
     "RequestCard",
     "tokens token_steps num_tokens tokens_room multiplier mix_key uid num_chains is_live committed_len commit_step "
-    "final_pages num_in_flight num_pending_acceptances unheard num_uncollected uncollected_room row num_row "
+    "final_pages num_in_flight num_pending_acceptances uncollected num_uncollected uncollected_room row num_row "
     "row_room owned_len row_lacks",
 )
 #: values: their address, with as much room;  offset: entry p holds token p + this
@@ -124,7 +124,7 @@ SLICE = struct("Slice", "slots ranges wait")
 #: Of rows that a captured forward is launched with, [ROWS.size, requests]: those of `RowTruth`, then
 #: committed lengths. Behind them the sum of those that the engine had declared; UNKNOWN: rows are as the engine knows
 #: them.
-ROWS = struct("Rows", "uids lengths chains roots unheard committed")
+ROWS = struct("Rows", "uids lengths chains roots uncollected committed")
 #: Of a place to which these numbers go for a forward: the address of its step, that of the first
 #: part, of how many rows each part is, how many of the parts, and as how many rows a request counts.
 SPREAD = struct("Spread", "step at room parts width")
@@ -151,25 +151,25 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES = LINE_FLAGS = flags(3)
 MESSAGE_BITS = len(LINE_FLAGS)
 
 #: Of a run of a captured forward that was launched.
-#: message_struct: address of its substep's LINE;  line: address of the message
+#: message_struct: address of its substep's LINE;  message: its address
 #: reads: entries that its rows read, as the engine knew their lengths;  structs: address of the requests' addresses
 #: rows: address of what was known of the rows; the same for forwards that were launched together
 #: written: address, by request; 0: as many as the step before it accepts;  accepted: address of what that has accepted
 #: keep: numbers that are kept of it where it is clean: of its message from the first on, then what was accepted
 #: seen: 0; then what the loop says of it: these bits, and above them what it says of the message
-RUN = struct("Run", "message_struct line reads requests cards turn step rows written accepted places keep seen")
+RUN = struct("Run", "message_struct message reads requests structs turn step rows written accepted places keep seen")
 HAS_RUN, IS_SHORT = RUN_FLAGS = flags(2)
 RUN_BITS = len(RUN_FLAGS)
 PLACE_BITS = 32  # of a request's number in a run
 
-#: Of a run of a captured move that was launched. line: address of the message, where [count] destinations, sources and
+#: Of a run of a captured move that was launched. message: its address, where [count] destinations, sources and
 #: first columns of records lie, [count, 2] bitmaps of layers that differ, and the step
 #: keep: numbers that are kept of it where it is clean, of its message from the first on
-MOVE = struct("Move", "pool line count turn keep")
+MOVE = struct("Move", "pool message count turn keep")
 
 #: What `loops.collect_quiet` goes by: books; headers as they were taken last, counts in front of a header's runs, and
 #: its size; what is said of pages as runs are collected (FINAL), and besides (SAID).
-QUIET = struct("Quiet", "books seen counts header page_size final said")
+QUIET = struct("Quiet", "tables seen counts header page_size final said")
 #: What it answers of a step: it is left to the rules, all of it is done, pages have still to follow, or requests lack
 #: room for what was accepted, and it goes on from there when it is called again.
 NOT_QUIET, ALL_DONE, HAS_MORE, LACKS_ROOM = range(4)
@@ -193,7 +193,7 @@ ASKS, STAYS, CHANGES_OWNER, BEGINS, ENDS = range(5)
 #: Of pages as runs are collected: what `loops.follow_event` takes for those that become final; how many have room
 #: at two addresses, which they are and the uids of their rows, and how many are there. Then how many that were written
 #: for the first time have room, at which address, and how many are there.
-FINAL = struct("Final", "book following room pages uids num_final fresh_room fresh num_fresh")
+FINAL = struct("Final", "struct following room pages uids num_final fresh_room fresh num_fresh")
 ILLEGAL = 255  # in the place of a state that follows: the event may not happen
 NOT_A_WRITER = -3  # in `PAGES.writers`: equal to no uid and to no kind of owner
 

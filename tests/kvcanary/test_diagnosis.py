@@ -20,7 +20,7 @@ from kvcanary.report.causes.ranking import MOST_CAUSES, RULES, rank_causes
 from kvcanary.report.describe import Describer
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import FAMILIES, Cause, Finding
-from kvcanary.report.told_evidence import ToldEvidence
+from kvcanary.report.ledger_evidence import LedgerEvidence
 from kvcanary_kernels.record.layout import Record
 
 LAYER = 1
@@ -90,7 +90,7 @@ def test_every_code_has_a_cause(engine, code):
 def test_every_code_has_a_finding(engine, code):
     """A finding can be made of a violation of any code, also without a slot."""
     state = engine.canary.session.state
-    describer = Describer(ToldEvidence(engine.canary.session.ledger).read)
+    describer = Describer(LedgerEvidence(engine.canary.session.ledger).read)
     for slot in (-1, engine.slot("first", 5), 10**9):
         violation = Violation(
             code, state.pools[0], slot, 5, "first", ("verify", 0), 9, layers=(LAYER,), row_slots=(slot,) * 0
@@ -285,7 +285,7 @@ def test_a_row_of_other_tokens_says_where_they_begin_to_differ(engine):
     row = tuple(engine.slot("first", position) for position in range(12))
     violation = Violation("R6", state.pools[0], row[-1], 11, "first", ("verify", 0), 9, row_slots=row)
     ledger.requests["first"].tokens[7] += 1
-    finding = Describer(ToldEvidence(ledger).read).finding([violation], 1)
+    finding = Describer(LedgerEvidence(ledger).read).finding([violation], 1)
     assert finding.found["first_different_position"] == 7
     assert (finding.causes[0].family, finding.causes[0].evidence) == (
         "identity",
@@ -298,9 +298,9 @@ def test_a_finding_has_no_token_unless_asked(engine):
     state, ledger = engine.canary.session.state, engine.canary.session.ledger
     engine.canary.drain()
     violation = Violation("R4", state.pools[0], engine.slot("first", 5), 6, "first", ("verify", 0), 9, found_position=5)
-    silent = Describer(ToldEvidence(ledger).read).finding([violation], 1)
+    silent = Describer(LedgerEvidence(ledger).read).finding([violation], 1)
     assert "token" not in silent.expected | silent.found
-    shown = Describer(ToldEvidence(ledger).read, show_tokens=True).finding([violation], 1)
+    shown = Describer(LedgerEvidence(ledger).read, show_tokens=True).finding([violation], 1)
     tokens = engine.rows["first"].tokens
     assert (shown.expected["token"], shown.found["token"]) == (tokens[6], tokens[5])
     assert replace(shown, expected=silent.expected, found=silent.found) == silent
@@ -313,7 +313,7 @@ def test_history_has_the_caller_where_the_ledger_noted_it(engine, monkeypatch):
     slot = engine.slot("first", 5)
     events = PageEvent("granted", 1, "old"), PageEvent("freed", 3, "old", ("/engine/allocator.py", 42))
     monkeypatch.setattr(ledger.history, "of", {slot // 4: events}.__getitem__)
-    finding = Describer(ToldEvidence(ledger).read).finding(
+    finding = Describer(LedgerEvidence(ledger).read).finding(
         [Violation("R3", state.pools[0], slot, 5, "first", ("verify", 0), 9)], 1
     )
     assert finding.history == ("granted to 'old' at step 1", "freed by 'old' at step 3 (allocator.py:42)")

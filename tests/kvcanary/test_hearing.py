@@ -251,7 +251,7 @@ class Steps:
     @property
     def move_structs(self) -> array:
         structs = [
-            (move.pool.struct_at, launched.line.at, move.size, launched.turn, move.num_places)
+            (move.pool.struct_at, launched.message.at, move.size, launched.turn, move.num_places)
             for launched in self.moves
             for move in [launched.move]
         ]

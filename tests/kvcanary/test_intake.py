@@ -16,7 +16,7 @@ from kvcanary.codes import CODES
 from kvcanary.report.causes.rows import exchanged_pages
 from kvcanary.report.describe import MOST_DESCRIBED, Describer
 from kvcanary.report.evidence import Evidence
-from kvcanary.report.told_evidence import ToldEvidence
+from kvcanary.report.ledger_evidence import LedgerEvidence
 
 MILLION = 1_000_000
 
@@ -37,7 +37,7 @@ def pool(engine):
 
 @pytest.fixture
 def describer(engine) -> Describer:
-    return Describer(ToldEvidence(engine.canary.session.ledger).read)
+    return Describer(LedgerEvidence(engine.canary.session.ledger).read)
 
 
 def batch_of(

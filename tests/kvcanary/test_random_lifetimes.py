@@ -302,7 +302,7 @@ class Player:
 
     def land(self, names: list[str], lengths: list[int], refused: list[str], step: int) -> None:
         """A captured forward lands that makes so much of these rows final; `refused`: those left to the rules."""
-        ledger, batch = self.ledger, self.ledger.struct.batch(names)
+        ledger, batch = self.ledger, self.ledger.book.batch(names)
         before = [request.final_pages for request in batch.requests]
         for request, length in zip(batch.requests, lengths, strict=True):
             request.row_lens, request.committed_len, request.in_flight = [length], length, 1

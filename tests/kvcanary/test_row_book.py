@@ -199,7 +199,7 @@ def test_what_is_final_in_every_pool_is_committed():
 
 def land(ledger: Ledger, *names: str) -> list[int]:
     """One forward of these requests lands; who is left to the rules."""
-    batch = ledger.struct.batch(names)
+    batch = ledger.book.batch(names)
     rows, structs = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
     structs[RUN.requests], structs[RUN.structs] = batch.loop_arguments
     structs[RUN.rows] = rows.buffer_info()[0]
@@ -325,9 +325,9 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     request.uncollected = [UncollectedStep([96, 97], 96, 98), UncollectedStep([98, 99], 98, 100)]
     for pool_id in range(2):
         assert ledger.truth(request, pool_id, 99) is not None
-    ledger.struct.confirm(request, [96, 97])
+    ledger.book.confirm(request, [96, 97])
     assert [truth.count for truth in request.truths] == [99, 99]
-    ledger.struct.confirm(request, [96, 7])
+    ledger.book.confirm(request, [96, 7])
     assert request.tokens[94:].tolist() == [94, 95, 96, 7, 98, 99]
     assert request.uncollected == [UncollectedStep([96, 7], 96, 98), UncollectedStep([98, 99], 98, 100)]
     assert at(request.known.struct[REQUEST.tokens], 100) == request.tokens.tolist()
@@ -388,8 +388,8 @@ def test_a_name_of_before_is_remembered():
     """A live request keeps its own uid."""
     ledger = make_ledger()
     uid = ledger.request("a").uid
-    ledger.struct.remember(77, "old")
-    ledger.struct.remember(uid, "other")
+    ledger.book.remember(77, "old")
+    ledger.book.remember(uid, "other")
     assert (ledger.name(77), ledger.name(uid), ledger.name(78)) == ("old", "a", None)
 
 

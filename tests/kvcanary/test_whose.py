@@ -229,7 +229,7 @@ def test_a_finding_says_whose_bytes_it_found(make_engine):
 def test_nothing_is_looked_up_where_one_word_explains_all(make_engine, monkeypatch):
     """A flipped bit is its own explanation."""
     monkeypatch.setattr(
-        "kvcanary.report.told_evidence.find_provenance", lambda *_, **__: pytest.fail("nobody should ask")
+        "kvcanary.report.ledger_evidence.find_provenance", lambda *_, **__: pytest.fail("nobody should ask")
     )
     engine = make_engine(content="full")
     engine.start("first", 13)

@@ -209,7 +209,7 @@ class Launches:
         return torch.where(index < self._now[NOW_TOKENS : NOW_TOKENS + 1], slots, -1), chains
 
     def _take(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor, now: Tensor, most: int) -> None:
-        own = {"lanes": layers.fingerprints, "stamps": layers.stamps}
+        own = {"fingerprints": layers.fingerprints, "stamps": layers.stamps}
         self._ops.take(self._watched(group, now), layers.rows, slots, chains, layers.keys, **own, most=most)
 
     def _watched(self, group: Group, now: Tensor) -> Watched:

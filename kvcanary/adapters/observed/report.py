@@ -74,9 +74,9 @@ def _of_event(event: Event, step: int) -> Iterator[Violation]:
     for entry in wrong[:1]:
         bits = [int(word) & (1 << 64) - 1 for word in event.mismatch[entry]]
         seen = tuple(n for n in range(len(event.layers.names)) if bits[n // 64] >> n % 64 & 1)
-        slot, reported = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
+        slot, message = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
         request = event.requests.get(slot // event.group.block_size)
-        place = {"position": None, "request_id": request, "site": ("move", 0), "step": step, "told": reported}
+        place = {"position": None, "request_id": request, "site": ("move", 0), "step": step, "message": message}
         yield _of_bytes(event.code, event.group, event.layers, slot, seen, place)
 
 

@@ -31,7 +31,7 @@ _OF_GRANTS = frozenset({"R7", "R8"})
 _TOUCHES_ALL = frozenset({"W3", *_CONTENT})  # who has the page reads what lies there
 
 
-class ReportedEvidence:
+class LedgerEvidence:
     """Reads records, bytes and the ledger, as they are when an incident is described."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -66,7 +66,7 @@ class ReportedEvidence:
             "record": found,
             "writer": ledger.name(found.request) if found.site else None,
             "word": word,
-            "whose": provenance,
+            "provenance": provenance,
             "source": None if named is None else record.read_record(violation.pool.records, named),
             "source_is_damaged": named is not None and not holds_its_own(violation.pool, violation.layers[0], named),
             "holders": ledger.holders(violation.page) if violation.code in _OF_GRANTS else (),
