@@ -103,6 +103,14 @@ class PageReferenceError(LifetimeError):
         self.page, self.refcount = page, refcount
 
 
+class RepairRefusedError(KVCanaryError, ValueError):
+    """Bytes are patched only where exactly one changed word is certain; `reason` is one word for the sentence."""
+
+    def __init__(self, message: str, *, pool: str, slot: int, reason: str) -> None:
+        super().__init__(message)
+        self.pool, self.slot, self.reason = pool, slot, reason
+
+
 class DumpError(KVCanaryError, ValueError):
     """A dump cannot be read: truncated, foreign, of a newer version, or made to harm."""
 

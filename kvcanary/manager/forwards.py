@@ -83,7 +83,7 @@ class Forwards:
             self._session.expect_closed(f"forward({kind!r})")
         if kind not in SUBSTEP_KINDS:
             raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {kind!r}")
-        state = self._session.pool(pool)
+        state = self._session.state.by_name.get(pool) or self._session.pool(pool)
         if not self._session.is_armed:
             return WarmupSubstep()
         return (DeviceSubstep if puts and self._judges_there else SubstepCanary)(self, kind, index, state)

@@ -22,7 +22,7 @@ REMEMBERED_INCIDENTS = 65536
 class Response:
     """`log` tells, `raise` stops the engine, `abort` names the requests that must end.
 
-    log_finding: what a finding is given to
+    report_finding: what a finding is given to
     """
 
     def __init__(

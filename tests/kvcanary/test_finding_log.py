@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvcanary.provenance.bytes_of import Provenance
-from kvcanary.report.finding import FAMILIES, KEPT_IN_GROUP, Cause, Finding, FindingLog, tell
+from kvcanary.report.finding import FAMILIES, KEPT_IN_GROUP, Cause, Finding, FindingLog, log_finding
 
 CAUSE = Cause("bits", "one flipped bit", "derived", ("this word alone",))
 AS_DATA = {
@@ -66,8 +66,8 @@ def test_a_finding_as_data_is_what_it_says():
 def test_a_finding_is_told_as_one_event():
     """`kvcanary.finding`, an error, with the fields as keys, and the rank where there are several workers."""
     with capture_logs() as events:
-        tell(a_finding())
-        tell(a_finding(), rank=2)
+        log_finding(a_finding())
+        log_finding(a_finding(), rank=2)
     assert events == [
         {"event": "kvcanary.finding", "log_level": "error", "rank": rank, **AS_DATA} for rank in (None, 2)
     ]

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from kvcanary import CanaryConfig, Finding, KVCanaryError, KVCorruptionError, Report
 from kvcanary.codes import CODES, FED, SPEAK_FIRST
 from kvcanary.report.certificate import active_classes, inactive_classes
-from kvcanary.report.finding import FAMILIES, KEPT_IN_GROUP, Cause, FindingLog, tell
+from kvcanary.report.finding import FAMILIES, KEPT_IN_GROUP, Cause, FindingLog, log_finding
 
 
 def flip(engine, name: str, position: int, *, pool: str = "target", layer: int = 1, bit: int = 9) -> int:
@@ -215,7 +215,7 @@ def test_event_and_report_json_have_the_keys_of_a_finding(make_engine):
     """One dict: the fields of Finding, the event `kvcanary.finding`, and the finding in the report's JSON."""
     finding = caught_finding(make_engine)
     with capture_logs() as events:
-        tell(finding)
+        log_finding(finding)
     (event,) = events
     assert (event.pop("event"), event.pop("log_level")) == ("kvcanary.finding", "error")
     assert event.pop("rank") is None

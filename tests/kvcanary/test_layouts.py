@@ -1,4 +1,4 @@
-"""Every pool layout through the whole canary: one content has one record; a flipped bit is found and named."""
+"""Every pool layout through the whole canary: one content has one record; a flipped bit is found, named, repaired."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvcanary.checks.content import find_changed
 from kvcanary.provenance.changed_word import locate_word
 from kvcanary.records.fingerprints import fingerprints_of_layer, fingerprints_of_slots, slots_are_right
 from kvcanary.records.state import CanaryState
+from kvcanary.scrub.repair import repair_slot
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
 from kvcanary_kernels.record.layout import signed
 
@@ -110,7 +111,7 @@ def places_in(fake, rng: random.Random) -> list[tuple[str, int, int, int]]:
     return found
 
 
-def assert_named(fake, pool, slot: int, layer: int, place: tuple[str, int, int, int]) -> None:
+def assert_named_and_repaired(fake, pool, slot: int, layer: int, place: tuple[str, int, int, int]) -> None:
     part, head, dim, bit = place
     row = fake.bits(layer, slot, part, head)
     before = row.clone()
@@ -126,7 +127,8 @@ def assert_named(fake, pool, slot: int, layer: int, place: tuple[str, int, int, 
     assert (word.part, word.head, word.dim, word.byte, word.bit) == (part, head, dim, bit // 8, bit)
     mask = (1 << 8 * row.element_size()) - 1
     assert (word.old, word.new, word.size) == (int(before[dim]) & mask, int(row[dim]) & mask, row.element_size())
-    row.copy_(before)
+    assert str(repair_slot(pool, slot).word) == str(word)  # NaN is not NaN
+    assert torch.equal(row, before)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,8 @@ def assert_named(fake, pool, slot: int, layer: int, place: tuple[str, int, int, 
         *(pytest.param(dtype, page_size, marks=SLOW) for dtype in ("float32", "float64") for page_size in (1, 512)),
     ],
 )
-def test_one_flipped_bit_is_found_and_named(layout, dtype, page_size, make_fake_pool, seal_pool):
-    """In every layout, element size and page size; first and last slot, layer, part, head and dim."""
+def test_one_flipped_bit_is_found_named_and_repaired(layout, dtype, page_size, make_fake_pool, seal_pool):
+    """In every layout, element size and page size; first and last slot, layer, part, head and dim; whole bytes back."""
     fake = make_fake_pool(
         layout, page_size=page_size, num_pages=2 if page_size > 1 else 20, dtype=getattr(torch, dtype)
     )
@@ -150,14 +152,14 @@ def test_one_flipped_bit_is_found_and_named(layout, dtype, page_size, make_fake_
     first, last = fake.view.null_slots, fake.view.num_slots - 1
     for number, place in enumerate(places_in(fake, rng)):
         slot = (first, last, rng.randrange(first, last + 1))[number % 3]
-        assert_named(fake, pool, slot, number % 2, place)
+        assert_named_and_repaired(fake, pool, slot, number % 2, place)
     assert torch.equal(pool.rows.gather(torch.arange(fake.view.num_slots)), original)
 
 
 @SLOW
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_every_element_of_a_row_is_named(layout, dtype, page_size, make_fake_pool, seal_pool):
+def test_every_element_of_a_row_is_named_and_repaired(layout, dtype, page_size, make_fake_pool, seal_pool):
     """All parts, heads and dims of a layer, each with a bit of its own."""
     fake = make_fake_pool(layout, page_size=page_size, num_pages=4, heads=3, dtype=getattr(torch, dtype))
     rng = random.Random(f"{layout}:{dtype}:{page_size}")
@@ -169,7 +171,7 @@ def test_every_element_of_a_row_is_named(layout, dtype, page_size, make_fake_poo
             for dim in range(part.dim):
                 place = part.name, head, dim, rng.randrange(8 * part.element_size)
                 slot = rng.randrange(fake.view.null_slots, fake.view.num_slots)
-                assert_named(fake, pool, slot, rng.randrange(2), place)
+                assert_named_and_repaired(fake, pool, slot, rng.randrange(2), place)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float64"])

@@ -149,7 +149,7 @@ def test_hooks_have_one_order(make_static):
     assert words == f"store(layer=0) belongs between open() and close(): {name} is closed"
     substep.open()
     assert refused(HookOrderError, substep.open) == f"open() must follow close(): {name} is open"
-    assert refused(HookOrderError, rig.registry.read_back) == f"harvest() must wait for close() of {name}"
+    assert refused(HookOrderError, rig.registry.read_back) == f"read_back() must wait for close() of {name}"
     assert refused(HookOrderError, rig.registry.arm) == f"arm() must wait for close() of {name}"
     assert refused(PlanError, substep.store, 2, *values) == f"layer must be in [0, 2) for {name}, got 2"
     substep.close()

@@ -92,10 +92,14 @@ def test_each_moment_of_the_host_counts_once(monkeypatch: pytest.MonkeyPatch) ->
     assert (shares.seconds, shares.calls) == ({"canary": 2, "wait": 1}, {"canary": 1, "wait": 1})
 
 
-def test_everything_that_an_engine_calls_of_its_canary_is_timed() -> None:
-    """Methods of the manager, of its base and of the desk for operations; the engine's own part; waits."""
-    names = {f"{owner.__name__}.{name}": who for owner, name, who in host_work.entries()}
-    asked = ("CanaryManager.end_step", "CanaryManager.append", "AsyncTracker.issue", "Together.launch")
+def test_everything_that_an_engine_calls_of_its_canary_is_timed(model: Decoder) -> None:
+    """Methods of the manager, of its parts and of the tracker of operations; the engine's own part; waits."""
+    canary = step.make_engine(1, model, step.CANARIES["rolling"], 4, max_total_tokens=256, **HERE).canary
+    named = (
+        (owner if isinstance(owner, type) else type(owner), name, who) for owner, name, who in host_work.entries(canary)
+    )
+    names = {f"{owner.__name__}.{name}": who for owner, name, who in named}
+    asked = ("CanaryManager.end_step", "CanaryManager.append_all", "AsyncTracker.issue", "Together.launch")
     assert {names[name] for name in asked} == {"canary"}
     assert names["Event.synchronize"] == "wait"
     assert not any(name.partition(".")[2].startswith("_") for name in names)

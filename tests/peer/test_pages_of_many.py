@@ -32,7 +32,7 @@ def test_a_flip_in_an_idle_cached_page_is_found_in_turn(make_engine, pool):
 
 
 @pytest.mark.parametrize("pool", ["target", "draft"])
-def test_a_flip_in_a_cached_page_is_found_by_its_violation(make_engine, pool):
+def test_a_flip_in_a_cached_page_is_found_by_its_hit(make_engine, pool):
     """A hit reads its pages whole, before the forward that computes behind them gives a token."""
     engine = make_engine(content="rolling")
     tokens, slot = cached(engine)

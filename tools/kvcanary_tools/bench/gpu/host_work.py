@@ -28,7 +28,6 @@ from unittest.mock import patch
 import torch
 
 from kvcanary import CanaryManager
-from kvcanary.transfers.async_tracker import AsyncTracker
 from kvcanary_tools.bench.common import machine, progress, save, settled
 from kvcanary_tools.bench.gpu import drafted_step, step
 from kvcanary_tools.bench.gpu.device import device, give_back
@@ -74,22 +73,22 @@ class Shares:
         self._since = now
 
     @contextmanager
-    def kept(self, whose: Container[str]) -> Iterator[None]:
+    def kept(self, whose: Container[str], canary: CanaryManager | None) -> Iterator[None]:
         """By what waits for the device, and by all that an engine calls of its canary, if asked for."""
         with ExitStack() as stack:
-            for owner, name, who in entries():
+            for owner, name, who in entries(canary):
                 if who not in whose:
                     continue
                 stack.enter_context(patch.object(owner, name, self.around(who, getattr(owner, name))))
             yield
 
 
-def entries() -> list[tuple[type, str, str]]:
-    """Class, name and kind of every method that a step of an engine may call: of the canary, and those that wait."""
+def entries(canary: CanaryManager | None) -> list[tuple[object, str, str]]:
+    """Owner, name and kind of every method that a step of an engine may call: of its canary, and those that wait."""
     public = [
         (owner, name, CANARY)
-        for owner in (CanaryManager, AsyncTracker)
-        for name, _ in inspect.getmembers(owner, inspect.isfunction)
+        for owner in ([] if canary is None else [canary, canary.async_tracker])
+        for name, _ in inspect.getmembers(owner, inspect.isroutine)
         if not name.startswith("_")
     ]
     return [*public, (Together, "launch", CANARY), (torch.cuda.Event, "synchronize", WAIT)]
@@ -176,7 +175,7 @@ def _kept(engine: Engine, whose: Container[str]) -> tuple[dict[str, float], floa
     shares = Shares()
     run = shares.around(ENGINE, engine.step)
     torch.cuda.synchronize()
-    with shares.kept(whose):
+    with shares.kept(whose, engine.canary):
         for _ in range(step.STEPS):
             run()
     return {who: spent / step.STEPS for who, spent in shares.seconds.items()}, shares.calls[CANARY] / step.STEPS

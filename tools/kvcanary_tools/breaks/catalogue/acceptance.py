@@ -139,8 +139,8 @@ BREAKS = (
         (
             Edit(
                 "spec_engine.step.hooks",
-                "self.canary.on_move(self.pool.name, source, destination, guesses=guesses)",
-                "None if self.pool.name == 'target' else self.canary.on_move(self.pool.name, source, destination, guesses=guesses)",
+                "with self.canary.move(self.pool.name, source, destination, guesses=guesses):",
+                "with __import__('contextlib').nullcontext() if self.pool.name == 'target' else self.canary.move(self.pool.name, source, destination, guesses=guesses):",
             ),
         ),
         (TREE,),
