@@ -252,9 +252,9 @@ class SubstepRegistry:
     def read_back(self, pending: PendingReadback | None = None, step: int | None = None) -> Readback:
         """What fired and what did not run between the last one that was read back and this one, whose copy is over.
 
-        None: of now, after the step has been synchronised. `step`: what the violations are labelled with, None: the one
-              that
-        runs. Details are read only where something fired, and waited for.
+        pending: None: of now, after the step has been synchronised
+        step:    what the violations are labelled with; None: the one that runs
+        Details are read only where something fired, and waited for.
         """
         if pending is None:
             pending = self.begin_readback()

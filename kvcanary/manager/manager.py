@@ -57,12 +57,8 @@ class CanaryManager:
         self._attachment = Attachment(pools)
         seed = secrets.randbits(64) if config.seed is None else config.seed
         session = Session(config, CanaryState(pools, seed), config.quarantine if holds_back else 0)
-        self.session, self.config, self.async_tracker, self.recorder = (
-            session,
-            config,
-            session.async_tracker,
-            session.recorder,
-        )
+        self.session, self.config = session, config
+        self.async_tracker, self.recorder = session.async_tracker, session.recorder
         self.reporting = reporting = Reporting(session)
         self.lifecycle = lifecycle = Lifecycle(session, reporting)
         self.mapped_groups = groups = MappedGroups(session, reporting)
@@ -219,8 +215,7 @@ class CanaryManager:
         if not flight.is_collected:
             self._checks.collect(flight)
         aborted = self.reporting.conclude()
-        # it had to be collected before its turn, and stopped the engine
-        if flight.violations and self.reporting.error is not None:
+        if flight.violations and self.reporting.error is not None:  # collected before its turn, it stopped the engine
             raise self.reporting.error
         return aborted
 
@@ -312,8 +307,7 @@ class CanaryManager:
         """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
 
         written: of each of them; reads: by forward. Where the engine launches a step before it has declared the last
-                 one
-        (`launch_accepted`), reads are those of the lengths that it has declared, and written is None, with an
+        one (`launch_accepted`), reads are those of the lengths that it has declared, and written is None, with an
         `acceptance`.
         """
         captured = self._checks.captured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,10 @@ def test_the_tests_of_the_page_pass(docs: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
     child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "4 passed" in child.stdout, child.stdout
+
+
+def test_every_command_names_a_module(root: Path, docs: Path) -> None:
+    """What a page tells its reader to run with `python -m` is there."""
+    for page in [root / "README.md", *docs.glob("*.md")]:
+        for name in set(re.findall(r"python -m (kvcanary[\w.]*\w|spec_engine[\w.]*\w)", page.read_text())):
+            assert find_spec(name) is not None, f"{page.name} names {name}"

@@ -139,7 +139,7 @@ def refused(error, call, *arguments: object, **settings: object) -> str:
 
 
 def test_hooks_have_one_order(make_static):
-    """open, store, close; anything else is refused, and so is a harvest between them."""
+    """open, store, close; anything else is refused, and so is reading back between them."""
     rig = make_static()
     substep = rig.add("draft", 2)
     name = "draft[2] of the target pool, bucket of 4 rows"
