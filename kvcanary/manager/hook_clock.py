@@ -39,8 +39,11 @@ class HookClock:
 
     def remove(self) -> None:
         """The manager is as it was."""
-        vars(self._manager).clear()
-        vars(self._manager).update(self._own)
+        for name in self._names:
+            if name in self._own:
+                setattr(self._manager, name, self._own[name])
+            else:
+                delattr(self._manager, name)
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **settings: Any) -> Any:

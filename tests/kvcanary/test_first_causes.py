@@ -176,7 +176,7 @@ def test_the_same_tokens_under_another_salt(run, is_broken):
 
 
 @pytest.mark.parametrize("same_head", [0, 5])
-def test_a_prefix_violation_of_another_prompt(run, same_head):
+def test_a_prefix_hit_of_another_prompt(run, same_head):
     """The acquired page, whose tokens it holds, and from where they differ."""
 
     def act(engine):
@@ -186,7 +186,7 @@ def test_a_prefix_violation_of_another_prompt(run, same_head):
     expect(run(act), True, "R6", "identity", "a page of another prompt", "'one'", f"from position {same_head} on")
 
 
-def test_a_violation_of_two_pages_the_second_of_another_place(run):
+def test_a_hit_of_two_pages_the_second_of_another_place(run):
     """R4: the page holds positions of its own, and is named with the request that wrote it."""
 
     def act(engine):

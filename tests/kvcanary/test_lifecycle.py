@@ -110,7 +110,7 @@ def test_steps_that_are_short_leave_nothing_to_the_clock(make_engine):
 
 
 @pytest.mark.parametrize("content", ["rolling", "full"])
-def test_a_violation_reads_all_of_its_pages_at_once(make_engine, content: str):
+def test_a_hit_reads_all_of_its_pages_at_once(make_engine, content: str):
     """Whatever lies damaged on a cached page is found when a request takes it, before a forward reads it."""
     engine, pages = cached(make_engine, content=content)
     slot = pages[7] * engine.page_size + 2

@@ -79,7 +79,7 @@ def test_a_published_page_is_everybodys():
     assert ledger.holders(5) == ("a",)
 
 
-def test_a_cache_violation_takes_references_and_a_free_gives_them_back():
+def test_a_cache_hit_takes_references_and_a_free_gives_them_back():
     """Acquired pages are the head of the row under the grant that they have; the cache keeps them when all are gone."""
     ledger = with_row(make_ledger("a", "b"), "a", [5, 3], final=2)
     ledger.share("a", [5, 3], 3)
@@ -113,7 +113,7 @@ def test_evicted_pages_are_free():
     ledger.grant("b", [5], 8)
 
 
-def test_a_violation_on_a_freed_page_is_refused():
+def test_a_hit_on_a_freed_page_is_refused():
     """A prefix tree that points at a page that was evicted, or freed by its request, learns who freed it and when."""
     ledger = with_row(make_ledger("a", "b"), "a", [5], final=1)
     ledger.free("a", [5], 3)
