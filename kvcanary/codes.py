@@ -181,6 +181,4 @@ SPEAK_FIRST = frozenset(code for code in CODES if RANK[code] < RANK["R1"])
 #: Checks of the bytes; the others are checks of identity.
 CONTENT_CODES = frozenset({"R9"})
 #: Checks that something feeds in this version; the others can not fire, and the certificate says so.
-_WRITES = (f"W{number}" for number in range(1, 9))
-_READS = (f"R{number}" for number in range(1, 14))
-FED = frozenset({*_WRITES, *_READS, "T1", "O1", "P1", "H1", "L1"})
+FED = frozenset(CODES) - {"W9", "H2"}
