@@ -102,13 +102,23 @@ class Evidence:
         return self.violation.last_good in (None, self.write_step)
 
     @property
+    def is_own_write(self) -> bool:
+        """Whether the forward that found it is the one that wrote there last."""
+        return (self.violation.site, self.violation.step) == (self.write_site, self.write_step)
+
+    @property
     def is_first_read(self) -> bool:
-        """Whether the forward that wrote the entry is the one that found it, and nothing ran in between.
+        """Whether that is so, and nothing ran in between.
 
         A forward is judged before the tokens of its step leave; extend runs behind that, and waits for the next step.
         """
-        read = self.violation.site, self.violation.step
-        return read == (self.write_site, self.write_step) and self.violation.site[0] != "extend"
+        return self.is_own_write and self.violation.site[0] != "extend"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the position is one of which the reader's token is final."""
+        position = self.violation.position
+        return self.reader is not None and position is not None and position < self.reader.committed_len
 
     @cached_property
     def granted_slot(self) -> int | None:

@@ -136,6 +136,7 @@ SAID = [
             record=a_record(),
             row=a_row(owners_place=7),
             write_site=("verify", 0),
+            write_step=7,
             last_write="verify, step 7",
         ),
         Cause(
