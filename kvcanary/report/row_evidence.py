@@ -109,17 +109,10 @@ class RowEvidence:
     @cached_property
     def fed(self) -> dict[int, int]:
         """By position of this row, the token of every entry that was fed a wrong one (W6), as its record has it."""
-        own = [
-            violation for violation in self._incident if violation.code == "W6" and violation.row == self._violation.row
-        ]
-        spans = [
-            (violation.position, violation.until or violation.position)
-            for violation in own
-            if violation.position is not None
-        ]
-        positions = sorted({p for first, last in spans for p in range(first, last + 1)})[:MOST_ENTRIES]
-        entries = {position: self.at(position) for position in positions}
-        return {position: entry.token for position, entry in entries.items() if entry is not None}
+        own = [one for one in self._incident if one.code == "W6" and one.row == self._violation.row]
+        spans = [range(one.position, (one.until or one.position) + 1) for one in own if one.position is not None]
+        positions = sorted(set().union(*spans))[:MOST_ENTRIES]
+        return {position: entry.token for position in positions if (entry := self.at(position)) is not None}
 
     @cached_property
     def shift(self) -> int:
@@ -153,8 +146,8 @@ class RowEvidence:
     def first_of(self) -> str | None:
         """A request, the row's own or another, that begins with the token of the entry that was found."""
         entry = self.at(self._violation.position)
-        names = self._ledger.requests.items()
-        return next((n for n, r in names if entry is not None and len(r.tokens) and r.tokens[0] == entry.token), None)
+        names = [] if entry is None else [n for n, r in self._ledger.requests.items() if entry.token in r.tokens[:1]]
+        return names[0] if names else None
 
     @cached_property
     def guesses(self) -> list[tuple[int, Record]]:
