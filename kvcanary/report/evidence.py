@@ -16,7 +16,6 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import site_name, unpack_site
 from kvcanary.pools.slot_maps import slots_in
-from kvcanary.provenance.arrival import Arrival
 from kvcanary.provenance.bytes_of import Provenance, holds_its_own
 from kvcanary.provenance.changed_word import ChangedWord
 from kvcanary.report.arrival_text import expected_of, found_of
@@ -170,9 +169,8 @@ class Evidence:
             slot = self.slot_of(self.first_difference)
         if slot is None:
             return self.violation.code != "R9"
-        return all(
-            holds_its_own(self.violation.pool, layer, slot) for layer in range(self.violation.pool.view.num_layers)
-        )
+        pool = self.violation.pool
+        return all(holds_its_own(pool, layer, slot) for layer in range(pool.view.num_layers))
 
     @cached_property
     def first_difference(self) -> int | None:
@@ -207,13 +205,15 @@ def expected_and_found(facts: Evidence) -> tuple[Values, Values]:
 
 
 def _both_sides(facts: Evidence) -> tuple[Values, Values]:
-    if facts.violation.expected is not None:
-        expected, found = _content(facts) if facts.word is not None else ({}, {})
-        return facts.violation.expected | expected, (facts.violation.found or {}) | found
-    if facts.violation.arrival is not None:
-        return _arrival(facts, facts.violation.arrival)
-    if facts.violation.is_unwritten:
-        return {"elements": "finite"}, {"layers_not_finite": list(facts.violation.layers)}
+    violation = facts.violation
+    expected, found = _content(facts) if facts.word is not None else ({}, {})
+    if violation.expected is not None:
+        return violation.expected | expected, (violation.found or {}) | found
+    if violation.arrival is not None:
+        place = violation.arrived_as
+        return expected | expected_of(violation.arrival, place), found | found_of(violation.arrival, place)
+    if violation.is_unwritten:
+        return {"elements": "finite"}, {"layers_not_finite": list(violation.layers)}
     sides = next((sides for codes, sides in _SIDES if facts.violation.code in codes.split()), None)
     return sides(facts) if sides in _NEED_NO_RECORD or (sides and facts.record is not None) else ({}, {})
 
@@ -304,10 +304,7 @@ def _truth(facts: Evidence) -> tuple[Values, Values]:
     if reader is None:
         return {}, {"chain": _hex(found.chain)}
     truth = facts.ledger.truth(reader, violation.pool.pool_id, (violation.position or 0) + 1)
-    return {"chain": _hex(truth)}, {
-        "chain": _hex(found.chain),
-        "first_different_position": facts.first_difference,
-    }
+    return {"chain": _hex(truth)}, {"chain": _hex(found.chain), "first_different_position": facts.first_difference}
 
 
 def _step(facts: Evidence) -> tuple[Values, Values]:
@@ -329,12 +326,6 @@ def _content(facts: Evidence) -> tuple[Values, Values]:
     digits = 2 * word.size
     expected = {"bits": f"0x{word.old:0{digits}x}", "value": _number(word.old_value)}
     return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
-
-
-def _arrival(facts: Evidence, arrival: Arrival) -> tuple[Values, Values]:
-    expected, found = _content(facts) if facts.word is not None else ({}, {})
-    place = facts.violation.arrived_as
-    return expected | expected_of(arrival, place), found | found_of(arrival, place)
 
 
 #: By codes, both sides of what they check; what reads the record says nothing where there is none.
