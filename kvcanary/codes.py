@@ -1,6 +1,6 @@
 """The checks: code, short name, plain sentence, where each is judged, which finding speaks first, and which are fed.
 
-`kvcanary codes R9` shows one of them, with what it means for a user and what to do next (`kvcanary.advice`).
+`kvcanary codes R9` shows one of them, with what it means for a user and what to do next (`kvcanary_tools.advice`).
 """
 
 from __future__ import annotations
