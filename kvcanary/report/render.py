@@ -138,9 +138,7 @@ def _since(finding: Finding) -> str:
 def _blast(finding: Finding) -> str:
     if not finding.readers:
         return ""
-    names = ", ".join(repr(name) for name in finding.readers[:4])
-    more = f" and {len(finding.readers) - 4} more" if len(finding.readers) > 4 else ""
-    return f"{names}{more}; {finding.exposed_tokens} tokens exposed"
+    return f"{_few([repr(name) for name in finding.readers])}; {finding.exposed_tokens} tokens exposed"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -148,9 +146,9 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
 
 
-def _few(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:4])
-    return shown if len(numbers) <= 4 else f"{shown} and {len(numbers) - 4} more"
+def _few(values: Sequence[object]) -> str:
+    shown = ", ".join(map(str, values[:4]))
+    return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"
 
 
 def _summary(findings: int, counters: Mapping[str, int]) -> str:

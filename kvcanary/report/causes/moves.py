@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcanary.pools.launch_site import TREE_KINDS, site_name, unpack_site
-from kvcanary.report.causes.rows import is_current_write
+from kvcanary.report.causes.rows import is_current_write, own_entry
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary_kernels.record.layout import Record
@@ -11,10 +11,9 @@ from kvcanary_kernels.record.layout import Record
 
 def undeclared_move(facts: Evidence) -> Cause | None:
     """Other bytes than the record's, where another node's record lies than the one that was accepted."""
-    lies, place = facts.record if facts.is_own_place else None, facts.own_position
-    if facts.violation.code == "R6":
-        lies, place = facts.different_record, facts.first_difference
-    if lies is None or facts.reader is None or facts.holds_its_own or lies.request != facts.reader.uid:
+    lies = own_entry(facts)
+    place = facts.first_difference if facts.violation.code == "R6" else facts.own_position
+    if lies is None or facts.reader is None or facts.holds_its_own:
         return None
     kind, index, _ = unpack_site(lies.site)
     is_final = place is not None and place < facts.reader.committed_len and not facts.row.is_own(place)

@@ -9,7 +9,7 @@ from kvcanary.pools.slot_maps import window_start
 from kvcanary.report.causes.identity import other_prompt, other_root
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
-from kvcanary_kernels.record.layout import LOAD_FAILED, LOADING, NEVER_WRITTEN
+from kvcanary_kernels.record.layout import LOAD_FAILED, LOADING, NEVER_WRITTEN, Record
 
 UNLOADED = (NEVER_WRITTEN, LOADING, LOAD_FAILED)  # states of a page
 WRAPPED = 1 << 31  # what a 32-bit index can not hold
@@ -65,18 +65,19 @@ def more_entries(facts: Evidence) -> Cause | None:
 
 def kept_other_nodes(facts: Evidence) -> Cause | None:
     """The row looks in its own place, and another node of the tree lies there than was accepted."""
-    lies = facts.different_record if facts.violation.code == "R6" else facts.record if facts.is_own_place else None
-    if lies is None or facts.reader is None or lies.request != facts.reader.uid:
+    lies = own_entry(facts)
+    if lies is None or unpack_site(lies.site)[0] not in TREE_KINDS:
         return None
-    kind, index, _ = unpack_site(lies.site)
-    if kind not in TREE_KINDS:
-        return None
-    evidence = (
-        "the row looks in the slot that it was granted",
-        f"{site_name(kind, index)}, step {lies.step}, wrote what lies there",
-    )
+    wrote = f"{site_name(*unpack_site(lies.site)[:2])}, step {lies.step}, wrote what lies there"
+    evidence = ("the row looks in the slot that it was granted", wrote)
     text = "entries were kept by their number, not by the accepted path, or their move went wrong"
     return Cause("draft", text, "derived", evidence)
+
+
+def own_entry(facts: Evidence) -> Record | None:
+    """An entry of the request itself that is wrong where it lies, in the place that was granted for it."""
+    lies = facts.different_record if facts.violation.code == "R6" else facts.record if facts.is_own_place else None
+    return lies if lies is not None and facts.reader is not None and lies.request == facts.reader.uid else None
 
 
 def exchange(facts: Evidence) -> Cause | None:

@@ -8,16 +8,10 @@ from kvcanary.report.finding import Cause
 from kvcanary.transfers.async_ops import FREED, OUTDATED
 
 
-def stored_twice(facts: Evidence) -> Cause | None:
-    if not facts.violation.layers:
-        return None
-    evidence = (f"layer {facts.violation.layers[0]} was marked as stored already",)
-    return Cause("order", "the layer's store ran twice in this forward", "derived", evidence)
-
-
-def shared_slot(facts: Evidence) -> Cause | None:
+def written_twice(facts: Evidence) -> Cause | None:
     if facts.violation.layers:
-        return None
+        evidence = (f"layer {facts.violation.layers[0]} was marked as stored already",)
+        return Cause("order", "the layer's store ran twice in this forward", "derived", evidence)
     text = "two entries of this forward were given one slot"
     is_own = facts.owner is None or facts.owner == facts.violation.request_id
     return Cause("draft" if facts.violation.site[0] in TREE_KINDS and is_own else "addressing", text, "derived")
