@@ -130,15 +130,11 @@ def _parse_integer(name: str) -> Callable[[str], int]:
     return parse
 
 
-def _parse_budget(text: str) -> int | None:
-    return None if text.lower() == "auto" else parse_bytes(text)
-
-
 _VARIABLES = {"seed": "KV_CANARY_SEED", "dump_dir": "DUMP"}
 _PARSERS = {
     "mode": str.lower,
     "content": str.lower,
-    "budget": _parse_budget,
+    "budget": lambda text: None if text.lower() == "auto" else parse_bytes(text),
     "seed": _parse_integer("seed"),
     "poison": str.lower,
     "quarantine": _parse_integer("quarantine"),

@@ -137,7 +137,6 @@ def check_tree_array(name: str, found: Sequence[int], needed: Sequence[int], dty
 
 
 def check_chain_nodes(num_steps: int, num_nodes: int) -> None:
-    """With topk 1 every candidate is kept."""
     if num_steps < 0 or num_nodes != num_steps + 1:
         raise TreeShapeError(
             f"num_draft_tokens of a chain must be num_steps + 1 = {num_steps + 1}, got {num_nodes}: topk 1 keeps every "

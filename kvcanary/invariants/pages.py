@@ -129,7 +129,6 @@ def check_pages_final(request: str, num_pages: int, committed_len: int, page_siz
 
 
 def check_pages_uncached(pages: Sequence[int], cached: Collection[int]) -> None:
-    """A page stands for one prefix."""
     twice = [page for page in pages if page in cached]
     if twice or len(set(pages)) != len(pages):
         raise PageAliasError(

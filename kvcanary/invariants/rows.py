@@ -37,7 +37,6 @@ class RowOverflowError(InvariantError):
 
 
 def check_row_width(width: int, needed: int) -> None:
-    """Rows of the request table are as wide as the longest request was planned to need."""
     if width < needed:
         raise RowOverflowError(
             f"rows of the request table have {width} columns, the longest request and its reserve, rounded to pages, "
@@ -74,7 +73,6 @@ def check_row_covers(row: int, end: int, filled: int, page_size: int) -> None:
 
 
 def check_rows_distinct(requests: Sequence[str], rows: Sequence[int]) -> None:
-    """The requests of one batch use different rows, none of them padding's."""
     if 0 in rows:
         raise NullPageError(f"{requests[rows.index(0)]} uses row 0, it is padding's: rows begin at 1")
     if len(set(rows)) != len(rows):
@@ -94,7 +92,6 @@ def check_index_lengths(forward: str, array: str, found: int, lens: Sequence[int
 
 
 def check_run_pages(num_keys: int, num_pages: int, page_size: int) -> None:
-    """A run of cached tokens has a page for every key."""
     if num_pages < num_keys:
         raise IndexLengthError(
             f"tokens of {num_keys} whole pages of {page_size} slots cached with {num_pages} pages: pass a page for each"

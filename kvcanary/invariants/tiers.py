@@ -21,7 +21,6 @@ class WindowMapError(InvariantError):
 
 
 def check_protected(request: str, protected_len: int, page_size: int) -> None:
-    """What a prefix cache holds of a row are whole pages."""
     if protected_len % page_size:
         raise WindowMapError(f"{request}: protected length {protected_len} must be whole pages of {page_size} slots")
 

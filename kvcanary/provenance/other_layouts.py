@@ -1,5 +1,4 @@
-"""Other layouts: bytes that came back whole, but by another axis, order or stride. Each is undone, and proved by
-fingerprints.
+"""Other layouts: bytes that came back whole, by another axis, order or stride; undone, and proved by fingerprints.
 
 Tried at the first few slots that nothing else explains; an answer holds for all of these, or is none.
 """

@@ -57,8 +57,9 @@ class RowEvidence:
         """Another live request in whose row an entry stands, or behind whose row it was guessed."""
         before = (entry.chain - mix_host(entry.token, entry.position, self._pool.keys)) * self._pool.keys.inverse
         wanted = ((entry.position + 1, entry.chain), (entry.position, before & MASK_64))
+        truth, pool_id = self._ledger.truth, self._pool.pool_id
         for name, request in self._ledger.requests.items():
-            if request is not self._reader and any(self._truth(request, end) == chain for end, chain in wanted):
+            if request is not self._reader and any(truth(request, pool_id, end) == chain for end, chain in wanted):
                 return name
         return None
 
@@ -169,10 +170,7 @@ class RowEvidence:
 
     def _is_of(self, request: Request, position: int) -> bool:
         entry = self._of(request, position)
-        return entry is not None and entry.chain == self._truth(request, position + 1)
-
-    def _truth(self, request: Request, length: int) -> int | None:
-        return self._ledger.truth(request, self._pool.pool_id, length)
+        return entry is not None and entry.chain == self._ledger.truth(request, self._pool.pool_id, position + 1)
 
     def _of(self, request: Request, position: int) -> Record | None:
         name = self._ledger.slot(request, position) if position >= 0 else -1

@@ -625,10 +625,10 @@ SAID = [
             ("1 pages of the row wait for a load, page 6 first",),
         ),
     ),
-    (rows.never_written, shown(), None),
-    (rows.never_written, shown(record=a_record()), None),
+    (rows.old_record, shown(), None),
+    (rows.old_record, shown(record=a_record()), None),
     (
-        rows.never_written,
+        rows.old_record,
         shown(record=a_record(site=0)),
         Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",)),
     ),
@@ -645,7 +645,6 @@ SAID = [
         ),
     ),
     (rows.old_record, shown(), None),
-    (rows.old_record, shown(record=a_record(site=0), granted=3), None),
     (rows.old_record, shown(record=a_record(), granted=2), None),
     *(
         (
@@ -687,16 +686,16 @@ SAID = [
     *(
         (rule, shown(a_violation(code="L1", site=("event", 0), found=found)), None)
         for rule, found in (
-            (rows.published_unfinished, None),
-            (rows.published_unfinished, {"event": "published", "state": "FREE"}),
-            (rows.published_unfinished, {"event": "evicted", "state": "WRITTEN"}),
-            (rows.loaded_over_entries, None),
-            (rows.loaded_over_entries, {"event": "loaded", "state": "LOAD_FAILED"}),
-            (rows.loaded_over_entries, {"event": "freed", "state": "SHARED"}),
+            (rows.refused_event, None),
+            (rows.refused_event, {"event": "published", "state": "FREE"}),
+            (rows.refused_event, {"event": "evicted", "state": "WRITTEN"}),
+            (rows.refused_event, None),
+            (rows.refused_event, {"event": "loaded", "state": "LOAD_FAILED"}),
+            (rows.refused_event, {"event": "freed", "state": "SHARED"}),
         )
     ),
     (
-        rows.published_unfinished,
+        rows.refused_event,
         shown(
             a_violation(code="L1", site=("event", 0), found={"event": "published", "state": "WRITTEN"}), events=A_FREE
         ),
@@ -711,7 +710,7 @@ SAID = [
         ),
     ),
     (
-        rows.loaded_over_entries,
+        rows.refused_event,
         shown(a_violation(code="L1", site=("event", 0), found={"event": "marked loading", "state": "COMMITTED"})),
         Cause(
             "transfer",

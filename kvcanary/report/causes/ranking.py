@@ -44,8 +44,7 @@ def _fixed(family: str, text: str) -> Rule:
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("L1",), rows.contradiction),
     (("L1",), rows.no_page_to_name),
-    (("L1",), rows.published_unfinished),
-    (("L1",), rows.loaded_over_entries),
+    (("L1",), rows.refused_event),
     (("R9",), bytes_.scale),
     (("R9",), bytes_.changed_word),
     (("R9", "R4", "R5", "R6"), moves.undeclared_move),
@@ -100,7 +99,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4", "R5", "R12"), rows.short_write),
     (("R12",), rows.without_hooks),
     (("R12",), rows.missing_layer),
-    (("R12",), rows.never_written),
     (("R12",), rows.old_record),
     (("R12",), rows.past_the_end),
     (("R10",), rows.repeated_number),

@@ -377,12 +377,6 @@ def refused_load(facts: Evidence) -> Cause | None:
     return Cause("transfer", "a load was refused or still runs, and its tokens were counted", "derived", evidence)
 
 
-def never_written(facts: Evidence) -> Cause | None:
-    if facts.record is None or facts.record.site:
-        return None
-    return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
-
-
 def past_the_end(facts: Evidence) -> Cause | None:
     if facts.owner is None or facts.owner != facts.violation.request_id:
         return None
@@ -391,9 +385,12 @@ def past_the_end(facts: Evidence) -> Cause | None:
 
 
 def old_record(facts: Evidence) -> Cause | None:
+    """The slot has none, or that of an earlier grant."""
     found = facts.record
-    if found is None or not found.site or facts.granted in (None, found.generation):
+    if found is None or (found.site and facts.granted in (None, found.generation)):
         return None
+    if not found.site:
+        return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
     evidence = (f"the record is of grant {found.generation}, the page is at {facts.granted}",)
     text = "the record is from before the page was granted again"
     if facts.owner is None:
@@ -418,26 +415,17 @@ def no_page_to_name(facts: Evidence) -> Cause | None:
     return Cause("addressing", "a page was named that no request may have", "derived", evidence)
 
 
-def published_unfinished(facts: Evidence) -> Cause | None:
-    event, state = _refused(facts)
-    if event != "published" or state not in ("RESERVED", "WRITTEN"):
-        return None
-    evidence = (f"page {facts.violation.page} is {state}, not yet COMMITTED", *_last_event(facts))
-    return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
-
-
-def loaded_over_entries(facts: Evidence) -> Cause | None:
-    event, state = _refused(facts)
-    if event not in ("marked loading", "loaded", "restored") or state not in ("WRITTEN", "COMMITTED", "SHARED"):
-        return None
-    evidence = (f"page {facts.violation.page} is {state}: it holds entries already", *_last_event(facts))
-    return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
-
-
-def _refused(facts: Evidence) -> tuple[str | None, str | None]:
-    """The event that a page may not have in its state."""
-    found = facts.violation.found or {}
-    return found.get("event"), found.get("state")
+def refused_event(facts: Evidence) -> Cause | None:
+    """An event that a page may not have in its state."""
+    found, page = facts.violation.found or {}, facts.violation.page
+    event, state = found.get("event"), found.get("state")
+    if event == "published" and state in ("RESERVED", "WRITTEN"):
+        evidence = (f"page {page} is {state}, not yet COMMITTED", *_last_event(facts))
+        return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
+    if event in ("marked loading", "loaded", "restored") and state in ("WRITTEN", "COMMITTED", "SHARED"):
+        evidence = (f"page {page} is {state}: it holds entries already", *_last_event(facts))
+        return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
+    return None
 
 
 def _last_event(facts: Evidence) -> tuple[str, ...]:
