@@ -261,7 +261,7 @@ def lineage_of(violation: CapturedViolation, runs: Sequence[Launched]) -> Lineag
     run = next((run for run in runs if _is_of(violation, run)), None)
     if run is None or violation.code != "R5" or not violation.is_exact:
         return None
-    last = next((last for last in runs if last.substep is run.substep.before and last.batch is run.batch), None)
+    last = next((last for last in runs if last.substep.work is run.substep.before and last.batch is run.batch), None)
     decoded = _decoded(run)
     if last is None or decoded.lineage is None or violation.place != decoded.begins[violation.row] - 1:
         return None

@@ -135,7 +135,7 @@ class SubstepRegistry:
         number = len(self._in_order)
         header, made = self._headers[number], Settings(**settings)
         if inputs.lineage is not None:
-            made = replace(made, before=self._before(pool, kind, index, inputs.num_rows))
+            made = replace(made, before=self._before(pool, kind, index, inputs.num_rows).work)
         if made.attends and self.compares_reads:
             made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
         substep = CapturedSubstep(
