@@ -181,8 +181,8 @@ class Launches:
             self.attest = bind(ops.attest, kept_rows(rows, work.kept), work.planned.safe_slots, **self._entries)
 
     def _bind_judges(self, runs: Tensor) -> None:
-        """Prefixes, which earlier forwards wrote, are one segment a row, from its root; what this forward wrote itself is
-        one segment an entry, since parents give its place. Bytes are judged where attention has fingerprinted them.
+        """Prefixes, which earlier forwards wrote, are one segment a row, from its root; what this forward wrote is one
+        segment an entry, since parents give its place. Bytes are judged where attention has fingerprinted them.
         """
         bind, ops, forward, work, planned = self._bind, self._ops, self._forward, self._work, self._work.planned
         self.verify_prefixes = bind(

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import repeat
 
-from kvcanary.captured.decoded import Launched
+from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.substep import SAFE
 from kvcanary.ledger.page_states import Pages
 from kvcanary.ledger.requests import Batch

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.calls.entries import Entries
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.captured.kernel_launches import PLANNED, READ, is_later
-from kvcanary.captured.substep import HEADER_PART, ROW_STARTS, VIOLATIONS, CapturedSubstep
+from kvcanary.captured.launch_group import Launched
+from kvcanary.captured.substep import ROW_STARTS, VIOLATIONS, CapturedSubstep
 from kvcanary.checks.grants import grant_codes
-from kvcanary.ledger.ledger import Ledger, Request
-from kvcanary.records.mailbox import Message
+from kvcanary.ledger.ledger import Ledger
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import ENTRY, ROW, SLOT, STEP
 from kvcanary_kernels.record.layout import CODE_BITS, MASK_32, signed
@@ -27,6 +27,7 @@ MOST_ROWS = 16  # of a forward in which something fired
 VIOLATIONS_PER_CHECK = 64  # of each side of a forward; the others are counted
 CHUNK = 1 << 16  # codes read together, until every check has its violations
 NOWHERE = -1
+_where = attrgetter("code", "row", "entry", "place")
 CODES_BY_BIT = {bits.bit_length() - 1: code for code, bits in CODE_BITS.items()}
 
 
@@ -58,26 +59,22 @@ class CapturedViolation:
     others: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CoverageGap:
-    """H1: since it was read back last a forward covered other numbers than the host planned; none of them is a launch.
+class Amounts(NamedTuple):
+    """Of forwards: rows, entries that they write, and entries that their rows read."""
 
-    Entries are those written, reads those that rows read.
-    """
+    rows: int = 0
+    entries: int = 0
+    reads: int = 0
+
+
+class CoverageGap(NamedTuple):
+    """H1: since it was read back last a forward covered others than the host planned; none of them is a launch."""
 
     pool: str
     site: tuple[str, int]
     bucket: int
-    planned_rows: int
-    run_rows: int
-    planned_entries: int
-    run_entries: int
-    planned_reads: int
-    run_reads: int
-
-    @property
-    def code(self) -> str:
-        return "H1"
+    planned: Amounts
+    run: Amounts
 
 
 class ReadRow(NamedTuple):
@@ -93,75 +90,40 @@ class ReadRow(NamedTuple):
 class Readback:
     """What fired and what did not run since it was read back last.
 
-    totals: entries by (code, pool, site), exact, also where `violations` holds only the first of them
-    runs:   rows, entries written and entries read that have run
-    rows:   in which a read fired, the first of each substep
+    runs: what has run
+    rows: in which a read fired, the first of each substep
     """
 
     violations: list[CapturedViolation] = field(default_factory=list)
     gaps: list[CoverageGap] = field(default_factory=list)
-    totals: dict[tuple[str, str, tuple[str, int]], int] = field(default_factory=dict)
-    runs: tuple[int, int, int] = (0, 0, 0)
+    runs: Amounts = field(default_factory=Amounts)
     rows: list[ReadRow] = field(default_factory=list)
 
 
-class Ran(NamedTuple):
-    """A run of a substep that the host launched, of which the buffers may hold a later one by now.
-
-    turn: in which it ran;  message: as `CapturedSubstep.written` told it
-    """
-
-    turn: int
-    message: Message
-    requests: Sequence[Request]
-
-    @property
-    def row_starts(self) -> NDArray[np.int64]:
-        """[rows] where its rows began in the index array."""
-        return self.message[ROW_STARTS]
-
-    @property
-    def row_violations(self) -> NDArray[np.int64]:
-        """[rows] entries of its rows at which something fired."""
-        return self.message[VIOLATIONS]
-
-    @property
-    def header(self) -> NDArray[np.int64]:
-        """[HEADER]"""
-        return self.message[HEADER_PART]
-
-
 def read_violations(
-    substep: CapturedSubstep, new_counts: Tensor, step: int, ran: Ran | None
+    substep: CapturedSubstep, new_counts: Tensor, step: int, run: Launched | None
 ) -> list[CapturedViolation]:
     """The violations of a step behind `new_counts` [2, 64]: from codes of the last forward, and from the first ones
     kept.
 
     A later forward of the same substep overwrites codes; the first finding of each check outlives it, and is one of
-    `ran`; None: of the last run. Every row at which something fired is named by one of them.
+    `run`; None: of the last run. Every row at which something fired is named by one of them.
     """
-    is_last, violations = ran is None or ran.turn == substep.last_turn, list[CapturedViolation]()
-    planned, read = (
-        _planned_violations(substep, new_counts[PLANNED], step),
-        _read_violations(substep, new_counts[READ], step),
-    )
+    is_last, violations = run is None or run.turn == substep.last_turn, list[CapturedViolation]()
+    planned = _planned_violations(substep, new_counts[PLANNED], step)
+    read = _read_violations(substep, new_counts[READ], step)
     for side, found in ((PLANNED, list(planned)), (READ, list(read))):
         wanted = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}
         if is_last:
             violations += found
             wanted -= {violation.code for violation in found}
-        firsts = list(_first_violations(substep, side, wanted, step, ran)) if wanted else []
+        firsts = list(_first_violations(substep, side, wanted, step, run)) if wanted else []
         violations += firsts
         if not is_last:
-            reported = {(violation.code, violation.row, violation.entry, violation.place) for violation in firsts}
-            others = [
-                violation
-                for violation in found
-                if (violation.code, violation.row, violation.entry, violation.place) not in reported
-            ]
-            violations += [replace(violation, is_exact=False) for violation in others]
+            reported = set(map(_where, firsts))
+            violations += [replace(one, is_exact=False) for one in found if _where(one) not in reported]
     substep.work.forget_firsts(step)
-    return _with_all_rows(substep, violations, ran)
+    return _with_all_rows(substep, violations, run)
 
 
 def read_rows(substep: CapturedSubstep, numbers: Iterable[int]) -> list[ReadRow]:
@@ -187,12 +149,12 @@ def rows_of(substep: CapturedSubstep, violations: Sequence[CapturedViolation]) -
 
 
 def _with_all_rows(
-    substep: CapturedSubstep, violations: list[CapturedViolation], ran: Ran | None
+    substep: CapturedSubstep, violations: list[CapturedViolation], run: Launched | None
 ) -> list[CapturedViolation]:
     """The first of these violations speaks for the rows at which something fired and that none of them names."""
-    row_violations = substep.work.planned.row_violations.cpu().numpy() if ran is None else ran.row_violations
+    row_violations = substep.work.planned.row_violations.cpu().numpy() if run is None else run.message[VIOLATIONS]
     named = {violation.uid for violation in violations}
-    uids = dict.fromkeys(_uid(substep, row, ran) for row in np.flatnonzero(row_violations).tolist())
+    uids = dict.fromkeys(_uid(substep, row, run) for row in np.flatnonzero(row_violations).tolist())
     others = tuple(uid for uid in uids if uid not in named and uid != NOWHERE)
     return [replace(violations[0], others=others), *violations[1:]] if others and violations else violations
 
@@ -261,7 +223,7 @@ def _first_places(
 
 
 def _first_violations(
-    substep: CapturedSubstep, side: int, codes: set[str], step: int, ran: Ran | None
+    substep: CapturedSubstep, side: int, codes: set[str], step: int, run: Launched | None
 ) -> Iterator[CapturedViolation]:
     forward = substep.forward
     for bit, first in enumerate(substep.work.firsts[side].tolist()):
@@ -269,25 +231,32 @@ def _first_violations(
             entry, row = first[ENTRY], first[ROW]
             place = NOWHERE
             if side == READ:
-                starts = substep.work.planned.starts if ran is None else ran.row_starts
+                starts = substep.work.planned.starts if run is None else run.message[ROW_STARTS]
                 place, entry = entry - int(starts[row]), NOWHERE
             elif entry >= forward.num_entries:
                 entry = NOWHERE
-            yield _violation(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP], ran)
+            yield _violation(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP], run)
 
 
 def _violation(
-    substep: CapturedSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int, ran: Ran | None = None
+    substep: CapturedSubstep,
+    code: str,
+    row: int,
+    entry: int,
+    place: int,
+    slot: int,
+    step: int,
+    run: Launched | None = None,
 ) -> CapturedViolation:
-    uid = _uid(substep, row, ran)
+    uid = _uid(substep, row, run)
     return CapturedViolation(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)
 
 
-def _uid(substep: CapturedSubstep, row: int, ran: Ran | None) -> int:
+def _uid(substep: CapturedSubstep, row: int, run: Launched | None) -> int:
     if row == NOWHERE:
         return NOWHERE
-    if ran is not None and row // substep.width < len(ran.requests):
-        return ran.requests[row // substep.width].uid
+    if run is not None and row // substep.width < len(run.batch.requests):
+        return run.batch.requests[row // substep.width].uid
     return int(substep.forward.uids[row])
 
 

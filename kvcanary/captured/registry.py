@@ -14,13 +14,12 @@ from torch import Tensor
 from kvcanary.calls.forward import Ints
 from kvcanary.captured.accepted_tokens import AcceptedTokens, CapturedAcceptance, CapturedTruth
 from kvcanary.captured.buffers import Batch, StaticBuffers
-from kvcanary.captured.decoded import Launch, runs_of
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
-from kvcanary.captured.launch_group import LaunchGroup, Part
+from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup, Part, runs_of
 from kvcanary.captured.moves import CapturedMove
 from kvcanary.captured.one_shot import OneShotSubstep
-from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Ran, Readback, read_violations, rows_of
-from kvcanary.captured.substep import CapturedSubstep
+from kvcanary.captured.readback import Amounts, CoverageGap, Readback, read_violations, rows_of
+from kvcanary.captured.substep import HEADER_PART, CapturedSubstep
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.native.layout import RUN
 from kvcanary.pools.launch_site import site_name
@@ -33,7 +32,6 @@ from kvcanary_kernels.judge.forward import ForwardPlan
 from kvcanary_kernels.judge.plan import NO_CLAIM
 from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 from kvcanary_kernels.record.layout import MASK_32
-from kvcanary_kernels.record.streams import current
 
 CAPACITY = 256  # substeps: kinds and indices times buckets
 
@@ -53,10 +51,6 @@ class PendingReadback(NamedTuple):
     planned: array[int]
     launches: Sequence[Launch]
     structs: array[int]
-
-    def by_substep(self) -> dict[int, Ran]:
-        """The last run of each."""
-        return {run.number: run.ran for run in runs_of(self.launches)}
 
 
 class SubstepRegistry:
@@ -249,24 +243,17 @@ class SubstepRegistry:
         own = headers, once, planned, launches, array("q") if structs is None else structs
         return tuple.__new__(PendingReadback, own)  # as `PendingReadback(*own)`, without a call
 
-    def read_back(self, pending: PendingReadback | None = None, step: int | None = None) -> Readback:
+    def read_back(self, pending: PendingReadback, step: int) -> Readback:
         """What fired and what did not run between the last one that was read back and this one, whose copy is over.
 
-        pending: None: of now, after the step has been synchronised
-        step:    what the violations are labelled with; None: the one that runs
-        Details are read only where something fired, and waited for.
+        step: what the violations are labelled with. Details are read only where something fired, and waited for.
         """
-        if pending is None:
-            pending = self.begin_readback()
-            if self.step.is_cuda:
-                current(self.step.device).synchronize()
         readback, totals = Readback(), array("q", bytes(8 * NUM_RUNS))
         if pending.headers is not None or not self._is_quiet(pending, totals):
             self._take_all(pending, totals, readback, step)
         for substep, header in pending.once:
-            with torch.inference_mode():
-                self._take(substep, header, substep.planned, totals, readback, step, None)
-        readback.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
+            self._take(substep, header, substep.planned, totals, readback, step, None)
+        readback.runs = _amounts(totals)
         return readback
 
     # helpers
@@ -309,18 +296,18 @@ class SubstepRegistry:
         num_runs = len(structs) // RUN.size
         return bool(self._loops.take_quiet(num_runs, structs.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
 
-    def _take_all(self, pending: PendingReadback, totals: array[int], readback: Readback, step: int | None) -> None:
-        headers, runs = pending.headers, pending.by_substep()
+    def _take_all(self, pending: PendingReadback, totals: array[int], readback: Readback, step: int) -> None:
+        headers, runs = pending.headers, {run.substep.number: run for run in runs_of(pending.launches)}
         if headers is None:
-            headers = {number: ran.header for number, ran in runs.items()}
+            headers = {number: run.message[HEADER_PART] for number, run in runs.items() if number is not None}
         for number, header in headers.items():
             header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
             new = header - self._seen[number]
             self._seen[number] = header
             planned = pending.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
-            with torch.inference_mode():
-                self._take(self._in_order[number], new, planned, totals, readback, step, runs.get(number))
+            self._take(self._in_order[number], new, planned, totals, readback, step, runs.get(number))
 
+    @torch.inference_mode()
     def _take(
         self,
         substep: CapturedSubstep,
@@ -328,8 +315,8 @@ class SubstepRegistry:
         planned: list[int],
         totals: array[int],
         readback: Readback,
-        step: int | None,
-        ran: Ran | None,
+        step: int,
+        run: Launched | None,
     ) -> None:
         """What a substep says since the last time into readback and totals, H1 where it covered what was not planned.
 
@@ -337,26 +324,21 @@ class SubstepRegistry:
         """
         counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :].tolist()
         if counts.any():
-            self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), readback, step, ran)
+            violations = read_violations(substep, torch.from_numpy(counts).view(2, NUM_BITS), step, run)
+            readback.violations += violations
+            readback.rows += rows_of(substep, violations)
         if planned != runs:
-            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
+            both = _amounts(planned), _amounts(runs)
             readback.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
-        for run, count in enumerate(runs):
-            totals[run] += count
-
-    def _collect(
-        self, substep: CapturedSubstep, new_counts: Tensor, readback: Readback, step: int | None, ran: Ran | None
-    ) -> None:
-        violations = read_violations(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
-        readback.violations += violations
-        readback.rows += rows_of(substep, violations)
-        for bit, count in enumerate(new_counts.sum(0).tolist()):
-            if count:
-                what = CODES_BY_BIT[bit], substep.pool.name, substep.site
-                readback.totals[what] = readback.totals.get(what, 0) + count  # buckets share a site
+        for number, count in enumerate(runs):
+            totals[number] += count
 
     def _not_closed(self, what: str) -> HookOrderError:
         return HookOrderError(f"{what} must wait for close() of {next(iter(self.shared.opened))}")
+
+
+def _amounts(runs: Sequence[int]) -> Amounts:
+    return Amounts(runs[RUN_ROWS], runs[RUN_WRITTEN], runs[RUN_READ])
 
 
 def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:

@@ -18,8 +18,8 @@ from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
 from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
-from kvcanary.captured.decoded import DecodedForward, Launch, Launched, lineage_of, runs_of, tokens_of
-from kvcanary.captured.launch_group import LaunchGroup
+from kvcanary.captured.decoded import DecodedForward, lineage_of, tokens_of
+from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup, runs_of
 from kvcanary.captured.moves import CapturedMove, LaunchedMove
 from kvcanary.captured.one_shot import OneShotSubstep, Singles
 from kvcanary.captured.pending import RunReader, make_room
@@ -46,10 +46,7 @@ from kvcanary.native.layout import (
     RUN_BITS,
     SAID,
 )
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.records.mailbox import NUM_MESSAGES
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
@@ -405,7 +402,5 @@ class CapturedStep:
         return Violation(*own, lineage=lineage_of(violation, runs), is_captured=True, others=others)
 
     def _gap(self, gap: CoverageGap, step: int) -> Violation:
-        expected = {"rows": gap.planned_rows, "entries": gap.planned_entries, "reads": gap.planned_reads}
-        found = {"rows": gap.run_rows, "entries": gap.run_entries, "reads": gap.run_reads}
-        pool = self._state.by_name[gap.pool]
-        return Violation("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
+        pool, planned, run = self._state.by_name[gap.pool], gap.planned._asdict(), gap.run._asdict()
+        return Violation("H1", pool, -1, None, None, gap.site, step, expected=planned, found=run)

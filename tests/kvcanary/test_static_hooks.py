@@ -87,7 +87,7 @@ def test_eager_hooks_on_a_gpu_wait_for_nothing(make_static, static_row):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
-    assert rig.registry.read_back().violations == []
+    assert rig.read_back().violations == []
 
 
 # the same records as the eager path
@@ -148,7 +148,7 @@ def test_hooks_have_one_order(make_static):
     assert words == f"store(layer=0) belongs between open() and close(): {name} is closed"
     substep.open()
     assert refused(HookOrderError, substep.open) == f"open() must follow close(): {name} is open"
-    assert refused(HookOrderError, rig.registry.read_back) == f"read_back() must wait for close() of {name}"
+    assert refused(HookOrderError, rig.read_back) == f"read_back() must wait for close() of {name}"
     assert refused(HookOrderError, rig.registry.arm) == f"arm() must wait for close() of {name}"
     assert refused(PlanError, substep.store, 2, *values) == f"layer must be in [0, 2) for {name}, got 2"
     substep.close()
@@ -166,7 +166,7 @@ def test_a_body_that_raised_is_abandoned(make_static, static_row):
     for _ in range(2):
         substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
     substep.abandon()
-    assert len(rig.registry.read_back().gaps) == 1
+    assert len(rig.read_back().gaps) == 1
     assert {violation.code for violation in rig.run(rig.add("decode"), rig.batch([longer])).violations} == {"R12"}
     assert rig.run(substep, rig.batch([static_row(BOB, [12], [30]), prompt])).violations == []
     substep.abandon()
