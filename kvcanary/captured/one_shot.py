@@ -56,12 +56,10 @@ class OneShotSubstep(CapturedSubstep):
 
     size:    what it has room for;  planned: rows, entries written and entries read of the forward that has it
     num_bytes: of the device that it takes
-    slots:   [entries] int64, where these are stored
     indices: [nnz] int64, as the read plan has them, and null slot 0 where they lie outside the pool
     """
 
     planned: list[int]
-    slots: Tensor
     indices: Tensor
 
     def __init__(self, shared: Shared, pool: PoolState, site: tuple[str, int], size: Size) -> None:
@@ -74,21 +72,8 @@ class OneShotSubstep(CapturedSubstep):
             (uids, prefix_lens, truths, roots), self._input_rows = zip(*map(room.numbers, [rows] * 4), strict=True)
             (num_live, step), (self._input_live, self._input_step) = zip(*map(room.numbers, (1, 1)), strict=True)
             self._indices, self._slots, self._tokens, self._positions = map(room, (reads, entries, entries, entries))
-            plan = ForwardPlan(
-                self._indices,
-                self._starts[:-1],
-                self._starts[1:],
-                bounds,
-                self._slots,
-                self._tokens,
-                self._positions,
-                None,
-                prefix_lens,
-                truths,
-                uids,
-                num_live,
-                roots=roots,
-            )
+            own = self._slots, self._tokens, self._positions, None, prefix_lens, truths, uids, num_live
+            plan = ForwardPlan(self._indices, self._starts[:-1], self._starts[1:], bounds, *own, roots=roots)
             header = room(torch.zeros(HEADER, dtype=torch.int64))
             self._safe_indices = room(reads)
             self._is_outside = torch.zeros(reads, dtype=torch.bool, device=pool.records.device)
@@ -133,18 +118,6 @@ class OneShotSubstep(CapturedSubstep):
         torch.clamp(self._indices, 0, self.pool.view.num_slots - 1, out=self._safe_indices)
         torch.ne(self._safe_indices, self._indices, out=self._is_outside)
         self._safe_indices.masked_fill_(self._is_outside, NULL_SLOT)
-
-    def _write(
-        self,
-        layer: int,
-        slots: Tensor | None,
-        k: Tensor,
-        v: Tensor | None,
-        extras: tuple[Tensor, ...],
-        is_ready: bool,
-    ) -> None:
-        where = self.slots if slots is None else slots
-        self._launch.put(layer, where, k, v, extras=extras, twice=self._twice)
 
 
 class Singles:

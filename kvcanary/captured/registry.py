@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class SubstepRegistry:
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
         self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
-        self._expected: set[int] = set()  # numbers of substeps
+        self._expects = False  # forwards that no launch tells of
 
     def __iter__(self) -> Iterator[CapturedSubstep]:
         return iter(self._in_order)
@@ -190,7 +190,7 @@ class SubstepRegistry:
         self._headers.zero_()
         self._seen.fill(0)
         self._planned = self._unplanned[:]
-        self._expected.clear()
+        self._expects = False
         for substep in self._in_order:
             substep.work.forget_firsts(self.now & MASK_32)
 
@@ -208,7 +208,7 @@ class SubstepRegistry:
         if number is None:
             raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
         first = number * NUM_RUNS
-        self._expected.add(number)
+        self._expects = True
         planned[first + RUN_ROWS] += rows
         planned[first + RUN_WRITTEN] += entries
         planned[first + RUN_READ] += reads
@@ -236,10 +236,9 @@ class SubstepRegistry:
             raise self._not_closed("read_back()")
         planned, headers = self._planned, None
         self._planned = self._unplanned[:]
-        if self._expected or not launches:
-            if self._in_order and (not launches or self._expected - _numbers_of(launches)):
-                headers = dict(enumerate(self._mailbox.send()[: len(self._in_order)]))
-            self._expected.clear()
+        if self._in_order and (self._expects or not launches):
+            headers = dict(enumerate(self._mailbox.send()[: len(self._in_order)]))
+            self._expects = False
         own = headers, once, planned, launches, array("q") if structs is None else structs
         return tuple.__new__(PendingReadback, own)  # as `PendingReadback(*own)`, without a call
 
@@ -339,10 +338,6 @@ class SubstepRegistry:
 
 def _amounts(runs: Sequence[int]) -> Amounts:
     return Amounts(runs[RUN_ROWS], runs[RUN_WRITTEN], runs[RUN_READ])
-
-
-def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:
-    return {substep.number for launch in launches for substep in launch.launch_group}
 
 
 def _nobody() -> None:

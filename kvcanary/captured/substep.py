@@ -32,6 +32,7 @@ class CapturedSubstep:
 
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
+    slots:   [entries] int64, where these are stored
     number:  of the substep in its registry; None: its forward comes once
     layers:  that the body has stored, in its order
     judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
@@ -63,6 +64,7 @@ class CapturedSubstep:
         self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
         with torch.inference_mode(False):
             self.work = Workspace(self.forward, pool, settings, room)
+        self.slots, self._twice = self.work.planned.safe_slots, self.work.twice
         self._claims, self._side_stream = shared.claims[pool.name], shared.side_stream
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
@@ -127,12 +129,7 @@ class CapturedSubstep:
             self._launch.plan()
 
     def store(
-        self,
-        layer: int,
-        k: Tensor,
-        v: Tensor | None = None,
-        *extras: Tensor,
-        slots: Tensor | None = None,
+        self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor, slots: Tensor | None = None
     ) -> None:
         """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
 
@@ -145,13 +142,18 @@ class CapturedSubstep:
         if self._has_judged:
             raise HookOrderError(f"a captured body must store as often as before its capture, got more for {self}")
         waited = not self.layers and self._side_stream.join()  # for the plan, which says where
-        is_ready = (bool(self.layers) or self.is_deferred) and not waited and layer not in self.layers
-        self._write(layer, slots, k, v, extras, is_ready)
+        where = self.slots if slots is None else slots
+        if self._puts:
+            self._launch.put(layer, where, k, v, extras=extras, twice=self._twice)
+        else:  # where it goes by plan, and how often it came, may be known since before the last launch
+            is_ready = slots is None and not waited and (bool(self.layers) or self.is_deferred)
+            is_ready = is_ready and layer not in self.layers
+            self._launch.store(layer, where, k, v, extras=extras, is_ready=is_ready)
         self.layers += (layer,)
         if self.is_deferred:
             return
         is_last = len(self.layers) == self._stores and self._side_stream.is_captured
-        is_last = is_last and not self.judges_bytes  # this layer's attention is still to come
+        is_last = is_last and not self._reads  # this layer's attention is still to come
         # a graph that begins with branches begins late
         begins = layer >= self._num_layers // 2 and not self._has_verified
         if is_last or begins:
@@ -209,22 +211,6 @@ class CapturedSubstep:
             self._claims.fill_(NO_CLAIM)
             self.work.times.zero_()
             self.work.sums.zero_()
-
-    def _write(
-        self,
-        layer: int,
-        slots: Tensor | None,
-        k: Tensor,
-        v: Tensor | None,
-        extras: tuple[Tensor, ...],
-        is_ready: bool,
-    ) -> None:
-        """`is_ready`: where it goes by plan, and how often it came, is known since before the last launch."""
-        where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
-        if self._puts:
-            launch.put(layer, where, k, v, extras=extras)
-        else:
-            launch.store(layer, where, k, v, extras=extras, is_ready=is_ready and slots is None)
 
     def _plan_puts(self) -> None:
         """The first store waits for all of it: nothing runs beside."""
