@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcanary.native.layout import BLANK, MOVED_BITS, REWRITTEN
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary_kernels.record.layout import COLUMNS, MASK_32
+from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, REQUEST_GENERATION, SEAL, STEP_SITE
 
 Words = NDArray[np.uint64]
 Rows = NDArray[np.int64]
@@ -76,6 +76,18 @@ class RecordStore:
         self._note(self._loops.write_records(rows, records.view(np.int64), *self.native_memory))
         if not self._is_host:
             self.fresh.append(rows)
+
+    def load(self, pool: PoolState, slots: Rows, records: Words, step: int) -> None:
+        """As `write`, of slots whose bytes were loaded in this step; a device has the records at once."""
+        records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
+        records[:, CONTENT_B], records[:, SEAL] = 0, pool.seal_term
+        self.write(pool.base + slots, records)
+        self.flush()
+
+    def are_of(self, rows: Rows, grants: Rows) -> NDArray[np.bool_]:
+        """[n] whether each of these rows was written under its grant."""
+        is_current: NDArray[np.bool_] = self.table[rows, REQUEST_GENERATION] >> 32 == grants.view(np.uint64)
+        return is_current
 
     def sealed(self, pool: PoolState, slots: Rows, seen: int) -> None:
         """A loop has written the records of a forward's slots; `seen`: what it has seen (native/layout.py)."""

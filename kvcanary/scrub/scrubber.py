@@ -10,7 +10,6 @@ from operator import attrgetter
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvcanary.calls.entries import Entries, named
 from kvcanary.calls.violation import Violation
@@ -87,7 +86,8 @@ class Scrubber:
             slots, taken = self._take(pool, Batch([request]), array("q", [ALL]), step, again=True)
             self.credit.pop((request.uid, pool.pool_id), None)
             self._attended.pop((request.uid, pool.pool_id), None)
-            if len(slots) and not slots_are_right(pool, self._to_device(slots), both_fingerprints=True):
+            where = to_device(torch.from_numpy(slots), self._state.records.device)
+            if len(slots) and not slots_are_right(pool, where, both_fingerprints=True):
                 entries = partial(_entries_of, pool, [request], taken)
                 violations += find_changed(pool, slots, entries, ("release", 0), step, both_fingerprints=True)
         return violations
@@ -117,7 +117,6 @@ class Scrubber:
         return max((step - read for read in oldest), default=0)
 
     def _count(self, request: Request, pool: PoolState, step: int, total: int) -> int:
-        """Slots of this request to read now."""
         if self._attended.get((request.uid, pool.pool_id)) == step:
             return 0
         if request.request_id in self.hurried:
@@ -162,15 +161,8 @@ class Scrubber:
         again: also what was read in this very step
         """
         at, said = 0 if counts is None else counts.buffer_info()[0], self._said
-        arguments = (
-            *batch.loop_arguments,
-            pool.struct_at,
-            at,
-            self.stride,
-            step + again,
-            step,
-            pool.view.slot_map is not None,
-        )
+        when = self.stride, step + again, step
+        arguments = *batch.loop_arguments, pool.struct_at, at, *when, pool.view.slot_map is not None
         while found := pool.loops.take_slice(*arguments, self._slots, self._ranges, self._said_at):
             if found == NO_ROOM:
                 batch.make_room(repeat(0, len(batch)))
@@ -184,9 +176,6 @@ class Scrubber:
             slots = slots[slots >= pool.view.null_slots]
         self.bytes_read += len(slots) * pool.view.slot_bytes
         return slots, taken
-
-    def _to_device(self, slots: Ints) -> Tensor:
-        return to_device(torch.from_numpy(slots), self._state.records.device)
 
 
 def _entries_of(pool: PoolState, requests: Sequence[Request], taken: Ints) -> Entries:

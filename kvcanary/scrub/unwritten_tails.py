@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -53,8 +54,8 @@ class UnwrittenTails:
         coverage: Coverage,
         rereads: Rereads,
     ) -> None:
-        self._asked = rereads
         self._state, self._ledger, self._record_store, self._coverage = state, ledger, record_store, coverage
+        self._rereads = rereads
         self.is_on = config.content != "write" and "R9" not in config.disable
         self._is_full = config.content == "full"
         self._is_host = state.records.device.type == "cpu"
@@ -65,6 +66,7 @@ class UnwrittenTails:
         self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, from the first on to an end
         self._room = array("q")  # for ends of rows
         self._generations_at = ledger.generations.ctypes.data
+        self.found_finite = ledger.pages.found_finite  # pages as plans call them; `found_otherwise` takes it back
 
     def granted(self, pools: Iterable[PoolState], pages: Sequence[int], names: Ints | None) -> None:
         """Pages of these pools have an owner from now on, and nothing else vouches for what lies there.
@@ -76,9 +78,7 @@ class UnwrittenTails:
             return
         self.has_new_pages = True
         for pool in pools:
-            if pool.pool_id not in self._granted:
-                self._granted[pool.pool_id] = array("q"), []
-            own, renamed = self._granted[pool.pool_id]
+            own, renamed = self._granted.setdefault(pool.pool_id, (array("q"), []))
             if names is not None:
                 renamed.append((self._state.page_size * len(own), names))
             own.extend(pages)
@@ -124,10 +124,6 @@ class UnwrittenTails:
         slots, names = slots[which], names[which]
         self._check(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
 
-    def found_finite(self, pages: Ints, step: int) -> None:
-        """These pages, as plans call them, were looked at when they were granted; `found_otherwise` takes it back."""
-        self._ledger.pages.found_finite(pages, step)
-
     def found_otherwise(self, names: Ints) -> None:
         """In pages of these slots, as plans call them, lay something else."""
         self._ledger.pages.looked_at[0, names // self._state.page_size] = 0
@@ -156,8 +152,8 @@ class UnwrittenTails:
             self._room = array("q", bytes(8 * ROW_END.size * batch.loop_arguments[0]))
         hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
         again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
-        arguments = pool.struct_at, self._generations_at, *again, self._room.buffer_info()[0]
-        found = pool.loops.end_rows(*batch.loop_arguments, *arguments)
+        arguments = *batch.loop_arguments, pool.struct_at, self._generations_at, *again
+        found = pool.loops.end_rows(*arguments, self._room.buffer_info()[0])
         if not found:
             return
         size, ends = self._state.page_size, self._room[: ROW_END.size * found]
@@ -216,10 +212,8 @@ class UnwrittenTails:
     def _launch(self) -> list[Violation | ViolationBatch]:
         """One check a pool at all that was asked for; what it has found, where that is known at once."""
         parts, self._parts = self._parts, {}
-        violations: list[Violation | ViolationBatch] = []
-        for pool_id, own in parts.items():
-            violations += self._asked.check_finite(self._state.pools[pool_id], own)
-        return violations
+        found = (self._rereads.check_finite(self._state.pools[pool_id], own) for pool_id, own in parts.items())
+        return [*chain.from_iterable(found)]
 
 
 def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:

@@ -1,9 +1,8 @@
 """Arrivals: bytes that came back and are not those that left. Whose are they? Asked once a transfer that failed.
 
 Each slot and layer has a fingerprint, which is a name: it is looked up among those of the snapshot itself, of snapshots
-                                                        that left
-before, of zeros, of poison, and of what lay in the slot before. What has no name is tried for one changed word, and for
-another layout. The answer for most slots is the transfer's.
+that left before, of zeros, of poison, and of what lay in the slot before. What has no name is tried for one changed
+word, and for another layout. The answer for most slots is the transfer's.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def judge(
 ) -> Arrival:
     """Whose bytes came back, by pool; None: those of the snapshot. `outdated`: entries of which it has older ones.
 
-    Every pool's fingerprints are those of the snapshot by now. poisoned: by page of the trip, whether its poison
-    vouched
-    for it when it was granted: nothing that had lain there before lies there now.
+    Every pool's fingerprints are those of the snapshot by now.
+    poisoned: by page of the trip, whether its poison vouched for it when it was granted: nothing that had lain there
+    before lies there now.
     """
     words: dict[tuple[int, int], ChangedWord] = {}
     pools, intact = [], []
@@ -178,9 +177,7 @@ class _Comparison:
         return matches
 
     def _one_word(self, left: Ints) -> None:
-        """One word in each layer that differs: fingerprint a names them, and fingerprint b says whether they are
-        all.
-        """
+        """One word in each layer that differs: fingerprint a names them, fingerprint b says whether they are all."""
         arrived_slots, left = self._arrived_slots, left[:WORD_SLOTS]
         lacks_b = arrived_slots.found[1][left] - arrived_slots.expected[1][left]
         changes: dict[int, list[WordChange]] = {n: [] for n in left.tolist()}
