@@ -16,7 +16,7 @@ from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.pools.slot_maps import Ints
 from kvcanary.records.dispatch import ops_for
-from kvcanary.records.fingerprints import numbers_are_right, slots_are_right
+from kvcanary.records.fingerprints import slots_are_right
 from kvcanary.records.graph_cache import Replays
 from kvcanary.records.mailbox import NUM_MESSAGES
 from kvcanary.records.side_stream import LAST, SideStream
@@ -165,7 +165,7 @@ class Rereads:
         judge: names it by the slots, where bytes differ
         """
         if self._at_once:
-            return [] if numbers_are_right(pool, slots) else judge(slots)
+            return [] if pool.loops.match_slots(pool.struct_at, slots, False) else judge(slots)
         count = len(slots)
         place = self._take("content", self._content, pool, count)
         pool.loops.put_slots(*place.at, 0, slots, _NO_GRANTS)

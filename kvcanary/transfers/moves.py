@@ -11,7 +11,7 @@ from kvcanary.calls.forward import Ints
 from kvcanary.calls.violation import Violation
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.records.fingerprints import fingerprints_of_slots, numbers_are_right, slots_are_right
+from kvcanary.records.fingerprints import fingerprints_of_slots, slots_are_right
 from kvcanary.records.record_store import NOT_ALL, Move, RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import CONTENT_B, TOKEN_POSITION
@@ -112,7 +112,7 @@ class Mover:
         """
         if not self.compares_content or not len(places):
             return []
-        if pool.host is not None and numbers_are_right(pool, places):
+        if pool.host is not None and pool.loops.match_slots(pool.struct_at, places, False):
             return []
         slots = torch.from_numpy(places).to(pool.records.device)
         if pool.host is None and slots_are_right(pool, slots):
