@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -20,12 +21,12 @@ from kvcanary.checks.grants import grant_codes
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import ENTRY, ROW, SLOT, STEP
-from kvcanary_kernels.record.layout import CODE_BITS, MASK_32, signed
+from kvcanary_kernels.judge.settle import NUM_RUNS
+from kvcanary_kernels.record.layout import CODE_BITS, MASK_32
 from kvcanary_kernels.record.table import entry_at
 
 MOST_ROWS = 16  # of a forward in which something fired
 VIOLATIONS_PER_CHECK = 64  # of each side of a forward; the others are counted
-CHUNK = 1 << 16  # codes read together, until every check has its violations
 NOWHERE = -1
 _where = attrgetter("code", "row", "entry", "place")
 CODES_BY_BIT = {bits.bit_length() - 1: code for code, bits in CODE_BITS.items()}
@@ -60,11 +61,11 @@ class CapturedViolation:
 
 
 class Amounts(NamedTuple):
-    """Of forwards: rows, entries that they write, and entries that their rows read."""
+    """Of forwards: rows, entries that they write, and entries that their rows read; as `settle` counts its runs."""
 
-    rows: int = 0
-    entries: int = 0
-    reads: int = 0
+    rows: int
+    entries: int
+    reads: int
 
 
 class CoverageGap(NamedTuple):
@@ -90,13 +91,13 @@ class ReadRow(NamedTuple):
 class Readback:
     """What fired and what did not run since it was read back last.
 
-    runs: what has run
+    runs: `Amounts` that have run
     rows: in which a read fired, the first of each substep
     """
 
     violations: list[CapturedViolation] = field(default_factory=list)
     gaps: list[CoverageGap] = field(default_factory=list)
-    runs: Amounts = field(default_factory=Amounts)
+    runs: array[int] = field(default_factory=lambda: array("q", bytes(8 * NUM_RUNS)))
     rows: list[ReadRow] = field(default_factory=list)
 
 
@@ -139,11 +140,7 @@ def read_rows(substep: CapturedSubstep, numbers: Iterable[int]) -> list[ReadRow]
 
 def rows_of(substep: CapturedSubstep, violations: Sequence[CapturedViolation]) -> list[ReadRow]:
     """Those of violations that a read has made, as long as their requests are still in them."""
-    uids = {
-        violation.row: violation.uid
-        for violation in violations
-        if violation.code.startswith("R") and violation.row != NOWHERE
-    }
+    uids = {one.row: one.uid for one in violations if one.code.startswith("R") and one.row != NOWHERE}
     rows = read_rows(substep, list(uids)[:MOST_ROWS])
     return [row for row, uid in zip(rows, uids.values(), strict=False) if row.uid == uid]
 
@@ -164,15 +161,14 @@ def _planned_violations(substep: CapturedSubstep, new_counts: Tensor, step: int)
     if not new_counts.any():
         return
     forward, planned, entries = substep.forward, substep.work.planned, substep.forward.num_entries
-    codes, asked = planned.codes.cpu(), planned.asked.cpu()
-    bounds, live = forward.bounds.cpu(), int(planned.live_entries)
-    for code, where in _first_places(codes, new_counts, torch.ones_like):
-        for entry in where:
-            if entry >= entries:
-                yield _violation(substep, code, entry - entries, NOWHERE, NOWHERE, int(asked[entry]), step)
-            else:
-                row = int(torch.searchsorted(bounds, entry, right=True)) - 1 if entry < live else NOWHERE
-                yield _violation(substep, code, row, entry, NOWHERE, int(asked[entry]), step)
+    asked, bounds, live = planned.asked.cpu(), forward.bounds.cpu(), int(planned.live_entries)
+    for code, where in _first_places(planned.codes.cpu(), new_counts, torch.ones_like):
+        for number in where.tolist():
+            row, entry = number - entries, NOWHERE
+            if number < entries:
+                row = int(torch.searchsorted(bounds, number, right=True)) - 1 if number < live else NOWHERE
+                entry = number
+            yield _violation(substep, code, row, entry, NOWHERE, int(asked[number]), step)
 
 
 def _read_violations(substep: CapturedSubstep, new_counts: Tensor, step: int) -> Iterator[CapturedViolation]:
@@ -192,8 +188,8 @@ def _read_violations(substep: CapturedSubstep, new_counts: Tensor, step: int) ->
         return (nth >= 0) & (where < ends[nth])
 
     for code, where in _first_places(substep.work.codes.cpu(), new_counts, is_live):
-        rows = order[torch.searchsorted(begins, torch.tensor(where, dtype=torch.int64), right=True) - 1]
-        places = torch.tensor(where, dtype=torch.int64) - starts[rows]
+        rows = order[torch.searchsorted(begins, where, right=True) - 1]
+        places = where - starts[rows]
         slots = _slots(substep, rows, places)
         for row, place, slot in zip(rows.tolist(), places.tolist(), slots.tolist(), strict=True):
             yield _violation(substep, code, row, NOWHERE, place, slot, step)
@@ -207,19 +203,11 @@ def _slots(substep: CapturedSubstep, rows: Tensor, places: Tensor) -> Tensor:
 
 def _first_places(
     codes: Tensor, new_counts: Tensor, is_live: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, list[int]]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Each check that was counted, and the first live places in `codes` that have its bit."""
-    found: dict[int, list[int]] = {bit: [] for bit in new_counts.nonzero().flatten().tolist()}
-    for first in range(0, len(codes), CHUNK):
-        wanted = [bit for bit, places in found.items() if len(places) < VIOLATIONS_PER_CHECK]
-        part = codes[first : first + CHUNK]
-        violation = (part & signed(sum(1 << bit for bit in wanted))).nonzero().flatten()
-        violation = violation[is_live(violation + first).bool()]
-        for bit in wanted if len(violation) else ():
-            places = violation[(part[violation] >> bit & 1).bool()] + first
-            found[bit] += places[: VIOLATIONS_PER_CHECK - len(found[bit])].tolist()
-    for bit, where in found.items():
-        yield CODES_BY_BIT[bit], where
+    for bit in new_counts.nonzero().flatten().tolist():
+        where = (codes >> bit & 1).nonzero().flatten()
+        yield CODES_BY_BIT[bit], where[is_live(where).bool()][:VIOLATIONS_PER_CHECK]
 
 
 def _first_violations(

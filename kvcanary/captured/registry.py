@@ -116,25 +116,20 @@ class SubstepRegistry:
         step: [1] int64 that the caller fills with `RowTruth.step` before each run; None: the registry's, in a launch of
               its own at every step
         """
-        if self._is_armed:
-            raise HookOrderError(f"add() must come before arm(): {site_name(kind, index)} of the {pool} pool is late")
-        if pool in self._state.by_name and self._state.by_name[pool].is_partial:
+        self._expect_unarmed("add()", f"{site_name(kind, index)} of the {pool} pool is")
+        number, own, made = len(self._in_order), self._pool(pool), Settings(**settings)
+        if own.is_partial:
             raise PlanError(
                 f"pool {pool!r} must have neither slot_map nor window in a captured substep: judge it by substep()"
             )
-        if pool not in self._state.by_name:
-            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        if len(self._in_order) == self._capacity:
+        if number == self._capacity:
             raise PlanError(f"a registry of {self._capacity} substeps is full: give SubstepRegistry a larger capacity")
-        number = len(self._in_order)
-        header, made = self._headers[number], Settings(**settings)
         if inputs.lineage is not None:
             made = replace(made, before=self._before(pool, kind, index, inputs.num_rows).work)
         if made.attends and self.compares_reads:
-            made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
-        substep = CapturedSubstep(
-            self._shared(step), self._state.by_name[pool], (kind, index), inputs, header, number, made
-        )
+            made = replace(made, read_keys=self._keys_of(own))
+        header = self._headers[number]
+        substep = CapturedSubstep(self._shared(step), own, (kind, index), inputs, header, number, made)
         key = pool, kind, index, substep.forward.num_rows
         if key in self._substeps:
             raise PlanError(f"a registry holds each substep once, got {substep} twice")
@@ -146,17 +141,13 @@ class SubstepRegistry:
 
     def add_move(self, pool: str, size: int, step: Tensor | None = None) -> CapturedMove:
         """A declared move of at most ``size`` entries within this pool; `step` as for `add`."""
-        if self._is_armed:
-            raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
-        if pool not in self._state.by_name:
-            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        self.moves.append(CapturedMove(self._shared(step), self._state.by_name[pool], size, self.compares_moves))
+        self._expect_unarmed("add_move()", f"the move in the {pool} pool is")
+        self.moves.append(CapturedMove(self._shared(step), self._pool(pool), size, self.compares_moves))
         return self.moves[-1]
 
     def add_accepted_tokens(self, num_table_rows: int, places: int) -> AcceptedTokens:
         """For captured steps that accept up to ``places`` tokens a request, whose host may not have collected them."""
-        if self._is_armed:
-            raise HookOrderError("add_accepted_tokens() must come before arm(): they are late")
+        self._expect_unarmed("add_accepted_tokens()", "they are")
         self.accepted_tokens, self.max_pending_acceptances = AcceptedTokens(self.shared, num_table_rows, places), 1
         return self.accepted_tokens
 
@@ -247,15 +238,23 @@ class SubstepRegistry:
 
         step: what the violations are labelled with. Details are read only where something fired, and waited for.
         """
-        readback, totals = Readback(), array("q", bytes(8 * NUM_RUNS))
-        if pending.headers is not None or not self._is_quiet(pending, totals):
-            self._take_all(pending, totals, readback, step)
+        readback = Readback()
+        if pending.headers is not None or not self._is_quiet(pending, readback.runs):
+            self._take_all(pending, readback, step)
         for substep, header in pending.once:
-            self._take(substep, header, substep.planned, totals, readback, step, None)
-        readback.runs = _amounts(totals)
+            self._take(substep, header, substep.planned, readback, step, None)
         return readback
 
     # helpers
+
+    def _expect_unarmed(self, call: str, late: str) -> None:
+        if self._is_armed:
+            raise HookOrderError(f"{call} must come before arm(): {late} late")
+
+    def _pool(self, name: str) -> PoolState:
+        if name not in self._state.by_name:
+            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {name!r}")
+        return self._state.by_name[name]
 
     def _shared(self, step: Tensor | None) -> Shared:
         """What a forward or a move shares that reads its step there."""
@@ -288,14 +287,13 @@ class SubstepRegistry:
         """Address of the headers as they were taken last, and their sizes, as `loops.take_quiet` has them."""
         return self._seen_at, 2 * NUM_BITS, HEADER
 
-    def _is_quiet(self, pending: PendingReadback, totals: array[int]) -> bool:
+    def _is_quiet(self, pending: PendingReadback, runs: array[int]) -> bool:
         """Whether all headers were taken by `loops.take_quiet`."""
-        at = (self._seen_at, pending.planned.buffer_info()[0], totals.buffer_info()[0])
         structs = pending.structs
-        num_runs = len(structs) // RUN.size
-        return bool(self._loops.take_quiet(num_runs, structs.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
+        at = structs.buffer_info()[0], self._seen_at, pending.planned.buffer_info()[0], runs.buffer_info()[0]
+        return bool(self._loops.take_quiet(len(structs) // RUN.size, *at, 2 * NUM_BITS, HEADER))
 
-    def _take_all(self, pending: PendingReadback, totals: array[int], readback: Readback, step: int) -> None:
+    def _take_all(self, pending: PendingReadback, readback: Readback, step: int) -> None:
         headers, runs = pending.headers, {run.substep.number: run for run in runs_of(pending.launches)}
         if headers is None:
             headers = {number: run.message[HEADER_PART] for number, run in runs.items() if number is not None}
@@ -304,7 +302,7 @@ class SubstepRegistry:
             new = header - self._seen[number]
             self._seen[number] = header
             planned = pending.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
-            self._take(self._in_order[number], new, planned, totals, readback, step, runs.get(number))
+            self._take(self._in_order[number], new, planned, readback, step, runs.get(number))
 
     @torch.inference_mode()
     def _take(
@@ -312,32 +310,24 @@ class SubstepRegistry:
         substep: CapturedSubstep,
         header: Ints,
         planned: list[int],
-        totals: array[int],
         readback: Readback,
         step: int,
         run: Launched | None,
     ) -> None:
-        """What a substep says since the last time into readback and totals, H1 where it covered what was not planned.
-
-        planned, totals: [NUM_RUNS]
-        """
+        """What a substep says since the last time into the readback, H1 where it covered what was not planned."""
         counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :].tolist()
         if counts.any():
             violations = read_violations(substep, torch.from_numpy(counts).view(2, NUM_BITS), step, run)
             readback.violations += violations
             readback.rows += rows_of(substep, violations)
         if planned != runs:
-            both = _amounts(planned), _amounts(runs)
+            both = Amounts(*planned), Amounts(*runs)
             readback.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
         for number, count in enumerate(runs):
-            totals[number] += count
+            readback.runs[number] += count
 
     def _not_closed(self, what: str) -> HookOrderError:
         return HookOrderError(f"{what} must wait for close() of {next(iter(self.shared.opened))}")
-
-
-def _amounts(runs: Sequence[int]) -> Amounts:
-    return Amounts(runs[RUN_ROWS], runs[RUN_WRITTEN], runs[RUN_READ])
 
 
 def _nobody() -> None:
