@@ -35,20 +35,6 @@ class LaunchGroup:
     comes_once: its forward is no captured one
     """
 
-    __slots__ = (
-        "_sizes",
-        "acceptance",
-        "comes_once",
-        "count",
-        "num_kept",
-        "num_known",
-        "parts",
-        "places",
-        "sizes",
-        "structs",
-        "substeps",
-    )
-
     def __init__(self, parts: Sequence[Part], acceptance: CapturedAcceptance | None = None) -> None:
         for part in parts:
             kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in part}
@@ -68,9 +54,8 @@ class LaunchGroup:
         self._sizes = array("q", map(len, parts))
         self.sizes = self._sizes.buffer_info()[::-1]
         self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in self.substeps)
-        self.structs = (
-            [self._structs_of(0)] * NUM_MESSAGES if self.comes_once else [*map(self._structs_of, range(NUM_MESSAGES))]
-        )
+        turns = [0] * NUM_MESSAGES if self.comes_once else range(NUM_MESSAGES)
+        self.structs = [*map(self._structs_of, turns)]
 
     def __len__(self) -> int:
         return self.count

@@ -65,8 +65,9 @@ class OneShotSubstep(CapturedSubstep):
     def __init__(self, shared: Shared, pool: PoolState, site: tuple[str, int], size: Size) -> None:
         self.size, self.num_bytes = size, 8 * size.num_zeros
         with torch.inference_mode(False):
-            room = self._room = _room_for(pool, size)
             rows, entries, reads = size
+            num_inputs = INPUT_TENSORS * (rows + ALIGNMENT) + HEADER + 2 * NUM_BITS * len(UNSET)
+            room = self._room = Arena(pool.records.device, size.num_zeros, num_inputs)
             self._starts, self._input_starts = room.numbers(rows + 1)
             bounds, self._input_bounds = room.numbers(rows + 1)
             (uids, prefix_lens, truths, roots), self._input_rows = zip(*map(room.numbers, [rows] * 4), strict=True)
@@ -164,8 +165,3 @@ class Singles:
 def _rounded(n: int) -> int:
     step = max(ALIGNMENT, 1 << max(n - 1, 0).bit_length() >> SPARE_BITS)
     return max(-(-n // step), 1) * step
-
-
-def _room_for(pool: PoolState, size: Size) -> Arena:
-    num_inputs = INPUT_TENSORS * (size.rows + ALIGNMENT) + HEADER + 2 * NUM_BITS * len(UNSET)
-    return Arena(pool.records.device, size.num_zeros, num_inputs)

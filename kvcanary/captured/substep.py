@@ -77,6 +77,7 @@ class CapturedSubstep:
         self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
+        self.judges_bytes = bool(self._reads)
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
         self._opened = shared.opened
         self._is_admitted = self._has_sealed = self._has_verified = self._has_judged = False
@@ -95,10 +96,6 @@ class CapturedSubstep:
     def last_turn(self) -> int:
         """In which it was launched last."""
         return self._message_struct[LINE.turn]
-
-    @property
-    def judges_bytes(self) -> bool:
-        return bool(self._reads)
 
     def admit(self) -> None:
         """Where a postponed forward may write: before its open(), when its slots and rows are on the device."""
@@ -152,8 +149,8 @@ class CapturedSubstep:
         self.layers += (layer,)
         if self.is_deferred:
             return
-        is_last = len(self.layers) == self._stores and self._side_stream.is_captured
-        is_last = is_last and not self._reads  # this layer's attention is still to come
+        is_last = not self._reads  # this layer's attention is still to come
+        is_last = is_last and len(self.layers) == self._stores and self._side_stream.is_captured
         # a graph that begins with branches begins late
         begins = layer >= self._num_layers // 2 and not self._has_verified
         if is_last or begins:
@@ -236,19 +233,19 @@ class CapturedSubstep:
             self._launch.seal()
 
     def _judge(self) -> None:
-        """When all is stored: fingerprints, layers and own entries, what fired and what has run."""
         self._has_judged = True
         self._settle()
         self._count()
 
     def _settle(self) -> None:
-        launch = self._launch
-        launch.attest()
-        launch.verify_own()
-        launch.settle()
-        launch.judge_reads()
+        """When all is stored: fingerprints, layers and own entries."""
+        self._launch.attest()
+        self._launch.verify_own()
+        self._launch.settle()
+        self._launch.judge_reads()
 
     def _count(self) -> None:
+        """What fired and what has run."""
         self._launch.count_planned()
         self._launch.count_read()
         if self.masks is not None:
