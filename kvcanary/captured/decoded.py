@@ -97,9 +97,10 @@ class DecodedForward:
         self._begins = ends[:num_rows] - starts[:num_rows] - self._counts
         self._live = live = slice(0, int(bounds[num_rows]))
         self.planned = Planned(slots[live], tokens[live], positions[live])
-        has_lineage = substep.forward.lineage is not None
-        self._parents: Ints | None = parents[live] if len(parents) and not has_lineage else None
-        self.lineage: Ints | None = parents[live] if has_lineage else None
+        self.num_entries, self.has_lineage = len(self.planned.slots), substep.forward.lineage is not None
+        self.has_parents = len(parents) > 0 and not self.has_lineage
+        self._parents: Ints | None = parents[live] if self.has_parents else None
+        self.lineage: Ints | None = parents[live] if self.has_lineage else None
         safe = safe_slots[live]
         self.slots: Ints = safe[safe >= self.pool.view.null_slots]
         self.tree_mask = None
@@ -117,18 +118,6 @@ class DecodedForward:
             return is_plan
         first = np.repeat(self._bounds[:-1], counts)
         return bool(((nodes == -1) | (nodes >= first) & (nodes < np.arange(len(nodes)))).all())
-
-    @property
-    def num_entries(self) -> int:
-        return len(self.planned.slots)
-
-    @property
-    def has_parents(self) -> bool:
-        return self._parents is not None
-
-    @property
-    def has_lineage(self) -> bool:
-        return self.lineage is not None
 
     @property
     def num_bytes(self) -> int:
@@ -160,12 +149,10 @@ class DecodedForward:
 
     @property
     def written(self) -> list[int]:
-        """By row, entries that it writes."""
         return self._counts.tolist()
 
     @property
     def begins(self) -> list[int]:
-        """By row, the position of the first of them."""
         return self._begins.tolist()
 
     @property

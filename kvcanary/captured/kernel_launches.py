@@ -176,7 +176,7 @@ class Launches:
         live = {} if self._settings.is_deferred else self._entries  # how many are live is not planned yet
         self.store = bind(ops.store, rows, kept=work.kept, **live)
         self.put = bind(ops.put, rows, **self._entries)
-        self.attest: Launch = _nothing
+        self.attest: Launch = lambda: None
         if not self._settings.puts:
             self.attest = bind(ops.attest, kept_rows(rows, work.kept), work.planned.safe_slots, **self._entries)
 
@@ -208,8 +208,9 @@ class Launches:
             **self._entries,
         )
         self.settle = bind(ops.settle, runs=runs)
-        is_read = self._settings.read_keys is not None
-        self.judge_reads = bind(ops.judge_reads, start_a=self._pool.keys.start_a) if is_read else _nothing
+        self.judge_reads: Launch = lambda: None
+        if self._settings.read_keys is not None:
+            self.judge_reads = bind(ops.judge_reads, start_a=self._pool.keys.start_a)
 
     def _bind_counts(self, counts_planned: Tensor, counts_read: Tensor) -> None:
         bind, ops, firsts, planned = self._bind, self._ops, self._work.firsts, self._work.planned
@@ -236,7 +237,3 @@ def is_later(step: Any, other: int) -> Any:
 @cache
 def _parameters(operation: Launch) -> tuple[str, ...]:
     return tuple(signature(operation).parameters)
-
-
-def _nothing() -> None:
-    """What a forward launches that has nothing of the kind."""

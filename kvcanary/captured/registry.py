@@ -63,7 +63,7 @@ class SubstepRegistry:
     compares_moves: whether what moves is read again where it arrives
     compares_reads: whether bytes are compared as attention reads them, where it can
     shared: what all substeps use, those of forwards that come once too
-    publish: makes true on the device what has happened to pages; before a forward runs
+    publish: makes true on the device what has happened to pages; before a forward runs. Without a ledger nothing has
     """
 
     def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
@@ -76,7 +76,7 @@ class SubstepRegistry:
         self._in_order: list[CapturedSubstep] = []
         self._launch_group: dict[tuple[tuple[Part, ...], CapturedAcceptance | None], LaunchGroup] = {}
         self.moves: list[CapturedMove] = []
-        self.publish: Callable[[], None] = _nobody
+        self.publish: Callable[[], None] = lambda: None
         self.accepted_tokens: AcceptedTokens | None = None
         self.max_pending_acceptances = 0
         self.compares_moves, self.compares_reads = True, False
@@ -257,7 +257,6 @@ class SubstepRegistry:
         return self._state.by_name[name]
 
     def _shared(self, step: Tensor | None) -> Shared:
-        """What a forward or a move shares that reads its step there."""
         if step is not None:
             return replace(self.shared, step=step)
         self._reads_step = True
@@ -328,7 +327,3 @@ class SubstepRegistry:
 
     def _not_closed(self, what: str) -> HookOrderError:
         return HookOrderError(f"{what} must wait for close() of {next(iter(self.shared.opened))}")
-
-
-def _nobody() -> None:
-    """Who publishes pages where nobody keeps a ledger of them."""

@@ -48,8 +48,7 @@ class PrefixScrubber:
         self.read_at = np.zeros(len(ledger.pages), np.int64)
         self._seconds_at = np.zeros(len(ledger.pages))  # the same by the clock
         self._asked_at = clock()
-        self.bytes_read = 0
-        self.longest_wait = 0
+        self.bytes_read = self.longest_wait = 0
 
     def slice(self, step: int, stride: int) -> list[Violation | ViolationBatch]:
         """So many pages that with a slice every `stride` steps each is read once in a rotation.

@@ -63,7 +63,6 @@ class UnwrittenTails:
         self._granted: dict[int, Granted] = {}  # by pool
         self.has_new_pages = False
         self._parts: dict[int, list[Part]] = {}  # of the check that comes next, by pool
-        self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, from the first on to an end
         self._room = array("q")  # for ends of rows
         self._generations_at = ledger.generations.ctypes.data
         self.found_finite = ledger.pages.found_finite  # pages as plans call them; `found_otherwise` takes it back
@@ -137,10 +136,7 @@ class UnwrittenTails:
         parts = 1 if whole else max(1, count // max(stride, share_of(count, stride)))
         share = -(-count // parts) if self._is_host else count  # then no other part has any
         first = number % parts * share
-        key = pool.pool_id, first, min(first + share, count)
-        slots = self._null_slots.get(key)
-        if slots is None:
-            slots = self._null_slots[key] = np.arange(*key[1:])
+        slots = np.arange(first, min(first + share, count))
         self._check(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
 
     def _check_tails(self, pool: PoolState, batch: Batch, site: tuple[str, int], step: int, always: set[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from kvcanary.transfers.async_ops import HOST, NOTHING, AsyncOp, AsyncOps, Resou
 
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
-Note = Callable[..., None]
 FILL = "fill"  # what the host does with a buffer that it takes
 #: The same where nobody can change it any more.
 Named = tuple[Resource, ...] | dict[Resource, int | None]
@@ -35,7 +33,7 @@ class AsyncTracker:
         self._async_ops = AsyncOps(ledger.generations)
         self.is_used = self.has_reported = False  # told: a violation since somebody has judged it
         self.step = 0
-        self.note: Note = _nobody
+        self.note: Callable[..., None] = lambda *event: None
         self.log = EventLog()
 
     def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> AsyncOp:
@@ -220,7 +218,3 @@ def _sorted(resources: Named) -> tuple[tuple[int, ...], tuple[str, ...], tuple[i
     order: list[Resource] = [*pages, *names]
     planned = [resources[resource] for resource in order]
     return pages, names, tuple([-1 if generation is None else int(generation) for generation in planned])
-
-
-def _nobody(*event: Any) -> None:
-    """Who is called where nobody asked to be."""
