@@ -90,10 +90,8 @@ class _Comparison:
         self._differs = arrived_slots.differs
         self._wrong = np.flatnonzero(self._differs.any(0))
         self._layer = self._differs.argmax(0)  # [n] the first wrong layer of each, and fingerprint a there
-        self._found, self._before = (
-            values[self._layer, np.arange(len(self._layer))]
-            for values in (arrived_slots.found[0], arrived_slots.before)
-        )
+        in_layer = self._layer, np.arange(len(self._layer))
+        self._found, self._before = arrived_slots.found[0][in_layer], arrived_slots.before[in_layer]
         self._origins: dict[int, Origin] = {}  # by number among those compared
 
     def arrival(self) -> PoolArrival:
@@ -188,7 +186,7 @@ class _Comparison:
             self._name_words(n, changes[n])
 
     def _words_of(self, layer: int, numbers: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Of these slots in one layer [n]: number of the word, its bits, what it changed by, what fingerprint b lacks."""
+        """Of these slots in a layer [n]: number of the word, its bits, what it changed by, what fingerprint b lacks."""
         arrived_slots, pool = self._arrived_slots, self._arrived_slots.pool
         slots = torch.from_numpy(arrived_slots.slots[numbers]).to(pool.records.device)
         rows = pool.rows.gather_layer(layer, slots)
