@@ -129,11 +129,9 @@ def runs_of(launches: Iterable[Launch]) -> list[Launched]:
 class Launched(NamedTuple):
     """One captured forward of a `Launch`.
 
-    rows:      of the launch
-    message:      what `CapturedSubstep.written` will say of it
+    message:   what `CapturedSubstep.written` will say of it
     written:   by request, entries that each of its rows writes; None: as many as were accepted
     accepted:  [size, 1 + places], what the step says that it has accepted before
-    record:    where the listener keeps it
     """
 
     substep: CapturedSubstep

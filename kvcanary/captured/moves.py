@@ -71,23 +71,11 @@ class CapturedMove:
             torch.floor_divide(places, state.page_size, out=places)
             torch.index_select(state.generations, 0, places, out=self._generations)
             torch.index_select(state.owners, 0, places, out=self._owners)
+            grants = {"generations": self._generations, "requests": self._owners, "page_size": state.page_size}
+            seals = {"step": self._shared.step, "sites": self._site, "pool_id": pool.pool_id, "keys": pool.keys}
+            own = grants | seals | {"page_generations": state.generations, "arrived": self._arrived}
             for records, content, scratch in self._copies:
-                self._ops.move(
-                    records,
-                    content,
-                    self.src,
-                    self.dst,
-                    generations=self._generations,
-                    step=self._shared.step,
-                    sites=self._site,
-                    requests=self._owners,
-                    page_generations=state.generations,
-                    page_size=state.page_size,
-                    arrived=self._arrived,
-                    pool_id=pool.pool_id,
-                    keys=pool.keys,
-                    scratch=scratch,
-                )
+                self._ops.move(records, content, self.src, self.dst, scratch=scratch, **own)
             torch.clamp(self.dst, min=0, out=places)
             torch.index_select(pool.expected[:, TOKEN_POSITION], 0, places, out=self._tokens)
             if self._compares_content:

@@ -66,11 +66,9 @@ class SubstepRegistry:
     publish: makes true on the device what has happened to pages; before a forward runs. Without a ledger nothing has
     """
 
-    def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
-        if capacity < 1:
-            raise PlanError(f"capacity must be at least 1, got {capacity}: a registry holds every bucket's substeps")
+    def __init__(self, state: CanaryState) -> None:
         device = state.records.device
-        self._state, self._capacity, self.turn, self.now = state, capacity, 0, 0
+        self._state, self.turn, self.now = state, 0, 0
         self._reads_step = False  # whether a forward or a move reads the registry's own
         self._substeps: dict[tuple[str, str, int, int], CapturedSubstep] = {}
         self._in_order: list[CapturedSubstep] = []
@@ -84,14 +82,14 @@ class SubstepRegistry:
         self._is_armed = False
         with torch.inference_mode(False):
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
-            self._headers = torch.zeros(capacity, HEADER, dtype=torch.int64, device=device)
+            self._headers = torch.zeros(CAPACITY, HEADER, dtype=torch.int64, device=device)
             claims = {
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
         self.shared = Shared(state, self.step, claims, SideStream(device))
         self._mailbox = Mailbox(self._headers)
-        self._seen = np.zeros((capacity, HEADER), np.int64)
+        self._seen = np.zeros((CAPACITY, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
         self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
         self._expects = False  # forwards that no launch tells of
@@ -122,8 +120,8 @@ class SubstepRegistry:
             raise PlanError(
                 f"pool {pool!r} must have neither slot_map nor window in a captured substep: judge it by substep()"
             )
-        if number == self._capacity:
-            raise PlanError(f"a registry of {self._capacity} substeps is full: give SubstepRegistry a larger capacity")
+        if number == CAPACITY:
+            raise PlanError(f"a registry of {CAPACITY} substeps is full: capture fewer buckets")
         if inputs.lineage is not None:
             made = replace(made, before=self._before(pool, kind, index, inputs.num_rows).work)
         if made.attends and self.compares_reads:

@@ -136,8 +136,7 @@ class RecordStore:
     def collected(self, rewritten: int) -> None:
         """As `learn`, of rows that a loop has marked; `rewritten`: not 0 where one of them was judged."""
         self._is_behind = not self._is_host
-        if rewritten:
-            self._note(rewritten)
+        self._note(rewritten)
 
     def learn(self, rows: Rows) -> None:
         """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""

@@ -108,14 +108,12 @@ class CanaryState:
             )
         self.by_name = {pool.name: pool for pool in self.pools}
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
-        columns = self.generations, self.owners, self.page_states
-        self._host_pages = [column.numpy() for column in columns] if self.records.is_cpu else []
+        self._host_pages = [column.numpy() for column in self._page_truth] if self.records.is_cpu else []
 
     @property
     def num_bytes(self) -> int:
         """What the canary keeps beside the pools, in bytes."""
-        pages = (self.generations, self.owners, self.page_states)
-        tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
+        tensors = self.records, self.expected, self._page_truth, *(pool.content_a for pool in self.pools)
         return sum(tensor.nbytes for tensor in tensors)
 
     @property

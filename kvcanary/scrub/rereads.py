@@ -45,7 +45,7 @@ class Numbers:
     def __init__(self, device: torch.device) -> None:
         """`device`: reaches them."""
         self._device = device
-        self._full: list[tuple[Tensor, int]] = []
+        self._full: list[Tensor] = []
         self._block, self.used = _reached(ROOM, device), 0
 
     def take(self, count: int) -> Tensor:
@@ -53,7 +53,7 @@ class Numbers:
         first = self.used
         self.used += count + -count % ALIGNMENT
         if self.used > len(self._block):
-            self._full.append((self._block, first))
+            self._full.append(self._block)
             self._block, first = _reached(max(2 * len(self._block), count + ALIGNMENT), self._device), 0
             self.used = count + -count % ALIGNMENT
         return self._block[first : first + count]

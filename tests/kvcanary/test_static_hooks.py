@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
 from kvcanary.captured import kernel_launches as launches_module
+from kvcanary.captured import registry as registry_module
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.registry import SubstepRegistry
 from kvcanary.records.dispatch import KERNELS
 from kvcanary_kernels.record import layout as record
 from static_rig import StaticRig
@@ -201,16 +201,15 @@ def test_a_registry_is_filled_before_it_is_armed(make_static):
     assert words == "add() must come before arm(): decode of the target pool is late"
 
 
-def test_a_registry_has_a_capacity(make_static):
+def test_a_registry_has_a_capacity(make_static, monkeypatch):
     """Headers lie in one tensor that never grows."""
-    rig = make_static()
-    assert refused(PlanError, SubstepRegistry, rig.state, 0).startswith("capacity must be at least 1, got 0")
-    registry = SubstepRegistry(rig.state, 1)
+    monkeypatch.setattr(registry_module, "CAPACITY", 1)
+    registry = make_static().registry
     buffers = StaticBuffers.allocate(1, 1, 1)
     assert refused(PlanError, registry.add, "other", "decode", 0, buffers) == "pool must be one of target, got 'other'"
     registry.add("target", "decode", 0, buffers)
     words = refused(PlanError, registry.add, "target", "verify", 0, buffers)
-    assert words == "a registry of 1 substeps is full: give SubstepRegistry a larger capacity"
+    assert words == "a registry of 1 substeps is full: capture fewer buckets"
 
 
 def test_attention_asks_for_every_layer_once(make_static):
