@@ -68,18 +68,10 @@ class CapturedAcceptance:
     """
 
     def __init__(self, owner: AcceptedTokens, size: int, step: Tensor) -> None:
-        self._owner = owner
+        self._owner, self.size, self.places = owner, size, owner.places
         with torch.inference_mode(False):
             self._now = owner.accepted.new_zeros(size, 1 + owner.places)
         self.posted = Packed((self._now,), step, ops_for(owner.accepted.device).post)
-
-    @property
-    def size(self) -> int:
-        return len(self._now)
-
-    @property
-    def places(self) -> int:
-        return self._owner.places
 
     def record(self, table_rows: Tensor, counts: Tensor, tokens: Tensor) -> None:
         """Within a program: ``table_rows, counts [size]``, ``tokens [size, places]``; padding has count 0 and row 0."""

@@ -111,11 +111,11 @@ class OneShotSubstep(CapturedSubstep):
             self._indices[reads:last_reads].fill_(NO_SLOT)
         self._filled = entries, reads
 
-    def _plan_puts(self) -> None:
+    def _plan_and_seal(self) -> None:
         self._replays.run(None, self._plan_anew)
 
     def _plan_anew(self) -> None:
-        super()._plan_puts()
+        super()._plan_and_seal()
         torch.clamp(self._indices, 0, self.pool.view.num_slots - 1, out=self._safe_indices)
         torch.ne(self._safe_indices, self._indices, out=self._is_outside)
         self._safe_indices.masked_fill_(self._is_outside, NULL_SLOT)

@@ -38,7 +38,7 @@ class CapturedSubstep:
     judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
     width:   rows a request
     is_deferred: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
-    before:  the draft forward before it, whose branches the forward's lineage names; None: it has none
+    before:  work of the draft forward before it, whose branches the forward's lineage names; None: it has none
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: what `DecodedForward` takes of its plan, masks, `row_violations`, the header
     num_kept: numbers of that which are kept where it is clean: all up to the masks
@@ -80,7 +80,7 @@ class CapturedSubstep:
         self.judges_bytes = bool(self._reads)
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
         self._opened = shared.opened
-        self._is_admitted = self._has_sealed = self._has_verified = self._has_judged = False
+        self._is_admitted = self._has_verified = self._has_judged = False
         self._message_struct = message_struct(self)
         self.message_struct_at = self._message_struct.buffer_info()[0]
 
@@ -109,16 +109,15 @@ class CapturedSubstep:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         if self.is_deferred and not self._is_admitted:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
-        self._has_sealed = self._has_verified = self._has_judged = False
+        self._has_verified = self._has_judged = False
         self._opened.add(self)
         self.layers = ()
         self._num_read = 0
         if self.is_deferred:
             self._is_admitted = False
             return
-        if self._puts:
-            self._has_sealed = True
-            self._plan_puts()
+        if self._puts:  # the first store waits for all of it: nothing runs beside
+            self._plan_and_seal()
             return
         with self._side_stream.behind():  # of all that forwards before it have sealed
             if self._side_stream.owes(self.pool.name):
@@ -209,11 +208,9 @@ class CapturedSubstep:
             self.work.times.zero_()
             self.work.sums.zero_()
 
-    def _plan_puts(self) -> None:
-        """The first store waits for all of it: nothing runs beside."""
+    def _plan_and_seal(self) -> None:
         self._launch.plan()
-        self._launch.chain()
-        self._launch.seal()
+        self._seal()
 
     # beside the body, or a later one
 
@@ -223,14 +220,13 @@ class CapturedSubstep:
             return
         self._has_verified = True
         self._side_stream.catch_up()
-        self._seal()
+        if not self._puts:
+            self._seal()
         self._launch.verify_prefixes()
 
     def _seal(self) -> None:
-        if not self._has_sealed:
-            self._has_sealed = True
-            self._launch.chain()
-            self._launch.seal()
+        self._launch.chain()
+        self._launch.seal()
 
     def _judge(self) -> None:
         self._has_judged = True
@@ -252,13 +248,8 @@ class CapturedSubstep:
             self.masks.pack()
         self.written.pack()
 
-    # a postponed forward, of which only stores have been launched
-
-    def _plan_and_seal(self) -> None:
-        self._launch.plan()
-        self._seal()
-
     def _judge_rows(self) -> None:
+        """Of a postponed forward, of which only stores have been launched."""
         self._launch.verify_prefixes()
         self._settle()
 

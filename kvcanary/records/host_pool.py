@@ -102,6 +102,4 @@ def pool_struct(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], 
 
 def _dense_part(shape: tuple[int, ...], dtype: torch.dtype) -> DensePart:
     value = torch.empty((1, *shape), dtype=dtype, device="meta")
-    return DensePart(
-        dtype, tuple(shape), value.stride()[1:], dtype.itemsize, value.numel() * dtype.itemsize // WORD_BYTES
-    )
+    return DensePart(dtype, tuple(shape), value.stride()[1:], dtype.itemsize, value.nbytes // WORD_BYTES)
