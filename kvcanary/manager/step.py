@@ -17,8 +17,8 @@ from kvcanary.calls.forward import Drafted, Forward, Ints, on_host
 from kvcanary.calls.set_aside import Excluded
 from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch, ViolationGroup, ViolationLog
-from kvcanary.captured.decoded import Launched
 from kvcanary.captured.in_flight import InFlight, Marks
+from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.moves import DESTINATIONS
 from kvcanary.captured.step import CapturedStep, SentStep
 from kvcanary.captured.substep import CapturedSubstep

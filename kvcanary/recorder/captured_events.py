@@ -14,8 +14,8 @@ from kvcanary.recorder.kept_forwards import MOST_UNPACKED, RecordedGroup, Record
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
-    from kvcanary.captured.decoded import DecodedForward, Launch, Launched
-    from kvcanary.captured.launch_group import LaunchGroup
+    from kvcanary.captured.decoded import DecodedForward
+    from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup
     from kvcanary.captured.moves import LaunchedMove
     from kvcanary.captured.readback import CapturedViolation
     from kvcanary.recorder.segment import Segment

@@ -7,7 +7,6 @@ tensors; the kernels do neither, so that a CUDA graph can hold them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -38,83 +37,52 @@ from kvcanary_kernels.watch.walk import walk, walk_torch
 Operation = Callable[..., None]
 
 
-@dataclass(frozen=True)
 class Ops:
     """One implementation of every operation that a substep needs."""
 
-    admit: Operation
-    plan: Operation
-    chain_scan: Operation
-    chain_tree: Operation
-    seal: Operation
-    verify: Operation
-    store: Operation
-    put: Operation
-    attest: Operation
-    move: Operation
-    poison_fill: Operation
-    poison_check: Operation
-    finite_check: Operation
-    settle: Operation
-    count: Operation
-    post: Operation
-    advance: Operation
-    check_content: Operation
-    judge_reads: Operation
+    def __init__(self, *, are_kernels: bool) -> None:
+        chosen = _one_of(are_kernels)
+        self.admit = chosen(admit, admit_torch)
+        self.plan = chosen(plan, plan_torch)
+        self.chain_scan = chosen(chain_scan, chain_scan_torch)
+        self.chain_tree = chosen(chain_tree, chain_tree_torch)
+        self.seal = chosen(seal, seal_torch)
+        self.verify = chosen(verify, verify_torch)
+        self.store = chosen(store, store_torch)
+        self.put = chosen(put, put_torch)
+        self.attest = chosen(attest, attest_torch)
+        self.move = chosen(move, move_torch)
+        self.poison_fill = chosen(poison_fill, poison_fill_torch)
+        self.poison_check = chosen(poison_check, poison_check_torch)
+        self.finite_check = chosen(finite_check, finite_check_torch)
+        self.settle = chosen(settle, settle_torch)
+        self.count = chosen(count, count_torch)
+        self.post = chosen(post, post_torch)
+        self.advance = chosen(advance, advance_torch)
+        self.check_content = chosen(check_content, check_content_torch)
+        self.judge_reads = chosen(judge_reads, judge_reads_torch)
 
 
-#: By name each operation's kernel, and its twin.
-_BOTH: dict[str, tuple[Operation, Operation]] = {
-    "admit": (admit, admit_torch),
-    "plan": (plan, plan_torch),
-    "chain_scan": (chain_scan, chain_scan_torch),
-    "chain_tree": (chain_tree, chain_tree_torch),
-    "seal": (seal, seal_torch),
-    "verify": (verify, verify_torch),
-    "store": (store, store_torch),
-    "put": (put, put_torch),
-    "attest": (attest, attest_torch),
-    "move": (move, move_torch),
-    "poison_fill": (poison_fill, poison_fill_torch),
-    "poison_check": (poison_check, poison_check_torch),
-    "finite_check": (finite_check, finite_check_torch),
-    "settle": (settle, settle_torch),
-    "count": (count, count_torch),
-    "post": (post, post_torch),
-    "advance": (advance, advance_torch),
-    "check_content": (check_content, check_content_torch),
-    "judge_reads": (judge_reads, judge_reads_torch),
-}
-KERNELS, REFERENCES = (Ops(**{name: both[which] for name, both in _BOTH.items()}) for which in (0, 1))
-
-
-@dataclass(frozen=True)
 class WatchOps:
     """One implementation of every operation over pools that are only watched."""
 
-    advance: Operation
-    begin: Operation
-    fetch: Operation
-    keep: Operation
-    reread: Operation
-    send: Operation
-    take: Operation
-    walk: Operation
+    def __init__(self, *, are_kernels: bool) -> None:
+        chosen = _one_of(are_kernels)
+        self.advance = chosen(advance_watched, advance_watched_torch)
+        self.begin = chosen(begin, begin_torch)
+        self.fetch = chosen(fetch, fetch_torch)
+        self.keep = chosen(keep, keep_torch)
+        self.reread = chosen(reread, reread_torch)
+        self.send = chosen(send, send_torch)
+        self.take = chosen(take, take_torch)
+        self.walk = chosen(walk, walk_torch)
 
 
-WATCH_KERNELS = WatchOps(
-    advance=advance_watched, begin=begin, fetch=fetch, keep=keep, reread=reread, send=send, take=take, walk=walk
-)
-WATCH_REFERENCES = WatchOps(
-    advance=advance_watched_torch,
-    begin=begin_torch,
-    fetch=fetch_torch,
-    keep=keep_torch,
-    reread=reread_torch,
-    send=send_torch,
-    take=take_torch,
-    walk=walk_torch,
-)
+def _one_of(are_kernels: bool) -> Callable[[Operation, Operation], Operation]:
+    return lambda kernel, twin: kernel if are_kernels else twin
+
+
+KERNELS, REFERENCES = Ops(are_kernels=True), Ops(are_kernels=False)
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -124,4 +92,4 @@ def ops_for(device: torch.device) -> Ops:
 
 def watch_ops_for(device: torch.device) -> WatchOps:
     """The same for pools that are only watched."""
-    return WATCH_KERNELS if device.type == "cuda" else WATCH_REFERENCES
+    return WatchOps(are_kernels=device.type == "cuda")

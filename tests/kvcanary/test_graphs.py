@@ -7,7 +7,7 @@ import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.decoded import runs_of
+from kvcanary.captured.launch_group import runs_of
 from kvcanary.faults.static_replay import StaticReplay
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary.native.layout import RUN

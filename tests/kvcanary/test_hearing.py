@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kvcanary import PoolView
-from kvcanary.captured.decoded import CollectedRun, DecodedForward, Launched
+from kvcanary.captured.decoded import CollectedRun, DecodedForward
 from kvcanary.captured.kernel_launches import HEADER
+from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.moves import LaunchedMove
 from kvcanary.captured.pending import RunReader
 from kvcanary.captured.step import CapturedStep

@@ -13,7 +13,7 @@ import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, PoolView
 from kvcanary.captured.buffers import Batch, StaticBuffers
-from kvcanary.captured.decoded import runs_of
+from kvcanary.captured.launch_group import runs_of
 from kvcanary.dumps.reading import read_dump
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native.layout import ROWS, RUN, UNKNOWN
