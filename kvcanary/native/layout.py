@@ -16,7 +16,7 @@ from kvcanary_kernels.record.rows import Piece
 def struct(name: str, fields: str) -> Any:
     """Places of a struct's fields by name, from 0 on, and its `size`: numbers, which loops take as constants.
 
-    Python reads `struct[REQUEST.num_tokens]`, loops read `request_at(struct).num_tokens` (native/jit.py).
+    Python reads `struct[REQUEST.num_tokens]`, loops read `view(REQUEST, struct).num_tokens` (native/jit.py).
     """
     names = fields.split()
     return namedtuple(name, [*names, "size"])(*range(len(names) + 1))  # type: ignore[misc]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from kvcanary.native.forward_plan import layout_of, plan_of
-from kvcanary.native.jit import forward_at, longs_at, loop
+from kvcanary.native.jit import longs_at, loop, view
 from kvcanary.native.layout import FORWARD
 from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
 
@@ -19,7 +19,7 @@ def _tail_at(plan, row, width):
 @loop()
 def _measured(head):
     """Sizes of `Forward.plan`, and of what its rows hold behind the prefixes that it believes."""
-    forward, plan, tails = forward_at(head), plan_of(head), 0
+    forward, plan, tails = view(FORWARD, head), plan_of(head), 0
     for row in range(forward.rows):
         tails += plan.bounds[row + 1] - _tail_at(plan, row, forward.width)
     return layout_of(forward).who, tails
@@ -40,7 +40,7 @@ def keep_plans(heads, values, ends):
         return total
     at = 0
     for number in range(heads.shape[0]):
-        forward, plan = forward_at(heads[number]), plan_of(heads[number])
+        forward, plan = view(FORWARD, heads[number]), plan_of(heads[number])
         where, ids = layout_of(forward), longs_at(forward.ids, forward.num_ids)
         numbers = longs_at(heads[number] + 8 * FORWARD.size, where.who)
         has_parents, fits = (forward.has_parents | forward.has_lineage) != 0, True

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcanary.native import layout
 from kvcanary.native.forward_plan import plan_of
-from kvcanary.native.jit import forward_at, longs_at, loop, pool_at
-from kvcanary.native.layout import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary.native.jit import longs_at, loop, view
+from kvcanary.native.layout import FORWARD, POOL
 from kvcanary_kernels.record.formulas import chain_step, mix_of, seal_column
 from kvcanary_kernels.record.layout import (
     CHAIN,
@@ -71,11 +72,21 @@ def write_records(rows, records, constants, table, live, judged):
     return rewritten
 
 
-@loop()
-def seal_entries(head, names, reads, roots, generations, states, low, high, constants, table, live, judged):
-    """`seal_plan`; reads: the slots that it reads."""
-    forward, plan = forward_at(head), plan_of(head)
-    pool, drafted, chains = pool_at(forward.pool), longs_at(forward.before, forward.num_before), plan.chains
+@loop(
+    "int64(int64, int64[::1], int64[::1], int64[::1], int64[::1], uint8[::1], int64, int64, int64[::1], "
+    "int64[:, ::1], int64[:, ::1], boolean[::1])"
+)
+def seal_plan(head, names, reads, roots, generations, states, low, high, constants, table, live, judged):
+    """Seal all entries of one forward, each chained to its parent; what was seen (layout.py).
+
+    head:      address of `Forward.memory`, of which `chains` are filled
+    names:     [n] its slots as the plan calls them;  reads: the slots that it reads
+    roots:     [rows] chain that a row continues where it reads nothing
+    low, high: bitmap of the layers that it has stored
+    Null slots get a chain and no record.
+    """
+    forward, plan = view(FORWARD, head), plan_of(head)
+    pool, drafted, chains = view(POOL, forward.pool), longs_at(forward.before, forward.num_before), plan.chains
     tokens, positions, parents, owns = plan.tokens, plan.positions, plan.parents, plan.owns
     has_parents, width, base = forward.has_parents != 0, forward.width, pool.base
     record = np.zeros(COLUMNS, np.int64)
@@ -89,7 +100,7 @@ def seal_entries(head, names, reads, roots, generations, states, low, high, cons
             branch, read = parents[row], above
             above = drafted[row // width * width + branch] if 0 <= branch < width else np.int64(0)
             if above != read and is_read and pool.null_slots <= reads[last] < pool.num_slots:
-                seen |= ASTRAY
+                seen |= layout.ASTRAY
         for entry in range(first, first + plan.written[row]):
             parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
             before = above if parent < 0 else chains[parent]
@@ -98,7 +109,7 @@ def seal_entries(head, names, reads, roots, generations, states, low, high, cons
             wanted = positions[parent] + 1 if has_parents and parent >= 0 else begin
             wanted += 0 if has_parents else entry - first
             if positions[entry] != wanted:
-                seen |= MISPLACED
+                seen |= layout.MISPLACED
         first += plan.written[row]
     record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
     step_site = forward.step & MASK_32 | forward.site << 32
@@ -107,9 +118,9 @@ def seal_entries(head, names, reads, roots, generations, states, low, high, cons
             slot, page = plan.slots[entry], names[entry] // pool.page_size
             table[base + slot, CHAIN] = chains[entry]
             if states[page] == RESERVED or states[page] == LOAD_FAILED:
-                seen |= PAGE_FRESH
+                seen |= layout.PAGE_FRESH
             if slot < pool.null_slots:
-                seen |= NULL_WRITTEN
+                seen |= layout.NULL_WRITTEN
                 continue
             node = entry - first if has_parents else 0
             record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
@@ -117,25 +128,9 @@ def seal_entries(head, names, reads, roots, generations, states, low, high, cons
             record[REQUEST_GENERATION] = plan.who[row // width * 2] & MASK_32 | generations[page] << 32
             record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
             if _write(base + slot, record, pool.seal_term, constants, table, live, judged):
-                seen |= REWRITTEN
+                seen |= layout.REWRITTEN
         first += plan.written[row]
     return seen
-
-
-@loop(
-    "int64(int64, int64[::1], int64[::1], int64[::1], int64[::1], uint8[::1], int64, int64, int64[::1], "
-    "int64[:, ::1], int64[:, ::1], boolean[::1])"
-)
-def seal_plan(head, names, ids, roots, generations, states, low, high, constants, table, live, judged):
-    """Seal all entries of one forward, each chained to its parent; what was seen (layout.py).
-
-    head:      address of `Forward.memory`, of which `chains` are filled
-    names:     [n] its slots as the plan calls them;  ids: the slots that it reads
-    roots:     [rows] chain that a row continues where it reads nothing
-    low, high: bitmap of the layers that it has stored
-    Null slots get a chain and no record.
-    """
-    return seal_entries(head, names, ids, roots, generations, states, low, high, constants, table, live, judged)
 
 
 @loop(
@@ -168,7 +163,7 @@ def move_records(
     has written since its page was granted arrives as a slot that was never written; a damaged one stays damaged.
     """
     n, num_pages = src.shape[0], generations.shape[0]
-    source, pool = pool_at(origin), pool_at(target)
+    source, pool = view(POOL, origin), view(POOL, target)
     layers = pool.layers if source.content_a and pool.content_a else 0
     src_slots, dst_slots, src_base, dst_base = source.num_slots, pool.num_slots, source.base, pool.base
     src_content = longs_at(source.content_a, layers * src_slots)
@@ -193,7 +188,7 @@ def move_records(
         record, page, row = records[i], dst_names[i] // page_size, dst_base + dst[i]
         if (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]:
             record[:], fingerprints[i] = 0, 0
-            seen |= BLANK
+            seen |= layout.BLANK
         else:
             furthest = max(furthest, (record[TOKEN_POSITION] >> 32) & MASK_32)
             uid = owners[page] if owners[page] >= 0 else record[REQUEST_GENERATION] & MASK_32
@@ -201,12 +196,12 @@ def move_records(
             record[STEP_SITE] = step_site
             record[CONTENT_B] = record[CONTENT_B] if has_fingerprints and layers else 0
         if _write(row, record, pool.seal_term, constants, table, live, judged):
-            seen |= REWRITTEN
+            seen |= layout.REWRITTEN
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
         for layer in range(layers if has_fingerprints else 0):
             dst_content[layer * dst_slots + dst[i]] = fingerprints[i, layer]
-    return furthest << MOVED_BITS | seen
+    return furthest << layout.MOVED_BITS | seen
 
 
 @loop("boolean(int64, int64, int64[:, ::1], int64[:, ::1])")
@@ -225,10 +220,15 @@ def match_records(slots, n, records, expected):
     return True
 
 
-@loop()
-def are_written_at(slots, names, chains, generations, pool, step, table, judged, marks):
-    """`are_written` of slots, and what plans call them."""
-    n, base = chains.shape[0], pool.base
+@loop("boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64[:, ::1], boolean[::1], boolean)")
+def are_written(slots, names, chains, generations, struct, step, table, judged, marks):
+    """Whether slots hold these chains, of every layer, under the current grants and of no later step.
+
+    slots, names: addresses of the slots and of what plans call them, as many as chains
+    struct:       address of the pool's;  marks: they are judged from now on
+    """
+    n, pool = chains.shape[0], view(POOL, struct)
+    slots, names, base = longs_at(slots, n), longs_at(names, n), pool.base
     for i in range(n):
         page = names[i] // pool.page_size
         if not (0 <= slots[i] < pool.num_slots and 0 <= page < generations.shape[0]):
@@ -242,18 +242,6 @@ def are_written_at(slots, names, chains, generations, pool, step, table, judged,
             or record[LAYERS_HIGH] != pool.high_layers
         ):
             return False
-    if marks:
-        for i in range(n):
-            judged[base + slots[i]] = True
+    for i in range(n if marks else 0):
+        judged[base + slots[i]] = True
     return True
-
-
-@loop("boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64[:, ::1], boolean[::1], boolean)")
-def are_written(ids, names, chains, generations, struct, step, table, judged, marks):
-    """Whether slots hold these chains, of every layer, under the current grants and of no later step.
-
-    ids, names: addresses of the slots and of what plans call them, as many as chains
-    struct:       address of the pool's;  marks: they are judged from now on
-    """
-    own, full = longs_at(ids, chains.shape[0]), longs_at(names, chains.shape[0])
-    return are_written_at(own, full, chains, generations, pool_at(struct), step, table, judged, marks)
