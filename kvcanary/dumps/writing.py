@@ -17,15 +17,12 @@ import kvcanary
 from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
 from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD, by_request
-from kvcanary.dumps.manifest import shape_of_forward, shape_of_pool
+from kvcanary.dumps.manifest import SETTINGS, shape_of_pool, shapes_of_captured
 from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms, rooted
 from kvcanary.ledger.requests import growth_of
 from kvcanary.recorder.checkpoint import ManagerState, RequestState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward, RecordedLaunch, RecordedMove
-from kvcanary.recorder.recorder import (
-    Event,
-    Recorder,
-)
+from kvcanary.recorder.recorder import Event, Recorder
 from kvcanary.recorder.segment import Damage
 from kvcanary.transfers.async_tracker import LAID_OUT
 from kvcanary_kernels.record.layout import chain_root, make_keys
@@ -68,10 +65,6 @@ class Writer:
     def __init__(self, source: Source) -> None:
         self._source, self._packed = source, Packed()
         self._state, self._ledger = source.manager_state.state, source.manager_state.ledger
-        captured = source.manager_state.checks.captured
-        self._captured = [] if captured is None else list(captured.registry)
-        self._moves = [] if captured is None else captured.registry.moves
-        self._accepted_tokens = None if captured is None else captured.registry.accepted_tokens
         source.recorder.wait_over()
         segments = list(source.recorder.segments)
         self._first = segments[0].checkpoint
@@ -95,15 +88,14 @@ class Writer:
     def members(self) -> dict[str, bytes]:
         """By name the files of the dump."""
         findings = self._findings()
-        lines = {
+        members = {
+            "manifest.json": json.dumps(self._manifest(), indent=1).encode(),
             "findings.jsonl": _lines(findings),
             "events.jsonl": _lines(self._reported()),
             "requests.jsonl": _lines(self._requests()),
             "history.jsonl": _lines(self._history()),
+            "arrays.safetensors": self._packed.tensors(self._arrays()),  # and all that lines have packed
         }
-        arrays = self._arrays()
-        members = {"manifest.json": json.dumps(self._manifest(), indent=1).encode(), **lines}
-        members["arrays.safetensors"] = self._packed.tensors(arrays)
         if self._source.config.dump_content:
             members["content.safetensors"] = content_of(self._state, findings)
         return members
@@ -139,7 +131,7 @@ class Writer:
         for name, args, _ in self._events:
             forward = _forward_in(name, args)
             if forward is not None:
-                yield from _tokens_of(forward).tolist()
+                yield from forward.layout.part(forward.plan, "tokens").tolist()
             if name == "launch":
                 yield from chain.from_iterable(args[0].accepted or ())
         for checkpoint in (self._first, self._now):
@@ -163,7 +155,8 @@ class Writer:
     # the members
 
     def _manifest(self) -> dict[str, Any]:
-        source, config = self._source, self._source.config
+        source, config, first = self._source, self._source.config, self._first
+        captured = source.manager_state.checks.captured
         certificate = {key: value for key, value in source.certificate.items() if key not in ("seed_id", "findings")}
         return {
             "format": FORMAT,
@@ -172,37 +165,27 @@ class Writer:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "trigger": source.trigger,
             "step": source.step,
-            "first_step": self._first.step,
+            "first_step": first.step,
             "device": self._state.records.device.type,
-            "config": {
-                "mode": config.mode,
-                "content": config.content,
-                "budget": config.budget,
-                "poison": config.poison,
-                "ring": config.ring,
-                "disable": sorted(config.disable),
-            },
+            "config": {name: getattr(config, name) for name in SETTINGS}
+            | {"ring": config.ring, "disable": sorted(config.disable)},
             "quarantine": source.quarantine,
             "page_size": self._state.page_size,
             "num_pages": len(self._ledger.generations),
             "null_pages": self._ledger.null_pages,
             "pools": [shape_of_pool(pool.view) for pool in self._state.pools],
-            "captured": [shape_of_forward(substep) for substep in self._captured],
-            "captured_moves": [{"pool": move.pool.name, "size": move.size} for move in self._moves],
-            "seats": None
-            if self._accepted_tokens is None
-            else [len(self._accepted_tokens.accepted), self._accepted_tokens.places],
+            **shapes_of_captured(None if captured is None else captured.registry),
             "seed": self._seed,
             "tokens": "as they are" if self._is_plain else "replaced",
             "content": config.dump_content,
-            "has_records": self._first.records is not None,
+            "has_records": first.records is not None,
             "names": {str(uid): name for uid in self._uids() if (name := self._ledger.name(uid)) is not None},
             "start": {
-                "quarantine": [list(pair) for pair in self._first.quarantine],
-                "poisoners": [poisoned._asdict() for poisoned in self._first.poisoners],
-                "buffers": [list(buffer) for buffer in self._first.buffers],
-                "budgets": [list(budget) for budget in self._first.budgets],
-                "hurried": list(self._first.hurried),
+                "quarantine": first.quarantine,
+                "poisoners": [poisoned._asdict() for poisoned in first.poisoners],
+                "buffers": first.buffers,
+                "budgets": first.budgets,
+                "hurried": first.hurried,
             },
             "certificate": certificate,
         }
@@ -225,16 +208,11 @@ class Writer:
             "tokens": self._packed.ints(self._pseudonyms.of(request.tokens[: request.num_tokens])),
             "root": self._labels.get(request.roots, -1),
             "pages": self._packed.ints(request.pages),
-            "row_lens": list(request.row_lens),
+            "row_lens": request.row_lens,
             "reads": [queue.tolist() for queue in request.reads],
-            "judged": [list(entry) for entry in request.judged],
-            "committed_len": request.committed_len,
-            "final_pages": request.final_pages,
-            "commit_step": request.commit_step,
-            "released": request.released,
-            "owned_len": request.owned_len,
-            "growth": [list(entry) for entry in growth_of(request.steps[: request.num_tokens])],
-            "is_damaged": request.is_damaged,
+            "judged": request.judged,
+            **request.facts,
+            "growth": growth_of(request.steps[: request.num_tokens]),
             "unheard": [[len(step.tokens), step.before, step.committed_len] for step in request.uncollected],
         }
 
@@ -269,22 +247,15 @@ class Writer:
     def _launch(self, launch: RecordedLaunch) -> dict[str, Any] | None:
         if launch.forward is None:
             return None
-        return {
-            **self._forward(launch.forward),
-            "number": launch.number,
-            "counts": launch.written,
-            "reads": launch.reads,
-            "again": launch.again,
-            "strays": launch.strays,
-            "padding": launch.padding,
-            "accepted": None if launch.accepted is None else [*chain.from_iterable(launch.accepted)],
-        }
+        accepted = None if launch.accepted is None else [*chain.from_iterable(launch.accepted)]
+        own = {name: getattr(launch, name) for name in ("number", "reads", "again", "strays", "padding")}
+        return self._forward(launch.forward) | own | {"counts": launch.written, "accepted": accepted}
 
     def _captured_move(self, move: RecordedMove) -> dict[str, Any] | None:
         if move.moved is None:
             return None
         src, dst = move.moved
-        return {"number": move.number, "pool": self._moves[move.number].pool.name, "src": src, "dst": dst}
+        return {"number": move.number, "pool": move.pool, "src": src, "dst": dst}
 
     def _value(self, kind: str, value: Any) -> Any:
         if kind == "tokens":
@@ -296,30 +267,13 @@ class Writer:
         return value
 
     def _forward(self, forward: RecordedForward) -> dict[str, Any]:
-        plan, n = forward.plan.astype(np.int64), forward.num_entries
+        plan = forward.plan.astype(np.int64)
         tokens = forward.layout.part(plan, "tokens")
         tokens[:] = self._pseudonyms.of(tokens.tolist())
         rows = sorted(forward.wholes)
-        wholes = [forward.wholes[row] for row in rows]
-        return {
-            "kind": forward.kind,
-            "index": forward.index,
-            "pool": forward.pool,
-            "requests": forward.requests,
-            "width": forward.width,
-            "entries": n,
-            "rows": forward.num_rows,
-            "has_parents": forward.has_parents,
-            "has_lineage": forward.has_lineage or None,
-            "has_starts": forward.has_starts,
-            "stored": forward.stored,
-            "plan": plan,
-            "tails": forward.tails,
-            "whole_rows": rows,
-            "wholes": np.concatenate(wholes) if wholes else [],
-            "mask": None if forward.mask is None else forward.mask[0],
-            "mask_shape": None if forward.mask is None else forward.mask[1],
-        }
+        wholes = [value for row in rows for value in forward.wholes[row].tolist()]
+        own = {"has_lineage": forward.has_lineage or None, "plan": plan, "whole_rows": rows, "wholes": wholes}
+        return {field: own[field] if field in own else getattr(forward, field) for field in CALLS["forward"]}
 
     def _findings(self) -> list[dict[str, Any]]:
         reported = [finding.to_dict() for finding in self._source.findings]
@@ -374,7 +328,7 @@ def _as_reported(event: Event) -> Sequence[Event]:
     if name != "launch":
         return [event]
     launched, number = args
-    launch = launched[number]
+    launch = launched.launches[number]
     is_eager = launch.number is None and launch.forward is not None
     return [("forward", launch.forward) if is_eager else ("launch", launch)]
 
@@ -385,10 +339,6 @@ def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:
         collected: RecordedForward | None = args[0].forward
         return collected
     return args[0] if name == "forward" else None
-
-
-def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
-    return forward.layout.part(forward.plan, "tokens")
 
 
 def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:
