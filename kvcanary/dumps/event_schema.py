@@ -87,6 +87,11 @@ ARGUMENTS = {"admit": ("request_id", "token_ids", "salt", "adapter")}
 OF_SEVERAL = {"append_all": ("token_ids", "tokens"), "on_alloc_all": ("pages", "pages")}
 
 
+def named(event: str, args: Sequence[Any]) -> dict[str, Any]:
+    """The arguments that an event is recorded with, by their names."""
+    return dict(zip(ARGUMENTS.get(event, CALLS[event]), args, strict=False))
+
+
 def by_request(counts: Sequence[int], values: Sequence[int]) -> list[list[int]]:
     """The tokens or pages of each request, which lie one behind the other."""
     ends = list(accumulate(counts))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+
+import kvcanary
+from kvcanary.dumps.event_schema import FORMAT, VERSION
 
 if TYPE_CHECKING:
     from kvcanary.captured.registry import SubstepRegistry
@@ -13,6 +17,12 @@ if TYPE_CHECKING:
 SETTINGS = ("mode", "content", "budget", "poison")
 #: Of a pool's view.
 VIEW_SETTINGS = ("token_offset", "ahead", "null_slots", "vocab_size", "group", "window")
+
+
+def head_of_manifest() -> dict[str, Any]:
+    """What every dump begins with."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"format": FORMAT, "version": VERSION, "kvcanary": kvcanary.__version__, "created": created}
 
 
 def shape_of_pool(view: PoolView) -> dict[str, Any]:

@@ -61,9 +61,6 @@ class Recorder:
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self.log = EventLog()
         self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
-        self._closings: dict[str, Event] = {
-            pool.view.name: ("close", pool.view.name) for pool in manager_state.state.pools
-        }
         self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self.captured = CapturedEvents(self.segments, self.log)
         self._waiting: dict[int, RecordedForward] = {}
@@ -168,13 +165,11 @@ class Recorder:
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
-        if self.segments:
-            self._add(self._closings[pool])
+        self._add(("close", pool))
 
     def stored_again(self, pool: str, layer: int) -> None:
         """A layer of the open forward of this pool has stored before, and does again."""
-        if self.segments:
-            self._add(("store", pool, layer))
+        self._add(("store", pool, layer))
 
     def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
         """These forwards were judged: their plans are kept, and the rows that are not as granted."""
@@ -247,11 +242,10 @@ class Recorder:
             while len(self._snapshots) > MOST_SNAPSHOTS:
                 del self._snapshots[next(iter(self._snapshots))]
 
-    def wait_over(self) -> list[RecordedForward]:
+    def wait_over(self) -> None:
         """Forwards that were not judged yet, with the rows that they have now; for a dump in mid-step."""
         for recorded in self._waiting.values():
             recorded.keep_unjudged()
-        return list(self._waiting.values())
 
     # helpers
 
@@ -262,8 +256,9 @@ class Recorder:
         self.log.ints = 0
 
     def _add(self, event: Event) -> None:
-        """With slot maps as they were noted last; somebody records."""
-        self.segments[-1].events.append(event)
+        """With slot maps as they were noted last, where somebody records."""
+        if self.segments:
+            self.segments[-1].events.append(event)
 
     def _noted(self, event: Event) -> None:
         """Behind what has changed in slot maps."""
