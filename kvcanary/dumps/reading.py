@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.codes import CODES, UNWRITTEN
-from kvcanary.dumps.container import parse_json, read_arrays, read_members
+from kvcanary.dumps.container import parse_json, read_arrays, read_members, told
 from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL, plan_part
 from kvcanary.errors import DumpError
 from kvcanary.native.layout import plan_layout
@@ -110,8 +110,7 @@ def read_dump(path: Path | str) -> Dump:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, DumpError):
             raise
-        what = f"{type(error).__name__} {error}".splitlines()[0][:120]
-        raise DumpError(f"{path} is damaged: its parts do not fit together, {what}") from error
+        raise DumpError(f"{path} is damaged: its parts do not fit together, {told(error)}") from error
 
 
 class _Reader:

@@ -16,7 +16,7 @@ from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
 from kvcanary.dumps.event_schema import CALLS, FORWARDS, SAFE_VALUES, WITHHELD, by_request, named, plan_part
 from kvcanary.dumps.manifest import SETTINGS, head_of_manifest, shape_of_pool, shapes_of_captured
-from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms, rooted
+from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms
 from kvcanary.ledger.requests import growth_of
 from kvcanary.recorder.checkpoint import ManagerState, RequestState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward, RecordedLaunch, RecordedMove
@@ -71,7 +71,8 @@ class Writer:
         )
         self._seed = secrets.randbits(64)
         self._admissions = list(self._admitted())
-        self._labels = rooted([self._roots_in({}), *(admission.roots for admission in self._admissions)])
+        roots = dict.fromkeys([self._roots_in({}), *(admission.roots for admission in self._admissions)])
+        self._labels = {root: number for number, root in enumerate(roots)}
         self._is_plain = source.config.dump_content
         sizes = [pool.view.vocab_size for pool in self._state.pools if pool.view.vocab_size is not None]
         self._pseudonyms = TokenPseudonyms(self._all_tokens(), sizes, self._is_plain)
@@ -193,9 +194,7 @@ class Writer:
             "tokens": self._packed.ints(self._pseudonyms.of(request.tokens[: request.num_tokens])),
             "root": self._labels.get(request.roots, -1),
             "pages": self._packed.ints(request.pages),
-            "row_lens": request.row_lens,
             "reads": [queue.tolist() for queue in request.reads],
-            "judged": request.judged,
             **request.facts,
             "growth": growth_of(request.steps[: request.num_tokens]),
             "unheard": [[len(step.tokens), step.before, step.committed_len] for step in request.uncollected],
@@ -212,7 +211,9 @@ class Writer:
             for field, kind in CALLS[name].items():
                 value = fields.get(field)
                 if value is not None:
-                    reported[field] = self._value(kind.rstrip("?"), value)
+                    is_packed = kind.startswith(("ints", "tokens"))
+                    value = self._pseudonyms.of(value) if kind.startswith("tokens") else value
+                    reported[field] = self._packed.ints(value) if is_packed else value
             if damage:
                 reported["damage"] = [
                     _damage(one, words.get((one.pool, one.slot, (*one.layers, None)[0]))) for one in damage
@@ -224,15 +225,6 @@ class Writer:
         tokens = plan_part({**forward, "plan": plan}, "tokens")
         tokens[:] = self._pseudonyms.of(tokens)
         return plan
-
-    def _value(self, kind: str, value: Any) -> Any:
-        if kind == "tokens":
-            return self._packed.ints(self._pseudonyms.of(value))
-        if kind == "ints":
-            return self._packed.ints(value)
-        if isinstance(value, tuple) and value[:1] == ("parcel",):
-            return value[1]
-        return value
 
     def _findings(self) -> list[dict[str, Any]]:
         reported = [finding.to_dict() for finding in self._source.findings]

@@ -89,8 +89,7 @@ def sum_heads(k, v, count, keys, start, fingerprints):
 
 @loop("boolean(int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64)")
 def same_heads(k, v, batch, count, keys, start, fingerprints, side_bytes, row_bytes):
-    """Whether the fingerprints of entries [batch, n], as `sum_heads` gives them, are those that lie at `fingerprints`
-    [2, batch, n].
+    """Whether fingerprints of entries [batch, n], as of `sum_heads`, are those at this address, [2, batch, n].
 
     side_bytes, row_bytes: from fingerprint a to fingerprint b, and from row to row of the batch
     """
@@ -128,9 +127,7 @@ def sum_part(at, piece, key, words, both):
 
 @loop("void(int64[:, ::1], int64[:, ::1], int64, int64, int64[::1], int64, int64[::1], int64[:, ::1], int64[::1])")
 def sum_slots(address, layout, keys, words, start_a, start_b, slots, fingerprint_a, fingerprint_b):
-    """Fingerprint a by layer [layers, n] and fingerprint b [n], both out, of the bytes that lie in n valid slots of the
-    pool.
-    """
+    """Fingerprint a by layer [layers, n] and fingerprint b [n], both out, of the bytes in n valid slots of the pool."""
     fingerprint_b[:] = start_b
     for layer in range(fingerprint_a.shape[0]):
         fingerprint_a[layer] = start_a[layer]
@@ -145,9 +142,7 @@ def sum_slots(address, layout, keys, words, start_a, start_b, slots, fingerprint
 
 @loop("void(int64[::1], int64[:, :, ::1], int64, int64[:, ::1], int64[:, ::1], int64[:, ::1])")
 def keep_fingerprints(slots, fingerprints, start_b, content_a, records, expected):
-    """Write fingerprints [layers, 2, n] of the values of n slots where they are kept; of equal slots the last
-    counts.
-    """
+    """Keep fingerprints [layers, 2, n] of the values of n slots; of equal slots the last counts."""
     for i in range(slots.shape[0]):
         slot, fingerprint_b = slots[i], start_b
         for layer in range(fingerprints.shape[0]):

@@ -1,7 +1,7 @@
 """Bytes of a pool in host memory: values that are stored, poison, what nobody has written, and what is not finite.
 
 Bit for bit what `kvcanary_kernels.content` gives. The pool's struct says where its rows lie (`layout`), the head of a
-forward's struct which slots were planned.
+forward's struct which slots were planned. `struct`: the address of the pool's.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,12 +15,7 @@ from kvcanary.native.jit import longs_at, loop, nth, view, words_at
 from kvcanary.native.layout import FORMAT, FORWARD, PIECE, POOL
 from kvcanary_kernels.content.poison import FINITE_BITS, NAN_WORD
 from kvcanary_kernels.record.formulas import poison_of
-from kvcanary_kernels.record.layout import (
-    COLUMNS,
-    CONTENT_B,
-    MASK_32,
-    REQUEST_GENERATION,
-)
+from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, REQUEST_GENERATION
 
 _poison_of = loop()(poison_of)
 
@@ -97,11 +92,7 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
 
 @loop("boolean(int64, int64[::1], boolean)")
 def match_slots(struct, slots, both):
-    """Whether fingerprint a of the bytes in these slots is in every layer the one that is kept; `both`: and fingerprint
-    b.
-
-    struct: address of the pool's
-    """
+    """Whether bytes in these slots have the fingerprint a that is kept of every layer; `both`: and fingerprint b."""
     pool, n = view(POOL, struct), slots.shape[0]
     layers, parts, size, words = pool.layers, pool.parts, pool.num_slots, pool.words
     for slot in slots:
@@ -130,17 +121,11 @@ def match_slots(struct, slots, both):
 
 
 @loop()
-def _word(slot, number, nan):
-    """`poison_words` of one word of all a slot's layers."""
-    return np.uint32(NAN_WORD) if nan else np.uint32(_poison_of(slot, number) & FINITE_BITS)
-
-
-@loop()
 def _poison_run(target, first, count, slot, nan, fills):
-    """Fill so many words, or look whether they are the pattern."""
+    """Fill words of a slot as `poison_words`, or look whether they are so; `first`: of those of all its layers."""
     words, differs = words_at(target, count), np.uint32(0)
     for i in range(count):
-        word = _word(slot, first + i, nan)
+        word = np.uint32(NAN_WORD) if nan else np.uint32(_poison_of(slot, first + i) & FINITE_BITS)
         if fills:
             words[i] = word
         differs |= words[i] ^ word
@@ -149,11 +134,7 @@ def _poison_run(target, first, count, slot, nan, fills):
 
 @loop("boolean(int64, int64[::1], boolean, boolean)")
 def poison(struct, slots, nan, fills):
-    """Fill all rows of valid slots with the pattern, or tell whether they are the pattern; `struct`: its pool's
-    address.
-
-    nan: the same NaN in every word instead
-    """
+    """Fill all rows of valid slots with the pattern, or tell whether they are it; `nan`: the same NaN in every word."""
     pool, well = view(POOL, struct), True
     for layer in range(pool.layers):
         for slot in slots:
@@ -183,8 +164,7 @@ def _find_in_run(at, first, count, form):
 def find_unwritten(struct, slots, names, page_size, generations, table, which):
     """Those of n slots that no forward has written since their pages were granted; how many these are.
 
-    struct:  address of the pool's;  names: [n] what plans call the slots
-    table: [rows, 8] the records of all pools as written
+    names: [n] what plans call the slots;  table: [rows, 8] the records of all pools as written
     which: [n] out; null slots, and those outside the pool, are not among them
     """
     pool, count = view(POOL, struct), 0
@@ -199,11 +179,7 @@ def find_unwritten(struct, slots, names, page_size, generations, table, which):
 
 @loop("boolean(int64, int64[::1], int64[:, ::1])")
 def are_finite(struct, slots, formats):
-    """Whether all elements of the rows of valid slots are finite.
-
-    struct:    address of the pool's
-    formats: [parts, fields] what each `Format` of a row says
-    """
+    """Whether all elements of the rows of valid slots are finite; `formats`: [parts, FORMAT]."""
     pool, found = view(POOL, struct), np.uint32(0)
     layers, parts, offsets = pool.layers, pool.parts, offsets_of(pool, slots)
     firsts = longs_at(pool.addresses, parts * layers)

@@ -148,26 +148,27 @@ def move_records(
     n, num_pages = src.shape[0], generations.shape[0]
     source, pool = view(POOL, origin), view(POOL, target)
     layers = pool.layers if source.content_a and pool.content_a else 0
+    src_slots, dst_slots, src_base, dst_base = source.num_slots, pool.num_slots, source.base, pool.base
+    src_content = longs_at(source.content_a, layers * src_slots)
+    dst_content = longs_at(pool.content_a, layers * dst_slots)
+    records, damage = np.empty((n, COLUMNS), np.int64), np.empty((n, COLUMNS), np.int64)
+    fingerprints = np.empty((n, layers), np.int64)
     for i in range(n):
-        if not (source.null_slots <= src[i] < source.num_slots and pool.null_slots <= dst[i] < pool.num_slots):
+        if not (source.null_slots <= src[i] < src_slots and pool.null_slots <= dst[i] < dst_slots):
             return -1
         if not (0 <= src_names[i] // page_size < num_pages and 0 <= dst_names[i] // page_size < num_pages):
             return -1
         if origin == target and src[i] == dst[i]:
             return -1
-    records, damage = np.empty((n, COLUMNS), np.int64), np.empty((n, COLUMNS), np.int64)
-    fingerprints = np.empty((n, layers), np.int64)
-    before = longs_at(source.content_a, layers * source.num_slots).reshape(layers, source.num_slots)
     for i in range(n):
         for column in range(COLUMNS):
-            records[i, column] = table[source.base + src[i], column]
-            damage[i, column] = live[source.base + src[i], column] - records[i, column]
+            records[i, column] = table[src_base + src[i], column]
+            damage[i, column] = live[src_base + src[i], column] - records[i, column]
         for layer in range(layers):
-            fingerprints[i, layer] = before[layer, src[i]]
-    content = longs_at(pool.content_a, layers * pool.num_slots).reshape(layers, pool.num_slots)
+            fingerprints[i, layer] = src_content[layer * src_slots + src[i]]
     seen, furthest = 0, np.int64(0)
     for i in range(n):
-        record, page, row = records[i], dst_names[i] // page_size, pool.base + dst[i]
+        record, page, row = records[i], dst_names[i] // page_size, dst_base + dst[i]
         if (record[at.REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]:
             record[:], fingerprints[i] = 0, 0
             seen |= layout.BLANK
@@ -182,7 +183,7 @@ def move_records(
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
         for layer in range(layers if has_fingerprints else 0):
-            content[layer, dst[i]] = fingerprints[i, layer]
+            dst_content[layer * dst_slots + dst[i]] = fingerprints[i, layer]
     return furthest << layout.MOVED_BITS | seen
 
 

@@ -62,9 +62,7 @@ def launch_rows(n, structs, pool, most, forwards, kind, written, rows):
 
 @loop("void(int64, int64, int64, int64)")
 def spread_rows(n, rows, where, step):
-    """The first parts of rows of n requests, and the number of the step, to a place (SPREAD): each part as often
-    as a request has rows, and zeros behind.
-    """
+    """Parts of rows and the number of the step to a place (SPREAD): each as often as a request has rows, then zeros."""
     struct = view(SPREAD, where)
     size, parts, width = struct.room, struct.parts, struct.width
     numbers, there = longs_at(rows, parts * n), longs_at(struct.at, parts * size)

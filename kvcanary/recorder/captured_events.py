@@ -70,11 +70,7 @@ class CapturedEvents:
         self._collecting = step
 
     def event_of(self, pool: str, site: Site, step: int) -> Place | None:
-        """Where the event lies in which a check has fired that fires now: the launch of its forward or move, or its
-        departure.
-
-        None: it is the last one.
-        """
+        """Where the launch of a forward or move lies, or the end of a step, whose check fires now; None: at the end."""
         found = self._last_launch(pool, site, step) or self._last_move(pool, site, step)
         if found is None and self._collecting is not None:
             found = self._last(self._collecting, lambda name, *_: name == "end_step")

@@ -51,9 +51,8 @@ class ManagerState(NamedTuple):
 
     def poisoners(self) -> dict[str | None, Poisoner]:
         """By group behind a slot map; None: of all pools without one."""
-        groups: dict[str | None, Poisoner] = {None: self.poisoner}
-        groups.update(self.mapped)
-        return groups
+        own: dict[str | None, Poisoner] = {None: self.poisoner}
+        return own | self.mapped
 
     def poisoner_of(self, pool: PoolState) -> Poisoner:
         return self.poisoner if pool.view.slot_map is None else self.mapped[pool.view.group]
@@ -74,19 +73,16 @@ class RequestState:
     """One live request; `tokens`: those that were known then, and `steps`, in which each became so, where they lie.
 
     roots: by pool, what stands for role, salt and adapter; reads: by pool, [n, 3] int64 ranges of `ReadQueue.numbers`
-    judged: by pool, (length, step, whether the epoch is the record store's);  facts: REQUEST_FACTS
+    facts: REQUEST_FACTS, and by pool `row_lens` and `judged`: length, step, whether the epoch is the record store's
     """
 
     request_id: str
-    uid: int
     tokens: Array
     steps: Array
     num_tokens: int
     roots: tuple[int, ...]
     pages: tuple[int, ...]
-    row_lens: tuple[int, ...]
     reads: tuple[Array, ...]
-    judged: tuple[tuple[int, int, bool], ...]
     uncollected: tuple[UncollectedStep, ...]
     facts: dict[str, Any]
 
@@ -181,15 +177,16 @@ def _copy_records(manager_state: ManagerState, room: Array | None) -> Array:
 def _request(request: Request, epoch: int) -> RequestState:
     return RequestState(
         request.request_id,
-        request.uid,
         request.tokens,
         request.known.steps,
         len(request.tokens),
         tuple(truth.root for truth in request.truths),
         tuple(request.pages),
-        tuple(request.row_lens.tolist()),
         tuple(queue.numbers() for queue in request.reads),
-        tuple((judged.length, judged.step, judged.epoch == epoch) for judged in request.judged),
         tuple(request.uncollected),
-        {name: getattr(request, name) for name in REQUEST_FACTS},
+        {
+            **{name: getattr(request, name) for name in REQUEST_FACTS},
+            "row_lens": request.row_lens.tolist(),
+            "judged": [(judged.length, judged.step, judged.epoch == epoch) for judged in request.judged],
+        },
     )

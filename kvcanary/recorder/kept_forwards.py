@@ -213,10 +213,7 @@ class RecordedLaunch:
 
 
 class RecordedMove:
-    """A captured move in a pool.
-
-    places: once the host has collected it, as `LaunchedMove` has them
-    """
+    """A captured move in a pool; `places`: as `LaunchedMove` has them, once the host has collected it."""
 
     def __init__(self, number: int, pool: str) -> None:
         self.number, self.pool = number, pool

@@ -110,9 +110,7 @@ class Recorder:
         return step >= newest.end_step or newest.num_bytes > newest.end_bytes
 
     def begin_segment(self, step: int) -> None:
-        """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go, and
-        leave their memory to it.
-        """
+        """What comes can be followed from the state of now; segments that nobody needs go, and leave their memory."""
         self._count_arrays()
         while len(self.segments) > 1 and step - self.segments[1].checkpoint.step >= self.steps:
             gone = self.segments.popleft().checkpoint.records
@@ -276,29 +274,24 @@ class Recorder:
         return self._snapshots.get(id(snapshot), (snapshot, -1))[1]
 
     def _kept(self, value: Any) -> Any:
-        """An argument that nobody can change any more."""
+        """An argument that nobody can change any more; of snapshots their numbers."""
         kind = type(value)
         if kind in _PLAIN:
             return value
         if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
             return tuple(value)
+        if isinstance(value, PageSnapshot):
+            return self._number_of(value)
         if isinstance(value, list) and value and isinstance(value[0], PageSnapshot):
             value = [self._number_of(snapshot) for snapshot in value]
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             return tuple(value)
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
-        if isinstance(value, PageSnapshot):
-            return ("parcel", self._number_of(value))
-        return self._ints(value)
-
-    def _ints(self, values: Sequence[int] | NDArray[Any]) -> tuple[int, ...] | NDArray[np.int64]:
-        """A copy, of many as an array."""
-        if len(values) < LONG:
-            return tuple(map(int, values))
-        kept = np.array(values, np.int64)
-        if self.segments:
-            self.segments[-1].array_bytes += kept.nbytes
+        if len(value) < LONG:
+            return tuple(map(int, value))
+        kept = np.array(value, np.int64)
+        self.segments[-1].array_bytes += kept.nbytes
         return kept
 
 

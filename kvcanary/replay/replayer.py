@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcanary.calls.forward import Ints
 from kvcanary.captured.in_flight import InFlight
+from kvcanary.dumps.container import told
 from kvcanary.dumps.event_schema import OF_SEVERAL, by_request, plan_part
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.writing import salt_of
@@ -401,5 +402,4 @@ def _tensor(values: Ints) -> Tensor:
 
 
 def _contradiction(dump: Dump, error: Exception) -> DumpError:
-    what = f"{type(error).__name__} {error}".splitlines()[0][:120]
-    return DumpError(f"{dump.path} is damaged: its events contradict each other, {what}")
+    return DumpError(f"{dump.path} is damaged: its events contradict each other, {told(error)}")

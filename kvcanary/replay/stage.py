@@ -148,11 +148,11 @@ class Stage:
         for name in PAGE_ARRAYS:
             getattr(ledger.pages, name)[:] = dump.arrays[f"start.{name}"]
         ledger.pages.changed_everywhere()
+        self._write_records(dump)
         for line in dump.start:
             self._admit(line, step)
         for uid, name in dump.manifest["names"].items():
             ledger.book.remember(int(uid), name)
-        self._write_records(dump)
         for poisoned in start["poisoners"]:
             self._set_poison(poisoned, BUDGETS.get(dump.manifest["device"], BUDGETS["cuda"]))
         self.manager_state.async_tracker.buffers.update((name, generation) for name, generation in start["buffers"])
@@ -197,7 +197,7 @@ class Stage:
     def _write_records(self, dump: Dump) -> None:
         """What was known of every slot, over the stand-in bytes that lie there."""
         record_store, table = self.manager_state.checks.record_store, dump.arrays["start.records"].view(np.uint64)
-        partial = dump.arrays["start.partial"].view(np.uint64)
+        partial = dump.arrays["start.partial"]
         for pool in self.manager_state.state.pools:
             own = table[pool.base : pool.base + pool.view.num_slots]
             slots = np.flatnonzero(own[:, STEP_SITE] >> np.uint64(32))
@@ -205,19 +205,13 @@ class Stage:
             records[:, :4] = own[slots]
             records[:, CONTENT_B], records[:, SEAL] = 0, pool.seal_term
             records[:, [LAYERS_LOW, LAYERS_HIGH]] = np.array(bitmap_columns(pool.full_layers), np.uint64)
-            rows = dict(zip((slots + pool.base).tolist(), range(len(slots)), strict=True))
-            for row, low, high in partial.tolist():
-                if row in rows:
-                    records[rows[row], [LAYERS_LOW, LAYERS_HIGH]] = np.array([low, high], np.uint64)
+            _, rows, which = np.intersect1d(slots + pool.base, partial[:, 0], return_indices=True)
+            records[rows[:, None], [LAYERS_LOW, LAYERS_HIGH]] = partial[which, 1:].view(np.uint64)
             record_store.write(slots + pool.base, records)
             where = torch.from_numpy(slots)
             if len(slots):
                 pool.write_fingerprints(where, *fingerprints_of_slots(pool, where))
         record_store.judged[:] = dump.arrays["start.judged"]
-        for request in self.manager_state.ledger.requests.values():
-            request.judged = [
-                judged._replace(epoch=record_store.epoch) if judged.epoch >= 0 else judged for judged in request.judged
-            ]
 
 
 def fingerprint_of(layer: int) -> int:
