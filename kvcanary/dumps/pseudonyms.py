@@ -109,5 +109,4 @@ class Chains:
 
 def _mixed(words: Words, keys: Keys) -> Words:
     own = words.view(np.int64)
-    mixed: Words = mix_of(own, own >> 32, signed(keys.mix_key)).view(np.uint64)
-    return mixed
+    return mix_of(own, own >> 32, signed(keys.mix_key)).view(np.uint64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,8 @@ class Dump:
     @cached_property
     def bases(self) -> dict[str, int]:
         """By pool, the row of its slot 0 in the records of all."""
-        bases, base = {}, 0
-        for name, pool in self.pools.items():
-            bases[name] = base
-            base += pool["num_slots"]
-        return bases
+        sizes = (pool["num_slots"] for pool in self.pools.values())
+        return dict(zip(self.pools, accumulate(sizes, initial=0), strict=False))
 
     def stepped(self) -> Iterator[tuple[int, Call]]:
         """Every event with the step in which it happened."""

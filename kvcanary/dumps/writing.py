@@ -324,7 +324,7 @@ def _captured_move(move: RecordedMove) -> dict[str, Any] | None:
 
 def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:
     """`word`: the finding that names the one word that changed."""
-    reported: dict[str, Any] = damage._asdict() | {"layers": list(damage.layers), "words": list(damage.words)}
+    reported: dict[str, Any] = damage._asdict()
     if word is not None:
         reported["word"] = [word.part, word.head, word.dim, word.byte, word.bit]
     return reported

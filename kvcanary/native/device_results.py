@@ -3,10 +3,6 @@
 The loop says only whether all is well; what is wrong is named by the rules that its docstring points to.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
 from kvcanary.native import layout
@@ -161,7 +157,6 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
 
 @loop()
 def _keep(kept, numbers, count):
-    """So many numbers are kept here; where the next ones are."""
     longs_at(kept, count)[:] = longs_at(numbers, count)
     return kept + 8 * count
 

@@ -6,10 +6,6 @@ address: [pieces, layers] int64, of slot 0
 Sums are mod 2^64; signed and unsigned ones have the same bits.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
 from kvcanary.native.jit import longs_at, loop, nth, words_at

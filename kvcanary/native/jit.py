@@ -4,8 +4,6 @@ An address costs nothing to pass; an array costs as much as a short loop over it
 fields: `view(REQUEST, address).num_tokens`.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -48,8 +46,7 @@ def entry(made: Any) -> Callable[..., Any]:
     (signature,) = made.signatures
     if not all(isinstance(kind, types.Integer | types.Boolean) for kind in signature):
         return made
-    found: Callable[..., Any] = made.overloads[signature].entry_point
-    return found
+    return made.overloads[signature].entry_point
 
 
 def _digest(function: Any) -> str:

@@ -5,12 +5,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.native import device_results as device_results
-from kvcanary.native import fingerprints as fingerprints
-from kvcanary.native import page_states as page_states
-from kvcanary.native import pool_bytes as pool_bytes
-from kvcanary.native import prove as prove
-from kvcanary.native import recording as recording
+from kvcanary.native import device_results, fingerprints, page_states, pool_bytes, prove, recording  # noqa: F401
 from kvcanary.native.jit import LOOPS, entry
 
 if TYPE_CHECKING:

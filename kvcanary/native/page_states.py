@@ -1,9 +1,5 @@
 """Page states: what an event does to some pages, or to none where one is in no state for it (`page_states.EVENTS`)."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 from kvcanary.native.jit import flags_at, longs_at, loop, view
 from kvcanary.native.layout import ASKS, BEGINS, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, PAGES, REQUEST, ROWS_FULL, STAYS
 from kvcanary_kernels.record.layout import WRITTEN

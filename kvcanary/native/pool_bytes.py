@@ -4,10 +4,6 @@ Bit for bit what `kvcanary_kernels.content` gives. The pool's struct says where 
 forward's struct which slots were planned. `struct`: the address of the pool's.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
 from kvcanary.native.fingerprints import WORD_BYTES, keyed, offset_of, sum_part
@@ -28,16 +24,10 @@ def _copy_words(source, target, count):
 
 
 @loop()
-def piece_of(pool, part):
-    """How one part of the pool's rows lies."""
-    return nth(PIECE, pool.layout, part)
-
-
-@loop()
 def place_of(pool, part, layer, slot):
     """The address of one part of one row of a pool."""
     first = longs_at(pool.addresses + 8 * (part * pool.layers + layer), 1)[0]
-    return first + offset_of(piece_of(pool, part), slot)
+    return first + offset_of(nth(PIECE, pool.layout, part), slot)
 
 
 @loop()
@@ -46,14 +36,14 @@ def offsets_of(pool, slots):
     offsets = np.empty((slots.shape[0], pool.parts), np.int64)
     for part in range(pool.parts):
         for i in range(slots.shape[0]):
-            offsets[i, part] = offset_of(piece_of(pool, part), slots[i])
+            offsets[i, part] = offset_of(nth(PIECE, pool.layout, part), slots[i])
     return offsets
 
 
 @loop()
 def _put_part(source, pool, part, layer, slot, fingerprints):
     """One part of one row into its slot; both its keyed sums where `fingerprints`, else zeros."""
-    target, piece = place_of(pool, part, layer, slot), piece_of(pool, part)
+    target, piece = place_of(pool, part, layer, slot), nth(PIECE, pool.layout, part)
     run, words = piece.run, pool.words
     for number in range(piece.words // max(run, 1)):
         at = source + WORD_BYTES * number * run
@@ -107,7 +97,7 @@ def match_slots(struct, slots, both):
         for i in range(n):
             fingerprint_a = starts[layer]
             for part in range(parts):
-                piece = piece_of(pool, part)
+                piece = nth(PIECE, pool.layout, part)
                 at, key = firsts[part * layers + layer] + offsets[i, part], keys + WORD_BYTES * piece.first
                 a, b = sum_part(at, piece, key, words, both)
                 fingerprint_a += a
@@ -139,7 +129,7 @@ def poison(struct, slots, nan, fills):
     for layer in range(pool.layers):
         for slot in slots:
             for part in range(pool.parts):
-                target, piece = place_of(pool, part, layer, slot), piece_of(pool, part)
+                target, piece = place_of(pool, part, layer, slot), nth(PIECE, pool.layout, part)
                 run, first = piece.run, layer * pool.words + piece.first
                 for number in range(piece.words // max(run, 1)):
                     at = target + WORD_BYTES * number * piece.run_stride
@@ -186,7 +176,7 @@ def are_finite(struct, slots, formats):
     for layer in range(layers):
         for i in range(slots.shape[0]):
             for part in range(parts):
-                form, piece = formats[part], piece_of(pool, part)
+                form, piece = formats[part], nth(PIECE, pool.layout, part)
                 run, target = piece.run, firsts[part * layers + layer] + offsets[i, part]
                 for number in range(piece.words // max(run, 1) if form[FORMAT.even] | form[FORMAT.odd] else 0):
                     at = target + WORD_BYTES * number * piece.run_stride

@@ -8,10 +8,6 @@ judged:    [rows] bool, entries that were found to be their requests' truth
 facts:     [requests, pools, FACTS] int64, what the host knows of every request of these forwards (native/layout.py)
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
 from kvcanary.native.fingerprints import keep_fingerprints
@@ -81,6 +77,14 @@ def _mask_is_right(forward, plan):
 
 
 @loop()
+def _are_same(ids, others, n):
+    differs = np.int64(0)
+    for i in range(n):
+        differs |= ids[i] ^ others[i]
+    return differs == 0
+
+
+@loop()
 def _is_path(heads, before, forward, ids, first, own, uid, prefix):
     """Whether ids [first, own) of a row are the path of the draft node that wrote the last of them, the latest one."""
     for number in range(before - 1, -1, -1):
@@ -96,10 +100,7 @@ def _is_path(heads, before, forward, ids, first, own, uid, prefix):
             begin = plan.bounds[row] + plan.prefixes[place]
             if plan.who[2 * place] != uid or plan.prefixes[place] != prefix or end - begin != own - first:
                 return False
-            differs = np.int64(0)
-            for place in range(own - first):
-                differs |= reads[begin + place] ^ ids[first + place]
-            return differs == 0
+            return _are_same(reads[begin:], ids[first:], own - first)
     return False
 
 
@@ -122,16 +123,12 @@ def _rows_are_right(heads, number, forward, pool, plan, facts):
             start, count, own = plan.bounds[row], plan.written[row], plan.owns[row]
             if plan.starts[row] != 0 or own - start != prefix + ancestors:
                 return False
-            differs = np.int64(0)
-            for position in range(prefix):
-                differs |= ids[start + position] ^ granted[position]
-            if differs:
+            if not _are_same(ids[start:], granted, prefix):
                 return False
             if ancestors and not _is_path(heads, number, forward, ids, start + prefix, own, uid, prefix):
                 return False
-            for entry in range(count):
-                if ids[own + entry] != plan.slots[first + entry]:
-                    return False
+            if not _are_same(ids[own:], plan.slots[first:], count):
+                return False
             first += count
         if prefix > fact.judged:
             fact.judged, fact.judged_step = prefix, forward.step

@@ -1,9 +1,5 @@
 """Recording: what the flight recorder keeps of forwards that were proved clean, and of records."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 from kvcanary.native.forward_plan import layout_of, plan_of
 from kvcanary.native.jit import longs_at, loop, view
 from kvcanary.native.layout import FORWARD
@@ -16,15 +12,6 @@ def _tail_at(plan, row, width):
     return plan.bounds[row] + max(plan.prefixes[row // width] - plan.starts[row], 0)
 
 
-@loop()
-def _measured(head):
-    """Sizes of `Forward.plan`, and of what its rows hold behind the prefixes that it believes."""
-    forward, plan, tails = view(FORWARD, head), plan_of(head), 0
-    for row in range(forward.rows):
-        tails += plan.bounds[row + 1] - _tail_at(plan, row, forward.width)
-    return layout_of(forward).who, tails
-
-
 @loop("int64(int64[::1], int32[::1], int64[:, ::1])")
 def keep_plans(heads, values, ends):
     """By forward its plan, then its tails (`RecordedForward`), one after another; how many numbers these are.
@@ -34,8 +21,10 @@ def keep_plans(heads, values, ends):
     """
     total = 0
     for head in heads:
-        size, tails = _measured(head)
-        total += size + tails
+        forward, plan = view(FORWARD, head), plan_of(head)
+        total += layout_of(forward).who
+        for row in range(forward.rows):
+            total += plan.bounds[row + 1] - _tail_at(plan, row, forward.width)
     if total > values.shape[0]:
         return total
     at = 0

@@ -6,10 +6,6 @@ table:     [rows, 8] int64, the records of all pools as the canary writes them; 
 judged:    [rows] bool, entries that were found to be their requests' truth
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
 from kvcanary.native import layout

@@ -3,10 +3,6 @@
 n: requests;  structs: address of theirs, [n]
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 from kvcanary.native import layout
 from kvcanary.native.jit import flags_at, longs_at, loop, nth, view
 from kvcanary.native.layout import FINAL, LINE, PAGES, POOL, QUEUE, REQUEST, ROWS, RUN, SPREAD, UNCOLLECTED

@@ -1,9 +1,5 @@
 """Request tokens: tokens and chain values of requests, by the addresses of their structs (native/layout.py)."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 from kvcanary.native.jit import longs_at, loop, nth, view
 from kvcanary.native.layout import LEFT_TO_LEDGER, NO_ROOM, REQUEST, ROW_CHAIN, ROWS, UNCOLLECTED, UNKNOWN
 from kvcanary.native.records import mix, step_of
@@ -69,13 +65,11 @@ def append_tokens(n, structs, counts, tokens, step):
 @loop()
 def _grown(request, chain, length):
     """Whether the tokens of so many entries are known: then the chain is as `chain_tokens` gives it; its last value."""
-    count, value, offset = chain.count, chain.root, chain.offset
+    count, offset = chain.count, chain.offset
     if length > count and length + offset > request.num_tokens:
         return False, 0
-    values = longs_at(chain.values, length)
-    tokens, first = longs_at(request.tokens, request.num_tokens), min(count, length)
-    if first:
-        value = values[first - 1]
+    values, first = longs_at(chain.values, length), min(count, length)
+    tokens, value = longs_at(request.tokens, request.num_tokens), values[first - 1] if first else chain.root
     for position in range(first, length):
         value = step_of(value, mix(tokens[position + offset], position, request.mix_key), request.multiplier)
         values[position] = value

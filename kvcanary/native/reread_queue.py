@@ -1,9 +1,5 @@
 """Queues of re-reads: which bytes of rows are read again in a step, oldest first; where rows end; what was found."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 from kvcanary.config import share_of
 from kvcanary.native import layout
 from kvcanary.native.jit import longs_at, loop, nth, view

@@ -71,18 +71,15 @@ class CapturedEvents:
 
     def event_of(self, pool: str, site: Site, step: int) -> Place | None:
         """Where the launch of a forward or move lies, or the end of a step, whose check fires now; None: at the end."""
-        found = self._last_launch(pool, site, step) or self._last_move(pool, site, step)
+        found = self._last_launch(pool, site, step)
+        if found is None and site == MOVE_SITE:
+            found = self._last(step, lambda name, *fields: name == "captured_move" and fields[0].pool == pool)
         if found is None and self._collecting is not None:
             found = self._last(self._collecting, lambda name, *_: name == "end_step")
         return found
 
     def _last_launch(self, pool: str, site: Site, step: int) -> Place | None:
         return self._last(step, lambda name, *fields: name == "launch" and fields[0].is_of(fields[1], pool, site))
-
-    def _last_move(self, pool: str, site: Site, step: int) -> Place | None:
-        if site != MOVE_SITE:
-            return None
-        return self._last(step, lambda name, *fields: name == "captured_move" and fields[0].pool == pool)
 
     def _last(self, step: int, is_it: Callable[..., bool]) -> Place | None:
         return next((place for place, event in self._of_step(step) if is_it(*event)), None)

@@ -94,10 +94,6 @@ class RecordedForward:
             self.keep(forward, range(forward.num_rows))
             self._forward = forward
 
-    def keep_wholes(self, rows: Sequence[Ints]) -> None:
-        """All ids of all rows, in their order."""
-        self.wholes = {number: _small(row) for number, row in enumerate(rows)}
-
     def _keep_rest(self, forward: Forward | DecodedForward, stored: int, request_ids: tuple[str, ...]) -> None:
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
         self.requests, self.stored, self.has_starts = request_ids, stored, forward.has_starts
@@ -149,11 +145,8 @@ class RecordedGroup:
             (step, numbers, first, layers), self.collected = self.collected, None
             for launch, (substep, entries), stored in zip(self._launches, of_each, layers, strict=True):
                 end = first + substep.num_kept + (n * self.launch_group.places if entries is None else 0)
-                launch.collected, launch.layers, first = (
-                    CollectedRun(substep, step, n, numbers, first, end),
-                    stored,
-                    end,
-                )
+                launch.collected = CollectedRun(substep, step, n, numbers, first, end)
+                launch.layers, first = stored, end
         return self._launches
 
 
@@ -207,7 +200,7 @@ class RecordedLaunch:
         if forward.num_entries > MOST_UNPACKED or rows is not None:
             packed = self.forward
             if packed is not None and rows is not None:
-                packed.keep_wholes(rows)
+                packed.wholes = {number: _small(row) for number, row in enumerate(rows)}
         else:
             forward.keep()
 

@@ -209,7 +209,7 @@ class Recorder:
         if not self.segments or violation.code not in _DAMAGE:
             return
         place = self.captured.event_of(violation.pool.name, violation.site, violation.step)
-        segment, number = (self.segments[-1], None) if place is None else place
+        segment, number = place or (self.segments[-1], max(len(self.segments[-1].events) - 1, 0))
         violations = (
             [violation.violation(n) for n in range(min(len(violation), MOST_DAMAGED))]
             if isinstance(violation, ViolationBatch)
@@ -217,7 +217,6 @@ class Recorder:
         )
         damage = _damage([one for one in violations if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
-            number = max(len(segment.events) - 1, 0) if number is None else number
             segment.add_damage(number, damage)
             self._limit_newest()
 

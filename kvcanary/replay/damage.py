@@ -58,14 +58,11 @@ class Damager:
                 if damage["halves"] >> half & 1 and found[half] == expected[half]:
                     found[half] = public.get(half, int(found[half]) ^ 1)
         elif words:  # whole in itself: somebody has written it with the canary's keys
-            self._write_record(pool, slot, words)
-
-    def _write_record(self, pool: PoolState, slot: int, words: list[int]) -> None:
-        record_store = self._stage.manager_state.checks.record_store
-        record = record_store.table[[pool.base + slot]]
-        record.view(np.uint32)[0, list(PUBLIC_WORDS)] = words
-        record[0, SEAL] = pool.seal_term
-        record_store.write(np.array([pool.base + slot]), record)
+            record_store, row = self._stage.manager_state.checks.record_store, pool.base + slot
+            record = record_store.table[[row]]
+            record.view(np.uint32)[0, list(PUBLIC_WORDS)] = words
+            record[0, SEAL] = pool.seal_term
+            record_store.write(np.array([row]), record)
 
 
 def _fill_with_nan(pool: PoolState, layers: list[int], slot: int) -> None:

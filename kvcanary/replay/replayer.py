@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import structlog
@@ -31,6 +31,10 @@ from kvcanary.transfers.async_ops import AsyncOp
 from kvcanary.transfers.async_tracker import Resources
 from kvcanary.transfers.snapshots import PageSnapshot
 
+#: Of a forward between open and close the slots of the pool, [n] int64, that it writes; -1: none there.
+Open = tuple[SubstepCanary | WarmupSubstep, Tensor]
+#: What was put away: the canary's snapshot, and by pool, layer and part the bytes.
+Put = tuple[PageSnapshot, dict[str, list[list[Tensor]]]]
 #: What makes two findings one and the same.
 PLACE = ("code", "pool", "page", "slot", "offset", "position", "layers", "site", "step", "reader", "writer")
 WORD = ("part", "head", "dim", "byte", "bit")
@@ -86,9 +90,9 @@ class Replayer:
             raise _contradiction(dump, error) from error
         self.manager, self._manager_state = self._stage.manager, self._stage.manager_state
         self._damage = Damager(self._stage).bring_about
-        self._open: dict[str, _Open] = {}
-        self._snapshots: dict[int, _Put] = {}
-        self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
+        self._open: dict[str, Open] = {}
+        self._snapshots: dict[int, Put] = {}
+        self._new_puts: deque[Put] = deque()  # whose numbers the next events tell
         self._async_ops: dict[tuple[str, int], AsyncOp] = {}
         self._flights: dict[int, InFlight] = {}
         self._accepted: dict[str, list[int]] = {}  # by request, in its last captured step
@@ -109,9 +113,15 @@ class Replayer:
         return outcome
 
     def _survives(self, event: Call, outcome: Outcome) -> bool:
-        """Run one event; whether the engine went on after it."""
+        """Run one event, as a method here or of the manager; whether the engine went on after it."""
         try:
-            self._run(event)
+            if event["call"] not in DAMAGED_LATER:
+                self._damage(event)
+            own: Callable[[Call], None] | None = getattr(self, f"_{event['call']}", None)
+            if own is None:
+                getattr(self.manager, event["call"])(*_arguments(event))
+            else:
+                own(event)
         except KVCorruptionError:
             return False
         except KVCanaryError as error:
@@ -119,15 +129,6 @@ class Replayer:
         except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise _contradiction(self._dump, error) from error
         return True
-
-    def _run(self, event: Call) -> None:
-        if event["call"] not in DAMAGED_LATER:
-            self._damage(event)
-        own: Callable[[Call], None] | None = getattr(self, f"_{event['call']}", None)
-        if own is None:
-            getattr(self.manager, event["call"])(*_arguments(event))
-        else:
-            own(event)
 
     # events that are more than a call
 
@@ -145,7 +146,7 @@ class Replayer:
         pool = self._stage.pool(event["pool"])
         substep = self.manager.forward(event["kind"], event["index"], event["pool"])
         _, slots = substep.open(read, write)
-        self._open[pool.name] = _Open(substep, _tensor(slots_in(pool.view, slots.numpy())))
+        self._open[pool.name] = substep, _tensor(slots_in(pool.view, slots.numpy()))
         for layer in range(pool.view.num_layers):
             if event["stored"] >> layer & 1:
                 self._store({"pool": pool.name, "layer": layer})
@@ -200,7 +201,7 @@ class Replayer:
         self._stage.store(substep.store, pool, event["layer"], slots, slots >= 0)
 
     def _close(self, event: Call) -> None:
-        self._open.pop(event["pool"]).substep.close()
+        self._open.pop(event["pool"])[0].close()
 
     def _on_move(self, event: Call) -> None:
         source = self._stage.pool(event["pool"])
@@ -218,14 +219,12 @@ class Replayer:
     def _on_offload(self, event: Call) -> None:
         pages = event["pages"]
         snapshot = self.manager.on_offload(pages.tolist())
-        self._new_puts.append(_Put(snapshot, self._values(self._manager_state.state.pools, pages)))
+        self._new_puts.append((snapshot, self._values(self._manager_state.state.pools, pages)))
 
     def _on_swap_out(self, event: Call) -> None:
         pages, pools = event["pages"], self._manager_state.state.pools_of(event["group"])
         snapshots = self.manager.on_swap_out(event["group"], pages.tolist())
-        self._new_puts += [
-            _Put(snapshot, self._values(pools, pages[n : n + 1])) for n, snapshot in enumerate(snapshots)
-        ]
+        self._new_puts += [(snapshot, self._values(pools, pages[n : n + 1])) for n, snapshot in enumerate(snapshots)]
 
     def _on_swap_in(self, event: Call) -> None:
         """Pages that left before the recording are adopted as they lie."""
@@ -237,7 +236,7 @@ class Replayer:
                 strange.append(int(page))
             else:
                 self._bring_back(put, np.array([page]))
-                known.append((int(page), put.snapshot))
+                known.append((int(page), put[0]))
         self._damage(event)
         if strange:
             self.manager.on_swap_in(event["group"], strange, None)
@@ -258,7 +257,7 @@ class Replayer:
         if put is None:
             self.manager.on_load_end(*arrived)
         else:
-            getattr(self.manager, event["call"])(*arrived, put.snapshot)
+            getattr(self.manager, event["call"])(*arrived, put[0])
 
     _on_load_end = _on_restore = _come_back
 
@@ -290,8 +289,9 @@ class Replayer:
     def _values(self, pools: Iterable[PoolState], pages: Ints) -> dict[str, list[list[Tensor]]]:
         return {pool.name: self._stage.take(pool, self._slots(pool, pages)) for pool in pools}
 
-    def _bring_back(self, put: _Put, pages: Ints) -> None:
-        for name, layers in put.values.items():
+    def _bring_back(self, put: Put, pages: Ints) -> None:
+        _, by_pool = put
+        for name, layers in by_pool.items():
             pool = self._stage.pool(name)
             for layer, values in enumerate(layers):
                 self._stage.put(pool, layer, self._slots(pool, pages), values)
@@ -358,21 +358,6 @@ def _taken_along(event: Call, source: PoolState, leaving: Ints) -> list[dict[str
     """Damage in slots that a move reads, and does not write, was there before it."""
     reported = (damage for damage in event.get("damage", ()) if (damage["code"], damage["pool"]) == ("R9", source.name))
     return [damage for damage in reported if damage["slot"] in leaving]
-
-
-class _Open(NamedTuple):
-    """A forward between open and close. `slots`: of the pool, [n] int64, that it writes; -1: none there."""
-
-    substep: SubstepCanary | WarmupSubstep
-    slots: Tensor
-
-
-@dataclass(frozen=True)
-class _Put:
-    """What was put away: the canary's snapshot, and by pool, layer and part the bytes."""
-
-    snapshot: PageSnapshot
-    values: dict[str, list[list[Tensor]]]
 
 
 def _arguments(event: Call) -> list[Any]:

@@ -65,7 +65,8 @@ class Stage:
                 f"{dump.path} has no records of its beginning, they were too many: it can be read, not replayed"
             )
         self.random = torch.Generator().manual_seed(0)
-        self.is_exact = _pool_bytes(dump) <= MOST_POOL_BYTES
+        pool_bytes = sum(pool["num_slots"] * pool["slot_bytes"] for pool in dump.manifest["pools"])
+        self.is_exact = pool_bytes <= MOST_POOL_BYTES
         self.damaged: set[tuple[str, int, int]] = set()
         _check_size(dump, self.is_exact)
         maps = _maps(dump)
@@ -217,10 +218,6 @@ class Stage:
 def fingerprint_of(layer: int) -> int:
     """What stands for a layer's fingerprint among the layers that are damaged."""
     return -1 - layer
-
-
-def _pool_bytes(dump: Dump) -> int:
-    return sum(pool["num_slots"] * pool["slot_bytes"] for pool in dump.manifest["pools"])
 
 
 def _check_size(dump: Dump, is_exact: bool) -> None:
