@@ -7,12 +7,13 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Request
-from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES, plan_layout
+from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES, REQUEST, plan_layout
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.plans import (
     ReadPlan,
@@ -177,7 +178,7 @@ class Forward:
             ),
         )
         for request in requests:
-            asked.extend((request.uid, request.committed_len))
+            asked.extend((request.uid, request.known.struct[REQUEST.committed_len]))
         seen = pool.loops.take_plan(asked.buffer_info()[0], memory)
         if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
             refuse_contradiction(self)
@@ -210,6 +211,12 @@ class Forward:
     def chains(self) -> Ints:
         """[n] chain value of each entry that it writes, from when it is sealed."""
         return self.part("chains")
+
+    def expect_values(self) -> None:
+        """Room for the fingerprints of everything that it will store."""
+        shape = self.pool.full_layers.bit_length(), 2, self.num_entries
+        self.fingerprints = torch.empty(shape, dtype=torch.int64, device=self.pool.records.device)
+        self.fingerprints_at = self.memory[FORWARD.fingerprints] = self.fingerprints.data_ptr()
 
     @property
     def before(self) -> tuple[int, int]:

@@ -32,13 +32,13 @@ from kvcanary.ledger.page_states import EVENTS, STATE_NAMES
 from kvcanary.ledger.requests import Batch
 from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.manager.reporting import Reporting
-from kvcanary.manager.session import Session
-from kvcanary.manager.substep import Refusal
+from kvcanary.manager.session import Refusal, Session, Where
 from kvcanary.pools.plans import (
     ReadPlan,
     WritePlan,
 )
 from kvcanary.pools.slot_maps import locate_slots
+from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import FREE, LOAD_FAILED, LOADING, NEVER_WRITTEN, QUARANTINED, SHARED
 
 EVENT_SITE = "event", 0
@@ -84,8 +84,7 @@ class Contradictions:
     def refused_plan(
         self,
         error: Refusal,
-        site: tuple[str, int],
-        pool: str,
+        where: Where,
         read: ReadPlan,
         write: WritePlan,
     ) -> tuple[Tensor, Tensor] | None:
@@ -97,11 +96,11 @@ class Contradictions:
             self._bring_back(error, read.requests)
             return None
         culprits = getattr(error, "request_ids", ()) or read.requests
-        self._report_contradiction(error, culprits, (), site=site, pool=pool)
+        kind, index, pool = where
+        self._report_contradiction(error, culprits, (), (kind, index), pool)
         self._exclude(read.requests)
         self._session.coverage.skip("forwards whose plans contradict themselves", 1)
-        view = self._session.state.by_name[pool].view
-        safe = [ids.where(~locate_slots(view, ids)[1], 0) for ids in (read.indices, write.slots)]
+        safe = [ids.where(~locate_slots(pool.view, ids)[1], 0) for ids in (read.indices, write.slots)]
         return safe[0], safe[1]
 
     # what is told
@@ -112,7 +111,7 @@ class Contradictions:
         requests: Iterable[str],
         pages: Sequence[int],
         site: tuple[str, int] = EVENT_SITE,
-        pool: str | None = None,
+        pool: PoolState | None = None,
     ) -> None:
         """One L1 that names them and whoever holds these pages, unless one of them was set aside before."""
         requests = list(dict.fromkeys(requests))
@@ -123,7 +122,7 @@ class Contradictions:
         page = page if page is not None else pages[0] if pages else None
         violation = Violation(
             "L1",
-            state.pools[0] if pool is None else state.by_name[pool],
+            state.pools[0] if pool is None else pool,
             NO_SLOT if page is None else page * state.page_size,
             None,
             names[0] if names else None,

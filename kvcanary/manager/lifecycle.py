@@ -214,7 +214,7 @@ class Lifecycle:
         if self._session.excluded:
             self._session.excluded.granted(request_ids, pages)
         if for_load:
-            self._checks.expect_load(self._session.poisoner.poisoned.intersection(granted))
+            self._checks.snapshots.poisoned.update(self._session.poisoner.poisoned.intersection(granted))
         self._checks.report(self._session.poisoner.granted(granted, self._session.step))
 
     def _inherit(self, request: Request, length: int) -> None:

@@ -90,7 +90,7 @@ class CanaryManager:
         if config.mode != "raise":
             contradictions = Contradictions(session, lifecycle, reporting)
             contradictions.guard(self)
-            forwards.follow = contradictions.refused_plan
+            session.follow = contradictions.refused_plan
 
     @property
     def step(self) -> int:
@@ -133,7 +133,10 @@ class CanaryManager:
         if session.is_armed:
             raise HookOrderError("arm() comes once: this canary is armed already")
         session.is_armed = True
-        self.forwards.arm()
+        if session.state.judges_on_device:
+            session.on_device()
+        if self._checks.captured is not None:  # no buffers are made from now on but for forwards that come once
+            self._checks.captured.registry.arm()
         self._checks.prepare()
         for poisoner in session.poisoners:
             poisoner.prepare()
@@ -150,7 +153,7 @@ class CanaryManager:
 
         The function gives None where it does not know. `judges_guesses`: draft forwards and tree nodes too.
         """
-        self._checks.oracle = None if token_of is None else Oracle(token_of, judges_guesses)
+        self._checks.rules.oracle = None if token_of is None else Oracle(token_of, judges_guesses)
 
     # the step
 

@@ -390,6 +390,6 @@ def test_drain_counts_references_again(make_engine):
     engine = make_engine()
     engine.start("one", 9)
     engine.canary.drain()
-    engine.canary.forwards.requests_of(["one"])[0].pages.pop()
+    engine.canary.session.ledger.known(["one"])[0].pages.pop()
     with pytest.raises(PageReferenceError, match="must have a reference for each row that names it"):
         engine.canary.drain()
