@@ -15,7 +15,7 @@ from kvcanary.captured.one_shot import OneShotSubstep
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.requests import Batch
 from kvcanary.manager.session import Session
-from kvcanary.manager.substep import OPEN, SubstepCanary
+from kvcanary.manager.substep import OPEN, ExpectedForwards, SubstepCanary
 from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.records.state import PoolState
 
@@ -25,8 +25,8 @@ class DeviceSubstep(SubstepCanary):
 
     __slots__ = ("_run",)
 
-    def __init__(self, session: Session, kind: str, index: int, pool: PoolState) -> None:
-        super().__init__(session, kind, index, pool)
+    def __init__(self, session: Session, expected: ExpectedForwards, kind: str, index: int, pool: PoolState) -> None:
+        super().__init__(session, expected, kind, index, pool)
         self._run: OneShotSubstep | None = None
 
     def _take(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class DeviceSubstep(SubstepCanary):
                 f"the rows write {sum(written)} entries, the write plan has {write.slots.shape[0]}"
             )
         checks.flush_before_launch()
-        session.expected.opened((kind, index, pool.name), session.step)
+        self._expected.opened((kind, index, pool.name), session.step)
         captured, entries = session.on_device(), array("q", written)
         run = captured.take_once(pool, (kind, index), read, write, batch, written)
         launch_group, reads = LaunchGroup([(run,)]), [read.indices.shape[0]]

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from kvcanary.captured.launch_group import LaunchGroup
 from kvcanary.captured.moves import CapturedMove
 from kvcanary.captured.registry import SubstepRegistry
-from kvcanary.errors import ContradictionError, HookOrderError, PlanError
+from kvcanary.errors import ContradictionError, HookOrderError
 from kvcanary.manager.device_substep import DeviceSubstep
-from kvcanary.manager.expected_forwards import Announced
 from kvcanary.manager.session import Session
-from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+from kvcanary.manager.substep import Announced, ExpectedForwards, SubstepCanary, WarmupSubstep, unknown_kind
 from kvcanary.pools.launch_site import SUBSTEP_KINDS
 
 
@@ -23,6 +22,7 @@ class Forwards:
         self._session, self._checks, self._ledger = session, session.checks, session.ledger
         self._recorder, self._log = session.recorder, session.recorder.log
         self._judges_there = session.state.judges_on_device
+        self.expected = ExpectedForwards(session.state.by_name)
 
     # hooks
 
@@ -37,7 +37,7 @@ class Forwards:
         if not self._session.is_armed or not forwards:
             return
         self._log.append(("expect", *zip(*forwards, strict=True), tuple(request_ids)))
-        self._session.expected.announce(forwards, self._session.step, request_ids)
+        self.expected.announce(forwards, self._session.step, request_ids)
         self._session.coverage.announced += len(forwards)
 
     def forward(self, kind: str, index: int, pool: str, puts: bool = False) -> SubstepCanary | WarmupSubstep:
@@ -48,14 +48,15 @@ class Forwards:
         """
         session = self._session
         if kind not in SUBSTEP_KINDS:
-            raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {kind!r}")
+            raise unknown_kind(kind)
         state = session.state.by_name.get(pool) or session.pool(pool)
         for own_kind, own_index, other in session.open:
             if (own_kind, own_index) != (kind, index) or other.view.group == state.view.group:
                 raise session.not_closed(f"forward({kind!r})")
         if not session.is_armed:
             return WarmupSubstep()
-        return (DeviceSubstep if puts and self._judges_there else SubstepCanary)(session, kind, index, state)
+        hooks = DeviceSubstep if puts and self._judges_there else SubstepCanary
+        return hooks(session, self.expected, kind, index, state)
 
     # on the device
 

@@ -13,6 +13,7 @@ from kvcanary.ledger.ledger import NO_PAGE, Judged, Request
 from kvcanary.ledger.step_book import in_a_row
 from kvcanary.manager.reporting import Reporting
 from kvcanary.manager.session import Session
+from kvcanary.manager.substep import ExpectedForwards
 from kvcanary.recorder.recorder import recorded
 from kvcanary_kernels.record.layout import FREE, QUARANTINED
 
@@ -22,8 +23,8 @@ HELD_BACK_STEPS = 1  # that a freed page waits at least, even under pressure: th
 class Lifecycle:
     """The part of a manager that speaks of lifetimes. An event happens to all its pages or is refused for all."""
 
-    def __init__(self, session: Session, reporting: Reporting) -> None:
-        self._session, self._reporting = session, reporting
+    def __init__(self, session: Session, reporting: Reporting, expected: ExpectedForwards) -> None:
+        self._session, self._reporting, self._expected = session, reporting, expected
         self._state, self._ledger, self._checks = session.state, session.ledger, session.checks
         self.recorder, self._log = session.recorder, session.recorder.log
 
@@ -237,7 +238,7 @@ class Lifecycle:
         if request.released and not request.pages:
             self._ledger.forget(request.request_id)
             self._session.excluded.forget(request.request_id)
-            self._session.expected.forget(request.uid)
+            self._expected.forget(request.uid)
 
     def leave(self, pages: Sequence[int], is_damaged: bool = False) -> None:
         """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten.

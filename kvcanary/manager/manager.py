@@ -60,11 +60,12 @@ class CanaryManager:
         self.session, self.config = session, config
         self.async_tracker, self.recorder = session.async_tracker, session.recorder
         self.reporting = reporting = Reporting(session)
-        self.lifecycle = lifecycle = Lifecycle(session, reporting)
+        self.forwards = forwards = Forwards(session)
+        self.lifecycle = lifecycle = Lifecycle(session, reporting, forwards.expected)
         self.mapped_groups = groups = MappedGroups(session, reporting)
         self.transfers = transfers = Transfers(session)
-        self.forwards = forwards = Forwards(session)
         self._checks, self._ledger, self._log = session.checks, session.ledger, session.recorder.log
+        self._expected = forwards.expected
 
         self.admit, self.release = lifecycle.admit, lifecycle.release
         self.append_all, self.commit_all = lifecycle.append_all, lifecycle.commit_all
@@ -164,8 +165,8 @@ class CanaryManager:
             raise session.not_closed("begin_step()")
         if step <= session.step and self._has_forwards():
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {session.step}")
-        if session.expected.due:
-            self._checks.report(session.expected.missing())
+        if self._expected.due:
+            self._checks.report(self._expected.missing())
         self._log.append(("begin_step", step))
         session.step = session.async_tracker.step = step
         self._checks.begin_step(step)
@@ -196,8 +197,8 @@ class CanaryManager:
         is_judged_here = checks.waits
         if is_judged_here:
             checks.judge_pending()
-        if missing := session.expected.due:
-            checks.report(session.expected.missing())
+        if missing := self._expected.due:
+            checks.report(self._expected.missing())
         flight = checks.send(is_waited_for)
         if is_judged_here or checks.has_nothing_there(flight):
             checks.collect(flight)
@@ -233,11 +234,11 @@ class CanaryManager:
         session = self.session
         if session.open:
             raise session.not_closed("check_forwards()")
-        if not session.expected.due:
+        if not self._expected.due:
             return self.aborted
         self._log.append(("check_forwards",))
         self._checks.judge_pending()
-        self._checks.report(session.expected.missing())
+        self._checks.report(self._expected.missing())
         return self.reporting.act()
 
     def judge_copies(self) -> frozenset[str]:
@@ -259,7 +260,7 @@ class CanaryManager:
         """
         self.session.expect_closed("drain()")
         self._checks.judge_pending()
-        self._checks.report(self.session.expected.missing())
+        self._checks.report(self._expected.missing())
         audit(self._ledger)
         return self.reporting.act()
 

@@ -12,7 +12,6 @@ from kvcanary.captured.step import CapturedStep
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import ContradictionError, HookOrderError, LifetimeError, PlanError
 from kvcanary.ledger.ledger import Ledger, Role
-from kvcanary.manager.expected_forwards import ExpectedForwards
 from kvcanary.manager.step import StepChecks
 from kvcanary.pools.launch_site import site_name
 from kvcanary.pools.plans import ReadPlan, WritePlan
@@ -57,7 +56,6 @@ class Session:
         self.coverage = Coverage()
         self.excluded = Excluded(self.coverage)
         self.checks = checks = StepChecks(state, self.ledger, config, self.coverage, self.excluded)
-        self.expected = ExpectedForwards(state.by_name)
         self.async_tracker = AsyncTracker(self.ledger, state.pools[0], checks.report)
         reported = config.poison, self.coverage, checks.rereads, checks.tails
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}

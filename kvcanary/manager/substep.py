@@ -1,38 +1,44 @@
-"""SubstepCanary: the hooks of one forward, in the only order that makes sense: open, store of each layer, close."""
+"""The hooks of one forward: open, store of each layer, close; and which forwards must have opened theirs (H1)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import Forward
-from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.admission import refuse
+from kvcanary.checks.lengths import own_number
 from kvcanary.checks.stores import take_fingerprints
 from kvcanary.checks.writes import judge_layer
 from kvcanary.errors import ENGINES_DOING, HookOrderError, PlanError
 from kvcanary.ledger.ledger import Request
 from kvcanary.manager.session import Session
-from kvcanary.pools.launch_site import site_name
+from kvcanary.pools.launch_site import SUBSTEP_KINDS, site_name
 from kvcanary.pools.plans import ReadPlan, WritePlan, wrong_values
 from kvcanary.records.state import PoolState
 
 NEW, OPEN, CLOSED = "not opened", "open", "closed"
+MOST_NAMED = 16  # forwards that a report names as those that have opened
+Announced = tuple[str, int, str]  # kind, index and pool of a forward
 
 
 class SubstepCanary:
     """One forward of one pool; the manager hands it out."""
 
     __slots__ = (
-        *("_forward", "_is_judged", "_num_layers", "_phase", "_pool", "_puts", "_session", "_shapes", "_where"),
+        *("_expected", "_pool", "_session", "_where"),
+        *("_forward", "_is_judged", "_num_layers", "_phase", "_puts", "_shapes"),
         *("_geometry", "_k_step", "_loop", "_slots", "_slots_step", "_v_step"),  # what `put` asked of the last layer
     )
 
-    def __init__(self, session: Session, kind: str, index: int, pool: PoolState) -> None:
-        self._session, self._pool, self._where = session, pool, (kind, index, pool)
+    def __init__(self, session: Session, expected: ExpectedForwards, kind: str, index: int, pool: PoolState) -> None:
+        self._session, self._expected, self._pool, self._where = session, expected, pool, (kind, index, pool)
         self._num_layers = pool.full_layers.bit_length()
         self._phase, self._is_judged, self._puts = NEW, True, False
         self._forward: Forward
@@ -62,7 +68,7 @@ class SubstepCanary:
             if replaced is None:
                 return self.open(read, write)
             kind, index, pool = self._where
-            self._session.expected.opened((kind, index, pool.name), self._session.step)
+            self._expected.opened((kind, index, pool.name), self._session.step)
             safe, self._is_judged = replaced, False
         self._session.open.append(self._where)
         self._phase = OPEN
@@ -74,9 +80,9 @@ class SubstepCanary:
         violations: Sequence[Violation | ViolationBatch] = ()
         if not forward.is_usable:
             violations = refuse(forward, session.ledger.pages, session.config.disable)
-        is_announced = session.expected.opened((kind, index, pool.name), session.step)
+        is_announced = self._expected.opened((kind, index, pool.name), session.step)
         if not is_announced and kind == "draft":
-            violations = [*violations, *session.expected.left_out(forward)]
+            violations = [*violations, *self._expected.left_out(forward)]
         session.checks.open(forward)
         session.recorder.opened(forward)
         session.checks.report(violations)
@@ -175,3 +181,83 @@ class WarmupSubstep:
 
     def close(self) -> None:
         """The body has run."""
+
+
+class ExpectedForwards:
+    """Forwards that were announced and have not opened their hooks, and the last ones that have.
+
+    due: in the order of their run: the forward, the step in which it was announced, and whose rows it has
+    """
+
+    def __init__(self, pools: Mapping[str, PoolState]) -> None:
+        self.due: list[tuple[Announced, int, Sequence[str]]] = []
+        self._pools, self._known = pools, set[Announced]()
+        self._opened: deque[tuple[Announced, int]] = deque(maxlen=MOST_NAMED)
+        self._drafted: dict[tuple[str, int], tuple[int, int]] = {}  # see `left_out`
+
+    def announce(self, forwards: Sequence[Announced], step: int, request_ids: Sequence[str]) -> None:
+        """These run next. PlanError for a kind or pool that there is not."""
+        if not self._known.issuperset(forwards):
+            for kind, _, pool in forwards:
+                if kind not in SUBSTEP_KINDS:
+                    raise unknown_kind(kind)
+                if pool not in self._pools:
+                    raise PlanError(f"pool must be one of {', '.join(self._pools)}, got {pool!r}")
+            self._known.update(forwards)
+        self.due += zip(forwards, repeat(step), repeat(request_ids))
+
+    def opened(self, forward: Announced, step: int) -> bool:
+        """This one has opened its hooks; whether it was announced."""
+        self._opened.append((forward, step))
+        for number, (announced, *_) in enumerate(self.due):
+            if announced == forward:
+                del self.due[number]
+                return True
+        return False
+
+    def missing(self) -> list[Violation]:
+        """H1 for each that is due: it has run without hooks, or not at all. It is due no more."""
+        due, self.due = self.due, []
+        return [self._without_hooks(*one) for one in due]
+
+    def left_out(self, forward: Forward) -> list[Violation]:
+        """H1 for draft forwards that must have run before this one, where the engine announces nothing.
+
+        Those of one loop are numbered from 0 on, by the ancestors that their rows read, behind the same final entries.
+        """
+        if self._known:
+            return []
+        numbers, own = range(0), min(forward.index, own_number(forward))
+        for request, prefix in zip(forward.requests, forward.prefixes, strict=True):
+            place = forward.pool.name, request.uid
+            before, following = self._drafted.get(place, (prefix, 0))
+            numbers = max(numbers, range(following if before == prefix else 0, own), key=len)
+            self._drafted[place] = prefix, own + 1
+        lost = [("draft", number, forward.pool.name) for number in numbers]
+        return [self._without_hooks(one, forward.step, forward.request_ids) for one in lost]
+
+    def forget(self, uid: int) -> None:
+        """The request is over."""
+        for name in self._pools if self._drafted else ():
+            self._drafted.pop((name, uid), None)
+
+    # helpers
+
+    def _without_hooks(self, forward: Announced, step: int, request_ids: Sequence[str]) -> Violation:
+        kind, index, pool = forward
+        opened = [_name(one) for one, when in self._opened if when == step]
+        violation = Violation(
+            "H1", self._pools[pool], NO_SLOT, None, next(iter(request_ids), None), (kind, index), step, is_unhooked=True
+        )
+        violation.others = tuple(request_ids[1:])
+        violation.expected, violation.found = {"opened": _name(forward)}, {"opened": opened or ["nothing"]}
+        return violation
+
+
+def _name(forward: Announced) -> str:
+    kind, index, pool = forward
+    return f"{site_name(kind, index)} ({pool})"
+
+
+def unknown_kind(kind: str) -> PlanError:
+    return PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {kind!r}")
