@@ -63,7 +63,6 @@ class Drafted(NamedTuple):
     chains_at: int
 
 
-SLOT_BYTES = 8  # of a slot id in an index array
 _layout_of = lru_cache(maxsize=256)(plan_layout)  # most steps are as large as the step before
 
 

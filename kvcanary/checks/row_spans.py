@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcanary.calls.entries import Entries, last_judged, named
-from kvcanary.calls.forward import SLOT_BYTES, Forward, Ints
+from kvcanary.calls.forward import Forward, Ints
 from kvcanary.ledger.ledger import Request
+from kvcanary.pools.slot_maps import SLOT_BYTES
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT
 

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.calls.entries import Entries, fired_writes
-from kvcanary.calls.forward import SLOT_BYTES, Forward, Ints, on_host
+from kvcanary.calls.forward import Forward, Ints, on_host
 from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.grants import grant_codes
 from kvcanary.checks.row_spans import Segment, read_entries, sort_rows
 from kvcanary.ledger.ledger import Judged, Ledger
+from kvcanary.pools.slot_maps import SLOT_BYTES
 from kvcanary.records.fingerprints import joined
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState

@@ -38,7 +38,8 @@ class Ledger:
         self.generations, self.owners, self.states = pages.generations, pages.owners, pages.states
         self.refcounts, self.history = pages.refcounts, pages.history
         self.requests, self.batches, self.admit, self.forget = book.requests, book.batches, book.admit, book.forget
-        self.request, self.known, self.name, self.has_ended = book.request, book.known, book.name, book.has_ended
+        self.request, self.known = book.request, book.known
+        self.name, self.has_ended = book.uids.name, book.uids.has_ended
         self.truth, self.truths = book.truth, book.truths
         self.slot, self.slots, self.owner_of = self.rows.slot, self.rows.slots, self.rows.owner_of
         self.holder, self.holders, self.had = self.rows.holder, self.rows.holders, self.rows.had

@@ -121,18 +121,13 @@ class Known:
 
     @property
     def uncollected(self) -> list[UncollectedStep]:
-        """Steps that are in the ledger and that the engine has not declared yet, oldest first; their tokens are
-        last.
-        """
+        """Steps in the ledger that the engine has not declared yet, oldest first; their tokens are last."""
         numbers = self._uncollected[: UNCOLLECTED.size * self.struct[REQUEST.num_uncollected]]
         steps = list(zip(*[iter(numbers)] * UNCOLLECTED.size, strict=True))
-        first, uncollected = (
-            self.struct[REQUEST.num_tokens] - sum(count for count, *_ in steps),
-            list[UncollectedStep](),
-        )
-        for count, *lens in steps:
-            uncollected.append(UncollectedStep(self.tokens[first : first + count].tolist(), *lens))
-            first += count
+        end, uncollected = self.struct[REQUEST.num_tokens], list[UncollectedStep]()
+        for count, *lens in reversed(steps):
+            uncollected.insert(0, UncollectedStep(self.tokens[end - count : end].tolist(), *lens))
+            end -= count
         return uncollected
 
     @uncollected.setter
@@ -155,39 +150,24 @@ class TruthChain:
     """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned.
 
     token_offset: entry p holds token p + token_offset
-    count: of these;  values_at: their address, with room for one of every token
     """
 
-    __slots__ = ("_known", "_place", "_pool_id", "root", "signed_root", "token_offset")
+    __slots__ = ("_known", "_place", "_pool_id", "root", "token_offset")
 
     def __init__(self, known: Known, pool_id: int) -> None:
         self._known, self._pool_id, self._place = known, pool_id, REQUEST.size + ROW_CHAIN.size * pool_id
-        self.signed_root, self.token_offset = (
-            known.struct[self._place + ROW_CHAIN.root],
-            known.struct[self._place + ROW_CHAIN.offset],
-        )
-        self.root = unsigned(self.signed_root)
+        self.root = unsigned(known.struct[self._place + ROW_CHAIN.root])
+        self.token_offset = known.struct[self._place + ROW_CHAIN.offset]
 
     @property
     def values(self) -> NDArray[np.uint64]:
-        """[count]"""
+        """[n], as many as have been asked for."""
         return self._known.values(self._pool_id)
-
-    @property
-    def count(self) -> int:
-        return self._known.struct[self._place + ROW_CHAIN.count]
-
-    @property
-    def values_at(self) -> int:
-        return self._known.struct[self._place + ROW_CHAIN.values]
-
-    def grown(self, length: int) -> None:
-        """A loop has filled the room up to here."""
-        self._known.struct[self._place + ROW_CHAIN.count] = max(self.count, length)
 
     def forget_behind(self, length: int) -> None:
         """Tokens behind these entries are others now."""
-        self._known.struct[self._place + ROW_CHAIN.count] = min(self.count, length)
+        place = self._place + ROW_CHAIN.count
+        self._known.struct[place] = min(self._known.struct[place], length)
 
     def reaches(self, length: int) -> bool:
         """Whether the tokens of so many entries are known; then it has at least as many values."""

@@ -69,12 +69,11 @@ class Request:
     pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
     is_damaged:    something was found in what it holds, and it may have computed NaN from that
     brought_len:   entries that a load or restore is said to have brought: no forward need have written them
-    committed_len: entries [0, committed_len) are final
+    committed_len: entries [0, committed_len) are final;  commit_step: step of the last commit
     final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
-    commit_step:   step of the last commit
-    in_flight:    captured forwards with its rows of which the host has not learned yet
+    in_flight:     captured forwards with its rows of which the host has not learned yet
     lacks_pages:   1 where pages of what is final were given back, while the request goes on
-    pending_acceptances:      captured steps with its rows that accept what the host has not learned yet
+    pending_acceptances: captured steps with its rows that accept what the host has not learned yet
     """
 
     request_id: str
@@ -180,9 +179,9 @@ class Request:
         return growth_of(self.known.steps)
 
     @growth.setter
-    def growth(self, loop_arguments: Sequence[tuple[int, int]]) -> None:
+    def growth(self, steps: Sequence[tuple[int, int]]) -> None:
         first = 0
-        for step, end in loop_arguments:
+        for step, end in steps:
             self.known.steps[first:end] = step
             first = end
 
@@ -192,7 +191,7 @@ class Request:
 
 
 def growth_of(steps: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """(step, tokens known after it) of every step in which some became known; `steps`: by token, in which it did."""
+    """`Request.growth` of tokens, by the step in which each became known."""
     ends = np.flatnonzero(np.diff(steps, append=steps[-1:] + 1)) + 1
     return list(zip(steps[ends - 1].tolist(), ends.tolist(), strict=True))
 
@@ -263,24 +262,17 @@ class RequestBook:
         """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
         if request_id in self.requests:
             raise LifetimeError(f"request {request_id!r} is admitted already")
-        tokens = list(token_ids)
-        roots = [chain_root(self._keys, role.name, salt, adapter) for role in self._roles]
-        chains = [(root, role.token_offset, role.ahead) for root, role in zip(roots, self._roles, strict=True)]
-        uid = self.uids.new(request_id)
-        known = Known(uid, tokens, chains, self._keys, step)
-        truths = [TruthChain(known, pool_id) for pool_id in range(len(roots))]
-        ahead = tuple(role.ahead for role in self._roles)
-        request = Request(request_id, uid, known, truths, [Judged()] * len(roots), ahead)
+        keys, roles, uid = self._keys, self._roles, self.uids.new(request_id)
+        chains = [(chain_root(keys, role.name, salt, adapter), role.token_offset, role.ahead) for role in roles]
+        known = Known(uid, list(token_ids), chains, keys, step)
+        truths = [TruthChain(known, pool_id) for pool_id in range(len(roles))]
+        request = Request(request_id, uid, known, truths, [Judged()] * len(roles), tuple(role.ahead for role in roles))
         self.requests[request_id] = request
         return request
 
     def known(self, request_ids: Sequence[str]) -> list[Request]:
-        """The requests of these ids; LifetimeError for one that is not admitted."""
+        """LifetimeError for one that is not admitted."""
         return self.batches[tuple(request_ids)].requests
-
-    def batch(self, request_ids: Sequence[str]) -> Batch:
-        """The same as steps take them."""
-        return self.batches[tuple(request_ids)]
 
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
         """The engine declares tokens that the device has reported before; where they differ, the engine's word counts.
@@ -288,11 +280,11 @@ class RequestBook:
         What it has said goes out to its clients, and is what the next forwards must have been fed with.
         """
         uncollected, tokens = request.uncollected, [int(token) for token in token_ids]
-        loop_arguments = uncollected[0].tokens
-        if loop_arguments == tokens:
+        reported = uncollected[0].tokens
+        if reported == tokens:
             return
         first = len(request.tokens) - sum(len(step.tokens) for step in uncollected)
-        end = first + len(loop_arguments)
+        end = first + len(reported)
         steps = [*[int(request.known.steps[first])] * len(tokens), *request.known.steps[end:].tolist()]
         request.known.write(first, [*tokens, *request.tokens[end:].tolist()], steps)
         request.uncollected = [uncollected[0]._replace(tokens=tokens), *uncollected[1:]]
@@ -311,18 +303,6 @@ class RequestBook:
         del self.requests[request_id]
         request.known.struct[REQUEST.is_live] = False
         self.batches.clear()
-
-    def remember(self, uid: int, name: str) -> None:
-        """The request that had this uid, before anybody was told of it here."""
-        self.uids.remember(uid, name)
-
-    def has_ended(self, request_id: str) -> bool:
-        """Whether a request of this name was admitted, and has ended."""
-        return self.uids.has_ended(request_id)
-
-    def name(self, uid: int) -> str | None:
-        """The request that has this uid, or had it last."""
-        return self.uids.name(uid)
 
     def truth(self, request: Request, pool_id: int, length: int) -> int | None:
         """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""

@@ -15,7 +15,6 @@ from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.checks.tokens import Oracle, TokenOf
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import CanaryConfigError, HookOrderError
-from kvcanary.ledger.accounting import audit
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.manager.contradictions import Contradictions
 from kvcanary.manager.forwards import Forwards, not_one_each
@@ -261,7 +260,7 @@ class CanaryManager:
         self.session.expect_closed("drain()")
         self._checks.judge_pending()
         self._checks.report(self._expected.missing())
-        audit(self._ledger)
+        self._ledger.rows.audit()
         return self.reporting.act()
 
     def rest(self) -> frozenset[str]:

@@ -150,7 +150,7 @@ class Stage:
         for line in dump.start:
             self._admit(line, step)
         for uid, name in dump.manifest["names"].items():
-            ledger.book.remember(int(uid), name)
+            ledger.book.uids.remember(int(uid), name)
         self._write_records(dump)
         for poisoned in start["poisoners"]:
             self._set_poison(poisoned, BUDGETS.get(dump.manifest["device"], BUDGETS["cuda"]))

@@ -183,7 +183,7 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     for length in (0, 1, 2, 9, 8, 39):
         assert truth.reaches(length)
         assert truth.values[:length].tolist() == expected[:length]
-    assert (truth.reaches(40), truth.count) == (False, 39)
+    assert (truth.reaches(40), len(truth.values)) == (False, 39)
 
 
 def test_rows_are_told_as_the_host_knows_them():
@@ -196,7 +196,7 @@ def test_rows_are_told_as_the_host_knows_them():
     one, other = (ledger.admit(name, tokens, 0) for name in ("a", "b"))
     for request, committed_len in ((one, 9), (other, 4)):
         request.committed_len, request.row_lens = committed_len, [committed_len, committed_len + 1]
-    batch, roots = ledger.book.batch(["a", "b"]), [one.root(0), one.root(1)]
+    batch, roots = ledger.batches[("a", "b")], [one.root(0), one.root(1)]
 
     def reported(pool_id: int, pending_acceptances: int, lens: list[int], uncollected: list[int], unknown: int) -> None:
         chains = list(map(signed, chain_host(tokens[pool_id:], 0, roots[pool_id], keys)))

@@ -14,7 +14,7 @@ from kvcanary.ledger.request_ids import digest
 from kvcanary.ledger.request_state import LEAST_ROOM, Known, TruthChain
 from kvcanary.ledger.requests import NO_PAGE, Batch, UncollectedStep
 from kvcanary.ledger.step_book import in_a_row
-from kvcanary.native.layout import FINAL, NOWHERE, REQUEST, ROWS, RUN
+from kvcanary.native.layout import FINAL, NOWHERE, REQUEST, ROW_CHAIN, ROWS, RUN
 from kvcanary_kernels.record.layout import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
 
 KEYS = make_keys(7, 1, 4)
@@ -199,7 +199,7 @@ def test_what_is_final_in_every_pool_is_committed():
 
 def land(ledger: Ledger, *names: str) -> list[int]:
     """One forward of these requests lands; who is left to the rules."""
-    batch = ledger.book.batch(names)
+    batch = ledger.batches[tuple(names)]
     rows, structs = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
     structs[RUN.requests], structs[RUN.structs] = batch.loop_arguments
     structs[RUN.rows] = rows.buffer_info()[0]
@@ -286,24 +286,21 @@ def test_what_is_known_keeps_its_address_and_makes_room():
     """Tokens and values that a loop has filled stay where room is made for more; the struct stays where it is."""
     known = Known(8, [3, 1, 4], [(1 << 63 | 5, 0, 0), (7, 1, 0)], KEYS)
     chain, other = TruthChain(known, 0), TruthChain(known, 1)
-    assert (chain.root, chain.signed_root, chain.count) == (1 << 63 | 5, 5 - (1 << 63), 0)
+    values_at, count, root = (REQUEST.size + field for field in (ROW_CHAIN.values, ROW_CHAIN.count, ROW_CHAIN.root))
+    assert (chain.root, known.struct[root], len(chain.values)) == (1 << 63 | 5, 5 - (1 << 63), 0)
     assert (other.root, other.token_offset) == (7, 1)
-    for one, values in ((chain, [7, 8, 9]), (other, [5, 6])):
-        ctypes.memmove(one.values_at, np.array(values, np.uint64).ctypes.data, 8 * len(values))
-        one.grown(len(values))
-        one.grown(1)
-    where, tokens = chain.values_at, list(range(LEAST_ROOM))
+    for first, values in ((0, [7, 8, 9]), (ROW_CHAIN.size, [5, 6])):
+        ctypes.memmove(known.struct[first + values_at], np.array(values, np.uint64).ctypes.data, 8 * len(values))
+        known.struct[first + count] = len(values)
+    where, tokens = known.struct[values_at], list(range(LEAST_ROOM))
     struct = known.at
     known.write(3, tokens[3:-1], 0)
-    assert chain.values_at == where
+    assert known.struct[values_at] == where
     known.write(LEAST_ROOM - 1, tokens[-1:], 0)
-    assert (chain.values_at == where, known.at == struct, known.at == known.struct.buffer_info()[0]) == (
-        True,
-        True,
-        True,
-    )
+    assert known.struct[values_at] == where
+    assert known.at == struct == known.struct.buffer_info()[0]
     known.write(LEAST_ROOM, [1], 0)
-    assert (chain.values_at == where, known.at) == (False, struct)
+    assert (known.struct[values_at] == where, known.at) == (False, struct)
     assert at(known.struct[REQUEST.tokens], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
     assert (chain.values.tolist(), other.values.tolist()) == ([7, 8, 9], [5, 6])
     known.write(1, [2, 6], 0)
@@ -326,12 +323,12 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     for pool_id in range(2):
         assert ledger.truth(request, pool_id, 99) is not None
     ledger.book.confirm(request, [96, 97])
-    assert [truth.count for truth in request.truths] == [99, 99]
+    assert [len(truth.values) for truth in request.truths] == [99, 99]
     ledger.book.confirm(request, [96, 7])
     assert request.tokens[94:].tolist() == [94, 95, 96, 7, 98, 99]
     assert request.uncollected == [UncollectedStep([96, 7], 96, 98), UncollectedStep([98, 99], 98, 100)]
     assert at(request.known.struct[REQUEST.tokens], 100) == request.tokens.tolist()
-    assert [truth.count for truth in request.truths] == [96, 95]
+    assert [len(truth.values) for truth in request.truths] == [96, 95]
 
 
 def test_a_request_starts_anew_without_pages():
@@ -388,8 +385,8 @@ def test_a_name_of_before_is_remembered():
     """A live request keeps its own uid."""
     ledger = make_ledger()
     uid = ledger.request("a").uid
-    ledger.book.remember(77, "old")
-    ledger.book.remember(uid, "other")
+    ledger.book.uids.remember(77, "old")
+    ledger.book.uids.remember(uid, "other")
     assert (ledger.name(77), ledger.name(uid), ledger.name(78)) == ("old", "a", None)
 
 
