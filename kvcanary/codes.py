@@ -19,7 +19,7 @@ HOST = {
     "kvcanary.checks.writes:judge_layer": "W4",
     "kvcanary.checks.writes:judge_layers": "R12",
     "kvcanary.checks.seals:_misplaced": "W5",
-    "kvcanary.checks.lineage:judge_lineage": "R5",
+    "kvcanary.checks.seals:judge_lineage": "R5",
     "kvcanary.checks.tokens:judge_tokens": "W6",
     "kvcanary.checks.lengths:judge_lengths": "R10 H1",
     "kvcanary.checks.lengths:judge_starts": "R10",

@@ -58,21 +58,20 @@ class Reader:
 
     def judge(self, pool: PoolState, forwards: Sequence[Forward]) -> Verdict:
         self._unknown_truths = 0
-        rows = sort_rows(forwards)
-        prefixes = list(rows.longest.values())
+        prefixes, strange = sort_rows(forwards)
         untrue = self._untrue(pool, prefixes) if self._records_are_intact(pool, prefixes) else prefixes
-        suspects = rows.suspects + untrue
         violations: list[Violation | ViolationBatch] = []
-        for step in sorted({segment.forward.step for segment in suspects}):
-            violations += self._violations(
-                pool, step, [segment for segment in suspects if segment.forward.step == step]
-            )
+        by_step: dict[int, list[Segment]] = {}
+        for segment in strange + untrue:
+            by_step.setdefault(segment.forward.step, []).append(segment)
+        for step, suspects in sorted(by_step.items()):
+            violations += self._violations(pool, step, suspects)
         for forward in forwards:
             if forward.write_slots and min(forward.write_slots) < pool.view.null_slots and "R2" in self._active:
                 violations.append(_null_writes(forward))
         if pool.view.slot_map is not None and "R8" in self._active:
-            violations += _shared_slots(forwards, [*prefixes, *rows.suspects])
-        return Verdict(violations, prefixes + rows.suspects, rows.suspects, self._unknown_truths)
+            violations += _shared_slots(forwards, prefixes + strange)
+        return Verdict(violations, prefixes + strange, strange, self._unknown_truths)
 
     def slots(self, segments: Sequence[Segment]) -> Tensor:
         """[n] int64: the slots of all segments."""
@@ -196,7 +195,8 @@ class Reader:
             if segment.first_written >= 0:
                 violations += self._judge_own(segment, own)
             elif segment.predecessor == ROOT and segment.length:
-                self._judge_grants(segment, own)
+                names = segment.names
+                own |= grant_codes(self._ledger, segment.request, segment.first_position, names) & self._active_bits
                 if not own.any():
                     violations += self._judge_truth(segment)
         fired = int(np.bitwise_or.reduce(bits))
@@ -206,10 +206,6 @@ class Reader:
                 _batch(code, forward, entries, bits & bit) for code, bit in self._active.items() if fired & bit
             ]
         return violations
-
-    def _judge_grants(self, segment: Segment, bits: Ints) -> None:
-        """R7 and R8 at entries on shared pages that the row does not hold."""
-        bits |= grant_codes(self._ledger, segment.request, segment.first_position, segment.names) & self._active_bits
 
     def _judge_truth(self, segment: Segment) -> list[Violation]:
         """R6: the record at S - 1 is not the end of this request's own tokens."""

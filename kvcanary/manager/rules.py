@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -98,7 +99,10 @@ class Rules:
         """What forwards of one pool have read; `is_clean`: the identity of all that was proved."""
         for forward in forwards:
             forward.read_rows()
-        verdict = Verdict([], sort_rows(forwards).segments, [], 0) if is_clean else self._reader.judge(pool, forwards)
+        if is_clean:
+            verdict = Verdict([], [*chain.from_iterable(sort_rows(forwards))], [], 0)
+        else:
+            verdict = self._reader.judge(pool, forwards)
         if self.is_full:
             verdict.violations += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self._violations += verdict.violations
