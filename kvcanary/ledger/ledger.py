@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain, islice
 
+import numpy as np
+
 from kvcanary.errors import LifetimeError, PageReferenceError
 from kvcanary.ledger.page_states import Array, Pages
 from kvcanary.ledger.quarantine import Quarantine
@@ -72,7 +74,7 @@ class Ledger:
         request, where = self.request(request_id), self.pages.numbers(pages)
         self.rows.expect_held("freed", request, where)
         shared = self.states[where] == SHARED
-        self.pages.free("freed", where[~shared], step, request_id)
+        self.pages.advance("freed", where[~shared], step, request_id)
         places = self.rows.replace(request, where, [NO_PAGE] * len(where))
         if self.page_size * min(places, default=request.committed_len) < request.committed_len:
             request.lacks_pages = 1
@@ -133,7 +135,7 @@ class Ledger:
                 f"a fork must take the head of the row of {request_id!r} to the empty row of {child_id!r}, "
                 f"got {len(where)} pages and {len(child.pages)} in the other row: fork before acquire and grant"
             )
-        self.pages.share("forked", where, step, child_id)
+        self.pages.advance("forked", where, step, child_id)
         self.rows.add(child, where)
         child.final_pages = min(request.final_pages, len(where))
 
@@ -147,7 +149,7 @@ class Ledger:
                 f"a copied page must be the last final one of its row or behind it, page {page} is number {place} of "
                 f"{request.final_pages} in the row of {request_id!r}: final entries are not written again"
             )
-        self.pages.grant("copied", fresh, request.uid, step, request_id)
+        self.pages.advance("copied", fresh, step, request_id, request.uid)
         self.copies[copy] = page
         self.rows.replace(request, where, [copy])
         request.final_pages = min(request.final_pages, place)
@@ -167,7 +169,7 @@ class Ledger:
         self.pages.add_reference(cached, request.uid)
         self.pages.advance("acquired", cached, step, request_id)
         own = self.states[where] != SHARED
-        self.pages.free("freed", where[own], step, request_id)
+        self.pages.advance("freed", where[own], step, request_id)
         self._release(request, where[~own], step)
 
     def evict(self, pages: Sequence[int], step: int) -> None:
@@ -183,7 +185,7 @@ class Ledger:
                 page=page,
                 refcount=count,
             )
-        self.pages.free("evicted", where, step)
+        self.pages.advance("evicted", where, step)
 
     # loads
 
@@ -213,7 +215,7 @@ class Ledger:
                 self.rows.replace(self.requests[name], where[where == page], [NO_PAGE])
                 robbed.add(name)
         self.quarantined.remove(where)
-        self.pages.free("taken away", where, step)
+        self.pages.advance("taken away", where, step)
         return robbed
 
     # quarantine
@@ -257,11 +259,10 @@ class Ledger:
             return
         self.pages.drop_reference(pages, request.uid)
         self.pages.advance("released", pages, step, request.request_id)
-        for page in pages[~self.pages.published[pages] & (self.refcounts[pages] == 1)]:
-            self._take_back(page.reshape(1), step)
-
-    def _take_back(self, page: Array, step: int) -> None:
-        request = self.requests[self.book.uids.live[self.pages.last_holder(page)]]
-        self.pages.take_back(page, step, request.request_id)
-        if request.pages.index(page.item()) < request.final_pages:
-            self.pages.advance("committed", page, step, request.request_id)
+        for number in pages[~self.pages.published[pages] & (self.refcounts[pages] == 1)].tolist():
+            page, owner = np.array([number]), int(self.pages.holder_sums[number])  # the uid of the only row left
+            last = self.requests[self.book.uids.live[owner]]
+            self.pages.owners[number] = owner
+            self.pages.advance("taken back", page, step, last.request_id)
+            if last.pages.index(number) < last.final_pages:
+                self.pages.advance("committed", page, step, last.request_id)
