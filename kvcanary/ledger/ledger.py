@@ -9,7 +9,7 @@ from itertools import chain, islice
 import numpy as np
 
 from kvcanary.errors import LifetimeError, PageReferenceError
-from kvcanary.ledger.page_states import Array, Pages
+from kvcanary.ledger.page_states import Array, Pages, taken
 from kvcanary.ledger.quarantine import Quarantine
 from kvcanary.ledger.requests import NO_PAGE, Judged, Request, RequestBook, Role, TruthChain
 from kvcanary.ledger.reread_queue import ReadQueue
@@ -71,8 +71,7 @@ class Ledger:
 
     def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """The pages leave the row: private ones are free, shared ones have one reference fewer."""
-        request, where = self.request(request_id), self.pages.numbers(pages)
-        self.rows.expect_held("freed", request, where)
+        request, where = self._held("freed", request_id, pages)
         shared = self.states[where] == SHARED
         self.pages.advance("freed", where[~shared], step, request_id)
         places = self.rows.replace(request, where, [NO_PAGE] * len(where))
@@ -141,8 +140,7 @@ class Ledger:
 
     def copy_on_write(self, request_id: str, page: int, copy: int, step: int) -> None:
         """A shared page of the row is replaced by a private copy; the caller moves bytes and records."""
-        request, where, fresh = self.request(request_id), self.pages.numbers([page]), self.pages.numbers([copy])
-        self.rows.expect_held("released", request, where)
+        (request, where), fresh = self._held("released", request_id, [page]), self.pages.numbers([copy])
         place = request.pages.index(page)
         if place < request.final_pages - 1:
             raise LifetimeError(
@@ -245,12 +243,17 @@ class Ledger:
                 self.pages.expect(event, where, request_id)
                 for page in where.tolist():
                     if granted.setdefault(page, request_id) != request_id:
-                        raise self.pages.taken(event, page, request_id, granted[page])
+                        raise taken(event, page, request_id, granted[page])
         return self.pages.numbers(named)
 
-    def _advance_held(self, event: str, request_id: str, pages: Sequence[int], step: int) -> None:
+    def _held(self, event: str, request_id: str, pages: Sequence[int]) -> tuple[Request, Array]:
+        """A request and pages of its row, to which the event may happen."""
         request, where = self.request(request_id), self.pages.numbers(pages)
         self.rows.expect_held(event, request, where)
+        return request, where
+
+    def _advance_held(self, event: str, request_id: str, pages: Sequence[int], step: int) -> None:
+        _, where = self._held(event, request_id, pages)
         self.pages.advance(event, where, step, request_id)
 
     def _release(self, request: Request, pages: Array, step: int) -> None:

@@ -88,17 +88,8 @@ EVENTS: dict[str, Event] = {
     "quarantined": Event({FREE: QUARANTINED}, "free it first"),
     "left quarantine": Event({QUARANTINED: FREE}, "quarantine it first"),
 }
-STATE_NAMES = {
-    FREE: "FREE",
-    QUARANTINED: "QUARANTINED",
-    NEVER_WRITTEN: "NEVER_WRITTEN",
-    LOADING: "LOADING",
-    LOAD_FAILED: "LOAD_FAILED",
-    RESERVED: "RESERVED",
-    WRITTEN: "WRITTEN",
-    COMMITTED: "COMMITTED",
-    SHARED: "SHARED",
-}
+_STATES = "FREE QUARANTINED NEVER_WRITTEN LOADING LOAD_FAILED RESERVED WRITTEN COMMITTED SHARED"
+STATE_NAMES = dict(enumerate(_STATES.split()))  # record.FREE is 0
 
 _NEXT = {
     name: np.array([event.after.get(state, ILLEGAL) for state in STATE_NAMES], dtype=np.uint8)
@@ -185,6 +176,8 @@ class Pages:
         uid: of the request whose private pages they become, where the event begins a grant. A new generation begins
         with it, and when a page is nobody's any more, so that no record of the last one fits.
         """
+        if not pages.size:
+            return
         change = EVENTS[event].change
         self._happen(event, pages, request_id, change, SHARED_OWNER if change == CHANGES_OWNER else uid)
         self._note_changes(pages)
@@ -257,11 +250,8 @@ class Pages:
         uids:  [entries] int64, uid of the entry's row, or one for all; NO_OWNER for padding, which may write null pages
                only
         """
-        wrong = self.writers.take(pages) != uids
-        if not wrong.any():
-            return {}
-        uids = np.broadcast_to(uids, pages.shape)
-        return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
+        wrong, uids = (self.writers.take(pages) != uids).nonzero()[0].tolist(), np.broadcast_to(uids, pages.shape)
+        return {entry: self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong}
 
     def changed_everywhere(self) -> None:
         """The arrays were filled from elsewhere."""
@@ -297,26 +287,23 @@ class Pages:
         if (wrong := self._loops.follow_event(*arguments)) != NOWHERE:
             raise self._refused(event, int(pages[wrong]), request_id)
 
-    def taken(self, event: str, page: int, request_id: str, other: str) -> PageStateError:
-        """Another request has had the same event of a free page before, in the same call."""
-        return self._refusal(event, page, request_id, EVENTS[event].after[FREE], f" ({phrase(event, other)} just now)")
-
     def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
         since = "".join(f" ({last}, {last.place})" for last in self.history.of(page)[-1:])
-        return self._refusal(event, page, request_id, int(self.states[page]), since)
-
-    def _refusal(self, event: str, page: int, request_id: str | None, state: int, since: str) -> PageStateError:
-        legal = [STATE_NAMES[state] for state in EVENTS[event].after]
-        return PageStateError(
-            f"page {page} must be {_either(legal)} to be {phrase(event, request_id)}, "
-            f"it is {STATE_NAMES[state]}{since}: {EVENTS[event].remedy}",
-            page=page,
-            state=STATE_NAMES[state],
-            event=event,
-        )
+        return _refusal(event, page, request_id, int(self.states[page]), since)
 
 
-def _either(names: Sequence[str]) -> str:
-    """`A`, or `A or B`, or `A, B or C`."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
+def taken(event: str, page: int, request_id: str, other: str) -> PageStateError:
+    """Another request has had the same event of a free page before, in the same call."""
+    return _refusal(event, page, request_id, EVENTS[event].after[FREE], f" ({phrase(event, other)} just now)")
+
+
+def _refusal(event: str, page: int, request_id: str | None, state: int, since: str) -> PageStateError:
+    *others, last = [STATE_NAMES[legal] for legal in EVENTS[event].after]
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    return PageStateError(
+        f"page {page} must be {wanted} to be {phrase(event, request_id)}, it is {STATE_NAMES[state]}{since}: "
+        f"{EVENTS[event].remedy}",
+        page=page,
+        state=STATE_NAMES[state],
+        event=event,
+    )

@@ -135,9 +135,8 @@ class Known:
         self.struct[REQUEST.num_uncollected] = 0
         for number, (tokens, *lens) in enumerate(steps):
             self.make_room(0)
-            self._uncollected[UNCOLLECTED.size * number : UNCOLLECTED.size * (number + 1)] = array(
-                "q", (len(tokens), *lens)
-            )
+            place = slice(UNCOLLECTED.size * number, UNCOLLECTED.size * (number + 1))
+            self._uncollected[place] = array("q", (len(tokens), *lens))
             self.struct[REQUEST.num_uncollected] = number + 1
 
     def values(self, pool_id: int) -> NDArray[np.uint64]:
