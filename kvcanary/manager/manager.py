@@ -26,6 +26,7 @@ from kvcanary.manager.transfers import Transfers
 from kvcanary.pools.attachment import Attachment
 from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
+from kvcanary.records.mailbox import MAX_IN_FLIGHT
 from kvcanary.records.state import CanaryState
 from kvcanary.report.finding import Finding
 
@@ -64,7 +65,7 @@ class CanaryManager:
         self.mapped_groups = groups = MappedGroups(session, reporting)
         self.transfers = transfers = Transfers(session)
         self._checks, self._ledger, self._log = session.checks, session.ledger, session.recorder.log
-        self._expected = forwards.expected
+        self._expected, self._num_untold = forwards.expected, 0  # steps that have ended since one was collected
 
         self.admit, self.release = lifecycle.admit, lifecycle.release
         self.append_all, self.commit_all = lifecycle.append_all, lifecycle.commit_all
@@ -162,8 +163,12 @@ class CanaryManager:
         session = self.session
         if session.open:
             raise session.not_closed("begin_step()")
-        if step <= session.step and self._has_forwards():
-            raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {session.step}")
+        if step <= session.step:
+            self.reporting.count_reads()
+            if session.coverage.forwards:
+                raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {session.step}")
+        if self._num_untold > MAX_IN_FLIGHT:
+            self._tell_uncollected()
         if self._expected.due:
             self._checks.report(self._expected.missing())
         self._log.append(("begin_step", step))
@@ -192,6 +197,7 @@ class CanaryManager:
         session, checks = self.session, self._checks
         if session.open:
             raise session.not_closed("end_step()")
+        self._num_untold += 1
         self._log.append(("end_step", session.step))
         is_judged_here = checks.waits
         if is_judged_here:
@@ -209,10 +215,12 @@ class CanaryManager:
     def collect(self, flight: InFlight) -> frozenset[str]:
         """Judge a step that has ended, and those before it, before a token of it leaves; waits for it alone.
 
+        A `begin_step` with more than MAX_IN_FLIGHT steps behind it of which none was collected is a HookOrderError.
         Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
         if self.session.open:
             raise self.session.not_closed("collect()")
+        self._num_untold = 0
         self._log.append(("collect", flight.step))
         flight.is_over = True  # but for re-reads
         if not flight.is_collected:
@@ -258,6 +266,7 @@ class CanaryManager:
         PageReferenceError where rows and reference counts disagree.
         """
         self.session.expect_closed("drain()")
+        self._num_untold = 0
         self._checks.judge_pending()
         self._checks.report(self._expected.missing())
         self._ledger.rows.audit()
@@ -333,10 +342,15 @@ class CanaryManager:
 
     # helpers
 
-    def _has_forwards(self) -> bool:
-        """Whether any was judged."""
-        self.reporting.count_reads()
-        return self.session.coverage.forwards > 0
+    def _tell_uncollected(self) -> None:
+        """What was found in steps that nobody collects is told all the same; then HookOrderError."""
+        count, self._num_untold = self._num_untold, 0
+        self._checks.judge_pending()
+        self.reporting.act()
+        raise HookOrderError(
+            f"begin_step() must wait for collect(): {count} steps have ended since the last one that was collected, at "
+            f"most {MAX_IN_FLIGHT} may: call collect(flight) before a token of its step leaves"
+        )
 
     def _prepare_freed_pages(self) -> None:
         """For the next step, which then begins at once; the device still computes this one."""
