@@ -27,6 +27,7 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
 from kvcanary.manager.rules import Rewritten, Rules
 from kvcanary.native.layout import LEFT_TO_LEDGER, NOT_WRITTEN, PAGES_FINAL
+from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.records.mailbox import MAX_IN_FLIGHT
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
@@ -90,21 +91,20 @@ class StepChecks:
             self.rereads.prepare(pool)
 
     def open(self, forward: Forward) -> None:
-        """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
+        """From now on it waits to be judged; only under content=full somebody compares a draft's bytes.
+
+        A draft forward goes on from the last one of its pool.
+        """
         self._pending.append(forward)
         if forward.kind == "draft":
-            self._follow(forward)
+            last = self._drafted.get(forward.pool.pool_id)
+            if last is not None:
+                forward.go_on_from(last)
+            if forward.has_lineage and forward.chains_before is None:
+                self._coverage.skip("lineages of draft rows, without the draft forward before", forward.num_rows)
+            self._drafted[forward.pool.pool_id] = forward.drafted
         if forward.num_entries and (forward.kind != "draft" or self._config.content == "full"):
             forward.expect_values()
-
-    def _follow(self, forward: Forward) -> None:
-        """A draft forward goes on from the last one of its pool, and the next one from it."""
-        last = self._drafted.get(forward.pool.pool_id)
-        if last is not None:
-            forward.go_on_from(last)
-        if forward.has_lineage and forward.chains_before is None:
-            self._coverage.skip("lineages of draft rows, without the draft forward before", forward.num_rows)
-        self._drafted[forward.pool.pool_id] = forward.drafted
 
     def judge_pending(self, rewritten: Rewritten | None = None) -> None:
         """Seal and judge all pending forwards; `rewritten`: what a declared move has put other bytes into since."""
@@ -239,8 +239,10 @@ class StepChecks:
         LifetimeError where a row shrinks: nothing has happened then.
         """
         ledger = self._ledger
-        if self._pending:
-            self._judge_rows_of(batch.requests)
+        if self._pending:  # how far rows are written is told by the forwards that have run, judged or not
+            uids = {request.uid for request in batch.requests}
+            if any(request.uid in uids for forward in self._pending for request in forward.requests):
+                self.judge_pending()
         found = ledger.steps.commit_rows(batch, lens, step, is_judged=False)
         if not found:
             return
@@ -261,16 +263,8 @@ class StepChecks:
 
     def judge_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
-        if not self._pending:
-            return
-        granted = set(pages)
-        if not all(granted.isdisjoint(forward.pages) for forward in self._pending):
-            self.judge_pending()
-
-    def _judge_rows_of(self, requests: Sequence[Request]) -> None:
-        """How far their rows are written is told by the forwards that have run, judged or not."""
-        uids = {request.uid for request in requests}
-        if any(request.uid in uids for forward in self._pending for request in forward.requests):
+        granted = set(pages) if self._pending else ()
+        if not all(forward.pages.isdisjoint(granted) for forward in self._pending):
             self.judge_pending()
 
     def _check_tails(self, step: int) -> tuple[Batch | None, list[Violation | ViolationBatch]]:
@@ -341,13 +335,10 @@ class StepChecks:
 
     def forget(self, pages: Sequence[int]) -> None:
         """What was judged on these pages is judged anew, should the row go on."""
-        size = self._state.page_size
+        slots = slots_of_pages(pages, self._state.page_size)
         for pool in self._state.pools:
-            if pool.is_partial:
-                continue  # judged in every forward
-            for page in pages:
-                first = pool.base + page * size
-                self.record_store.judged[first : first + size] = False
+            if not pool.is_partial:  # else judged in every forward
+                self.record_store.judged[pool.base + slots] = False
 
     def _count(self, forwards: Sequence[Forward]) -> None:
         coverage = self._coverage
