@@ -116,12 +116,11 @@ class Contradictions:
         pool: PoolState | None = None,
     ) -> None:
         """One L1 that names them and whoever holds these pages, unless one of them was set aside before."""
-        requests = list(dict.fromkeys(requests))
+        requests = list(requests)
         if self._excluded.is_known(requests, pages):
             return
-        state, page = self._session.state, getattr(error, "page", None)
+        state, page = self._session.state, getattr(error, "page", pages[0] if pages else None)
         names = list(dict.fromkeys([*requests, *(name for own in pages for name in self._ledger.holders(own))]))
-        page = page if page is not None else pages[0] if pages else None
         violation = Violation(
             "L1",
             state.pools[0] if pool is None else pool,
@@ -290,10 +289,10 @@ class Contradictions:
         self._exclude_all(given)
         request = self._ledger.request(given["request_id"])
         loads = {NEVER_WRITTEN: "restored", LOADING: "loaded", LOAD_FAILED: "written"}
-        for page in self._pages:
+        for page in np.array(self._pages, np.int64):
             event = loads.get(int(self._ledger.states[page]))
             if event is not None and self._ledger.owners[page] == request.uid:
-                self._ledger.pages.advance(event, np.array([page]), self._session.step, request.request_id)
+                self._ledger.pages.advance(event, page.reshape(1), self._session.step, request.request_id)
 
     def _pack(self, given: Given) -> PageSnapshot:
         self._exclude_all(given)
