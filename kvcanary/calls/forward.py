@@ -172,7 +172,7 @@ class Forward:
             ),
         )
         for request in requests:
-            asked.extend((request.uid, request.known.struct[REQUEST.committed_len]))
+            asked.extend((request.uid, request.struct[REQUEST.committed_len]))
         seen = pool.loops.take_plan(asked.buffer_info()[0], memory)
         if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
             refuse_contradiction(self)

@@ -65,7 +65,7 @@ class Prover:
 
     def _add_facts(self, request: Request, numbers: array[int]) -> None:
         """[pools * FACT.size] (native/layout.py)."""
-        struct, epoch = request.known.struct, self._record_store.epoch
+        struct, epoch = request.struct, self._record_store.epoch
         row = struct[REQUEST.row], struct[REQUEST.num_row], struct[REQUEST.tokens], struct[REQUEST.num_tokens]
         common, place = (request.uid, *row), REQUEST.size  # of the chain of a pool
         for length, _, judged_in in request.judged:
@@ -79,7 +79,7 @@ class Prover:
         epoch = self._record_store.epoch
         learned = facts[:, :, [FACT.row_len, FACT.num_truths, FACT.known, FACT.judged, FACT.judged_step]].tolist()
         for request, pools in zip(requests, learned, strict=True):
-            struct, place = request.known.struct, REQUEST.size
+            struct, place = request.struct, REQUEST.size
             for pool_id, (row_len, num_truths, known, judged, step) in enumerate(pools):
                 struct[place + ROW_CHAIN.written] = row_len
                 struct[place + ROW_CHAIN.count] = max(struct[place + ROW_CHAIN.count], num_truths)

@@ -22,7 +22,7 @@ def grant_codes(ledger: Ledger, request: Request, first_position: int, names: In
     R7: the row has given the page back, or was granted none for this position. R8: it was granted another one there.
     An own page in the place of another is left to the positions that its records hold (R4).
     """
-    granted, codes = request.known.slots[first_position : first_position + len(names)], np.zeros_like(names)
+    granted, codes = request.slots[first_position : first_position + len(names)], np.zeros_like(names)
     known = np.full(len(names), -1)
     known[: len(granted)] = granted
     strange = np.flatnonzero(names != known)

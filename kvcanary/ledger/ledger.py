@@ -11,13 +11,13 @@ import numpy as np
 from kvcanary.errors import LifetimeError, PageReferenceError
 from kvcanary.ledger.page_states import Array, Pages, taken
 from kvcanary.ledger.quarantine import Quarantine
-from kvcanary.ledger.requests import NO_PAGE, Judged, Request, RequestBook, Role, TruthChain
+from kvcanary.ledger.requests import NO_PAGE, Judged, Request, RequestBook, Role
 from kvcanary.ledger.reread_queue import ReadQueue
 from kvcanary.ledger.rows import RowBook
 from kvcanary.ledger.step_book import StepBook
 from kvcanary_kernels.record.layout import SHARED, Keys
 
-__all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "Role", "TruthChain"]
+__all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "Role"]
 
 
 class Ledger:

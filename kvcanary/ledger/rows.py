@@ -29,7 +29,7 @@ class RowBook:
         """The slots granted for positions [start, end), without the freed and the not yet granted ones."""
         if self._page_size == 1:
             return [page for page in request.pages[start:end] if page != NO_PAGE]
-        granted = request.known.slots[start:end]
+        granted = request.slots[start:end]
         return granted[granted >= 0].tolist()
 
     def note_moved(self, pool_id: int, slots: Array, positions: Array) -> None:

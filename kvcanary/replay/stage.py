@@ -19,7 +19,7 @@ from kvcanary.dumps.reading import Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError
 from kvcanary.ledger.ledger import Judged, Request
-from kvcanary.ledger.requests import UncollectedStep
+from kvcanary.ledger.request_state import UncollectedStep
 from kvcanary.manager.manager import CanaryManager
 from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.pools.views import PoolView

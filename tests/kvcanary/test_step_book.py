@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcanary.ledger.ledger import Ledger, Role
-from kvcanary.ledger.requests import Batch, UncollectedStep
+from kvcanary.ledger.request_state import UncollectedStep
+from kvcanary.ledger.requests import Batch
 from kvcanary.ledger.step_book import in_a_row
 from kvcanary.native.layout import LEFT_TO_LEDGER, NO_ROOM, NOT_WRITTEN, NOWHERE, OTHER, PAGES_FINAL, ROWS, RUN, UNKNOWN
 from kvcanary.native.request_lengths import accept_rows, launch_rows
@@ -204,7 +205,7 @@ class ManagerState:
         for name, row in self.rows.items():
             request = self.ledger.request(name)
             assert request.tokens.tolist() == row.tokens
-            assert request.known.steps.tolist() == row.growth
+            assert request.steps.tolist() == row.growth
             assert request.row_lens.tolist() == row.row_lens
             assert request.uncollected == row.uncollected
             numbers = request.committed_len, request.commit_step, request.in_flight, request.pending_acceptances
