@@ -13,7 +13,7 @@ from dataclasses import dataclass
 HOST = {
     "kvcanary.manager.contradictions:Contradictions._report_contradiction": "L1",
     "kvcanary.ledger.page_states:Pages._refused": "L1",
-    "kvcanary.checks.admission:refuse": "W1 W2 W3 W7 W8 R1",
+    "kvcanary.checks.writes:refuse": "W1 W2 W3 W7 W8 R1",
     "kvcanary.ledger.page_states:Pages._write_code": "W2 W3 W7 W8",
     "kvcanary.checks.writes:judge_slots": "W1 W4 R1",
     "kvcanary.checks.writes:judge_layer": "W4",

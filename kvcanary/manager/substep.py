@@ -12,10 +12,9 @@ from torch import Tensor
 from kvcanary.calls.forward import Forward
 from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.calls.violation_log import ViolationBatch
-from kvcanary.checks.admission import refuse
 from kvcanary.checks.lengths import own_number
 from kvcanary.checks.stores import take_fingerprints
-from kvcanary.checks.writes import judge_layer
+from kvcanary.checks.writes import judge_layer, refuse
 from kvcanary.errors import ENGINES_DOING, HookOrderError, PlanError
 from kvcanary.ledger.ledger import Request
 from kvcanary.manager.session import Session

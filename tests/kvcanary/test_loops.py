@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 import kvcanary.calls.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.calls.forward import Forward, refuse_contradiction
-from kvcanary.checks import admission as refusing
+from kvcanary.checks import writes as refusing
 from kvcanary.ledger.ledger import Ledger, Role
 from kvcanary.ledger.request_state import RequestState
 from kvcanary.ledger.row_truth import RowTruth
