@@ -1,4 +1,4 @@
-"""Plans against pools and grants: ids that no forward may use become null slot 0; what is written twice, or not at all."""
+"""Plans against pools and grants: ids that no forward may use become null slot 0; stores that come twice, or never."""
 
 from __future__ import annotations
 
