@@ -30,6 +30,8 @@ from kvcanary.records.mailbox import MAX_IN_FLIGHT
 from kvcanary.records.state import CanaryState
 from kvcanary.report.finding import Finding
 
+MOST_UNCOLLECTED = 4 * MAX_IN_FLIGHT  # steps that may end before an engine collects one of them, or one behind them
+
 
 class CanaryManager:
     """The canary of one engine.
@@ -167,7 +169,7 @@ class CanaryManager:
             self.reporting.count_reads()
             if session.coverage.forwards:
                 raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {session.step}")
-        if self._num_untold > MAX_IN_FLIGHT:
+        if self._num_untold > MOST_UNCOLLECTED:
             self._tell_uncollected()
         if self._expected.due:
             self._checks.report(self._expected.missing())
@@ -215,7 +217,7 @@ class CanaryManager:
     def collect(self, flight: InFlight) -> frozenset[str]:
         """Judge a step that has ended, and those before it, before a token of it leaves; waits for it alone.
 
-        A `begin_step` with more than MAX_IN_FLIGHT steps behind it of which none was collected is a HookOrderError.
+        A `begin_step` with more than MOST_UNCOLLECTED steps behind it of which none was collected is a HookOrderError.
         Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
         if self.session.open:
@@ -349,7 +351,7 @@ class CanaryManager:
         self.reporting.act()
         raise HookOrderError(
             f"begin_step() must wait for collect(): {count} steps have ended since the last one that was collected, at "
-            f"most {MAX_IN_FLIGHT} may: call collect(flight) before a token of its step leaves"
+            f"most {MOST_UNCOLLECTED} may: call collect(flight) before a token of its step leaves"
         )
 
     def _prepare_freed_pages(self) -> None:

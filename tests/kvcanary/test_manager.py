@@ -19,7 +19,7 @@ from kvcanary import (
 )
 from kvcanary.config import ROTATION_STEPS
 from kvcanary.errors import PageReferenceError
-from kvcanary.records.mailbox import MAX_IN_FLIGHT
+from kvcanary.manager.manager import MOST_UNCOLLECTED
 
 KEYS = {
     "mode",
@@ -258,15 +258,15 @@ def test_a_moved_stale_record_stays_stale(make_engine):
 
 @pytest.mark.parametrize(("mode", "error"), [("log", HookOrderError), ("raise", KVCorruptionError)])
 def test_steps_that_nobody_collects_are_told_about(make_engine, mode, error):
-    """An engine that never collects hears of it a few steps later, and of what was found meanwhile."""
+    """An engine that never collects hears of it some steps later, and of what was found meanwhile."""
     engine = make_engine(mode=mode)
     engine.start("one", 9)
     engine.canary.session.state.by_name["target"].records[engine.slot("one", 3), 1] ^= 1
     engine.canary.collect = lambda flight: None
-    for _ in range(MAX_IN_FLIGHT + 1):
+    for _ in range(MOST_UNCOLLECTED + 1):
         engine.decode()
         assert engine.canary.findings == []
-    with pytest.raises(error, match=r"must wait for collect\(\): 5 steps have ended" if mode == "log" else "R3"):
+    with pytest.raises(error, match=r"must wait for collect\(\): 17 steps have ended" if mode == "log" else "R3"):
         engine.decode()
     assert {finding.code for finding in engine.canary.findings} >= {"R3"}
 
@@ -278,7 +278,7 @@ def test_the_last_collected_step_answers_for_those_before(make_engine):
     collect, flights = engine.canary.collect, []
     engine.canary.collect = flights.append
     for _ in range(3):
-        for _ in range(MAX_IN_FLIGHT):
+        for _ in range(MOST_UNCOLLECTED):
             engine.decode()
         collect(flights[-1])
     engine.canary.drain()
