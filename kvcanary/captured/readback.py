@@ -15,7 +15,7 @@ from kvcanary.calls.entries import Entries
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.captured.kernel_launches import PLANNED, READ, is_later
 from kvcanary.captured.substep import HEADER_PART, ROW_STARTS, VIOLATIONS, CapturedSubstep
-from kvcanary.checks.grants import grant_codes
+from kvcanary.checks.rows import grant_codes
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.records.mailbox import Message
 from kvcanary.records.state import PoolState

@@ -21,16 +21,15 @@ from kvcanary.calls.entries import Entries, fired_writes
 from kvcanary.calls.forward import Forward, Ints, on_host
 from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
-from kvcanary.checks.grants import grant_codes
 from kvcanary.checks.row_spans import Segment, read_entries, sort_rows
-from kvcanary.ledger.ledger import Judged, Ledger
+from kvcanary.ledger.ledger import Judged, Ledger, Request
 from kvcanary.pools.slot_maps import SLOT_BYTES
 from kvcanary.records.fingerprints import joined
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT, verify_torch
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.layout import CODE_BITS, R3_RECORD_DAMAGED, signed
+from kvcanary_kernels.record.layout import CODE_BITS, R3_RECORD_DAMAGED, SHARED, signed
 
 
 @dataclass(slots=True)
@@ -233,6 +232,31 @@ class Reader:
         read, written = (_held(forward.pool, ids[differs], record.CHAIN) for ids in (slots, own))
         differs[differs] = read != written
         return [_batch("R5", forward, read_entries(forward.pool, [segment]), differs)] if differs.any() else []
+
+
+def grant_codes(ledger: Ledger, request: Request, first_position: int, names: Ints) -> Ints:
+    """[n] int64: R7 or R8 for entries of a row, from a position on, on shared pages that it does not hold; else 0.
+
+    names: [n] int64, slots as plans name them, inside the pool or not
+
+    A free page, and another request's private one, say so themselves. A shared page has no owner: its bytes may be
+    right, and its tokens those that the row would have had, but it may be evicted and reused at any time.
+    R7: the row has given the page back, or was granted none for this position. R8: it was granted another one there.
+    An own page in the place of another is left to the positions that its records hold (R4).
+    """
+    granted, codes = request.slots[first_position : first_position + len(names)], np.zeros_like(names)
+    known = np.full(len(names), -1)
+    known[: len(granted)] = granted
+    strange = np.flatnonzero(names != known)
+    pages = names[strange] // ledger.page_size
+    for page in np.unique(pages).tolist():
+        is_shared = 0 <= page < len(ledger.states) and ledger.states[page] == SHARED
+        if not is_shared or page in request.pages:
+            continue
+        own = strange[pages == page]
+        is_foreign = (known[own] >= 0) & (not ledger.had(page, request.request_id))
+        codes[own] = np.where(is_foreign, CODE_BITS["R8"], CODE_BITS["R7"])
+    return codes
 
 
 def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -> ViolationBatch:
