@@ -17,7 +17,7 @@ from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.captured.kernel_launches import PLANNED, READ, is_later
 from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.substep import ROW_STARTS, VIOLATIONS, CapturedSubstep
-from kvcanary.checks.grants import grant_codes
+from kvcanary.checks.rows import grant_codes
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import ENTRY, ROW, SLOT, STEP

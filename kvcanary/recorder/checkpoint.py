@@ -13,7 +13,7 @@ from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW
 if TYPE_CHECKING:
     from kvcanary.captured.step import CapturedStep
     from kvcanary.ledger.ledger import Ledger, Request
-    from kvcanary.ledger.requests import UncollectedStep
+    from kvcanary.ledger.request_state import UncollectedStep
     from kvcanary.records.record_store import RecordStore
     from kvcanary.records.state import CanaryState, PoolState
     from kvcanary.scrub.poison import Poisoner
@@ -178,9 +178,9 @@ def _request(request: Request, epoch: int) -> RequestState:
     return RequestState(
         request.request_id,
         request.tokens,
-        request.known.steps,
+        request.steps,
         len(request.tokens),
-        tuple(truth.root for truth in request.truths),
+        tuple(map(request.root, range(len(request.ahead)))),
         tuple(request.pages),
         tuple(queue.numbers() for queue in request.reads),
         tuple(request.uncollected),

@@ -346,7 +346,7 @@ class Replayer:
                 parts.append(whole_rows[row])
                 continue
             request = self._manager_state.ledger.request(event["requests"][row // event["width"]])
-            parts += [request.known.slots[start : start + known], tail]
+            parts += [request.slots[start : start + known], tail]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _is_same(self, reported: dict[str, Any], here: dict[str, Any]) -> bool:

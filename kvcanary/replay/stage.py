@@ -20,7 +20,7 @@ from kvcanary.dumps.reading import Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError
 from kvcanary.ledger.ledger import Judged
-from kvcanary.ledger.requests import UncollectedStep
+from kvcanary.ledger.request_state import UncollectedStep
 from kvcanary.manager.manager import CanaryManager
 from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.pools.views import PoolView
@@ -153,7 +153,7 @@ class Stage:
         for line in dump.start:
             self._admit(line, step)
         for uid, name in dump.manifest["names"].items():
-            ledger.book.remember(int(uid), name)
+            ledger.book.uids.remember(int(uid), name)
         for poisoned in start["poisoners"]:
             self._set_poison(poisoned, BUDGETS.get(dump.manifest["device"], BUDGETS["cuda"]))
         self.manager_state.async_tracker.buffers.update((name, generation) for name, generation in start["buffers"])

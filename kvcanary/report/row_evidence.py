@@ -74,7 +74,7 @@ class RowEvidence:
 
     def was_given(self, position: int) -> bool:
         """Whether the token of an entry was known when the request came: no step has changed it since."""
-        steps = [] if self._reader is None else self._reader.known.steps.tolist()
+        steps = [] if self._reader is None else self._reader.steps.tolist()
         place = position + self._pool.view.token_offset
         return place < len(steps) and steps[place] == steps[0]
 

@@ -103,7 +103,7 @@ class UnwrittenTails:
         """A request ends, or its row changes hands; what is known at once."""
         for pool in self._state.pools if self.is_on else ():
             self._check_tails(pool, Batch([request]), RELEASE_SITE, step, {request.request_id})
-            request.known.forget_tail(pool.pool_id)
+            request.forget_tail(pool.pool_id)
         return self._launch()
 
     def _check_granted(self, pool: PoolState, granted: Granted, step: int) -> None:

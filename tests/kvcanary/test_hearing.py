@@ -263,7 +263,7 @@ class Steps:
         """All that a step that lands changes."""
         pages, record_store = self.ledger.pages, self.world.record_store
         requests = [
-            (request.in_flight, request.known.struct.tolist()[9:13], request.row_lens.tolist())
+            (request.in_flight, request.struct.tolist()[9:13], request.row_lens.tolist())
             for request in self.ledger.requests.values()
         ]
         return [

@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 import kvcanary.calls.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.calls.forward import Forward, refuse_contradiction
-from kvcanary.checks import admission as refusing
+from kvcanary.checks import writes as refusing
 from kvcanary.ledger.ledger import Ledger, Role
-from kvcanary.ledger.request_state import Known, TruthChain
+from kvcanary.ledger.request_state import RequestState
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native import jit as memory
 from kvcanary.native import loops
@@ -178,12 +178,12 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
     keys, rng = make_keys(7, 1, 2), random.Random(2)
     tokens = [rng.randrange(1 << 31) for _ in range(40)]
-    known = Known(9, tokens, [(5, 0, 0), (keys.root_key, 1, 0)], keys)
-    truth, expected = TruthChain(known, 1), chain_host(tokens[1:], 0, keys.root_key, keys)
+    known = RequestState(9, tokens, [(5, 0, 0), (keys.root_key, 1, 0)], keys)
+    expected = chain_host(tokens[1:], 0, keys.root_key, keys)
     for length in (0, 1, 2, 9, 8, 39):
-        assert truth.reaches(length)
-        assert truth.values[:length].tolist() == expected[:length]
-    assert (truth.reaches(40), truth.count) == (False, 39)
+        assert known.reaches(1, length)
+        assert known.chain(1)[:length].tolist() == expected[:length]
+    assert (known.reaches(1, 40), len(known.chain(1))) == (False, 39)
 
 
 def test_rows_are_told_as_the_host_knows_them():
@@ -196,7 +196,7 @@ def test_rows_are_told_as_the_host_knows_them():
     one, other = (ledger.admit(name, tokens, 0) for name in ("a", "b"))
     for request, committed_len in ((one, 9), (other, 4)):
         request.committed_len, request.row_lens = committed_len, [committed_len, committed_len + 1]
-    batch, roots = ledger.book.batch(["a", "b"]), [one.root(0), one.root(1)]
+    batch, roots = ledger.batches[("a", "b")], [one.root(0), one.root(1)]
 
     def reported(pool_id: int, pending_acceptances: int, lens: list[int], uncollected: list[int], unknown: int) -> None:
         chains = list(map(signed, chain_host(tokens[pool_id:], 0, roots[pool_id], keys)))

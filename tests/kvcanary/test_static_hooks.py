@@ -102,7 +102,7 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
     manager.begin_step(1)
     manager.admit("ann", [50, 51, 52])
     manager.on_alloc("ann", [1])
-    uid = manager.forwards.requests_of(["ann"])[0].uid
+    uid = manager.session.ledger.known(["ann"])[0].uid
     rig.grant(uid, 1, generation=int(manager.session.ledger.generations[1]))
     steps = [("prefill", [4, 5, 6], [50, 51, 52], 0), ("decode", [4, 5, 6, 7], [53], 3)]
     for step, (kind, ids, tokens, prefix) in enumerate(steps, 1):

@@ -71,7 +71,7 @@ def _batch(canary: CanaryManager, start: int, end: int) -> Batch:
     def numbers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    uid = canary.forwards.requests_of([LIVE])[0].uid
+    uid = canary.session.ledger.known([LIVE])[0].uid
     return Batch(
         indptr=numbers(0, end),
         indices=FIRST + torch.arange(end),

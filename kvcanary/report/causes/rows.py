@@ -329,7 +329,7 @@ def short_write(facts: Evidence) -> Cause | None:
 def _became_final_together(facts: Evidence, place: int) -> bool:
     """Whether the tokens of an earlier entry of the row and of this one became known in one step."""
     reader, offset, position = facts.reader, facts.violation.pool.view.token_offset, facts.violation.position or 0
-    known = [] if reader is None else reader.known.steps.tolist()
+    known = [] if reader is None else reader.steps.tolist()
     return position + offset < len(known) and known[place + offset] == known[position + offset]
 
 
