@@ -31,7 +31,7 @@ HOST = {
     "kvcanary.checks.rows:Reader._judge_truth": "R6",
     "kvcanary.checks.rows:_null_writes": "R2",
     "kvcanary.checks.rows:_shared_slots": "R8",
-    "kvcanary_kernels.judge.verify:verify_torch": "R2 R3 R4 R5 R7 R8 R11 R12",
+    "kvcanary_kernels.judge.verify:verify": "R2 R3 R4 R5 R7 R8 R11 R12",
     "kvcanary.checks.grants:grant_codes": "R7 R8",
     "kvcanary.checks.content:find_changed": "R3 R9",
     "kvcanary.scrub.unwritten_tails:UnwrittenTails._fired": "U1",

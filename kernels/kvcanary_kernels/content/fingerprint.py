@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from kvcanary_kernels.record.device import (
     RUN_STRIDE_FIELD,
     SLOT_STRIDE_FIELD,
     START_B,
-    TILE_WARPS,
     UNROLL,
     WORDS_FIELD,
     low_word,
@@ -39,6 +40,7 @@ def fingerprint(
     *,
     fingerprint_a: Tensor,
     fingerprint_b: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Write the fingerprints of `slots`. May be captured.
 
@@ -46,52 +48,39 @@ def fingerprint(
     fingerprint_a:   [layers, n] int64 out, fingerprint a of each layer
     fingerprint_b:   [n] int64 out, fingerprint b summed over all layers; None skips it
     """
-    _check(rows, slots, keys, fingerprint_a, fingerprint_b)
     n = slots.numel()
+    expect_keys(rows, keys)
+    expect_int64(n, slots=slots, fingerprint_b=fingerprint_b)
+    expect_layered(rows.num_layers, n, fingerprint_a=fingerprint_a)
     if n == 0:
         return
-    tiles = triton.cdiv(n, rows.tile)
-    if fingerprint_b is not None:
-        _start_fingerprint_b_kernel[(triton.cdiv(n, BLOCK),)](
+    if launches:
+        tiles = triton.cdiv(n, rows.tile)
+        if fingerprint_b is not None:
+            _start_fingerprint_b_kernel[(triton.cdiv(n, BLOCK),)](
+                slots,
+                keys.constants,
+                fingerprint_b,
+                n,
+                rows.num_slots,
+                BLOCK_N=BLOCK,
+            )
+        _fingerprint_kernel[(tiles, rows.num_layers)](
+            rows.ptrs,
             slots,
-            keys.constants,
-            fingerprint_b,
+            keys.fingerprint_a,
+            keys.fingerprint_b,
+            keys.start_a,
+            fingerprint_a,
+            fingerprint_a if fingerprint_b is None else fingerprint_b,
             n,
             rows.num_slots,
-            BLOCK_N=BLOCK,
+            rows.num_layers,
+            fingerprint_a.stride(0),
+            **rows.tiling,
+            HAS_FINGERPRINT_B=fingerprint_b is not None,
         )
-    _fingerprint_kernel[(tiles, rows.num_layers)](
-        rows.ptrs,
-        slots,
-        keys.fingerprint_a,
-        keys.fingerprint_b,
-        keys.start_a,
-        fingerprint_a,
-        fingerprint_a if fingerprint_b is None else fingerprint_b,
-        n,
-        rows.num_slots,
-        rows.num_layers,
-        fingerprint_a.stride(0),
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        ALIGNMENT=rows.alignment,
-        TILE=rows.tile,
-        CHUNK=rows.chunk,
-        HAS_FINGERPRINT_B=fingerprint_b is not None,
-        num_warps=TILE_WARPS,
-    )
-
-
-def fingerprint_torch(
-    rows: PoolRows,
-    slots: Tensor,
-    keys: Keys,
-    *,
-    fingerprint_a: Tensor,
-    fingerprint_b: Tensor | None = None,
-) -> None:
-    """The torch reference of `fingerprint`: sums of 32-bit words times key pieces are exact in float64."""
-    _check(rows, slots, keys, fingerprint_a, fingerprint_b)
+        return
     entries = live_indices(slots, rows.num_slots)
     if entries is not None:
         slots = slots[entries]
@@ -105,6 +94,9 @@ def fingerprint_torch(
         fingerprint_a[:, where] = join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
         if fingerprint_b is not None:
             fingerprint_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
+
+
+fingerprint_torch = partial(fingerprint, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -238,19 +230,6 @@ def word_offsets(slot, o_w, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
     if RUN < WORDS:
         o_w = (o_w // RUN).to(tl.int64) * RUN_STRIDE + o_w % RUN
     return offset + o_w
-
-
-def _check(
-    rows: PoolRows,
-    slots: Tensor,
-    keys: Keys,
-    fingerprint_a: Tensor,
-    fingerprint_b: Tensor | None,
-) -> None:
-    n = slots.numel()
-    expect_keys(rows, keys)
-    expect_int64(n, slots=slots, fingerprint_b=fingerprint_b)
-    expect_layered(rows.num_layers, n, fingerprint_a=fingerprint_a)
 
 
 def expect_keys(rows: PoolRows, keys: Keys) -> None:

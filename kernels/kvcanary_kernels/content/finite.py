@@ -9,6 +9,7 @@ format masks are a value that no finite number has. Integers have no such value.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ def finite_check(
     num_live: Tensor | None = None,
     records: Tensor | None = None,
     grants: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Look for elements of the rows of `slots` that are NaN or infinite (R9, in its clause U1). May be captured.
 
@@ -86,41 +88,36 @@ def finite_check(
 
     Slots and grants may lie in pinned memory of the host.
     """
-    _check(slots, num_live, mismatch, records, grants)
     n = slots.numel()
+    if (records is None) is not (grants is None):
+        raise ValueError("records and grants must be given together, got one of them: a record has no grant to be of")
+    if records is not None:
+        expect_records(records)
+    expect_int64(n, slots=slots, grants=grants)
+    expect_int64(1, num_live=num_live)
+    expect_bitmap(n, mismatch)
     if n == 0:
         return
-    _finite_check_kernel[(n,)](
-        rows.ptrs,
-        slots,
-        mismatch,
-        slots if num_live is None else num_live,
-        slots if records is None else records,
-        slots if grants is None else grants,
-        n,
-        rows.num_slots,
-        rows.num_layers,
-        PIECES=rows.constants,
-        FORMATS=tuple(number for form in formats_of(rows) for number in form),
-        ALIGNMENT=rows.alignment,
-        LAYERS=layers_at_once(rows.num_layers),
-        CHUNK=rows.chunk,
-        HAS_LIVE=num_live is not None,
-        HAS_GRANTS=grants is not None,
-    )
-
-
-def finite_check_torch(
-    rows: PoolRows,
-    slots: Tensor,
-    *,
-    mismatch: Tensor,
-    num_live: Tensor | None = None,
-    records: Tensor | None = None,
-    grants: Tensor | None = None,
-) -> None:
-    """The torch reference of `finite_check`."""
-    _check(slots, num_live, mismatch, records, grants)
+    if launches:
+        _finite_check_kernel[(n,)](
+            rows.ptrs,
+            slots,
+            mismatch,
+            slots if num_live is None else num_live,
+            slots if records is None else records,
+            slots if grants is None else grants,
+            n,
+            rows.num_slots,
+            rows.num_layers,
+            PIECES=rows.constants,
+            FORMATS=tuple(number for form in formats_of(rows) for number in form),
+            ALIGNMENT=rows.alignment,
+            LAYERS=layers_at_once(rows.num_layers),
+            CHUNK=rows.chunk,
+            HAS_LIVE=num_live is not None,
+            HAS_GRANTS=grants is not None,
+        )
+        return
     entries = live_indices(slots, rows.num_slots, num_live)
     if records is not None and grants is not None:
         entries = torch.arange(slots.numel(), device=slots.device) if entries is None else entries
@@ -135,6 +132,9 @@ def finite_check_torch(
         found = ((lanes - lows) & ~lanes & highs).any(1)
         bitmaps[:, layer // 64] |= found.to(torch.int64) << layer % 64
     mismatch[slice(None) if entries is None else entries] = bitmaps
+
+
+finite_check_torch = partial(finite_check, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -199,15 +199,3 @@ def _by_word(rows: PoolRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _in_every_lane(lane: int, bits: int) -> int:
     """A word with this in each of its lanes of so many bits."""
     return sum(lane << first for first in range(0, 8 * WORD_BYTES, bits)) & MASK_32
-
-
-def _check(
-    slots: Tensor, num_live: Tensor | None, mismatch: Tensor, records: Tensor | None, grants: Tensor | None
-) -> None:
-    if (records is None) is not (grants is None):
-        raise ValueError("records and grants must be given together, got one of them: a record has no grant to be of")
-    if records is not None:
-        expect_records(records)
-    expect_int64(slots.numel(), slots=slots, grants=grants)
-    expect_int64(1, num_live=num_live)
-    expect_bitmap(slots.numel(), mismatch)

@@ -8,6 +8,8 @@ both fp8 formats each value is at least 0 and below 2. Words differ by slot, lay
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,30 +35,27 @@ DEVICE_FINITE_BITS = tl.constexpr(FINITE_BITS)
 DEVICE_NAN_WORD = tl.constexpr(NAN_WORD)
 
 
-def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False) -> None:
+def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False, launches: bool = True) -> None:
     """Write the pattern into the K and V rows of `slots`, in every layer. May be captured.
 
     slots:    [n] int64; a slot outside the pool is refused, nothing is written for it
     nan:      the same NaN in every word instead: a debug mode, for one wrong read then ruins the reader's output
     """
-    expect_int64(slots.numel(), slots=slots)
     n = slots.numel()
+    expect_int64(n, slots=slots)
     if n == 0:
         return
-    _poison_fill_kernel[(n, rows.num_layers)](
-        rows.ptrs,
-        slots,
-        rows.num_slots,
-        rows.num_layers,
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        NAN=nan,
-    )
-
-
-def poison_fill_torch(rows: PoolRows, slots: Tensor, *, nan: bool = False) -> None:
-    """The torch reference of `poison_fill`."""
-    expect_int64(slots.numel(), slots=slots)
+    if launches:
+        _poison_fill_kernel[(n, rows.num_layers)](
+            rows.ptrs,
+            slots,
+            rows.num_slots,
+            rows.num_layers,
+            WORDS=rows.words_per_row,
+            PIECES=rows.constants,
+            NAN=nan,
+        )
+        return
     entries = live_indices(slots, rows.num_slots)
     if entries is not None:
         slots = slots[entries]
@@ -64,35 +63,36 @@ def poison_fill_torch(rows: PoolRows, slots: Tensor, *, nan: bool = False) -> No
         rows.scatter_layer(layer, slots, poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan))
 
 
-def poison_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False) -> None:
+poison_fill_torch = partial(poison_fill, launches=False)
+
+
+def poison_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False, launches: bool = True) -> None:
     """Compare the K and V rows of `slots` with the pattern (P1). May be captured.
 
     slots:    [n] int64; a slot outside the pool leaves its output as it is
     mismatch: [n, 2] int64 out, bit l of the 128: a word of layer l differs (columns: layers 0 to 63, 64 to 127)
     nan:      which pattern, as it was filled
     """
-    _check(slots, mismatch)
     n = slots.numel()
+    expect_int64(n, slots=slots)
+    expect_bitmap(n, mismatch)
     if n == 0:
         return
-    _poison_check_kernel[(n,)](
-        rows.ptrs,
-        slots,
-        mismatch,
-        rows.num_slots,
-        rows.num_layers,
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        NAN=nan,
-        ALIGNMENT=rows.alignment,
-        LAYERS=layers_at_once(rows.num_layers),
-        CHUNK=rows.chunk,
-    )
-
-
-def poison_check_torch(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False) -> None:
-    """The torch reference of `poison_check`."""
-    _check(slots, mismatch)
+    if launches:
+        _poison_check_kernel[(n,)](
+            rows.ptrs,
+            slots,
+            mismatch,
+            rows.num_slots,
+            rows.num_layers,
+            WORDS=rows.words_per_row,
+            PIECES=rows.constants,
+            NAN=nan,
+            ALIGNMENT=rows.alignment,
+            LAYERS=layers_at_once(rows.num_layers),
+            CHUNK=rows.chunk,
+        )
+        return
     entries = live_indices(slots, rows.num_slots)
     if entries is not None:
         slots = slots[entries]
@@ -102,6 +102,9 @@ def poison_check_torch(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: 
         differs = (rows.gather_layer(layer, slots) != expected).any(1)
         bitmaps[:, layer // 64] |= differs.to(torch.int64) << layer % 64
     mismatch[slice(None) if entries is None else entries] = bitmaps
+
+
+poison_check_torch = partial(poison_check, launches=False)
 
 
 @triton.jit
@@ -184,8 +187,3 @@ def poison_words(slots: Tensor, first: int, num_words: int, nan: bool = False) -
     z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
     z *= SPLITMIX_SECOND
     return (z >> 32).bitwise_and_(FINITE_BITS).to(torch.int32)
-
-
-def _check(slots: Tensor, mismatch: Tensor) -> None:
-    expect_int64(slots.numel(), slots=slots)
-    expect_bitmap(slots.numel(), mismatch)
