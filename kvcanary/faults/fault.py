@@ -55,7 +55,7 @@ class Fault:
     name: str
     story: str
     expected: str
-    applies_to: str
+    applies_to: str = "everything"
     bugs: tuple[str, ...] = ()
     k: str = ""
     also: tuple[str, ...] = ()

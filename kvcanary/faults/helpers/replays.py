@@ -1,6 +1,6 @@
 """A small pool under a canary of its own, whose decode is a replay over static buffers, for faults of what is captured.
 
-No engine is needed: `StaticReplay` runs the captured body again, on any device.
+No engine is needed: the captured body runs again, on any device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def replay(target: Target, change: Change) -> None:
     """A prompt is written, and its next token by a replay in whose buffers something is changed."""
     import torch
 
-    from kvcanary.captured.buffers import StaticBuffers
-    from kvcanary.faults.static_replay import StaticReplay
+    from kvcanary.captured.buffers import StaticBuffers, empty_batch
     from kvcanary.manager.manager import CanaryManager
     from kvcanary.pools.views import PoolView
 
@@ -41,9 +40,9 @@ def replay(target: Target, change: Change) -> None:
     try:
         buffers = StaticBuffers.allocate(ROWS, PROMPT_LEN + ROWS, INDICES)
         substeps = {kind: canary.registry.add(NAME, kind, 0, buffers) for kind in ("prefill", "decode")}
-        replays = StaticReplay(canary.registry)
         for substep in substeps.values():
-            replays.capture([substep], lambda substep=substep: _forward(substep))  # type: ignore[misc]
+            buffers.fill(empty_batch(buffers))
+            _forward(substep)
         canary.arm()
         canary.admit(LIVE, list(range(PROMPT_LEN + 1)))
         canary.on_alloc(LIVE, [1])

@@ -216,7 +216,7 @@ def _in_one_row(name: str, story: str, damage: Damage, cause: str = "", **settin
         strike=partial(_strike, damage=damage),
         quiet=partial(_strike_a_free_slot, damage=damage),
         cause=cause,
-        **({"applies_to": "everything"} | settings),
+        **settings,
     )
 
 
@@ -246,7 +246,6 @@ FAULTS = (
         name="bits.rows_swapped",
         story="Two entries of a request exchange their rows in one layer: all bytes are there, none where they belong.",
         expected="R9",
-        applies_to="everything",
         strike=_swap_rows,
         quiet=noise_in_a_free_page,
         cause="addressing",
@@ -255,7 +254,6 @@ FAULTS = (
         name="bits.page_overwritten",
         story="A stray write goes over all rows of one page in one layer.",
         expected="R9",
-        applies_to="everything",
         strike=_overwrite_a_page,
         quiet=noise_in_a_free_page,
     ),
@@ -263,7 +261,6 @@ FAULTS = (
         name="bits.row_lost",
         story="The store of a new entry never arrives in one layer, and says so to nobody.",
         expected="R9",
-        applies_to="everything",
         strike=_lose_a_row,
         cause="uninitialised",
         quiet=partial(_lose_a_row, again=True),
@@ -272,7 +269,6 @@ FAULTS = (
         name="bits.record_damaged",
         story="A stray write hits the canary's own record of an entry.",
         expected="R3",
-        applies_to="everything",
         strike=_damage_record,
         quiet=partial(_damage_a_blank, fingerprint=False),
     ),
@@ -280,7 +276,6 @@ FAULTS = (
         name="bits.fingerprint_damaged",
         story="A stray write hits the canary's own fingerprint of an entry: the bytes are right, and it must say so.",
         expected="R3",
-        applies_to="everything",
         strike=_damage_fingerprint,
         quiet=partial(_damage_a_blank, fingerprint=True),
     ),

@@ -175,7 +175,6 @@ FAULTS = (
         "A block that one request had used twice stood twice in a list, and was freed twice: the free list counted it "
         "as two.",
         expected="DoubleFreeError",
-        applies_to="everything",
         applies=everywhere,
         perturb=_twice,
         quiet=come_and_go,
@@ -187,7 +186,6 @@ FAULTS = (
         "A request gave its tail back in two pieces, and the seam between them lay inside a page that is wider than "
         "the pieces knew: both freed it. Every scheduler died within a minute.",
         expected="PageStateError",
-        applies_to="everything",
         applies=everywhere,
         strike=free_the_halves_of_a_page,
         quiet=partial(come_and_go, pages=2),
@@ -241,7 +239,6 @@ FAULTS = (
         "A session's committed length ran past what it had allocated, and the next allocation gave a page that was "
         "taken: free and held pages still added up, so that no sum could see it.",
         expected="PageAliasError",
-        applies_to="everything",
         applies=everywhere,
         perturb=_one_that_is_taken,
         quiet=come_and_go,

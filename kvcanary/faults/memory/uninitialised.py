@@ -205,7 +205,6 @@ FAULTS = (
         "hit it, and read zeros or what was there before; acceptance fell as the hours went by.",
         expected="PageStateError",
         also=("PageOwnerError",),
-        applies_to="everything",
         strike=_publish_before_writing,
         quiet=hit_and_give_back,
     ),

@@ -126,7 +126,6 @@ FAULTS = (
         "read ring slots that held other positions: typos in identifiers, three points of accuracy. It took weeks and "
         "several teams, since the damage did not grow with the depth of drafting.",
         expected="R4",
-        applies_to="everything",
         strike=_wrap,
         quiet=edit_behind_the_end,
     ),
@@ -137,7 +136,6 @@ FAULTS = (
         story="A cache of a sliding window rolled one step early, for a >= where a > belongs. The reporter wrote down "
         "by hand what should lie there.",
         expected="R4",
-        applies_to="everything",
         strike=_roll_too_early,
         quiet=lengthen_plans,
     ),

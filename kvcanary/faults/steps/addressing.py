@@ -258,7 +258,6 @@ FAULTS = (
         story="A thread that allocates ahead won a race, so that block 0 went to a request, though every kernel takes "
         "0 for no block at all.",
         expected="LifetimeError",
-        applies_to="everything",
         strike=_grant_the_null_page,
         quiet=come_and_go,
     ),

@@ -174,7 +174,6 @@ FAULTS = (
         story="The workspace for K and V was sized for 1024 tokens, and nothing compared it with the input: longer "
         "ones were written behind it. Its users asked for an error in the place of silence.",
         expected="W1",
-        applies_to="everything",
         strike=_write_past_the_pool,
         quiet=lengthen_plans,
     ),
@@ -201,7 +200,6 @@ FAULTS = (
         bugs=("microsoft/DeepSpeed#2359", "microsoft/DeepSpeed#2300"),
         story="A scratch buffer overlapped the workspace in which K and V lie: long generations came out corrupted.",
         expected="R9",
-        applies_to="everything",
         cause="bits",
         strike=_use_rows_as_scratch,
         quiet=noise_in_a_free_page,

@@ -167,7 +167,6 @@ FAULTS = (
         story="Rows of padding carried slot -1 into a write by index, where it means the last slot of the last block: "
         "a real entry was overwritten by every replay of a batch that did not fill its graph.",
         expected="W1",
-        applies_to="everything",
         strike=_pad_with_minus_one,
         quiet=lengthen_plans,
     ),
@@ -203,7 +202,6 @@ FAULTS = (
         story="Where a batch was smaller than its graph, rows kept the positions of an earlier replay and were used as "
         "indices. One line closed four reports that had been open for months; a fix before it had only hidden them.",
         expected="W5",
-        applies_to="everything",
         strike=_keep_old_positions,
         cause="lengths",  # struck where nothing is replayed
         quiet=_make_buffers_anew,
@@ -229,7 +227,6 @@ FAULTS = (
         story="Metadata was made anew for each replay, and the captured kernels went on reading the old addresses. "
         "Greedy output changed from run to run.",
         expected="R4",
-        applies_to="everything",
         strike=_read_a_rebound_buffer,
         quiet=_make_buffers_anew,
         cause="addressing",
@@ -241,7 +238,6 @@ FAULTS = (
         story="Target and draft were captured in one memory pool, and the draft's capture took addresses that the "
         "target's captured tensors still need.",
         expected="R9",
-        applies_to="everything",
         strike=_share_a_graph_pool,
         quiet=noise_in_a_free_page,
         cause="bits",

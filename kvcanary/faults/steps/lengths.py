@@ -118,7 +118,6 @@ FAULTS = (
         story="Pages of a decode step were taken, and the request's allocated length stayed what it was: its end gave "
         "back less than it had, until nothing was left. The port to another framework has the same omission.",
         expected="EstimateError",
-        applies_to="everything",
         perturb=_not_raised,
         quiet_needs={"page_size": 128, "drafts": False},
     ),
@@ -141,7 +140,6 @@ FAULTS = (
         story="A row grew by one count of drafted tokens and was rewound by another, so that its capacity fell below "
         "what it had committed. The engine died of an assertion far away.",
         expected="CommitError",
-        applies_to="everything",
         perturb=_one_less,
         alone="a commit has one right length",
     ),
@@ -165,7 +163,6 @@ FAULTS = (
         story="The length of a hybrid cache was asked of its first layer, whose window holds no more than so many "
         "entries: the sequence seemed shorter than it was.",
         expected="R10",
-        applies_to="everything",
         strike=partial(_believe, change=-1),
         quiet=lengthen_plans,
     ),
@@ -176,7 +173,6 @@ FAULTS = (
         story="A cache was told to drop rejected tokens, dropped fewer or none, and nobody looked at what it had done: "
         "they counted as part of the sequence from then on.",
         expected="R4",
-        applies_to="everything",
         strike=partial(_believe, change=1),
         quiet=lengthen_plans,
     ),

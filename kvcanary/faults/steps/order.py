@@ -190,7 +190,6 @@ FAULTS = (
         story="A copy to the host began when the host knew that the tokens were final, which is before the device had "
         "written them. The same hazard was fixed in one connector and came back in the next.",
         expected="O1",
-        applies_to="everything",
         **_unordered(Work("forward", "main", True), Work("copy to the host", "copies")),
     ),
     Fault(
@@ -200,7 +199,6 @@ FAULTS = (
         story="The event of a prefill was recorded, and only one of the transports waited for it: all chunks but the "
         "last could leave half written. The damage began exactly at a chunk's edge.",
         expected="O1",
-        applies_to="everything",
         **_unordered(Work("forward", "main", True), Work("send", "network"), others=("copies",)),
     ),
     Fault(
@@ -209,7 +207,6 @@ FAULTS = (
         bugs=("vllm-project/vllm#48481",),
         story="Zeroing of new blocks and the remote load into the same blocks ran on two streams, in any order.",
         expected="O1",
-        applies_to="everything",
         **_unordered(Work("load", "network", True), Work("zero", "main", True)),
     ),
     Fault(
@@ -219,7 +216,6 @@ FAULTS = (
         story="Layers came back from the host one after another. K and V waited for theirs, the index buffer did not: "
         "a few answers in ten thousand were garbage.",
         expected="O1",
-        applies_to="everything",
         **_unordered(Work("load of a layer", "copies", True), Work("attention", "main")),
     ),
     Fault(
@@ -229,7 +225,6 @@ FAULTS = (
         story="Two blocks were offloaded to one block of the host in one step, since events were kept by logical id "
         "and not by memory. The first fix changed the symptom and did not end it.",
         expected="O1",
-        applies_to="everything",
         **_unordered(Work("offload", "copies 1", True), Work("offload", "copies 2", True), HOST_BLOCK),
     ),
     Fault(
@@ -239,7 +234,6 @@ FAULTS = (
         story="A wait between two backends was left out, so that rows were computed from what the input buffer had "
         "held before. Long contexts became salad; replaying a bad session was clean.",
         expected="O1",
-        applies_to="everything",
         **_unordered(Work("staging kernel", "main", True), Work("copy", "host thread"), STAGING),
     ),
     Fault(
@@ -254,7 +248,6 @@ FAULTS = (
         story="Two asynchronous copies went through one pinned buffer: the second filled it before the first had run. "
         "Four code bases had it in one year, and found it in four ways.",
         expected="O1",
-        applies_to="everything",
         **_unordered(Work("copy to the device", "copies"), Work("fill", "host", True), STAGING),
     ),
     Fault(
@@ -289,7 +282,6 @@ FAULTS = (
         story="A field that keeps two decodes of one request apart was read by one scheduler and set only by the "
         "other: a step was built before the tokens of the last were known.",
         expected="W6",
-        applies_to="everything",
         strike=_build_on_the_step_before,
         quiet=lengthen_plans,
     ),
@@ -310,7 +302,6 @@ FAULTS = (
         name="order.later_step",
         story="A forward reads an entry that a later step has written: two steps ran at the same time.",
         expected="R11",
-        applies_to="everything",
         strike=_read_a_later_step,
         quiet=_write_later_where_nobody_reads,
     ),
