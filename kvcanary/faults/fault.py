@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from kvcanary.faults.strike import NotNow
 
 if TYPE_CHECKING:
     from kvcanary.faults.target import Setup, Target
@@ -36,7 +39,8 @@ class Fault:
     late: the seam is behind the point where its step's tokens are sampled.
     place: ``place(value, changed, **where)``: what the finding must name of it, as in `Strike.place`.
     strike: ``strike(target)`` makes it in a running engine and tells the target what it did (`Target.record`), at once
-        or from a hook; False where it cannot be made now: it is asked again before the next step.
+        or from a hook; False, or `NotNow`, where it cannot be made now: it is asked again before the next step. Of an
+        entry it gives True or False.
 
     Its quiet twin, in which nothing may be found that is not due, is one of three; none where no check can see it:
     quiet: as `strike`, but nothing can read what it does; what it records has the code that is due, or none.
@@ -61,8 +65,8 @@ class Fault:
     also: tuple[str, ...] = ()
     perturb: Callable[..., Any] | None = None
     place: Callable[..., Mapping[str, Any]] | None = None
-    strike: Callable[[Target], bool] | None = None
-    quiet: Callable[[Target], bool] | None = None
+    strike: Callable[[Target], bool | None] | None = None
+    quiet: Callable[[Target], bool | None] | None = None
     quiet_needs: Mapping[str, Any] = field(default_factory=dict)
     alone: str = ""
     applies: Callable[[Setup], bool] = everywhere
@@ -84,6 +88,9 @@ class Fault:
             raise ValueError(f"{self.name} is {self.state} and has {len(ways)} ways to be made: perturb or strike")
         if bool(self.reason) != (self.state == PENDING):
             raise ValueError(f"reason of {self.name} says why it is pending, and nothing else, got {self.reason!r}")
+        for way in ("strike", "quiet"):
+            if make := getattr(self, way):
+                object.__setattr__(self, way, partial(_attempt, make))
 
     @property
     def family(self) -> str:
@@ -119,6 +126,14 @@ class Fault:
             "alone": self.alone,
             "story": self.story,
         }
+
+
+def _attempt(make: Callable[[Target], bool | None], target: Target) -> bool:
+    """Whether it was made."""
+    try:
+        return make(target) is not False
+    except NotNow:
+        return False
 
 
 @dataclass

@@ -57,7 +57,7 @@ def changed_by(target: Target, move: Move) -> frozenset[int]:
     )
 
 
-def move_undeclared(target: Target) -> bool:
+def move_undeclared(target: Target) -> None:
     """Accepted entries move to the front of their window, and the canary hears nothing of it."""
 
     def undeclared(move: Move) -> bool:
@@ -74,4 +74,3 @@ def move_undeclared(target: Target) -> bool:
         return True
 
     target.on_move(undeclared)
-    return True

@@ -51,7 +51,7 @@ def _quantised() -> Quantised:
 Damage = Callable[[Quantised, int, int], None]  # of a layer and slot
 
 
-def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = False) -> bool:
+def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = False) -> None:
     """A prompt is written, one of its rows is damaged, and the next step reads it.
 
     unwritten: it is the one that the next step writes first: nothing is due
@@ -69,7 +69,6 @@ def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = 
         _write_and_read(target, canary, pool, damage, unwritten)
     finally:
         canary.detach()
-    return True
 
 
 def _write_and_read(target: Target, canary: CanaryManager, pool: Quantised, damage: Damage, unwritten: bool) -> None:

@@ -16,6 +16,7 @@ from kvcanary.faults.helpers.reach import (
     strike_forward,
     written_of,
 )
+from kvcanary.faults.strike import need
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -32,21 +33,17 @@ def _limited(window: int | None) -> int:
     return SEEN
 
 
-def _wrap(target: Target) -> bool:
+def _wrap(target: Target) -> None:
     """A ring of too few slots: the oldest entries were overwritten by those a ring's length behind them."""
     reader = any_reader(target)
-    if reader is None:
-        return False
     ring = reader.committed_len // 2
-    if int(reader.slots[0]) == int(reader.slots[ring]):
-        return False
+    need(int(reader.slots[0]) != int(reader.slots[ring]))
     lost = target.rng.randrange(1, ring)
     reader.slots[:lost] = reader.slots[ring : ring + lost].clone()
     target.record(reader=reader.request_id, position=0, slot=int(reader.slots[0]))
-    return True
 
 
-def _roll_too_early(target: Target) -> bool:
+def _roll_too_early(target: Target) -> None:
     """A cache rolls when its length equals the window, and not when it exceeds it: its first entry is gone."""
 
     def roll(call: Call) -> Place:
@@ -57,10 +54,10 @@ def _roll_too_early(target: Target) -> bool:
         call.read = replace(call.read, indices=indices)
         return {"reader": call.read.requests[number], "position": 0, "slot": int(indices[start])}
 
-    return strike_forward(target, roll)
+    strike_forward(target, roll)
 
 
-def _write_in_a_circle(target: Target) -> bool:
+def _write_in_a_circle(target: Target) -> None:
     """A token goes to its position modulo a window, into a block that prefixes still name."""
 
     def write(call: Call) -> Place | None:
@@ -74,7 +71,7 @@ def _write_in_a_circle(target: Target) -> bool:
                 return {"slot": slot}
         return None
 
-    return strike_forward(target, write)
+    strike_forward(target, write)
 
 
 FAULTS = (

@@ -51,7 +51,7 @@ def _unasked(num_pages: int, *, available: Callable[[], int]) -> int:
     return 0 if num_pages > available() else num_pages
 
 
-def _wrap_an_offset(target: Target) -> bool:
+def _wrap_an_offset(target: Target) -> None:
     """The offset of one entry, computed in 32 bits with a sign, comes out negative."""
 
     def wrapped(call: Call) -> Place:
@@ -61,10 +61,10 @@ def _wrap_an_offset(target: Target) -> bool:
         read_entry(call, number, position, slot)
         return {"reader": call.read.requests[number], "position": position, "slot": slot}
 
-    return strike_forward(target, wrapped)
+    strike_forward(target, wrapped)
 
 
-def _write_past_the_pool(target: Target) -> bool:
+def _write_past_the_pool(target: Target) -> None:
     """A forward writes one entry behind the last slot."""
 
     def past(call: Call) -> Place:
@@ -72,14 +72,12 @@ def _write_past_the_pool(target: Target) -> bool:
         redirect(call, target.rng.randrange(len(call.write.slots)), slot)
         return {"slot": slot}
 
-    return strike_forward(target, past)
+    strike_forward(target, past)
 
 
-def _use_rows_as_scratch(target: Target) -> bool:
+def _use_rows_as_scratch(target: Target) -> None:
     """Intermediate values of a long forward land in rows of the pool."""
     first = any_entry(target, "target")
-    if first is None:
-        return False
     for position in range(first.position, min(first.position + SCRATCH_ROWS, first.reader.committed_len)):
         entry, part = entry_at(first.pool, first.reader, position), part_of(first.pool, 0)
         values = as_words(first.pool, target.rng.uniform(-4.0, 4.0), part.stop - part.start)
@@ -90,8 +88,7 @@ def _use_rows_as_scratch(target: Target) -> bool:
 
         for layer in range(entry.pool.num_layers):
             change(entry.pool, layer, entry.slot, fill)
-    target.record(UNDECLARED, pool="target", slot=first.slot, position=first.position, layer=0)
-    return True
+    target.record(UNDECLARED, **first.place, layer=0)
 
 
 FAULTS = (

@@ -17,7 +17,15 @@ from kvcanary.faults.helpers.branches import (
     where_it_was_due,
 )
 from kvcanary.faults.helpers.harmless import lengthen_plans, move_in_another_order
-from kvcanary.faults.helpers.reach import submit_prompt, written_of
+from kvcanary.faults.helpers.reach import (
+    Place,
+    another_token,
+    strike_forward,
+    strike_row,
+    submit_prompt,
+    write_other,
+    written_of,
+)
 from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Move, Setup, Target
 
@@ -34,43 +42,38 @@ def _narrow(dtype: Any, *, topk: int) -> Any:
     return torch.int32 if topk == 1 else dtype
 
 
-def _shift_positions(target: Target) -> bool:
+def _shift_positions(target: Target) -> None:
     """Every entry of the draft forwards one position too far: any of them may be told first."""
 
     def shift(call: Call) -> bool:
         call.write = replace(call.write, positions=call.write.positions + 1)
-        target.record(
-            frozenset(call.read.requests),
-            pool="draft",
-            site=("draft", call.index),
-            slot=frozenset(call.write.slots.tolist()),
-            position=frozenset(call.write.positions.tolist()),
-        )
+        slots, positions = (frozenset(values.tolist()) for values in (call.write.slots, call.write.positions))
+        site, writers = ("draft", call.index), frozenset(call.read.requests)
+        target.record(writers, pool="draft", site=site, slot=slots, position=positions)
         return False
 
     target.before("draft", shift)
-    return True
 
 
-def _feed_at_chunk_end(target: Target) -> bool:
+def _feed_at_chunk_end(target: Target) -> None:
     """A prompt in several chunks; the drafter's entry at the end of the first takes a guess for the next token."""
     request_id = submit_prompt(target, 3 * CHUNK)
 
-    def guess(call: Call) -> bool:
-        if call.pool != "draft" or request_id not in call.read.requests:
-            return False
-        place = written_of(call, call.read.requests.index(request_id)).stop - 1
-        tokens = call.write.tokens.clone()
-        tokens[place] = (tokens[place] + 1) % _vocab_size(target)
-        call.write = replace(call.write, tokens=tokens)
-        target.record(request_id, pool="draft", slot=int(call.write.slots[place]), position=CHUNK - 1)
-        return True
+    def guess(call: Call, number: int) -> Place:
+        return _guess_the_next_token(target, call, number)
 
-    target.before("prefill", guess)
-    return True
+    strike_row(target, request_id, guess, "draft", "prefill")
 
 
-def _feed_at_chunk_end_of_output(target: Target) -> bool:
+def _guess_the_next_token(target: Target, call: Call, number: int) -> Place:
+    """At the last entry that a request writes."""
+    last = written_of(call, number).stop - 1
+    write_other(call, last, tokens=another_token(target, call, last))
+    slot, position = int(call.write.slots[last]), int(call.write.positions[last])
+    return {"writer": call.read.requests[number], "slot": slot, "position": position}
+
+
+def _feed_at_chunk_end_of_output(target: Target) -> None:
     """A retracted request is prefilled again; where a chunk ends within its output, the drafter takes a guess."""
     lens: dict[str, int] = {}  # final entries when first seen: what lies behind them is output
 
@@ -79,50 +82,37 @@ def _feed_at_chunk_end_of_output(target: Target) -> bool:
             lens.setdefault(name, length)
         return False
 
-    def guess(call: Call) -> bool:
-        for number, name in enumerate(call.read.requests if call.pool == "draft" else ()):
-            place = written_of(call, number).stop - 1
-            position = int(call.write.positions[place])
+    def guess(call: Call) -> Place | None:
+        for number, name in enumerate(call.read.requests):
+            position = int(call.write.positions[written_of(call, number).stop - 1])
             known = len(target.canary.session.ledger.request(name).tokens)
             if lens.get(name, position) <= position < known - 1:
-                tokens = call.write.tokens.clone()
-                tokens[place] = (tokens[place] + 1) % _vocab_size(target)
-                call.write = replace(call.write, tokens=tokens)
-                target.record(name, pool="draft", slot=int(call.write.slots[place]), position=position)
-                return True
-        return False
+                return _guess_the_next_token(target, call, number)
+        return None
 
     target.before("verify", watch)
-    target.before("prefill", guess)
-    return True
+    strike_forward(target, guess, "draft", 0, "prefill")
 
 
-def _forget_the_shift(target: Target) -> bool:
+def _forget_the_shift(target: Target) -> None:
     """The drafter's prompt entries hold the token of their own position, not the one that follows."""
     request_id, prompt = submit_prompt(target, 2 * CHUNK), target.prompts[-1]
     first = next(p for p in range(len(prompt) - 1) if prompt[p] != prompt[p + 1])
 
-    def unshifted(call: Call) -> bool:
-        if call.pool != "draft" or request_id not in call.read.requests:
-            return False
-        own = written_of(call, call.read.requests.index(request_id))
-        tokens = call.write.tokens.clone()
-        tokens[own] = tokens.new_tensor(prompt[: own.stop - own.start])
-        call.write = replace(call.write, tokens=tokens)
-        slot = int(call.write.slots[own.start + first])
-        target.record(request_id, pool="draft", slot=slot, position=first)
-        return True
+    def unshifted(call: Call, number: int) -> Place:
+        own = written_of(call, number)
+        write_other(call, own, tokens=call.write.tokens.new_tensor(prompt[: own.stop - own.start]))
+        return {"writer": request_id, "slot": int(call.write.slots[own.start + first]), "position": first}
 
-    target.before("prefill", unshifted)
-    return True
+    strike_row(target, request_id, unshifted, "draft", "prefill")
 
 
-def _read_by_column(target: Target) -> bool:
+def _read_by_column(target: Target) -> None:
     """Survivors attend what was written for their column, not for their parent."""
-    return read_other_parents(target, lambda column, num_columns: column)
+    read_other_parents(target, lambda column, num_columns: column)
 
 
-def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> bool:
+def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> None:
     """From the third draft forward on, rows of one request take their parent from this column; further ancestors are
     right.
 
@@ -154,7 +144,6 @@ def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> 
         return True
 
     target.before("draft", misread)
-    return True
 
 
 def _own_columns(parents: Any, *, step: int, num_steps: int) -> Any:
@@ -169,43 +158,31 @@ def _forwards_from(parents: Any, columns: Any, *, step: int, num_steps: int) -> 
     return {"pool": "draft", "site": frozenset(("draft", later) for later in range(step, num_steps - 1))}
 
 
-def _feed_a_placeholder(target: Target) -> bool:
+def _feed_a_placeholder(target: Target) -> None:
     """A request's newest token is fed as the placeholder that stood for it."""
 
-    def placeholder(call: Call) -> bool:
+    def placeholder(call: Call) -> Place | None:
         first = 0 if int(call.write.tokens[0]) else written_of(call, len(call.read.requests) - 1).start
         if not int(call.write.tokens[first]):
-            return False
-        tokens = call.write.tokens.clone()
-        tokens[first] = 0  # what a clamp makes of -1
-        call.write = replace(call.write, tokens=tokens)
+            return None
+        write_other(call, first, tokens=0)  # what a clamp makes of -1
         slot, position = int(call.write.slots[first]), int(call.write.positions[first])
-        writer = call.read.requests[0 if not first else -1]
-        target.record(writer, pool="target", slot=slot, position=position)
-        return True
+        return {"writer": call.read.requests[-1 if first else 0], "slot": slot, "position": position}
 
-    target.before("verify", placeholder)
-    return True
+    strike_forward(target, placeholder, requests=0, kind="verify")
 
 
-def _lose_the_move(pool: str, late: bool) -> Callable[[Target], bool]:
+def _lose_the_move(target: Target, pool: str, late: bool) -> None:
     """Rows that should be copied stay where they are: in what was told, all arrived."""
 
-    def strike(target: Target) -> bool:
-        def stay(move: Move) -> bool:
-            if move.pool != pool:
-                return False
-            moved = changed_by(target, move)
-            if not moved:
-                return False
+    def stay(move: Move) -> bool:
+        moved = changed_by(target, move) if move.pool == pool else frozenset()
+        if moved:
             move.source = move.destination
             target.record(UNDECLARED, pool=pool, slot=moved, late=late)
-            return True
+        return bool(moved)
 
-        target.on_move(stay)
-        return True
-
-    return strike
+    target.on_move(stay)
 
 
 def _first_slots(moves: list[Any]) -> list[Any]:
@@ -229,10 +206,6 @@ def _drafts_twice(setup: Setup) -> bool:
 
 def has_deep_branches(setup: Setup) -> bool:
     return setup.drafts and setup.topk > 1 and setup.num_steps > FIRST_SEEN + 1 and setup.pages is None
-
-
-def _vocab_size(target: Target) -> int:
-    return target.pools["target"].vocab_size or 2
 
 
 FAULTS = (
@@ -386,7 +359,7 @@ FAULTS = (
         expected="T1",
         applies_to="topk > 1",
         applies=lambda setup: setup.drafts and setup.topk > 1,
-        strike=_lose_the_move("target", late=True),
+        strike=partial(_lose_the_move, pool="target", late=True),
         cause="transfer",
         quiet=partial(move_in_another_order, pool="target"),
     ),
@@ -400,7 +373,7 @@ FAULTS = (
         needs={"backend": "paged"},
         applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1 and setup.page_size > 1,
         bugs=("sgl-project/sglang#26866",),
-        strike=_lose_the_move("draft", late=False),
+        strike=partial(_lose_the_move, pool="draft", late=False),
         cause="transfer",
         quiet=partial(move_in_another_order, pool="draft"),
     ),

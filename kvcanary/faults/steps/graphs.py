@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 PADDING = -1
 
 
-def _pad_with_minus_one(target: Target) -> bool:
+def _pad_with_minus_one(target: Target) -> None:
     """The mark of padding stands for a slot, and nobody guards the write."""
 
     def pad(call: Call) -> Place:
         redirect(call, target.rng.randrange(len(call.write.slots)), PADDING)
         return {"slot": PADDING}
 
-    return strike_forward(target, pad)
+    strike_forward(target, pad)
 
 
-def _pad_with_a_live_slot(target: Target) -> bool:
+def _pad_with_a_live_slot(target: Target) -> None:
     """A row of padding writes where a request that is not in the batch has its entries."""
     size, owner_of = target.setup.page_size, target.canary.session.ledger.owner_of
 
@@ -51,10 +51,10 @@ def _pad_with_a_live_slot(target: Target) -> bool:
         redirect(call, target.rng.randrange(written_of(call, 0).stop), live[-1])
         return {"slot": live[-1]}
 
-    return strike_forward(target, pad, requests=2)
+    strike_forward(target, pad, requests=2)
 
 
-def _keep_old_positions(target: Target) -> bool:
+def _keep_old_positions(target: Target) -> None:
     """A replay finds the positions of the one before in its buffer."""
 
     def keep(call: Call, before: Call) -> Place | None:
@@ -64,10 +64,10 @@ def _keep_old_positions(target: Target) -> bool:
         call.write = replace(call.write, positions=positions)
         return {"slot": frozenset(call.write.slots.tolist())}
 
-    return _replay_with_the_one_before(target, keep)
+    _replay_with_the_one_before(target, keep)
 
 
-def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], Place | None]) -> bool:
+def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], Place | None]) -> None:
     """Change a forward by what the one before it had, of the same requests."""
     kept: list[Call] = []
 
@@ -78,10 +78,10 @@ def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], P
             return None
         return change(call, before)
 
-    return strike_forward(target, replayed)
+    strike_forward(target, replayed)
 
 
-def _query_by_another_stride(target: Target) -> bool:
+def _query_by_another_stride(target: Target) -> None:
     """Offsets of the requests are multiples of another number than the runner lays out."""
 
     def stride(call: Call) -> Place:
@@ -90,10 +90,10 @@ def _query_by_another_stride(target: Target) -> bool:
         call.read = replace(call.read, indptr=indptr)
         return {}
 
-    return strike_forward(target, stride, requests=2)
+    strike_forward(target, stride, requests=2)
 
 
-def _read_a_rebound_buffer(target: Target) -> bool:
+def _read_a_rebound_buffer(target: Target) -> None:
     """The index array was made anew, and the captured program reads the old one where it was."""
 
     def rebind(call: Call, before: Call) -> Place | None:
@@ -107,10 +107,10 @@ def _read_a_rebound_buffer(target: Target) -> bool:
         call.read = replace(call.read, indices=indices)
         return {}
 
-    return _replay_with_the_one_before(target, rebind)
+    _replay_with_the_one_before(target, rebind)
 
 
-def _make_buffers_anew(target: Target) -> bool:
+def _make_buffers_anew(target: Target) -> None:
     """Arrays of a forward lie elsewhere than before, with the same numbers in them: nothing is due."""
 
     def anew(call: Call) -> Place:
@@ -118,21 +118,18 @@ def _make_buffers_anew(target: Target) -> bool:
         call.write = replace(call.write, slots=call.write.slots.clone(), positions=call.write.positions.clone())
         return {"code": ""}
 
-    return strike_forward(target, anew)
+    strike_forward(target, anew)
 
 
-def _share_a_graph_pool(target: Target) -> bool:
+def _share_a_graph_pool(target: Target) -> None:
     """A second program was captured in the memory of the first, and its scratch lies over what that one keeps."""
     entry = any_entry(target)
-    if entry is None:
-        return False
     layer = any_layer(target, entry.pool)
     change(entry.pool, layer, entry.slot, lambda words: words ^ target.rng.randrange(1, 1 << SPREAD_BITS))
-    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
-    return True
+    target.record(UNDECLARED, **entry.place, layer=layer)
 
 
-def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> bool:
+def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> None:
     """An entry of padding in a captured batch is to be written at one of these slots."""
     slot = target.rng.choice(slots)
 
@@ -141,7 +138,6 @@ def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> bool
         target.record(code=code, pool=replays.NAME, slot=slot)
 
     replays.replay(target, pad)
-    return True
 
 
 def _several(setup: Setup) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.harmless import come_and_go, lengthen_plans
-from kvcanary.faults.helpers.reach import root_forward, submit_prompt, written_of
+from kvcanary.faults.helpers.reach import Place, any_reader, strike_row, submit_prompt, write_other, written_of
 from kvcanary.faults.steps.draft import CHUNK
 from kvcanary.faults.target import Call, Setup, Target
 from kvcanary.invariants.lengths import MOST_STILL_STEPS
@@ -34,40 +34,31 @@ def _one_less(committed_len: int) -> int:
     return committed_len - 1
 
 
-def _believe(target: Target, change: int) -> bool:
+def _believe(target: Target, change: int) -> None:
     """The next forward of everyone believes another length of one request than is committed."""
-    running = list(target.running())
-    if not running:
-        return False
-    _misbelieve(target, root_forward(target), target.rng.choice(running).request_id, change)
-    return True
+    _misbelieve(target, "", any_reader(target).request_id, change)
 
 
-def _read_past_the_chunk(target: Target) -> bool:
+def _read_past_the_chunk(target: Target) -> None:
     """The second chunk of a new prompt is told the length of the whole prompt."""
     _misbelieve(target, "prefill", submit_prompt(target, 3 * CHUNK), CHUNK)
-    return True
 
 
 def _misbelieve(target: Target, kind: str, request_id: str, change: int) -> None:
-    def believing(call: Call) -> bool:
-        if call.pool != "target" or request_id not in call.read.requests:
-            return False
-        number, lens = call.read.requests.index(request_id), call.read.prefix_lens.clone()
+    def believing(call: Call, number: int) -> Place | None:
+        lens = call.read.prefix_lens.clone()
         length = int(lens[number])
         if kind == "prefill" and not length:
-            return False
+            return None
         lens[number] += change
         call.read = replace(call.read, prefix_lens=lens)
         if change > 0:
             call.read = _with_rejected(call, number, change)
-            positions = call.write.positions.clone()
-            positions[written_of(call, number)] += change
-            call.write = replace(call.write, positions=positions)
-        target.record(reader=request_id, pool="target", position=length if change > 0 else length + change - 1)
-        return True
+            own = written_of(call, number)
+            write_other(call, own, positions=call.write.positions[own] + change)
+        return {"reader": request_id, "position": length if change > 0 else length + change - 1}
 
-    target.before(kind, believing)
+    strike_row(target, request_id, believing, kind=kind)
 
 
 def _with_rejected(call: Call, number: int, count: int) -> ReadPlan:
