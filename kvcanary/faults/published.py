@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcanary.faults.fault import READY, Fault
 
@@ -107,23 +107,6 @@ def summary(faults: Sequence[Fault]) -> str:
     total, known = sum(map(len, PUBLISHED.values())), len(reached(faults))
     ready = sum(fault.state == READY for fault in faults)
     return f"{ready} of {len(faults)} faults are ready; they bring back {known} of {total} published bugs"
-
-
-def table_lines(faults: Sequence[Fault]) -> Iterator[str]:
-    """The catalogue by family as Markdown, then the bugs that nothing brings back."""
-    known, total = reached(faults), sum(map(len, PUBLISHED.values()))
-    yield "| family | faults ready | published bugs brought back |"
-    yield "|---|---|---|"
-    for family in sorted({fault.family for fault in faults}):
-        ready = [fault for fault in faults if fault.family == family and fault.state == READY]
-        bugs = {bug for fault in ready for bug in fault.bugs} & known.keys()
-        yield f"| {family} | {len(ready)} | {len(bugs)} |"
-    yield f"| all | {sum(fault.state == READY for fault in faults)} | {len(known)} of {total} |"
-    yield ""
-    yield "| not brought back | why |"
-    yield "|---|---|"
-    for bug, reason in unreached(faults).items():
-        yield f"| {bug} | {reason} |"
 
 
 def _all() -> list[str]:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.fingerprint import TEMPORARY_BYTES, expect_keys, join, keyed_sums, layer_fingerprints
+from kvcanary_kernels.content.fingerprint import expect_keys, layer_fingerprints, row_fingerprints
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_int64, expect_layered, expect_records, live_indices
 from kvcanary_kernels.record.device import COLUMNS, CONTENT_B, LAYERS_LOW, START_B, live_count, tl, triton
@@ -85,20 +85,15 @@ def attest(
             HAS_LIVE=num_live is not None,
         )
         return
-    live = live_indices(slots, records.shape[0], num_live)
-    if live is None:
-        live = torch.arange(slots.numel(), device=slots.device)
+    live = torch.arange(n, device=slots.device)[live_indices(slots, records.shape[0], num_live)]
     twice[live[(times[:, live] > 1).any(0)]] = 1
-    chunk = max(1, TEMPORARY_BYTES // (8 * kept.words_per_row))
     for layer in range(kept.num_layers):
         column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
-        for entries in live[times[layer, live] > 0].split(chunk):
-            sums = keyed_sums(kept.gather_layer(layer, entries)[None], keys.pieces[layer : layer + 1])[0]
-            fingerprint_a, fingerprint_b = join(sums.unflatten(1, (2, -1)), keys).unbind(1)
-            where = slots[entries]
-            content_a[layer, where] = fingerprint_a + keys.start_a[layer]
-            records[where, record.CONTENT_B] += fingerprint_b + (record.signed(keys.start_b) if layer == 0 else 0)
-            records[where, column] |= bit
+        entries = live[times[layer, live] > 0]
+        where = slots[entries]
+        content_a[layer, where], part_b = row_fingerprints(kept.gather_layer(layer, entries), layer, keys)
+        records[where, record.CONTENT_B] += part_b
+        records[where, column] |= bit
     times[:, live] = 0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import expect_keys, fingerprint_torch, layer_fingerprints
 from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, expect_layered, live_indices
+from kvcanary_kernels.record.bitmap import bitmaps_of
 from kvcanary_kernels.record.device import BLOCK, live_count, tl, triton
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
@@ -73,13 +74,12 @@ def check_content(
         )
         return
     entries = live_indices(slots, rows.num_slots, num_live)
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     fingerprint_a = torch.empty(rows.num_layers, slots.numel(), dtype=torch.int64, device=slots.device)
     fingerprint_torch(rows, slots, keys, fingerprint_a=fingerprint_a)
     found = fingerprint_a != content_a.index_select(1, slots)
     if mismatch is not None:
-        mismatch[slice(None) if entries is None else entries] = _bitmaps(found)
+        mismatch[entries] = bitmaps_of(found)
     elif differs is not None and found.any():
         differs.fill_(1)
 
@@ -143,12 +143,3 @@ def mismatched_layers(mismatch: Tensor, num_layers: int) -> Tensor:
     """[layers, n] bool of a mismatch bitmap."""
     layers = torch.arange(num_layers, device=mismatch.device)
     return (mismatch[:, layers // 64] >> (layers % 64) & 1).T.bool()
-
-
-def _bitmaps(differs: Tensor) -> Tensor:
-    """[n, 2] int64 from [layers, n] bool."""
-    bitmaps = torch.zeros(differs.shape[1], 2, dtype=torch.int64, device=differs.device)
-    if differs.any():
-        for layer in range(differs.shape[0]):
-            bitmaps[:, layer // 64] |= differs[layer].to(torch.int64) << (layer % 64)
-    return bitmaps

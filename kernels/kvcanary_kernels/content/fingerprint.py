@@ -55,17 +55,10 @@ def fingerprint(
     if n == 0:
         return
     if launches:
-        tiles = triton.cdiv(n, rows.tile)
         if fingerprint_b is not None:
-            _start_fingerprint_b_kernel[(triton.cdiv(n, BLOCK),)](
-                slots,
-                keys.constants,
-                fingerprint_b,
-                n,
-                rows.num_slots,
-                BLOCK_N=BLOCK,
-            )
-        _fingerprint_kernel[(tiles, rows.num_layers)](
+            grid = (triton.cdiv(n, BLOCK),)
+            _start_fingerprint_b_kernel[grid](slots, keys.constants, fingerprint_b, n, rows.num_slots, BLOCK_N=BLOCK)
+        _fingerprint_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
             rows.ptrs,
             slots,
             keys.fingerprint_a,
@@ -82,15 +75,15 @@ def fingerprint(
         )
         return
     entries = live_indices(slots, rows.num_slots)
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     n, pieces = slots.numel(), keys.pieces.shape[2] // 2
     columns = keys.pieces[:, :, :pieces] if fingerprint_b is None else keys.pieces
     chunk = max(1, TEMPORARY_BYTES // (rows.num_layers * rows.words_per_row * 8))
     for start in range(0, n, chunk):
         part = slots[start : start + chunk]
         sums = keyed_sums(rows.gather(part), columns)
-        where = slice(start, start + part.numel()) if entries is None else entries[start : start + chunk]
+        here = slice(start, start + part.numel())
+        where = here if isinstance(entries, slice) else entries[here]
         fingerprint_a[:, where] = join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
         if fingerprint_b is not None:
             fingerprint_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
@@ -255,3 +248,12 @@ def join(sums: Tensor, keys: Keys) -> Tensor:
     for i in range(1, sums.shape[-1]):
         fingerprint = torch.add(fingerprint, sums[..., i], alpha=1 << i * keys.piece_bits)
     return fingerprint
+
+
+def row_fingerprints(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
+    """Both of rows [n, words_per_row] int32 of one layer: b is the layer's part, with the start in layer 0."""
+    chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
+    columns = keys.pieces[layer : layer + 1]
+    sums = torch.cat([keyed_sums(part[None], columns)[0] for part in words.split(chunk)])
+    fingerprint_a, fingerprint_b = join(sums.unflatten(1, (2, -1)), keys).unbind(1)
+    return fingerprint_a + keys.start_a[layer], fingerprint_b + (record.signed(keys.start_b) if layer == 0 else 0)

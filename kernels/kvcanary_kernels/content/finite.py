@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, expect_records, live_indices
-from kvcanary_kernels.record.bitmap import layers_at_once, layers_where
+from kvcanary_kernels.record.bitmap import bitmaps_of, layers_at_once, layers_where
 from kvcanary_kernels.record.device import COLUMNS, REQUEST_GENERATION, live_count, low_word, tl, triton
 from kvcanary_kernels.record.layout import MASK_32
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
@@ -120,18 +120,17 @@ def finite_check(
         return
     entries = live_indices(slots, rows.num_slots, num_live)
     if records is not None and grants is not None:
-        entries = torch.arange(slots.numel(), device=slots.device) if entries is None else entries
+        entries = torch.arange(n, device=slots.device)[entries]
         written = records[slots[entries], record.REQUEST_GENERATION] >> 32
         entries = entries[written != grants[entries]]
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     masks, values, lows, highs = _by_word(rows)
-    bitmaps = torch.zeros(slots.numel(), 2, dtype=torch.int64, device=slots.device)
-    for layer in range(rows.num_layers):
+
+    def is_not_finite(layer: int) -> Tensor:
         lanes = (rows.gather_layer(layer, slots).to(torch.int64) & masks) ^ values
-        found = ((lanes - lows) & ~lanes & highs).any(1)
-        bitmaps[:, layer // 64] |= found.to(torch.int64) << layer % 64
-    mismatch[slice(None) if entries is None else entries] = bitmaps
+        return ((lanes - lows) & ~lanes & highs).any(1)
+
+    mismatch[entries] = bitmaps_of(map(is_not_finite, range(rows.num_layers)))
 
 
 finite_check_torch = partial(finite_check, launches=False)

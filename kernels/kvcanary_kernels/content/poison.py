@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import word_offsets
 from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, live_indices
-from kvcanary_kernels.record.bitmap import layers_at_once, layers_where
+from kvcanary_kernels.record.bitmap import bitmaps_of, layers_at_once, layers_where
 from kvcanary_kernels.record.device import (
     BLOCK_FIELD,
     FIRST_FIELD,
@@ -56,9 +56,7 @@ def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False, launches: b
             NAN=nan,
         )
         return
-    entries = live_indices(slots, rows.num_slots)
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[live_indices(slots, rows.num_slots)]
     for layer in range(rows.num_layers):
         rows.scatter_layer(layer, slots, poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan))
 
@@ -93,15 +91,12 @@ def poison_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool =
             CHUNK=rows.chunk,
         )
         return
-    entries = live_indices(slots, rows.num_slots)
-    if entries is not None:
-        slots = slots[entries]
-    bitmaps = torch.zeros(slots.numel(), 2, dtype=torch.int64, device=slots.device)
-    for layer in range(rows.num_layers):
-        expected = poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan)
-        differs = (rows.gather_layer(layer, slots) != expected).any(1)
-        bitmaps[:, layer // 64] |= differs.to(torch.int64) << layer % 64
-    mismatch[slice(None) if entries is None else entries] = bitmaps
+    entries, words = live_indices(slots, rows.num_slots), rows.words_per_row
+    slots = slots[entries]
+    mismatch[entries] = bitmaps_of(
+        (rows.gather_layer(layer, slots) != poison_words(slots, layer * words, words, nan)).any(1)
+        for layer in range(rows.num_layers)
+    )
 
 
 poison_check_torch = partial(poison_check, launches=False)

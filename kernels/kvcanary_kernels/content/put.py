@@ -10,14 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.fingerprint import (
-    TEMPORARY_BYTES,
-    expect_keys,
-    join,
-    keyed_sums,
-    layer_fingerprints,
-    word_offsets,
-)
+from kvcanary_kernels.content.fingerprint import expect_keys, layer_fingerprints, row_fingerprints, word_offsets
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_int64, expect_layered, expect_records, live_indices
 from kvcanary_kernels.record.device import (
@@ -108,24 +101,21 @@ def put(
         )
         return
     entries = live_indices(slots, rows.num_slots, num_live)
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
     stored = (records[:, column].index_select(0, slots) & bit).bool()  # by an earlier launch
     repeated, replaced = _shared_slots(slots)
     again = stored if repeated is None else stored | repeated
     if bool(again.any()):
-        twice[again.nonzero().squeeze(1) if entries is None else entries[again]] = 1
+        twice[torch.arange(n, device=slots.device)[entries][again]] = 1
     if replaced is not None:
-        entries = (~replaced).nonzero().squeeze(1) if entries is None else entries[~replaced]
+        entries = torch.arange(n, device=slots.device)[entries][~replaced]
         slots, stored = slots[~replaced], stored[~replaced]
-    words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
-    fingerprint_a, fingerprint_b = _fingerprints(words, layer, keys)
-    if layer == 0:
-        fingerprint_b += record.signed(keys.start_b)
+    words = torch.cat([value[entries] for value in values], dim=1)
+    fingerprint_a, fingerprint_b = row_fingerprints(words, layer, keys)
     if bool(stored.any()):  # by difference: what the slot holds now is in fingerprint b, the starting constant with it
-        _, old_b = _fingerprints(rows.gather_layer(layer, slots[stored]), layer, keys)
-        fingerprint_b[stored] -= old_b + (record.signed(keys.start_b) if layer == 0 else 0)
+        _, old_b = row_fingerprints(rows.gather_layer(layer, slots[stored]), layer, keys)
+        fingerprint_b[stored] -= old_b
     rows.scatter_layer(layer, slots, words)
     content_a[layer].index_copy_(0, slots, fingerprint_a)
     records[:, record.CONTENT_B].index_add_(0, slots, fingerprint_b)
@@ -214,18 +204,6 @@ def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: 
         b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
     return tl.sum(b_a), tl.sum(b_b)
-
-
-def _fingerprints(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Fingerprint a with its starting constant and this layer's part of fingerprint b of rows [n, words_per_row]
-    int32.
-    """
-    chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
-    columns = keys.pieces[layer : layer + 1]
-    sums = [keyed_sums(part[None], columns)[0] for part in words.split(chunk)]
-    both = torch.cat(sums) if len(sums) > 1 else sums[0]
-    fingerprint_a, fingerprint_b = join(both.unflatten(1, (2, -1)), keys).unbind(1)
-    return fingerprint_a + keys.start_a[layer], fingerprint_b
 
 
 def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -86,11 +86,10 @@ def store(
         )
         return
     entries = live_indices(slots, rows.num_slots, num_live)
-    words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
-    rows.scatter_layer(layer, slots if entries is None else slots[entries], words)
-    which = slice(None) if entries is None else entries
-    kept[layer, which] = words
-    times[layer, which] += 1
+    words = torch.cat([value[entries] for value in values], dim=1)
+    rows.scatter_layer(layer, slots[entries], words)
+    kept[layer, entries] = words
+    times[layer, entries] += 1
 
 
 store_torch = partial(store, launches=False)

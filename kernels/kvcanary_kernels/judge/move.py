@@ -100,11 +100,9 @@ def move(
         return
     inside = (dst >= 0) & (dst < records.shape[0])
     entries = live_indices(torch.where(inside, src, -1), records.shape[0])
-    own = slice(None) if entries is None else entries
     arrived.fill_(-1)
-    if entries is not None:
-        src, dst, generations = src[entries], dst[entries], take(generations, entries)
-        step, sites, requests = take(step, entries), take(sites, entries), take(requests, entries)
+    src, dst = src[entries], dst[entries]
+    requests, generations, step, sites = (take(values, entries) for values in (requests, generations, step, sites))
     rows, fingerprints = records.index_select(0, src), content_a.index_select(1, src)
     seals = rows[:, record.SEAL] - seal_values(identity_words(rows), src, pool_id, keys)
     held = rows[:, record.REQUEST_GENERATION] >> 32 & MASK_32
@@ -112,7 +110,7 @@ def move(
     rows[:, record.STEP_SITE] = pair_columns(step, sites)
     is_blank = held != page_generations[src // page_size] & MASK_32
     rows[is_blank, : record.SEAL], fingerprints[:, is_blank] = 0, 0
-    arrived[own] = torch.where(is_blank, -1, dst)
+    arrived[entries] = torch.where(is_blank, -1, dst)
     rows[:, record.SEAL] = seals + seal_values(identity_words(rows), dst, pool_id, keys)
     records.index_copy_(0, dst, rows)
     content_a.index_copy_(1, dst, fingerprints)

@@ -41,15 +41,15 @@ def expect_bitmap(n: int, mismatch: Tensor) -> None:
         raise ValueError(f"mismatch must be contiguous [{n}, 2] int64, got {list(mismatch.shape)} {mismatch.dtype}")
 
 
-def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None = None) -> Tensor | None:
-    """The entries of a torch reference that may touch memory, or None when all may: live, and a slot of the pool."""
+def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None = None) -> Tensor | slice:
+    """An index of the entries of a torch reference that may touch memory: live, and a slot of the pool."""
     n = slots.numel()
-    if n == 0:
-        return None
     live = n if num_live is None else int(num_live)
+    if n == 0:
+        return slice(None)
     low, high = torch.aminmax(slots)
     if live >= n and int(low) >= 0 and int(high) < num_slots:
-        return None
+        return slice(None)
     valid = (slots >= 0) & (slots < num_slots)
     valid[max(live, 0) :] = False
     return valid.nonzero().squeeze(1)

@@ -35,15 +35,10 @@ except ImportError:  # the torch references work without it
     triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b))
     tl = SimpleNamespace(constexpr=int)
 
-TOKEN_POSITION = tl.constexpr(record.TOKEN_POSITION)
-CHAIN = tl.constexpr(record.CHAIN)
-REQUEST_GENERATION = tl.constexpr(record.REQUEST_GENERATION)
-STEP_SITE = tl.constexpr(record.STEP_SITE)
-CONTENT_B = tl.constexpr(record.CONTENT_B)
-LAYERS_LOW = tl.constexpr(record.LAYERS_LOW)
-LAYERS_HIGH = tl.constexpr(record.LAYERS_HIGH)
-SEAL = tl.constexpr(record.SEAL)
-COLUMNS = tl.constexpr(record.COLUMNS)
+COLUMNS = tl.constexpr(record.COLUMNS)  # of a record, in the order of the layout
+TOKEN_POSITION, CHAIN, REQUEST_GENERATION, STEP_SITE, CONTENT_B, LAYERS_LOW, LAYERS_HIGH, SEAL = (
+    tl.constexpr(column) for column in range(record.COLUMNS)
+)
 SEAL_START = tl.constexpr(record.SEAL_START)
 SEAL_KEYS = tl.constexpr(record.SEAL_KEYS)
 SEAL_SLOT_KEY = tl.constexpr(record.SEAL_SLOT_KEY)

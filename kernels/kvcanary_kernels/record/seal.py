@@ -85,10 +85,8 @@ def seal(
         )
         return
     entries = live_indices(slots, records.shape[0], num_live)
-    if entries is not None:
-        slots, tokens, positions, chains = slots[entries], tokens[entries], positions[entries], chains[entries]
-        requests, generations = take(requests, entries), take(generations, entries)
-        step, sites = take(step, entries), take(sites, entries)
+    slots, tokens, positions, chains = (values[entries] for values in (slots, tokens, positions, chains))
+    requests, generations, step, sites = (take(values, entries) for values in (requests, generations, step, sites))
     rows = torch.zeros(slots.numel(), record.COLUMNS, dtype=torch.int64, device=records.device)
     rows[:, record.TOKEN_POSITION] = pair_columns(tokens, positions)
     rows[:, record.CHAIN] = chains
@@ -185,5 +183,5 @@ def pair_columns(low: Tensor, high: Tensor) -> Tensor:
     return (high << 32) | (low & MASK_32)
 
 
-def take(values: Tensor, entries: Tensor) -> Tensor:
+def take(values: Tensor, entries: Tensor | slice) -> Tensor:
     return values if values.numel() == 1 else values[entries]

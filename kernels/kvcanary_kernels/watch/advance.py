@@ -85,13 +85,8 @@ def advance(
         known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
         _advance_kernel[(rows.numbers.shape[0],)](
             watched.records,
-            rows.numbers,
-            rows.table,
-            rows.lengths,
-            rows.starts,
-            fed.tokens,
-            fed.positions,
-            fed.slots,
+            *rows,
+            *fed[:3],
             known,
             counts,
             watched.now,

@@ -124,10 +124,7 @@ def reread(
         _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
             pool.ptrs,
             watched.records,
-            rows.numbers,
-            rows.table,
-            rows.lengths,
-            rows.starts,
+            *rows,
             watched.now,
             keys.fingerprint_a,
             keys.start_a,

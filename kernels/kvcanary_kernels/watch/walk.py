@@ -114,10 +114,7 @@ def walk(
     if launches:
         _walk_kernel[(rows.numbers.shape[0], SPLITS)](
             watched.records,
-            rows.numbers,
-            rows.table,
-            rows.lengths,
-            rows.starts,
+            *rows,
             watched.now,
             truth.lines,
             watched.keys.constants,

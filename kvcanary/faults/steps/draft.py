@@ -200,10 +200,6 @@ def _own_features(features: Tensor) -> Tensor:
     return features * 0.75
 
 
-def _drafts_twice(setup: Setup) -> bool:
-    return setup.drafts and setup.num_steps > 1
-
-
 def has_deep_branches(setup: Setup) -> bool:
     return setup.drafts and setup.topk > 1 and setup.num_steps > FIRST_SEEN + 1 and setup.pages is None
 
@@ -229,7 +225,7 @@ FAULTS = (
         "position after its own. Output stayed right and acceptance fell; somebody printed positions to see it.",
         expected="W5",
         applies_to="drafts of two steps and more",
-        applies=_drafts_twice,
+        applies=lambda setup: setup.drafts and setup.num_steps > 1,
         strike=_shift_positions,
         quiet=partial(lengthen_plans, pool="draft", kind="draft"),
     ),

@@ -21,7 +21,7 @@ from kvcanary.faults.helpers.reach import (
     written_of,
 )
 from kvcanary.faults.strike import UNDECLARED
-from kvcanary.faults.target import Call, Setup, Target
+from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
     from kvcanary.captured.buffers import StaticBuffers
@@ -140,10 +140,6 @@ def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> None
     replays.replay(target, pad)
 
 
-def _several(setup: Setup) -> bool:
-    return setup.batch > 1
-
-
 FAULTS = (
     Fault(
         name="graphs.padding_of_a_replay",
@@ -179,7 +175,7 @@ FAULTS = (
         expected="W2",
         also=("W4",),
         applies_to="two requests and more",
-        applies=_several,
+        applies=lambda setup: setup.batch > 1,
         strike=_pad_with_a_live_slot,
         cause="addressing",
         quiet=lengthen_plans,

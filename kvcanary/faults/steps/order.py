@@ -23,7 +23,7 @@ from kvcanary.faults.helpers.reach import (
 from kvcanary.faults.helpers.recycling import never_granted
 from kvcanary.faults.steps.draft import CHUNK
 from kvcanary.faults.strike import need
-from kvcanary.faults.target import Call, Setup, Target
+from kvcanary.faults.target import Call, Target
 
 STAGING = "pinned staging buffer"
 HOST_BLOCK = "host block 7"
@@ -129,10 +129,6 @@ def _write_later(target: Target, slot: int) -> None:
     record_store.write(np.array([state.base + slot]), record)
 
 
-def _several(setup: Setup) -> bool:
-    return setup.batch > 1
-
-
 LATER_STEPS = 500
 FAULTS = (
     Fault(
@@ -216,7 +212,7 @@ FAULTS = (
         "another stream: a request went on from its neighbour's token.",
         expected="W6",
         applies_to="two requests and more",
-        applies=_several,
+        applies=lambda setup: setup.batch > 1,
         strike=_take_the_rows_of_before,
         quiet=lengthen_plans,
     ),
