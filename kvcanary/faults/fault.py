@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.strike import NotNow
+from kvcanary.faults.threads import injection_of
 
 if TYPE_CHECKING:
     from kvcanary.faults.target import Setup, Target
@@ -25,7 +26,8 @@ class Fault:
     """One published bug, or one kind of damage, and the finding in which it must end.
 
     name: "family.what"; the family is the module that holds it.
-    k: number of its injection in the catalogue of published KV-cache bugs, or "" where it has none.
+    k: number of its injection in the catalogue of published KV-cache bugs, or "" where it has none; that of its bugs,
+        where one of them is listed there.
     bugs: "owner/repository#number" of the threads that it re-enacts.
     story: what went wrong there, in a sentence or two.
     expected: the code of the finding, or the name of the typed error, that must come first; or else its effect, in
@@ -53,7 +55,7 @@ class Fault:
     within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others,
         and where more of them prefill others these are not counted.
     cause: family of the right cause in a report, where it is another than the fault's own: what the canary can know.
-    state, reason: "ready", or "pending" and why an engine cannot be made to do this yet.
+    reason: why an engine cannot be made to do this yet; its `state` is "pending" then, and else "ready".
     """
 
     name: str
@@ -77,20 +79,20 @@ class Fault:
     exposes: bool = False
     within: int = 2
     cause: str = ""
-    state: str = READY
     reason: str = ""
 
     def __post_init__(self) -> None:
         ways = [way for way in (self.perturb, self.strike) if way is not None]
-        if self.state not in (READY, PENDING):
-            raise ValueError(f"state of {self.name} must be {READY} or {PENDING}, got {self.state!r}")
         if len(ways) != (self.state == READY):
             raise ValueError(f"{self.name} is {self.state} and has {len(ways)} ways to be made: perturb or strike")
-        if bool(self.reason) != (self.state == PENDING):
-            raise ValueError(f"reason of {self.name} says why it is pending, and nothing else, got {self.reason!r}")
+        object.__setattr__(self, "k", self.k or injection_of(self.bugs))
         for way in ("strike", "quiet"):
             if make := getattr(self, way):
                 object.__setattr__(self, way, partial(_attempt, make))
+
+    @property
+    def state(self) -> str:
+        return PENDING if self.reason else READY
 
     @property
     def family(self) -> str:

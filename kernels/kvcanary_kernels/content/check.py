@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import expect_keys, fingerprint_torch, layer_fingerprints
-from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, expect_layered, live_indices
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, expect_layered, live_indices
 from kvcanary_kernels.record.bitmap import bitmaps_of
 from kvcanary_kernels.record.device import BLOCK, live_count, tl, triton
 from kvcanary_kernels.record.layout import Keys
@@ -47,7 +47,7 @@ def check_content(
     if (mismatch is None) is (differs is None):
         raise ValueError("either mismatch or differs must be given: one of them says what was found")
     if mismatch is not None:
-        expect_bitmap(n, mismatch)
+        expect_dense((n, 2), mismatch=mismatch)
     if n == 0:
         return
     if launches:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, expect_records, live_indices
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, expect_records, live_indices
 from kvcanary_kernels.record.bitmap import bitmaps_of, layers_at_once, layers_where
 from kvcanary_kernels.record.device import COLUMNS, REQUEST_GENERATION, live_count, low_word, tl, triton
 from kvcanary_kernels.record.layout import MASK_32
@@ -95,7 +95,7 @@ def finite_check(
         expect_records(records)
     expect_int64(n, slots=slots, grants=grants)
     expect_int64(1, num_live=num_live)
-    expect_bitmap(n, mismatch)
+    expect_dense((n, 2), mismatch=mismatch)
     if n == 0:
         return
     if launches:

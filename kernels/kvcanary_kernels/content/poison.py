@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import word_offsets
-from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, live_indices
+from kvcanary_kernels.record import formulas
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, live_indices
 from kvcanary_kernels.record.bitmap import bitmaps_of, layers_at_once, layers_where
 from kvcanary_kernels.record.device import (
     BLOCK_FIELD,
@@ -25,8 +26,6 @@ from kvcanary_kernels.record.device import (
     tl,
     triton,
 )
-from kvcanary_kernels.record.formulas import SPLITMIX_FIRST, SPLITMIX_SECOND
-from kvcanary_kernels.record.layout import MASK_64
 from kvcanary_kernels.record.rows import PoolRows
 
 FINITE_BITS = 0x3F3F3F3F  # of each word of the pattern: 24 bits of a hash
@@ -73,7 +72,7 @@ def poison_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool =
     """
     n = slots.numel()
     expect_int64(n, slots=slots)
-    expect_bitmap(n, mismatch)
+    expect_dense((n, 2), mismatch=mismatch)
     if n == 0:
         return
     if launches:
@@ -178,7 +177,4 @@ def poison_words(slots: Tensor, first: int, num_words: int, nan: bool = False) -
     if nan:
         return torch.full((slots.numel(), num_words), NAN_WORD, dtype=torch.int32, device=slots.device)
     offsets = torch.arange(first, first + num_words, device=slots.device)
-    z = ((slots << 32)[:, None] | offsets).mul_(SPLITMIX_FIRST)
-    z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
-    z *= SPLITMIX_SECOND
-    return (z >> 32).bitwise_and_(FINITE_BITS).to(torch.int32)
+    return (formulas.poison_of(slots[:, None], offsets) & FINITE_BITS).to(torch.int32)

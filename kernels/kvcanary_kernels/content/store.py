@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import word_offsets
-from kvcanary_kernels.record.arguments import expect_int64, expect_layered, live_indices
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, expect_layered, live_indices
 from kvcanary_kernels.record.device import (
     BLOCK_FIELD,
     FIRST_FIELD,
@@ -59,9 +59,7 @@ def store(
     expect_int64(n, slots=slots)
     expect_int64(1, num_live=num_live)
     expect_layered(rows.num_layers, n, times=times)
-    shape = rows.num_layers, n, rows.words_per_row
-    if kept.shape != shape or kept.dtype is not torch.int32 or not kept.is_contiguous():
-        raise ValueError(f"kept must be contiguous {list(shape)} int32, got {list(kept.shape)} {kept.dtype}")
+    expect_dense((rows.num_layers, n, rows.words_per_row), torch.int32, kept=kept)
     values = dense_values(rows, layer, n, k, v, extras)
     if n == 0:
         return

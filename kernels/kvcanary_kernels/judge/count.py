@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.record.arguments import expect_int64
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64
 from kvcanary_kernels.record.device import live_count, low_word, programs_for, tl, triton
 from kvcanary_kernels.record.layout import MASK_32
 from kvcanary_kernels.record.table import segment_entries
@@ -60,8 +60,7 @@ def count(
     expect_int64(1, step=step, arrivals=arrivals, num_live=num_live)
     expect_int64(NUM_BITS, counts=counts)
     expect_int64(row_violations.numel(), row_violations=row_violations)
-    if first.shape != (NUM_BITS, 4) or first.dtype is not torch.int64 or not first.is_contiguous():
-        raise ValueError(f"first must be contiguous [{NUM_BITS}, 4] int64, got {list(first.shape)} {first.dtype}")
+    expect_dense((NUM_BITS, 4), first=first)
     if num_segments == 0:
         return
     if launches:

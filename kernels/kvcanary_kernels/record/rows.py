@@ -96,16 +96,6 @@ class PoolRows:
         """Options of one whose programs read `tile` rows each."""
         return self.layout | {"TILE": self.tile, "CHUNK": self.chunk, "num_warps": TILE_WARPS}
 
-    @property
-    def k(self) -> tuple[Tensor, ...]:
-        """Per layer [num_slots, words] int32 views of K; of dense rows only."""
-        return _dense_rows(self.parts[0], "k")
-
-    @property
-    def v(self) -> tuple[Tensor, ...]:
-        """Per layer [num_slots, words] int32 views of V; of dense rows only."""
-        return _dense_rows(self.parts[1], "v")
-
     def gather(self, slots: Tensor) -> Tensor:
         """[layers, n, words_per_row] int32: the rows of valid slots, copied."""
         if self.fused is not None:
@@ -283,12 +273,6 @@ def _words(tensor: Tensor, name: str) -> Tensor:
     # A dimension of one has any stride; the word view wants all of them whole.
     strides = [0 if length == 1 else stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True)]
     return tensor.as_strided((pages, page_size, runs, run), (*strides[:3], 1)).view(torch.int32)
-
-
-def _dense_rows(views: tuple[Tensor, ...], name: str) -> tuple[Tensor, ...]:
-    if views[0].shape[1:3] != (1, 1):
-        raise ValueError(f"{name} rows are not dense, got views {list(views[0].shape)}; gather copies them")
-    return tuple(view[:, 0, 0] for view in views)
 
 
 def _index(view: Tensor, slots: Tensor) -> tuple[Tensor | int, ...]:

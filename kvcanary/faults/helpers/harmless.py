@@ -6,15 +6,16 @@ Quiet twins are made of these: each records that nothing is due.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcanary.faults.helpers.reach import (
     SPREAD_BITS,
+    Place,
     any_layer,
     any_reader,
     change,
     is_private,
-    root_forward,
+    strike_forward,
     submit_prompt,
 )
 from kvcanary.faults.helpers.recycling import grant_again, never_granted, recycle
@@ -22,10 +23,11 @@ from kvcanary.faults.strike import NotNow, need
 from kvcanary.faults.target import Call, Move, Target
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from kvcanary.pools.plans import ReadPlan, WritePlan
 
 VISITOR = "visitor"
 PADDING = -1
+Plan = TypeVar("Plan", "ReadPlan", "WritePlan")
 
 
 def edit_behind_the_end(target: Target) -> None:
@@ -72,31 +74,26 @@ def lengthen_plans(target: Target, pool: str = "target", kind: str = "", prompt:
 
     kind: of the forward, by default the one that goes on with everybody; prompt: tokens of a new one that comes first
     """
-    need(target.running())
+
+    def lengthen(call: Call) -> Place:
+        call.write = _in_longer_buffers(call.write, "slots", "tokens", "positions")
+        call.read = _in_longer_buffers(call.read, "indptr", "indices", "prefix_lens")
+        return {"code": ""}
+
+    strike_forward(target, lengthen, pool, kind=kind)
     if prompt:
         submit_prompt(target, prompt)
 
-    def lengthen(call: Call) -> bool:
-        if call.pool != pool:
-            return False
-        longer, read, write = _in_a_longer_buffer, call.read, call.write
-        call.write = replace(
-            write, slots=longer(write.slots), tokens=longer(write.tokens), positions=longer(write.positions)
-        )
-        call.read = replace(
-            read, indptr=longer(read.indptr), indices=longer(read.indices), prefix_lens=longer(read.prefix_lens)
-        )
-        target.record(code="")
-        return True
 
-    target.before(kind or root_forward(target), lengthen)
-
-
-def _in_a_longer_buffer(array: Tensor) -> Tensor:
+def _in_longer_buffers(plan: Plan, *names: str) -> Plan:
     """The same numbers; what follows them in memory are the same again, backwards, and a mark of padding."""
     import torch
 
-    return torch.cat((array, array.flip(0), array.new_full((1,), PADDING)))[: len(array)]
+    longer: dict[str, Any] = {}
+    for name in names:
+        own = getattr(plan, name)
+        longer[name] = torch.cat((own, own.flip(0), own.new_full((1,), PADDING)))[: len(own)]
+    return replace(plan, **longer)
 
 
 def move_in_another_order(target: Target, pool: str) -> None:

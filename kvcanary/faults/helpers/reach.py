@@ -169,8 +169,13 @@ def row_start(call: Call, number: int) -> int:
 
 def read_entry(call: Call, number: int, position: int, slot: int) -> None:
     """A row of a request reads another slot at this position."""
+    read_other(call, row_start(call, number) + position, slot)
+
+
+def read_other(call: Call, entries: int | slice | Tensor, slots: int | Tensor) -> None:
+    """A forward reads other slots at these entries of its index array."""
     indices = call.read.indices.clone()
-    indices[row_start(call, number) + position] = slot
+    indices[entries] = slots
     call.read = replace(call.read, indices=indices)
 
 
@@ -206,10 +211,8 @@ def another_token(target: Target, call: Call, entry: int) -> int:
 
 def redirect(call: Call, entry: int, slot: int) -> None:
     """One entry of a forward is written to, and read from, another slot."""
-    indices = call.read.indices.clone()
-    indices[indices == call.write.slots[entry]] = slot
+    read_other(call, call.read.indices == call.write.slots[entry], slot)
     write_other(call, entry, slots=slot)
-    call.read = replace(call.read, indices=indices)
 
 
 def redirect_row(call: Call, reader: int, other: int) -> Place | None:
@@ -219,14 +222,12 @@ def redirect_row(call: Call, reader: int, other: int) -> Place | None:
     """
     starts = call.read.indptr[:: call.read.rows_per_request].tolist()
     length = min(int(call.read.prefix_lens[reader]), int(call.read.prefix_lens[other]))
-    indices = call.read.indices.clone()
     mine = slice(starts[reader], starts[reader] + length)
-    theirs = indices[starts[other] : starts[other] + length].clone()
-    differs = (theirs != indices[mine]).nonzero().flatten()
+    theirs = call.read.indices[starts[other] : starts[other] + length]
+    differs = (theirs != call.read.indices[mine]).nonzero().flatten()
     if not len(differs):
         return None
-    indices[mine] = theirs
-    call.read = replace(call.read, indices=indices)
+    read_other(call, mine, theirs)
     position = int(differs[0])
     return {"reader": call.read.requests[reader], "position": position, "slot": int(theirs[position])}
 
@@ -247,12 +248,6 @@ def leave_a_map_entry(target: Target) -> None:
         return {"slot": int(view.slot_map[page[0]]), "position": frozenset({first, first + size})}
 
     strike_forward(target, leave)
-
-
-def row_of(slot: int) -> Tensor:
-    import torch
-
-    return torch.tensor([slot])
 
 
 def own_state(target: Target, view: PoolView) -> PoolState:

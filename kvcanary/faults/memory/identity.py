@@ -40,7 +40,6 @@ def _shares(setup: Setup) -> bool:
 FAULTS = (
     Fault(
         name="identity.weak_key",
-        k="K34",
         bugs=(
             "vllm-project/vllm#44701",
             "vllm-project/vllm#54342",
@@ -63,7 +62,6 @@ FAULTS = (
     ),
     Fault(
         name="identity.plain_key",
-        k="K19",
         bugs=("sgl-project/sglang#10846", "sgl-project/sglang#11231"),
         story="A draft's entry depends on the token behind its own, and the cache's key did not have it: where prompts "
         "part right behind a shared prefix the last entry was another prompt's. Acceptance was lower with the cache "
@@ -90,7 +88,6 @@ FAULTS = (
     ),
     Fault(
         name="identity.common_prefix",
-        k="K36",
         bugs=("vllm-project/vllm#55227",),
         story="What all requests have in common was found by comparing reference counts with the number of requests. "
         "Blocks of requests that had ended, and were still in flight, counted too: eight different prompts seemed to "

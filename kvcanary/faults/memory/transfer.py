@@ -137,9 +137,9 @@ def _has_new_pages(setup: Setup) -> bool:
     return setup.pages is None and setup.page_size <= setup.prompt_len
 
 
-def _fault(name: str, k: str, bugs: tuple[str, ...], story: str, **more: object) -> Fault:
+def _fault(name: str, bugs: tuple[str, ...], story: str, **more: object) -> Fault:
     settings = {"applies": _has_new_pages} | more
-    return Fault(f"transfer.{name}", story, k=k, bugs=bugs, applies_to=NEVER_HAD, **settings)  # type: ignore[arg-type]
+    return Fault(f"transfer.{name}", story, bugs=bugs, applies_to=NEVER_HAD, **settings)  # type: ignore[arg-type]
 
 
 def _has_heads(setup: Setup) -> bool:
@@ -158,7 +158,6 @@ NEVER_HAD = "pools with pages that nobody has had, requests of a whole page"
 FAULTS = (
     _fault(
         "load_failed",
-        "K38",
         ("LMCache/LMCache#4991", "LMCache/LMCache#3022", "ai-dynamo/dynamo#15079", "ai-dynamo/dynamo#6032"),
         "A store or a load failed, and only a warning said so: the key stayed listed, the transfer was marked as "
         "complete with an error that nobody read, and later hits were served what lay in the buffers.",
@@ -168,7 +167,6 @@ FAULTS = (
     ),
     _fault(
         "read_while_loading",
-        "K38",
         ("sgl-project/sglang#31108", "sgl-project/sglang#30321"),
         "K and V were fetched, and pages of the index beside them were not: the length of a hit was that of K and V "
         "alone. The miss was logged by another thread, and answers ran away after hours.",
@@ -178,7 +176,6 @@ FAULTS = (
     ),
     _fault(
         "loaded_in_part",
-        "K38",
         ("sgl-project/sglang#30233", "sgl-project/sglang#38704"),
         "A prefill that was aborted left a placeholder of one token, which was handed over as if it were the prompt: "
         "decoding began on slots that nobody had filled.",
@@ -188,7 +185,6 @@ FAULTS = (
     ),
     _fault(
         "stored_while_loading",
-        "K38",
         ("vllm-project/vllm#34526", "vllm-project/vllm#35092"),
         "One connector began a remote load into blocks, and another stored the same blocks at once: what they had held "
         "before went out, to be loaded by others later.",
@@ -198,7 +194,6 @@ FAULTS = (
     ),
     _fault(
         "loaded_over_final_entries",
-        "K39",
         ("LMCache/LMCache#2206",),
         "The length of a hit was rounded down to a chunk, and the load went over slots that the engine's own prefix "
         "cache had already, and shared.",
@@ -208,7 +203,6 @@ FAULTS = (
     ),
     _fault(
         "rejected_load_counted",
-        "K40",
         ("vllm-project/vllm#49250", "vllm-project/vllm#53298"),
         "A connector refused a load, and the request's count of computed tokens stayed as if it had come. Comparing "
         "outputs was no help: reuse and recomputation may rightly differ.",
@@ -218,7 +212,6 @@ FAULTS = (
     ),
     _fault(
         "block_counted_in_rows",
-        "K40",
         ("ROCm/ATOM#1807",),
         "Blocks of a codec were sixteen times too small, since their bytes were counted in rows: a reload brought "
         "back the rest as it lay.",
@@ -228,7 +221,6 @@ FAULTS = (
     ),
     _fault(
         "wrong_axis",
-        "K37",
         ("vllm-project/vllm#17362",),
         "A tensor of blocks by K and V was copied as one of K and V by blocks: a swap moved other rows than it was "
         "asked to.",
@@ -238,7 +230,6 @@ FAULTS = (
     ),
     _fault(
         "strides_ignored",
-        "K37",
         ("flashinfer-ai/flashinfer#527", "ovg-project/kvcached#391"),
         "A copy went by the shape of a tensor whose strides say otherwise. Within one server everything was right, "
         "and what came from another was garbled.",
@@ -249,7 +240,6 @@ FAULTS = (
     ),
     _fault(
         "layer_group_skipped",
-        "K37",
         ("LMCache/LMCache#4247", "LMCache/LMCache#4253"),
         "A packed layout left out what one group of layers needs: requests with a shared prefix came out as garbage, "
         "with every counter green. Planted facts in long documents gave it away.",

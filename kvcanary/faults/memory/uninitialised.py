@@ -124,7 +124,6 @@ def _in_whole_pages(name: str, story: str, bugs: tuple[str, ...], way: Way, **se
     """NaN where nobody has written; the twin writes a number."""
     return Fault(
         name=f"uninitialised.{name}",
-        k="K43",
         bugs=bugs,
         story=story,
         expected="R9",
@@ -143,7 +142,6 @@ def _range(part: slice) -> Tensor:
 FAULTS = (
     Fault(
         name="uninitialised.never_written",
-        k="K18",
         bugs=("sgl-project/sglang#19897", "sgl-project/sglang#19796"),
         story="A prefix hit brought the target's entries, and those of the draft were never written: the draft read "
         "what happened to lie there, NaN at worst.",
@@ -155,7 +153,6 @@ FAULTS = (
     ),
     Fault(
         name="uninitialised.coarser_pages",
-        k="K18",
         bugs=("lightseekorg/tokenspeed#958",),
         story="The draft's page table was published in pages of 128 tokens, and the backend counts in 64: it read rows "
         "that were all zero, and the draft's logits collapsed.",
@@ -167,7 +164,6 @@ FAULTS = (
     ),
     Fault(
         name="uninitialised.draft_not_transferred",
-        k="K18",
         bugs=("NVIDIA/TensorRT-LLM#17371",),
         story="Prefill and decode ran in two servers, and only the target's pages went from one to the other: drafting "
         "began on prompts whose entries nobody had written, and lost up to a quarter of what it had accepted.",
@@ -179,7 +175,6 @@ FAULTS = (
     ),
     Fault(
         name="uninitialised.published_before_written",
-        k="K18",
         bugs=("vllm-project/vllm#41838",),
         story="The hash of a block was published when its forward was scheduled. A request that came in the same step "
         "hit it, and read zeros or what was there before; acceptance fell as the hours went by.",
@@ -190,7 +185,6 @@ FAULTS = (
     ),
     Fault(
         name="uninitialised.nan_recycled",
-        k="K43",
         bugs=(
             "vllm-project/vllm#35219",
             "vllm-project/vllm#35138",
@@ -222,6 +216,7 @@ FAULTS = (
         "it must not see gives NaN for the whole row.",
         (),
         _write_behind_a_row,
+        k="K43",
         applies_to="plain decoding on pages of 16 slots, of which branches leave none unwritten",
         needs={"drafts": False, "num_draft_tokens": None, "page_size": 16},
         applies=lambda setup: not setup.adaptive,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
@@ -11,6 +10,7 @@ from kvcanary.faults.helpers.reach import (
     Place,
     any_reader,
     leave_a_map_entry,
+    read_other,
     redirect,
     row_start,
     strike_forward,
@@ -49,10 +49,8 @@ def _roll_too_early(target: Target) -> None:
     def roll(call: Call) -> Place:
         number = target.rng.randrange(len(call.read.requests))
         start, length = row_start(call, number), int(call.read.prefix_lens[number])
-        indices = call.read.indices.clone()
-        indices[start : start + length - 1] = call.read.indices[start + 1 : start + length]
-        call.read = replace(call.read, indices=indices)
-        return {"reader": call.read.requests[number], "position": 0, "slot": int(indices[start])}
+        read_other(call, slice(start, start + length - 1), call.read.indices[start + 1 : start + length])
+        return {"reader": call.read.requests[number], "position": 0, "slot": int(call.read.indices[start])}
 
     strike_forward(target, roll)
 
@@ -77,7 +75,6 @@ def _write_in_a_circle(target: Target) -> None:
 FAULTS = (
     Fault(
         name="windows.untranslated",
-        k="K13",
         bugs=("sgl-project/sglang#24617", "sgl-project/sglang#24402"),
         story="Layers with a window have a smaller pool of their own, and slots of the full pool are translated into "
         "it. Metadata for drafts went there untranslated: out of range it crashed, in range it read other tokens.",
@@ -93,7 +90,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.translation_kept",
-        k="K13",
         bugs=("sgl-project/sglang#25889",),
         story="Slots of the full pool were translated once for all layers, and the translation was kept when pages "
         "came back from the host and the map was made anew: layers with a window read where something else lies now.",
@@ -109,7 +105,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.ring_too_short",
-        k="K16",
         bugs=(
             "sgl-project/sglang#34189",
             "sgl-project/sglang#33872",
@@ -128,7 +123,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.rolled_too_early",
-        k="K16",
         bugs=("huggingface/transformers#37574", "huggingface/transformers#38046"),
         story="A cache of a sliding window rolled one step early, for a >= where a > belongs. The reporter wrote down "
         "by hand what should lie there.",
@@ -138,7 +132,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.cyclic_over_shared",
-        k="K16",
         bugs=("NVIDIA/TensorRT-LLM#3424",),
         story="A cyclic window wrote token t to slot t modulo its length, also where a prefix cache still pointed at "
         "the block.",
@@ -152,7 +145,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.window_on_a_global_layer",
-        k="K44",
         bugs=("vllm-project/vllm#51756",),
         story="A group of layers with and without a window applied it to all: global layers forgot what is far back. "
         "Every byte was right, every index was right, and the mask was not.",
@@ -163,7 +155,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.shifted_twice",
-        k="K45",
         bugs=(
             "ggml-org/llama.cpp#3825",
             "ggml-org/llama.cpp#3835",
@@ -173,7 +164,6 @@ FAULTS = (
         "shift lost the first. Its sister deleted by the positions of before the shift.",
         expected="R4",
         applies_to="caches that are shifted in place",
-        state="pending",
         reason="the engine never shifts what it has cached",
     ),
 )

@@ -157,7 +157,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.branch_slots_transposed",
-        k="K08",
         bugs=("sgl-project/sglang#7239",),
         story="The matrix of draft slots was built transposed for one backend, so that branches read each other's "
         "entries. It had been wrong since its first version, and came out when acceptance was compared across batch "
@@ -172,7 +171,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.page_permuted",
-        k="K17",
         bugs=("sgl-project/sglang#31218", "sgl-project/sglang#31215", "sgl-project/sglang#31060"),
         story="The move of accepted tokens addressed a page-major side buffer by token numbers: the bytes of a page "
         "were all there, in another order. No sum over a page can see it.",
@@ -184,7 +182,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.slot_plus_one",
-        k="K20",
         bugs=("huggingface/text-generation-inference#2711",),
         story="Slots of drafted tokens were taken to follow each other: slot + 1, slot + 2. With a prefix cache they "
         "do not, and the writes went into whatever page came next.",
@@ -197,7 +194,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.compressed_position",
-        k="K20",
         bugs=("vllm-project/vllm#54498", "vllm-project/vllm#54716"),
         story="The drafter took a coordinate for the slot that an image compresses: behind one, drafted entries were "
         "written over the prompt's. Acceptance fell with every step; a text-only control gave it away.",
@@ -210,7 +206,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.chunk_local_position",
-        k="K20",
         bugs=("vllm-project/vllm#36580",),
         story="With prompts in chunks the slots of a chunk were computed from positions within it: the second chunk "
         "was written over the first.",
@@ -223,7 +218,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.keyed_by_position",
-        k="K48",
         bugs=("ggml-org/llama.cpp#27994",),
         story="A block map was keyed by position, and not by sequence: with two sequences in one cache the first began "
         "to recall what the second had read.",
@@ -235,7 +229,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.null_page_granted",
-        k="K53",
         bugs=("ovg-project/kvcached#398",),
         story="A thread that allocates ahead won a race, so that block 0 went to a request, though every kernel takes "
         "0 for no block at all.",
@@ -245,7 +238,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.defragmented",
-        k="K47",
         bugs=(
             "ggml-org/llama.cpp#12253",
             "ggml-org/llama.cpp#9319",
@@ -256,18 +248,15 @@ FAULTS = (
         "used after it had been given away.",
         expected="T1",
         applies_to="caches that are defragmented",
-        state="pending",
         reason="the engine's caches are paged and never defragmented; a declared move that loses bytes is "
         "draft.compaction_lost",
     ),
     Fault(
         name="addressing.beams_reordered",
-        k="K50",
         bugs=("microsoft/DeepSpeed#2506",),
         story="Beam search re-ordered its sequences, and not their K and V.",
         expected="R8",
         applies_to="beam search",
-        state="pending",
         reason="the engine has no beam search",
     ),
 )

@@ -94,7 +94,6 @@ def _use_rows_as_scratch(target: Target) -> None:
 FAULTS = (
     Fault(
         name="bounds.kv_indices_without_topk",
-        k="K01",
         bugs=("sgl-project/sglang#27338", "sgl-project/sglang#27460"),
         story="The index buffer of the captured draft forwards was sized for one branch a request, and each of the "
         "topk branches names its whole prefix: long batches wrote into the memory behind it.",
@@ -111,7 +110,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.row_width",
-        k="K03",
         bugs=("sgl-project/sglang#26972",),
         story="Draft branches on pages of their own reserve far more columns than the four and one tree that a "
         "request-table row had past the context: near its end a slice of the row was cut short without a word, so "
@@ -125,7 +123,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.page_table_scatter",
-        k="K02",
         bugs=("sgl-project/sglang#27360", "sgl-project/sglang#25077"),
         story="The page list of the second attention pass was made of all num_steps columns of a branch where the "
         "table has room for those written so far; only the path for pages of one slot had cut it.",
@@ -138,7 +135,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.no_lookahead",
-        k="K03",
         bugs=("vllm-project/vllm#16370",),
         story="No blocks were set aside for the tokens that a head drafts: with a nearly full last block it wrote and "
         "read past the block table, and acceptance suffered. No kernel looked at the bounds.",
@@ -150,7 +146,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.unchecked_allocation",
-        k="K49",
         bugs=("sgl-project/sglang#34399", "sgl-project/sglang#32780"),
         story="Pages were taken before anybody asked whether so many are free: the kernel read past the end of the "
         "free list, and only then came the report that memory is out.",
@@ -166,7 +161,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.past_the_pool",
-        k="K49",
         bugs=("microsoft/DeepSpeed#2485", "microsoft/DeepSpeed#3758"),
         story="The workspace for K and V was sized for 1024 tokens, and nothing compared it with the input: longer "
         "ones were written behind it. Its users asked for an error in the place of silence.",
@@ -176,7 +170,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.offset_wraps",
-        k="K41",
         bugs=(
             "vllm-project/vllm#1514",
             "vllm-project/vllm#1486",
@@ -193,7 +186,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.scratch_in_the_pool",
-        k="K12",
         bugs=("microsoft/DeepSpeed#2359", "microsoft/DeepSpeed#2300"),
         story="A scratch buffer overlapped the workspace in which K and V lie: long generations came out corrupted.",
         expected="R9",

@@ -20,6 +20,7 @@ from kvcanary.faults.helpers.harmless import lengthen_plans, move_in_another_ord
 from kvcanary.faults.helpers.reach import (
     Place,
     another_token,
+    read_other,
     strike_forward,
     strike_row,
     submit_prompt,
@@ -136,9 +137,7 @@ def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> 
             return False
         number, positions = next(iter(wrong.items()))
         own = slice(ends[number * width], ends[(number + 1) * width])
-        changed = call.read.indices.clone()
-        changed[own] = indices[own]
-        call.read = replace(call.read, indices=changed)
+        read_other(call, own, indices[own])
         reader = call.read.requests[number]
         target.record(reader=reader, pool="draft", site=("draft", call.index), position=min(positions))
         return True
@@ -219,7 +218,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.position_off_by_one",
-        k="K05",
         bugs=("sgl-project/sglang#25015",),
         story="Positions were raised before each draft forward, not behind it: every drafted entry was rotated for the "
         "position after its own. Output stayed right and acceptance fell; somebody printed positions to see it.",
@@ -231,7 +229,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.chunk_tail_token",
-        k="K06",
         bugs=("sgl-project/sglang#26329", "ModelTC/LightLLM#1079", "NVIDIA/TensorRT-LLM#18295"),
         story="The drafter's entry at the end of a prompt chunk needs the next prompt token. Where the chunk is not "
         "the last one it got the token that was just sampled. Three engines made this mistake within ten months.",
@@ -244,7 +241,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.chunk_tail_in_output",
-        k="K06",
         bugs=("sgl-project/sglang#28254",),
         story="The next prompt token was looked up in the prompt as it was submitted. A retracted request is prefilled "
         "with its output, and where a chunk ended in there the drafter got the token that was just predicted. Greedy "
@@ -266,7 +262,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.state_not_restored",
-        k="K35",
         bugs=("ggml-org/llama.cpp#20075",),
         story="Layers with a state in the place of K and V cannot be cut back by a length. After a verify the state "
         "was not taken back to the last accepted token, or from the wrong cell: loops, and crashes.",
@@ -282,7 +277,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.token_offset_0",
-        k="K07",
         bugs=("mlc-ai/mlc-llm#2266",),
         story="The drafter's slot p holds the pair of features p and token p + 1. Its prompt was not shifted: slot p "
         "took token p, and drafts were poor from then on.",
@@ -294,7 +288,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.child_attends_sibling",
-        k="K09",
         bugs=("sgl-project/sglang#8409",),
         story="Survivors of a selection took the K and V of their column, not of their parent: from the second level "
         "on, nodes attended siblings of their ancestors. It showed as warnings of invalid trees, and less acceptance.",
@@ -307,7 +300,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.columns_never_regathered",
-        k="K09",
         bugs=("sgl-project/sglang#8409",),
         story="The same as it was published: nothing is ever gathered, in no forward, so that every row reads what was "
         "written for its column and no chain contradicts another. Only the drafter knows whose child a row is. An "
@@ -322,7 +314,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.placeholder_token",
-        k="K21",
         bugs=("vllm-project/vllm#46899", "vllm-project/vllm#40768"),
         story="An asynchronous scheduler puts placeholders where tokens are not known yet. A request that sat out one "
         "step kept its own, and they were fed as tokens. A rare crash in production, and not reproduced for long.",
@@ -335,7 +326,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.rewind_by_count",
-        k="K04",
         bugs=("NVIDIA/TensorRT-LLM#10343", "sgl-project/sglang#26866"),
         story="After the verify the first n slots of the window were kept, where n nodes were accepted: the right "
         "number, and not the accepted path. More candidates made acceptance worse, which nobody could explain.",
@@ -349,7 +339,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.compaction_lost",
-        k="K04",
         bugs=("sgl-project/sglang#26866",),
         story="The move of accepted entries to the front of their window was declared, and copied nothing.",
         expected="T1",
@@ -361,7 +350,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.tail_copy_lost",
-        k="K04",
         story="Branches on pages of their own need the entries of the prefix's last page in front of them. The copy "
         "was not made, and branches but the first attended whatever lay there.",
         expected="T1",
@@ -422,7 +410,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.approximate_features",
-        k="K22",
         bugs=("vllm-project/vllm#14649",),
         story="Entries that the drafter wrote from its own guessed features were kept after the verify, and not "
         "written again from the target's: 8 to 15 % less acceptance. The bytes are what the code meant to write, so "

@@ -16,6 +16,7 @@ from kvcanary.faults.helpers.reach import (
     any_entry,
     any_layer,
     change,
+    read_other,
     redirect,
     strike_forward,
     written_of,
@@ -97,14 +98,10 @@ def _read_a_rebound_buffer(target: Target) -> None:
     """The index array was made anew, and the captured program reads the old one where it was."""
 
     def rebind(call: Call, before: Call) -> Place | None:
-        import torch
-
-        indices = call.read.indices.clone()
-        length = min(len(indices), len(before.read.indices))
-        indices[:length] = before.read.indices[:length]
-        if torch.equal(indices, call.read.indices):
+        stale = before.read.indices[: len(call.read.indices)]
+        if bool((call.read.indices[: len(stale)] == stale).all()):
             return None
-        call.read = replace(call.read, indices=indices)
+        read_other(call, slice(len(stale)), stale)
         return {}
 
     _replay_with_the_one_before(target, rebind)
@@ -143,7 +140,6 @@ def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> None
 FAULTS = (
     Fault(
         name="graphs.padding_of_a_replay",
-        k="K10",
         bugs=("NVIDIA/TensorRT-LLM#13278",),
         story="A captured batch is padded, and what pads it named slots that a request still had: every replay of a "
         "smaller batch wrote there.",
@@ -154,7 +150,6 @@ FAULTS = (
     ),
     Fault(
         name="graphs.padding_is_minus_one",
-        k="K10",
         bugs=("vllm-project/vllm#43810", "vllm-project/vllm#43869"),
         story="Rows of padding carried slot -1 into a write by index, where it means the last slot of the last block: "
         "a real entry was overwritten by every replay of a batch that did not fill its graph.",
@@ -164,7 +159,6 @@ FAULTS = (
     ),
     Fault(
         name="graphs.padding_on_a_live_slot",
-        k="K10",
         bugs=(
             "NVIDIA/TensorRT-LLM#13278",
             "vllm-project/vllm#13922",
@@ -182,7 +176,6 @@ FAULTS = (
     ),
     Fault(
         name="graphs.positions_of_before",
-        k="K10",
         bugs=(
             "sgl-project/sglang#10892",
             "sgl-project/sglang#9687",
@@ -200,7 +193,6 @@ FAULTS = (
     ),
     Fault(
         name="graphs.wrong_stride",
-        k="K11",
         bugs=("sgl-project/sglang#27545",),
         story="Offsets of the queries went up by the number of steps plus one, and the runner laid out as many rows as "
         "the tree has nodes: equal with topk 1 alone, NaN in replays of larger batches else.",
@@ -214,7 +206,6 @@ FAULTS = (
     ),
     Fault(
         name="graphs.rebound_buffer",
-        k="K11",
         bugs=("sgl-project/sglang#27664",),
         story="Metadata was made anew for each replay, and the captured kernels went on reading the old addresses. "
         "Greedy output changed from run to run.",
@@ -225,7 +216,6 @@ FAULTS = (
     ),
     Fault(
         name="graphs.shared_scratch",
-        k="K12",
         bugs=("sgl-project/sglang#22930",),
         story="Target and draft were captured in one memory pool, and the draft's capture took addresses that the "
         "target's captured tensors still need.",

@@ -104,7 +104,6 @@ FAULTS = (
     ),
     Fault(
         name="lengths.watermark_not_raised",
-        k="K14",
         bugs=("sgl-project/sglang#13826", "sgl-project/sglang-jax#1147"),
         story="Pages of a decode step were taken, and the request's allocated length stayed what it was: its end gave "
         "back less than it had, until nothing was left. The port to another framework has the same omission.",
@@ -114,7 +113,6 @@ FAULTS = (
     ),
     Fault(
         name="lengths.unaligned_release",
-        k="K14",
         bugs=("sgl-project/sglang#31616",),
         story="The allocated length was noted without rounding up to whole pages, which is what the allocator hands "
         "out: the last page of every request stayed behind.",
@@ -126,7 +124,6 @@ FAULTS = (
     ),
     Fault(
         name="lengths.rewound_by_another_count",
-        k="K14",
         bugs=("NVIDIA/TensorRT-LLM#19120",),
         story="A row grew by one count of drafted tokens and was rewound by another, so that its capacity fell below "
         "what it had committed. The engine died of an assertion far away.",
@@ -136,7 +133,6 @@ FAULTS = (
     ),
     Fault(
         name="lengths.past_the_chunk",
-        k="K40",
         bugs=("GeeeekExplorer/nano-vllm#212", "GeeeekExplorer/nano-vllm#213"),
         story="While a prompt was prefilled in chunks, attention was given the length of the whole prompt and read "
         "slots that no chunk had written yet.",
@@ -149,7 +145,6 @@ FAULTS = (
     ),
     Fault(
         name="lengths.window_for_length",
-        k="K46",
         bugs=("huggingface/transformers#38156", "huggingface/transformers#31661"),
         story="The length of a hybrid cache was asked of its first layer, whose window holds no more than so many "
         "entries: the sequence seemed shorter than it was.",
@@ -159,7 +154,6 @@ FAULTS = (
     ),
     Fault(
         name="lengths.crop_is_no_op",
-        k="K46",
         bugs=("huggingface/transformers#47433", "ml-explore/mlx-lm#1109"),
         story="A cache was told to drop rejected tokens, dropped fewer or none, and nobody looked at what it had done: "
         "they counted as part of the sequence from then on.",

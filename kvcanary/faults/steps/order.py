@@ -133,7 +133,6 @@ LATER_STEPS = 500
 FAULTS = (
     Fault(
         name="order.copy_beside_the_forward",
-        k="K31",
         bugs=(
             "vllm-project/vllm#45704",
             "vllm-project/vllm#46278",
@@ -148,7 +147,6 @@ FAULTS = (
     ),
     Fault(
         name="order.sent_beside_the_forward",
-        k="K31",
         bugs=("sgl-project/sglang#33970", "sgl-project/sglang#31368"),
         story="The event of a prefill was recorded, and only one of the transports waited for it: all chunks but the "
         "last could leave half written. The damage began exactly at a chunk's edge.",
@@ -157,7 +155,6 @@ FAULTS = (
     ),
     Fault(
         name="order.zeroed_after_the_load",
-        k="K31",
         bugs=("vllm-project/vllm#48481",),
         story="Zeroing of new blocks and the remote load into the same blocks ran on two streams, in any order.",
         expected="O1",
@@ -165,7 +162,6 @@ FAULTS = (
     ),
     Fault(
         name="order.layer_not_waited_for",
-        k="K31",
         bugs=("sgl-project/sglang#22811",),
         story="Layers came back from the host one after another. K and V waited for theirs, the index buffer did not: "
         "a few answers in ten thousand were garbage.",
@@ -174,7 +170,6 @@ FAULTS = (
     ),
     Fault(
         name="order.host_block_filled_twice",
-        k="K31",
         bugs=("NVIDIA/TensorRT-LLM#9056", "NVIDIA/TensorRT-LLM#8813", "NVIDIA/TensorRT-LLM#8274"),
         story="Two blocks were offloaded to one block of the host in one step, since events were kept by logical id "
         "and not by memory. The first fix changed the symptom and did not end it.",
@@ -183,7 +178,6 @@ FAULTS = (
     ),
     Fault(
         name="order.input_copied_too_early",
-        k="K31",
         bugs=("ikawrakow/ik_llama.cpp#2083",),
         story="A wait between two backends was left out, so that rows were computed from what the input buffer had "
         "held before. Long contexts became salad; replaying a bad session was clean.",
@@ -192,7 +186,6 @@ FAULTS = (
     ),
     Fault(
         name="order.staging_buffer_reused",
-        k="K32",
         bugs=(
             "sgl-project/mini-sglang#103",
             "NVIDIA/TensorRT-LLM#15546",
@@ -206,7 +199,6 @@ FAULTS = (
     ),
     Fault(
         name="order.rows_of_before",
-        k="K33",
         bugs=("vllm-project/vllm#45100", "vllm-project/vllm#53919", "sgl-project/sglang#35748"),
         story="What a step had accepted was read by row after the rows had been put into another order, or seeded on "
         "another stream: a request went on from its neighbour's token.",
@@ -218,7 +210,6 @@ FAULTS = (
     ),
     Fault(
         name="order.table_of_another_step",
-        k="K33",
         bugs=("wtdcode/vllm-backport#63",),
         story="A late rank went through this step's table with last step's row order, and used blocks of other "
         "requests: one answer in five looped on one token.",
@@ -231,7 +222,6 @@ FAULTS = (
     ),
     Fault(
         name="order.unresolved_step",
-        k="K21",
         bugs=("vllm-project/vllm#52071",),
         story="A field that keeps two decodes of one request apart was read by one scheduler and set only by the "
         "other: a step was built before the tokens of the last were known.",
@@ -241,7 +231,6 @@ FAULTS = (
     ),
     Fault(
         name="order.sampled_into_the_prompt",
-        k="K06",
         bugs=("sgl-project/mini-sglang@ef4367f",),
         story="A chunk that was not the last one wrote the token that it had sampled to the place of the next prompt "
         "token, where the next chunk, which overlapped with it, took it for its input.",
