@@ -14,7 +14,7 @@ from kvcanary.dumps.reading import read_dump
 from kvcanary.faults import catalogue
 from kvcanary.faults.catalogue import faults
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.strike import UNDECLARED
+from kvcanary.faults.strike import UNDECLARED, NotNow
 from kvcanary.faults.target import Setup
 from kvcanary.replay.replayer import replay
 from kvcanary_tools.campaign import runner, runs, traffic
@@ -113,7 +113,12 @@ def test_a_fault_that_ends_otherwise_is_not_found(monkeypatch):
 def test_a_fault_that_strikes_nothing_is_untried(monkeypatch):
     """It is asked again before each step; it says nothing about the canary."""
     asked = []
-    result = strike_with(monkeypatch, lambda target: asked.append(target.step))
+
+    def not_now(target):
+        asked.append(target.step)
+        raise NotNow
+
+    result = strike_with(monkeypatch, not_now)
     assert not result.struck
     assert len(asked) > 3
     assert asked == sorted(set(asked))
