@@ -164,10 +164,11 @@ def plan(
     live_entries = min(max(int(forward.bounds[live]), 0), entries)
     _claim(forward.slots[:live_entries], claims, num_slots, null_slots)
     _plan_padding(forward, planned, live, live_entries, null_slots)
-    is_whole = _plan_rows(forward, planned, live)
+    is_whole, judged = _plan_rows(forward, planned, live)
     planned.row_violations.zero_()
     planned.ancestors.copy_(_ancestors(forward, planned))
-    planned.seeds.copy_(_seeds(forward, planned, is_whole, live, records, roots, null_slots))
+    at_root = judged & (planned.read_lengths == 0)
+    planned.seeds.copy_(torch.where(at_root, roots, _chains_before(forward, planned, records, null_slots)))
     if before is not None:
         _go_on_from_parents(forward, planned, before, width)
     if not live_entries:
@@ -415,8 +416,8 @@ def _plan_padding(forward: ForwardPlan, planned: Planned, live: int, live_entrie
         planned.asked[entries + rows[nth]] = slots[nth]
 
 
-def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> Tensor:
-    """Lengths of rows and R10; [rows] bool: which lie whole in the table."""
+def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> tuple[Tensor, Tensor]:
+    """Lengths of rows and R10; [rows] bool each: which lie whole in the table, and which of these are live."""
     rows, entries = forward.num_rows, forward.num_entries
     written = forward.bounds.diff().clamp_(min=0)
     lengths = forward.row_ends - forward.row_starts
@@ -431,7 +432,7 @@ def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> Tensor:
     planned.counted_lengths[:rows] = torch.where(is_live, written, 0)
     is_long = (forward.prefix_lens >= 0) & (prefixes != forward.prefix_lens + forward.ancestors)
     planned.codes[entries:] |= torch.where(is_live & (is_long | ~is_whole), CODE_BITS["R10"], 0)
-    return is_whole
+    return is_whole, judged
 
 
 def _ancestors(forward: ForwardPlan, planned: Planned) -> Tensor:
@@ -441,22 +442,12 @@ def _ancestors(forward: ForwardPlan, planned: Planned) -> Tensor:
     return entry_at(forward.indices, inside.flatten()).view_as(places)
 
 
-def _seeds(
-    forward: ForwardPlan,
-    planned: Planned,
-    is_whole: Tensor,
-    live: int,
-    records: Tensor,
-    roots: Tensor,
-    null_slots: int,
-) -> Tensor:
-    """[rows] int64: the chain of the entry before the first that the row writes, or the row's root."""
+def _chains_before(forward: ForwardPlan, planned: Planned, records: Tensor, null_slots: int) -> Tensor:
+    """[rows] int64: the chain of the entry before the first that the row writes, 0 where none is known."""
     prefixes, num_slots = planned.read_lengths, records.shape[0]
     slots = entry_at(forward.indices, torch.where(prefixes > 0, planned.starts + prefixes - 1, -1))
     found = (slots >= null_slots) & (slots < num_slots)
-    chains = torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
-    is_live = torch.arange(len(slots), device=slots.device) < live
-    return torch.where(is_whole & is_live & (prefixes == 0), roots, chains)
+    return torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
 
 
 def _go_on_from_parents(forward: ForwardPlan, planned: Planned, before: Tensor, width: int) -> None:
