@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers import replays
-from kvcanary.faults.helpers.harmless import lengthen_plans, noise_in_a_free_page
+from kvcanary.faults.helpers.harmless import PADDING, lengthen_plans, noise_in_a_free_page
 from kvcanary.faults.helpers.reach import (
     SPREAD_BITS,
     Place,
@@ -26,8 +26,6 @@ from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
     from kvcanary.captured.buffers import StaticBuffers
-
-PADDING = -1
 
 
 def _pad_with_minus_one(target: Target) -> None:
