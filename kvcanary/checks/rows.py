@@ -29,7 +29,7 @@ from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT, verify_torch
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.layout import CODE_BITS, R3_RECORD_DAMAGED, SHARED, signed
+from kvcanary_kernels.record.layout import CODE_BITS, SHARED, signed
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ class Reader:
             step=state.ints([step]),
         )
         overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
-        codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
+        codes[overwritten & (codes == 0)] = CODE_BITS["R3"]  # words that the seal does not cover
         return codes
 
     def _continued(self, pool: PoolState, segment: Segment) -> tuple[int, int]:

@@ -7,82 +7,81 @@ tensors; the kernels do neither, so that a CUDA graph can hold them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from kvcanary_kernels.content.attest import attest, attest_torch
-from kvcanary_kernels.content.check import check_content, check_content_torch
-from kvcanary_kernels.content.finite import finite_check, finite_check_torch
-from kvcanary_kernels.content.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
-from kvcanary_kernels.content.put import put, put_torch
-from kvcanary_kernels.content.reads import judge_reads, judge_reads_torch
-from kvcanary_kernels.content.store import store, store_torch
-from kvcanary_kernels.judge.admit import admit, admit_torch
-from kvcanary_kernels.judge.advance import advance, advance_torch
-from kvcanary_kernels.judge.count import count, count_torch
-from kvcanary_kernels.judge.move import move, move_torch
-from kvcanary_kernels.judge.plan import plan, plan_torch
-from kvcanary_kernels.judge.post import post, post_torch
-from kvcanary_kernels.judge.settle import settle, settle_torch
-from kvcanary_kernels.judge.verify import verify, verify_torch
-from kvcanary_kernels.record.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
-from kvcanary_kernels.record.seal import seal, seal_torch
+from kvcanary_kernels.content.attest import attest
+from kvcanary_kernels.content.check import check_content
+from kvcanary_kernels.content.finite import finite_check
+from kvcanary_kernels.content.poison import poison_check, poison_fill
+from kvcanary_kernels.content.put import put
+from kvcanary_kernels.content.reads import judge_reads
+from kvcanary_kernels.content.store import store
+from kvcanary_kernels.judge.admit import admit
+from kvcanary_kernels.judge.advance import advance
+from kvcanary_kernels.judge.count import count
+from kvcanary_kernels.judge.move import move
+from kvcanary_kernels.judge.plan import plan
+from kvcanary_kernels.judge.post import post
+from kvcanary_kernels.judge.settle import settle
+from kvcanary_kernels.judge.verify import verify
+from kvcanary_kernels.record.chain import chain_scan, chain_tree
+from kvcanary_kernels.record.seal import seal
 from kvcanary_kernels.watch.advance import advance as advance_watched
-from kvcanary_kernels.watch.advance import advance_torch as advance_watched_torch
-from kvcanary_kernels.watch.begin import begin, begin_torch
-from kvcanary_kernels.watch.fetch import fetch, fetch_torch, keep, keep_torch, send, send_torch
-from kvcanary_kernels.watch.reread import reread, reread_torch, take, take_torch
-from kvcanary_kernels.watch.walk import walk, walk_torch
+from kvcanary_kernels.watch.begin import begin
+from kvcanary_kernels.watch.fetch import fetch, keep, send
+from kvcanary_kernels.watch.reread import reread, take
+from kvcanary_kernels.watch.walk import walk
 
 Operation = Callable[..., None]
 
 
 class Ops:
-    """One implementation of every operation that a substep needs."""
+    """One implementation of every operation that a substep needs: the kernels."""
 
-    def __init__(self, *, are_kernels: bool) -> None:
-        chosen = _one_of(are_kernels)
-        self.admit = chosen(admit, admit_torch)
-        self.plan = chosen(plan, plan_torch)
-        self.chain_scan = chosen(chain_scan, chain_scan_torch)
-        self.chain_tree = chosen(chain_tree, chain_tree_torch)
-        self.seal = chosen(seal, seal_torch)
-        self.verify = chosen(verify, verify_torch)
-        self.store = chosen(store, store_torch)
-        self.put = chosen(put, put_torch)
-        self.attest = chosen(attest, attest_torch)
-        self.move = chosen(move, move_torch)
-        self.poison_fill = chosen(poison_fill, poison_fill_torch)
-        self.poison_check = chosen(poison_check, poison_check_torch)
-        self.finite_check = chosen(finite_check, finite_check_torch)
-        self.settle = chosen(settle, settle_torch)
-        self.count = chosen(count, count_torch)
-        self.post = chosen(post, post_torch)
-        self.advance = chosen(advance, advance_torch)
-        self.check_content = chosen(check_content, check_content_torch)
-        self.judge_reads = chosen(judge_reads, judge_reads_torch)
+    admit: Operation = admit
+    plan: Operation = plan
+    chain_scan: Operation = chain_scan
+    chain_tree: Operation = chain_tree
+    seal: Operation = seal
+    verify: Operation = verify
+    store: Operation = store
+    put: Operation = put
+    attest: Operation = attest
+    move: Operation = move
+    poison_fill: Operation = poison_fill
+    poison_check: Operation = poison_check
+    finite_check: Operation = finite_check
+    settle: Operation = settle
+    count: Operation = count
+    post: Operation = post
+    advance: Operation = advance
+    check_content: Operation = check_content
+    judge_reads: Operation = judge_reads
 
 
+@dataclass(frozen=True)
 class WatchOps:
-    """One implementation of every operation over pools that are only watched."""
+    """The same over pools that are only watched."""
 
-    def __init__(self, *, are_kernels: bool) -> None:
-        chosen = _one_of(are_kernels)
-        self.advance = chosen(advance_watched, advance_watched_torch)
-        self.begin = chosen(begin, begin_torch)
-        self.fetch = chosen(fetch, fetch_torch)
-        self.keep = chosen(keep, keep_torch)
-        self.reread = chosen(reread, reread_torch)
-        self.send = chosen(send, send_torch)
-        self.take = chosen(take, take_torch)
-        self.walk = chosen(walk, walk_torch)
+    advance: Operation = advance_watched
+    begin: Operation = begin
+    fetch: Operation = fetch
+    keep: Operation = keep
+    reread: Operation = reread
+    send: Operation = send
+    take: Operation = take
+    walk: Operation = walk
 
 
-def _one_of(are_kernels: bool) -> Callable[[Operation, Operation], Operation]:
-    return lambda kernel, twin: kernel if are_kernels else twin
+def _in_torch(operations: Ops | WatchOps) -> dict[str, Operation]:
+    return {name: partial(operation, launches=False) for name, operation in vars(operations).items()}
 
 
-KERNELS, REFERENCES = Ops(are_kernels=True), Ops(are_kernels=False)
+KERNELS, WATCH_KERNELS = Ops(), WatchOps()
+REFERENCES, WATCH_REFERENCES = Ops(**_in_torch(KERNELS)), WatchOps(**_in_torch(WATCH_KERNELS))
 
 
 def ops_for(device: torch.device) -> Ops:

@@ -8,11 +8,11 @@ import torch
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.captured.buffers import StaticBuffers
 from kvcanary.captured.launch_group import runs_of
-from kvcanary.faults.static_replay import StaticReplay
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary.native.layout import RUN
 from kvcanary.records.mailbox import MAX_IN_FLIGHT, NUM_MESSAGES
 from kvcanary_kernels.record import layout as record
+from static_replay import StaticReplay
 from static_tree import TOKENS, StaticTree
 
 

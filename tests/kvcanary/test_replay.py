@@ -8,8 +8,8 @@ import torch
 from kvcanary import PlanError
 from kvcanary.captured.buffers import StaticBuffers
 from kvcanary.captured.readback import Amounts, CoverageGap
-from kvcanary.faults.static_replay import StaticReplay
 from spec_engine.graphs.program import Recorder
+from static_replay import StaticReplay
 
 BUCKET, POISON = 5, -77
 PROMPTS = {uid: [4 * uid, 4 * uid + 1] for uid in range(1, BUCKET + 1)}  # request uid owns page uid

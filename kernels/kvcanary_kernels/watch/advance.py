@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ def advance(
     chains: Tensor,
     violations: Tensor,
     is_first: bool = True,
+    launches: bool = True,
 ) -> None:
     """Record what a forward is about to write, and follow its rows. No allocation, no wait.
 
@@ -78,55 +80,37 @@ def advance(
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
-    has_tokens = fed.all_tokens is not None
-    known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
-    _advance_kernel[(rows.numbers.shape[0],)](
-        watched.records,
-        rows.numbers,
-        rows.table,
-        rows.lengths,
-        rows.starts,
-        fed.tokens,
-        fed.positions,
-        fed.slots,
-        known,
-        counts,
-        watched.now,
-        truth.lines,
-        watched.keys.constants,
-        watched.keys.powers,
-        seeds,
-        slots,
-        chains,
-        violations,
-        watched.total,
-        watched.records.shape[0],
-        rows.table.shape[1],
-        rows.table.stride(0),
-        known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
-        truth.lines.shape[1],
-        slots.stride(0),
-        violations.stride(0),
-        PAGE=watched.block_size,
-        HAS_TOKENS=has_tokens,
-        IS_FIRST=is_first,
-        BLOCK_N=BLOCK,
-    )
-
-
-def advance_torch(
-    watched: Watched,
-    rows: Rows,
-    fed: Fed,
-    truth: Truth,
-    *,
-    seeds: Tensor,
-    slots: Tensor,
-    chains: Tensor,
-    violations: Tensor,
-    is_first: bool = True,
-) -> None:
-    """The torch reference of `advance`."""
+    if launches:
+        has_tokens = fed.all_tokens is not None
+        known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
+        _advance_kernel[(rows.numbers.shape[0],)](
+            watched.records,
+            *rows,
+            *fed[:3],
+            known,
+            counts,
+            watched.now,
+            truth.lines,
+            watched.keys.constants,
+            watched.keys.powers,
+            seeds,
+            slots,
+            chains,
+            violations,
+            watched.total,
+            watched.records.shape[0],
+            rows.table.shape[1],
+            rows.table.stride(0),
+            known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
+            truth.lines.shape[1],
+            slots.stride(0),
+            violations.stride(0),
+            PAGE=watched.block_size,
+            HAS_TOKENS=has_tokens,
+            IS_FIRST=is_first,
+            BLOCK_N=BLOCK,
+        )
+        return
     records, keys, block_size, _, now, total = watched
     rows, ring_place = live_rows(rows, now)
     slots, chains, cells = slots[ring_place], chains[ring_place], violations[ring_place]
@@ -164,6 +148,9 @@ def advance_torch(
         last = torch.cat((seeds[i, :1], chains[where])).flip(0)[: tails.shape[1]]
         truth.lines[number, TAILS : TAILS + len(last)] = last
         truth.ends[number], truth.known[number] = past[i] + count, len(last)
+
+
+advance_torch = partial(advance, launches=False)
 
 
 @triton.jit(
