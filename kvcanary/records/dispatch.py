@@ -91,4 +91,4 @@ def ops_for(device: torch.device) -> Ops:
 
 def watch_ops_for(device: torch.device) -> WatchOps:
     """The same for pools that are only watched."""
-    return WatchOps(are_kernels=device.type == "cuda")
+    return WATCH_KERNELS if device.type == "cuda" else WATCH_REFERENCES

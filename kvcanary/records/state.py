@@ -175,7 +175,7 @@ def _seal_as_never_written(records: Tensor, pool_id: int, keys: Keys) -> None:
     """Generation 0 is never granted: a slot that nobody has written is R12, a zeroed record R3."""
     slots = torch.arange(records.shape[0], device=records.device)
     zero = torch.zeros_like(slots)
-    never = {"tokens": zero, "positions": zero, "chains": zero}
+    never: dict[str, Any] = {"tokens": zero, "positions": zero, "chains": zero}
     never |= dict.fromkeys(("requests", "generations", "step", "sites"), zero[:1])
     seal_torch(records, slots, **never, pool_id=pool_id, keys=keys)
 

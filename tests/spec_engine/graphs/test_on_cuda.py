@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from held_memory import expect_memory_to_stay
 from kvcanary.captured.in_flight import InFlight
-from kvcanary.records.dispatch import Ops
+from kvcanary.records.dispatch import KERNELS
 from kvcanary_kernels.content import check, fingerprint, finite, poison
 from kvcanary_kernels.content.check import check_content
 from spec_engine import SamplingParams
@@ -56,9 +57,7 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
             were_over.append(flight.over.query())
         return flight
 
-    operations = Ops(are_kernels=True)
-    operations.check_content = slow
-    monkeypatch.setattr(engine.canary.session.checks.rereads, "_ops", operations)
+    monkeypatch.setattr(engine.canary.session.checks.rereads, "_ops", replace(KERNELS, check_content=slow))
     monkeypatch.setattr(engine.canary, "end_step", timed)
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert were_over.count(False) >= 2
