@@ -7,10 +7,11 @@ from pathlib import Path
 
 from kvcanary.codes import CODES, KINDS
 from kvcanary_tools.pages.marks import put_between
-from kvcanary_tools.places import SIDES, find_place, judges
+from kvcanary_tools.places import find_place
 
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 BEGIN, END = "<!-- codes: begin -->", "<!-- codes: end -->"
+SIDES = ("host", "device", "observed")
 
 
 def lines() -> Iterator[str]:
@@ -26,7 +27,7 @@ def lines() -> Iterator[str]:
 
 def _files(code: str, side: str) -> str:
     """Of everything that the code means, each file once."""
-    places = [place for kind in KINDS.values() if kind.code == code for place in judges(side, kind.kind)]
+    places = [place for kind in KINDS.values() if kind.code == code for place in getattr(kind, side)]
     paths = dict.fromkeys(Path(*Path(find_place(place).path).parts[1:]).as_posix() for place in places)
     return ", ".join(f"`{path}`" for path in paths)
 
