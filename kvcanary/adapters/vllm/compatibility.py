@@ -7,11 +7,24 @@ from importlib import import_module
 from kvcanary.adapters.compatibility import Needed, accept, missing
 from kvcanary.adapters.observed.capabilities import PAGED_FED as FED
 
-__all__ = ["FED", "NEEDED", "NEEDED_OF", "RUNNER_V1", "RUNNER_V2", "TESTED_VERSIONS", "check", "runner_of"]
+__all__ = [
+    "FED",
+    "NEEDED",
+    "NEEDED_OF",
+    "RUNNERS",
+    "RUNNER_V1",
+    "RUNNER_V2",
+    "TESTED",
+    "check",
+    "closed_paths",
+    "runner_of",
+]
 #: Releases (major and minor) that this adapter ran in, oldest first.
-TESTED_VERSIONS = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
+TESTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
 #: Modules of the runners that are followed; other devices have runners that are derived from these.
 RUNNER_V2, RUNNER_V1 = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"
+#: What these are called where a user reads of them.
+RUNNERS = {RUNNER_V2: "runner V2", RUNNER_V1: "runner V1"}
 _WORKER, _RUNNER, _FIRST = (
     f"{name}."
     for name in ("vllm.v1.worker.gpu_worker:Worker", f"{RUNNER_V2}:GPUModelRunner", f"{RUNNER_V1}:GPUModelRunner")
@@ -165,8 +178,14 @@ def check(version: str | None = None, runner: str | None = None) -> list[str]:
     faults += [fault for runner_faults in own for fault in runner_faults] if all(own) else []
     if faults:
         return [f"vllm {version}: {fault}" for fault in faults]
-    refused = accept("vllm", version, TESTED_VERSIONS)
+    refused = accept("vllm", version, TESTED)
     return [refused] if refused else []
+
+
+def closed_paths() -> dict[str, str]:
+    """By runner, what is gone of its names, one sentence; those that are whole are left out."""
+    gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
+    return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 
 def runner_of(runner: object) -> str | None:
