@@ -31,6 +31,7 @@ _WORKER, _RUNNER, _FIRST = (
 )
 _OUTPUT, _V2 = "vllm.v1.core.sched.output:", "vllm.v1.worker.gpu."
 _CACHE = "vllm.v1.kv_cache_interface:"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 #: Of every runner.
 NEEDED = (
     Needed("vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ("self",)),
@@ -116,6 +117,7 @@ NEEDED_OF = {
         ),
         Needed(f"{_V2}kv_connector:ActiveKVConnector", attributes=("kv_connector",)),
         Needed(f"{_V2}kv_connector:ActiveKVConnector.pre_forward", ("self", "scheduler_output")),
+        Needed(f"{_CONNECTOR}.wait_for_layer_load", ("self", "layer_name")),
         Needed(f"{_V2}async_utils:AsyncOutput.get_output", ("self",)),
     ),
     RUNNER_V1: (

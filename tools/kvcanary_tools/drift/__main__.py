@@ -12,12 +12,12 @@ from typing import Any
 import click
 
 from kvcanary.adapters.compatibility import Needed
-from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.drift.archives import released, unpacked
 from kvcanary_tools.drift.source import Source
 
 #: By path of an adapter, lists of the names that it uses, one of which must be whole.
 Paths = Mapping[str, tuple[tuple[Needed, ...], ...]]
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
 FROM_WHEEL = {"transformers": True, "vllm": False}
 OLDEST = {"transformers": (5, 14), "vllm": (0, 26)}
 

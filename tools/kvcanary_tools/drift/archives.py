@@ -46,7 +46,7 @@ def _download_wheel(host: str, version: str, place: Path) -> None:
 
 
 def _download_source(host: str, version: str, place: Path) -> None:
-    """pip unpacks a source archive before it asks how to build it: a stub answers with an error, and stays all it runs."""
+    """pip unpacks a source archive before it asks how to build it: a stub answers that with an error."""
     stub = place / "stub" / "setuptools"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text(NO_BUILD, encoding="utf-8")

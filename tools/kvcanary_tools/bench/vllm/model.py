@@ -43,8 +43,9 @@ class Prompts(NamedTuple):
     vocabulary: int = 32000
 
 
-def make_prompts(count: int = REQUESTS, seed: int = 3, kind: Prompts = Prompts()) -> list[list[int]]:
+def make_prompts(count: int = REQUESTS, seed: int = 3, kind: Prompts | None = None) -> list[list[int]]:
     """So many prompts, the same for the same seed."""
+    kind = kind or Prompts()
     draw = random.Random(seed)
     prefixes = [[draw.randrange(3, kind.vocabulary) for _ in range(kind.prefix_tokens)] for _ in range(kind.prefixes)]
     lengths = range(kind.shortest, kind.longest)

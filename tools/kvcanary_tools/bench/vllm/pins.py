@@ -1,4 +1,4 @@
-"""``python -m kvcanary_tools.bench.vllm.pins`` writes the pins of the vLLM that tests run, with the hashes of its wheels.
+"""``python -m kvcanary_tools.bench.vllm.pins`` pins the vLLM that tests run, with the hashes of its wheels.
 
 The wheels that pip chooses for each Python on Linux x86_64 are asked for, and none is downloaded.
 """
