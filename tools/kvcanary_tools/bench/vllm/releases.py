@@ -1,4 +1,4 @@
-"""What was shown of which release: ``python -m kvcanary_tools.bench.vllm.releases`` writes it into docs/adapters.md."""
+"""Releases of vLLM and what ran in them: ``python -m kvcanary_tools.bench.vllm.releases`` writes docs/adapters.md."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ NAMES, ON_GPU = "drift_vllm", "vllm"
 
 def lines() -> Iterator[str]:
     """The table, as Markdown, of the records that there are."""
-    cpu, gpu = by_minor(read(KEPT)), read(ON_GPU)
+    cpu, gpu = {runner: by_minor(read(name)) for runner, name in KEPT.items()}, read(ON_GPU)
     on_gpu = ".".join(gpu["vllm"].split(".")[:2])
-    yield "| vLLM | names | on a CPU: forwards; entries judged | findings | tokens | faults found | seconds | on a GPU |"
+    yield "| vLLM | names | on a CPU: runner | forwards; entries judged | findings | tokens | faults found | on a GPU |"
     yield "|---|---|---|---|---|---|---|---|"
     for version, names in read(NAMES)["releases"].items():
         minor = ".".join(version.split(".")[:2])
-        ran = row(cpu.get(minor))
         card = f"`{ON_GPU}.json`, runner V2" if minor == on_gpu else "not run"
-        yield f"| {version} | {said(names)} | {' | '.join(ran)} | {card} |"
+        for runner in [own for own, records in cpu.items() if own == "v1" or minor in records]:
+            ran = " | ".join(row(cpu[runner].get(minor)))
+            yield f"| {version} | {said(names)} | {runner.upper()} | {ran} | {card} |"
 
 
 def by_minor(records: Record) -> dict[str, Any]:
@@ -39,9 +40,9 @@ def said(names: Record) -> str:
 def row(record: Record | None) -> list[str]:
     """What one record says; a release that did not run says why."""
     if record is None:
-        return ["no build of it for CPUs", "", "", "", ""]
+        return ["no build of it for CPUs", "", "", ""]
     if "error" in record:
-        return [f"did not start: `{record['error']}`", "", "", "", ""]
+        return [f"did not start: `{record['error']}`", "", "", ""]
     clean, faults = record["clean"], record["faults"]
     found = [name for name in HARMS if is_found(faults[name])]
     stopped = record["raise"]["code"] is not None and record["raise"]["left"] == 0
@@ -50,7 +51,6 @@ def row(record: Record | None) -> list[str]:
         str(clean["findings"]),
         "equal" if clean["equal_tokens"] else "other ones",
         f"{len(found)} of {len(HARMS)}; raise: {'no token left' if stopped else 'tokens left'}",
-        f"{record['seconds']['all']:.0f}",
     ]
 
 
