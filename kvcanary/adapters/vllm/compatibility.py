@@ -8,6 +8,7 @@ from kvcanary.adapters.compatibility import Needed, accept, missing
 from kvcanary.adapters.observed.capabilities import PAGED_FED as FED
 
 __all__ = [
+    "EVERY_RUNNER",
     "FED",
     "NEEDED",
     "NEEDED_OF",
@@ -33,7 +34,7 @@ _OUTPUT, _V2 = "vllm.v1.core.sched.output:", "vllm.v1.worker.gpu."
 _CACHE = "vllm.v1.kv_cache_interface:"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 #: Of every runner.
-NEEDED = (
+EVERY_RUNNER = (
     Needed("vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ("self",)),
     Needed(f"{_WORKER}initialize_from_config", ("self", "kv_cache_config")),
     Needed(f"{_WORKER}compile_or_warm_up_model", ("self",)),
@@ -168,6 +169,9 @@ NEEDED_OF = {
 }
 
 
+NEEDED = (*EVERY_RUNNER, *(need for needs in NEEDED_OF.values() for need in needs))
+
+
 def check(version: str | None = None, runner: str | None = None) -> list[str]:
     """What speaks against attaching to the vLLM that is installed, one sentence each.
 
@@ -175,7 +179,7 @@ def check(version: str | None = None, runner: str | None = None) -> list[str]:
     runner:  to that one alone; None: to any, so that a name of one runner does not close the other
     """
     version = str(import_module("vllm").__version__) if version is None else version
-    faults, own = missing(NEEDED), [missing(needs) for name, needs in NEEDED_OF.items() if runner in (None, name)]
+    faults, own = missing(EVERY_RUNNER), [missing(needs) for name, needs in NEEDED_OF.items() if runner in (None, name)]
     faults += [fault for runner_faults in own for fault in runner_faults] if all(own) else []
     if faults:
         return [f"vllm {version}: {fault}" for fault in faults]

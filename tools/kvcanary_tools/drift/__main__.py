@@ -67,7 +67,7 @@ def paths_of(host: str) -> Paths:
     """What the adapter of a host uses."""
     if host == "vllm":
         module = import_module("kvcanary.adapters.vllm.compatibility")
-        return {"every runner": (module.NEEDED,)} | {
+        return {"every runner": (module.EVERY_RUNNER,)} | {
             module.RUNNERS[name]: (needs,) for name, needs in module.NEEDED_OF.items()
         }
     return import_module("kvcanary.adapters.transformers.needs").PATHS  # type: ignore[no-any-return]
