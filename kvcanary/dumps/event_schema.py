@@ -127,7 +127,7 @@ def by_request(counts: Sequence[int], values: Sequence[int]) -> list[list[int]]:
 #: Events that are model calls: eager, and captured.
 FORWARDS = frozenset({"forward", "launch"})
 FORMAT = "kvcanary-dump"
-VERSION = 6
+VERSION = 7  # since 7 the manifest may have a kind
 #: Fields of a finding's two sides that say nothing of texts, bytes or keys.
 SAFE_VALUES = frozenset(
     {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Event, Group, Layers
+from kvcanary.dumps.watched_events import COPIED, LOADED, ZEROED
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
 from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
@@ -23,6 +24,7 @@ def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests
 
     src, dst: [n] blocks; requests: whose they are, by block
     """
+    canary.recent.moved(COPIED, group.number, src, dst)
     src, dst = _slots(group, src), _slots(group, dst)
     held = group.records[src]
     held[:, SEAL] += seal_values(identity_words(held), dst, 0, canary.memory.identity)
@@ -37,6 +39,7 @@ def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests
 
 def zeroed(canary: PagedCanary, group: Group, blocks: Tensor, requests: Mapping[int, str]) -> None:
     """Blocks were zeroed: nobody's bytes lie there now, and they must be zeros (T1)."""
+    canary.recent.moved(ZEROED, group.number, blocks)
     slots = _slots(group, blocks)
     group.records[slots] = 0
     for layers in group.layers:
@@ -88,6 +91,7 @@ def loaded(
         count = len(layers.names)
         every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
         requests = dict.fromkeys((slots // group.block_size).tolist(), request)
+        canary.recent.moved(LOADED, group.number, request, list(requests))
         canary.events.append(Event("T1", "an external load", layers, slots, wrong[:, None] * every, group, requests))
     return compared
 

@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import structlog
@@ -163,6 +164,8 @@ class Handle(ABC):
         self._is_running = False
         if self._uncollected:
             self._collect_late()
+        if self.is_armed and self.canary is not None:
+            self.canary.recent.scheduled(args[0])
         result = method(*args, **kwargs)
         if self._is_running and self.canary is not None:
             self.canary.wrote()
@@ -235,9 +238,12 @@ class Handle(ABC):
         parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
         is_alone = getattr(parallel, "world_size", 1) == 1
         canary.response.report_finding = SharedReporter(getattr(self.worker, "rank", 0), is_alone).report_finding
+        canary.dumps.environment |= {"engine": "vllm", "version": version("vllm"), "runner": type(self).__name__[-2:]}
+        canary.dumps.environment |= {} if is_alone else {"rank": getattr(self.worker, "rank", 0)}
         context = self.runner.compilation_config.static_forward_context
         for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
-            size, _ = self._kernel_block_size(number)
+            size, ratio = self._kernel_block_size(number)
+            canary.recent.ratios.append(ratio)
             layers = [(name, context[name]) for name in spec.layer_names]
             pools = pools_of(layers, spec.kv_cache_spec, size, late)
             window = int(getattr(spec.kv_cache_spec, "sliding_window", None) or 0)
