@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.observed.memory import Memory
+from kvcanary.adapters.observed.recent_steps import RecentSteps
 from kvcanary.adapters.observed.state import Group, Layers
+from kvcanary.config import CanaryConfig
 from kvcanary.dumps.watched_writing import SeenRow, SeenSlot
 from kvcanary.report.finding import Finding
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, TOKEN_POSITION, read_record
 from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
-
-if TYPE_CHECKING:
-    from kvcanary.adapters.observed.canary import PagedCanary
 
 AROUND = 8  # entries of the row before the slot, and behind it
 SEEN_BLOCK = 64  # slots of its block, at most
@@ -25,6 +26,22 @@ MOST_FINDINGS = 8  # of one step that are looked at
 MOST_NAMED = 8  # wrong entries of one finding whose bytes are looked for in the pool
 SAME = 4  # slots that are named for the bytes of one entry
 MOST_TOKENS = 1 << 16  # of a row
+
+
+class WatchedCanary(Protocol):
+    """What is asked of a `PagedCanary`."""
+
+    config: CanaryConfig
+    memory: Memory
+    groups: list[Group]
+    kept: list[Tensor]
+    writers: OrderedDict[int, str]
+    recent: RecentSteps
+    step: int
+
+    def known_tokens(self, number: int) -> list[int] | None: ...
+
+    def certificate(self, numbers: Collection[int] = ()) -> dict[str, Any]: ...
 
 
 class Place(NamedTuple):
@@ -36,13 +53,13 @@ class Place(NamedTuple):
     number: int | None
 
 
-def pool_name(canary: PagedCanary, group: Group, layers: Layers) -> str:
+def pool_name(canary: WatchedCanary, group: Group, layers: Layers) -> str:
     """What findings call a pool: layers that are alike, and their group where there are several."""
     name = layers.view.name
     return name if len(canary.groups) == 1 else f"group {group.number} {name}"
 
 
-def place_of(canary: PagedCanary, finding: Finding) -> Place | None:
+def place_of(canary: WatchedCanary, finding: Finding) -> Place | None:
     """None for what has no place in a pool."""
     for group in canary.groups:
         for layers in group.layers:
@@ -53,7 +70,7 @@ def place_of(canary: PagedCanary, finding: Finding) -> Place | None:
     return None
 
 
-def seen_slots(canary: PagedCanary, findings: Sequence[Finding]) -> Iterator[SeenSlot]:
+def seen_slots(canary: WatchedCanary, findings: Sequence[Finding]) -> Iterator[SeenSlot]:
     """The slots around each of the first findings, in the order of their row or block."""
     for number, finding in enumerate(findings[:MOST_FINDINGS]):
         place = place_of(canary, finding)
@@ -61,7 +78,7 @@ def seen_slots(canary: PagedCanary, findings: Sequence[Finding]) -> Iterator[See
             yield from _around(canary, number, finding, place)
 
 
-def seen_rows(canary: PagedCanary, findings: Sequence[Finding]) -> Iterator[SeenRow]:
+def seen_rows(canary: WatchedCanary, findings: Sequence[Finding]) -> Iterator[SeenRow]:
     """The rows of which these findings speak, each once."""
     told: set[str] = set()
     for finding in findings[:MOST_FINDINGS]:
@@ -75,7 +92,7 @@ def seen_rows(canary: PagedCanary, findings: Sequence[Finding]) -> Iterator[Seen
         yield SeenRow(place.request, place.number, tables, _tokens(canary, place.number, max(ends)))
 
 
-def _around(canary: PagedCanary, number: int, finding: Finding, place: Place) -> Iterator[SeenSlot]:
+def _around(canary: WatchedCanary, number: int, finding: Finding, place: Place) -> Iterator[SeenSlot]:
     group = place.group
     slots, positions = _neighbours(canary, finding, place)
     where = torch.tensor(slots, device=group.records.device)
@@ -107,7 +124,7 @@ def _around(canary: PagedCanary, number: int, finding: Finding, place: Place) ->
         )
 
 
-def _neighbours(canary: PagedCanary, finding: Finding, place: Place) -> tuple[list[int], list[int | None]]:
+def _neighbours(canary: WatchedCanary, finding: Finding, place: Place) -> tuple[list[int], list[int | None]]:
     """Slots around a finding and their positions in its row; those of its block where it has no row."""
     group, size = place.group, place.group.block_size
     num_slots = len(group.records)
@@ -138,7 +155,7 @@ def _neighbours(canary: PagedCanary, finding: Finding, place: Place) -> tuple[li
     return slots, [None] * len(slots)
 
 
-def _end(canary: PagedCanary, number: int, group: Group) -> int:
+def _end(canary: WatchedCanary, number: int, group: Group) -> int:
     """Entries of a row, as far as its last block table goes; of one that has ended, those that it had last."""
     width = canary.kept[canary.groups.index(group)].shape[1] * group.block_size
     told = [end for step in canary.recent.steps for _, own, end in step.rows if own == number]
@@ -172,7 +189,7 @@ def _layer_of(group: Group, number: int) -> tuple[Layers, int]:
     raise IndexError(number)
 
 
-def _same(canary: PagedCanary, group: Group, layer: int, fingerprint: int, slot: int) -> Iterator[dict[str, Any]]:
+def _same(canary: WatchedCanary, group: Group, layer: int, fingerprint: int, slot: int) -> Iterator[dict[str, Any]]:
     """Slots for which these bytes were written in this layer."""
     layers, own = _layer_of(group, layer)
     if fingerprint == int(layers.keys.start_a[own]):
@@ -185,7 +202,7 @@ def _same(canary: PagedCanary, group: Group, layer: int, fingerprint: int, slot:
             yield {"slot": other, "request": request, "position": held.position, "step": held.step}
 
 
-def _tokens(canary: PagedCanary, number: int, end: int) -> list[int]:
+def _tokens(canary: WatchedCanary, number: int, end: int) -> list[int]:
     """Those that the engine says, where it does; else those of the records that the row leads to."""
     end = min(end, MOST_TOKENS)
     known = canary.known_tokens(number)

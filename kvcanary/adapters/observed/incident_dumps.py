@@ -6,13 +6,13 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcanary.adapters.observed.incident import place_of, pool_name, seen_rows, seen_slots
+from kvcanary.adapters.observed.incident import WatchedCanary, place_of, pool_name, seen_rows, seen_slots
 from kvcanary.calls.violation import Violation
 from kvcanary.config import CanaryConfig
 from kvcanary.dumps.manifest import shape_of_pool
@@ -20,9 +20,6 @@ from kvcanary.dumps.watched_events import story_of_block
 from kvcanary.dumps.watched_writing import WatchedSource, write_watched
 from kvcanary.manager.dump_trigger import MOST_DUMPS, SUFFIX, write_into
 from kvcanary.report.finding import Finding
-
-if TYPE_CHECKING:
-    from kvcanary.adapters.observed.canary import PagedCanary
 
 Collect = Callable[[Sequence[Finding], Mapping[str, Any]], WatchedSource]
 
@@ -52,7 +49,7 @@ class IncidentDumps:
         write_watched(self._collect(findings, self.environment), path)
 
 
-def block_history(canary: PagedCanary, violation: Violation) -> tuple[str, ...]:
+def block_history(canary: WatchedCanary, violation: Violation) -> tuple[str, ...]:
     """What happened to the block of a violation, for its report: grants, writes, loads and copies of the last steps."""
     own = [place for place, group in enumerate(canary.groups) if group.number == violation.pool.pool_id]
     if not own or not canary.kept or violation.slot < 0:
@@ -74,7 +71,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def source_of(canary: PagedCanary, findings: Sequence[Finding], environment: Mapping[str, Any]) -> WatchedSource:
+def source_of(canary: WatchedCanary, findings: Sequence[Finding], environment: Mapping[str, Any]) -> WatchedSource:
     """What a dump of these findings holds; it waits for the device."""
     with torch.inference_mode():
         return WatchedSource(
@@ -93,7 +90,7 @@ def source_of(canary: PagedCanary, findings: Sequence[Finding], environment: Map
         )
 
 
-def _shape(canary: PagedCanary, number: int) -> dict[str, Any]:
+def _shape(canary: WatchedCanary, number: int) -> dict[str, Any]:
     group = canary.groups[number]
     return {
         "number": group.number,
@@ -107,7 +104,7 @@ def _shape(canary: PagedCanary, number: int) -> dict[str, Any]:
     }
 
 
-def _content(canary: PagedCanary, findings: Sequence[Finding]) -> dict[str, NDArray[Any]]:
+def _content(canary: WatchedCanary, findings: Sequence[Finding]) -> dict[str, NDArray[Any]]:
     """By pool and slot of the findings `POOL.SLOT`, [layers, words a row] int32."""
     content: dict[str, NDArray[Any]] = {}
     for finding in findings:
