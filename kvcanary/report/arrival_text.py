@@ -33,7 +33,7 @@ def evidence_of(arrival: Arrival, kind: str) -> tuple[str, ...]:
         return (_count(arrival, kind),)
     _, origins = arrival.first(kind)
     lines = [_count(arrival, kind), *_way(arrival.trip, origins)]
-    if kind == UNKNOWN:
+    if kind == UNKNOWN and arrival.trip.pages[0][0].number:
         forgotten = f", {arrival.num_forgotten} older ones are forgotten" if arrival.num_forgotten else ""
         lines.append(f"compared with zeros, poison, what lay there before and {arrival.num_known} snapshots{forgotten}")
     return *lines, _journey(arrival.trip, min(origins) // arrival.trip.page_size)
@@ -42,6 +42,8 @@ def evidence_of(arrival: Arrival, kind: str) -> tuple[str, ...]:
 def expected_of(arrival: Arrival, place: int) -> dict[str, Any]:
     """Of the slot with this number among those of the trip."""
     sent, page, _ = arrival.trip.pages[place // arrival.trip.page_size]
+    if not sent.number:
+        return {"block_of_row": page, "bytes": "those written here under the same prefix"}
     return {
         "parcel": sent.number,
         "page_of_parcel": page,
@@ -138,7 +140,9 @@ def _stale(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> s
     here, origin = _page(arrival.trip, first // arrival.trip.page_size), origins[first]
     if origin.detail and origin.sent is not None:
         return f"{here} came back as it was saved in step {origin.sent.step}, and it was {origin.detail}"
-    left = "" if origin.sent is None else f", an earlier one, which left in step {origin.sent.step}"
+    if origin.sent is None:
+        return f"{here} was not overwritten, others behind it were: it holds {origin.detail}"
+    left = f", an earlier one, which left in step {origin.sent.step}"
     return f"{here} came back with the bytes of {_name(arrival.trip, origin)}{left}"
 
 
@@ -207,6 +211,8 @@ def _way(trip: Trip, origins: dict[int, Origin]) -> Iterable[str]:
 
 def _journey(trip: Trip, page: int) -> str:
     sent, number, into = trip.pages[page]
+    if not sent.number:
+        return f"block {number} of the row was loaded into block {into} by {trip.how} in step {trip.step}"
     return (
         f"page {number} of snapshot {sent.number} left from page {sent.pages[number]} in step {sent.step}, "
         f"and came back by {trip.how} into page {into} in step {trip.step}"
@@ -219,6 +225,8 @@ def _slot(trip: Trip, place: int) -> str:
 
 def _page(trip: Trip, page: int) -> str:
     sent, number, _ = trip.pages[page]
+    if not sent.number:
+        return f"block {number} of the row"
     return f"page {number} of snapshot {sent.number}"
 
 

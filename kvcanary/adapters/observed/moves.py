@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import Event, Group, Layers
+from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load
 from kvcanary.dumps.watched_events import COPIED, LOADED, ZEROED
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
@@ -16,16 +16,14 @@ from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.walk import table_slots
 
-FingerprintOf = Callable[[Tensor], tuple[Tensor, Tensor]]
-
 
 def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests: Mapping[int, str]) -> None:
     """Blocks were copied: records follow, and what arrived is read at once (T1).
 
     src, dst: [n] blocks; requests: whose they are, by block
     """
-    canary.recent.moved(COPIED, group.number, src, dst)
     src, dst = _slots(group, src), _slots(group, dst)
+    canary.recent.moved(COPIED, group, src, dst)
     held = group.records[src]
     held[:, SEAL] += seal_values(identity_words(held), dst, 0, canary.memory.identity)
     held[:, SEAL] -= seal_values(identity_words(held), src, 0, canary.memory.identity)
@@ -39,8 +37,8 @@ def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests
 
 def zeroed(canary: PagedCanary, group: Group, blocks: Tensor, requests: Mapping[int, str]) -> None:
     """Blocks were zeroed: nobody's bytes lie there now, and they must be zeros (T1)."""
-    canary.recent.moved(ZEROED, group.number, blocks)
     slots = _slots(group, blocks)
+    canary.recent.moved(ZEROED, group, slots)
     group.records[slots] = 0
     for layers in group.layers:
         layers.stamps[slots] = 0
@@ -55,7 +53,7 @@ def loaded(
     tokens: Tensor,
     chains: Tensor,
     lines: Sequence[Tensor],
-    fingerprint_of: FingerprintOf,
+    names: ContentNames,
 ) -> int:
     """The first entries of a row came from elsewhere, but for those that lie there with records of their own.
 
@@ -63,7 +61,7 @@ def loaded(
 
     row: its number and its request; tokens, chains: [n] int64 on the host, of this prefix
     lines: by group, block tables by number
-    fingerprint_of: (fingerprint a summed over the layers, whether it is known) by chain: bytes that differ are T1
+    names: of contents; bytes that are not those of their name are T1
     """
     (number, request), compared, memory = row, 0, canary.memory
     tokens, chains = memory.upload(tokens), memory.upload(chains)
@@ -80,10 +78,11 @@ def loaded(
             group.records, slots, tokens=words, positions=places, chains=own, step=step, sites=site, generations=none,
             requests=memory.truth.uids[number : number + 1], pool_id=0, keys=memory.identity,
         )  # fmt: skip
-        for layers in group.layers:
-            canary.launches.take_now(group, layers, slots, own)
         layers = group.layers[0]
-        wanted, is_known = fingerprint_of(own)
+        before = layers.fingerprints[0][:, slots]
+        for each in group.layers:
+            canary.launches.take_now(group, each, slots, own)
+        wanted, is_known = names.fingerprint_of(own)
         canary.coverage.skip("entries loaded under a prefix that nobody wrote here", int((~is_known).sum()))
         compared += int(is_known.sum())
         wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
@@ -91,8 +90,13 @@ def loaded(
         count = len(layers.names)
         every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
         requests = dict.fromkeys((slots // group.block_size).tolist(), request)
-        canary.recent.moved(LOADED, group.number, request, list(requests))
-        canary.events.append(Event("T1", "an external load", layers, slots, wrong[:, None] * every, group, requests))
+        canary.recent.moved(LOADED, group, request, slots)
+        what = f"an external load by {names.connector}"
+        load = None
+        if bool(wrong.any()):
+            found = layers.fingerprints[0][:, slots]
+            load = Load(names, request, canary.step + 1, places, own, slots, is_known, wrong, wanted, before, found)
+        canary.events.append(Event("T1", what, layers, slots, wrong[:, None] * every, group, requests, load))
     return compared
 
 

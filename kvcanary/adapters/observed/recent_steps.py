@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.adapters.observed.state import Group
 from kvcanary.dumps.watched_events import ENDED, GRANTED, PREEMPTED
 
 NONE: tuple[Any, ...] = ()
@@ -71,9 +73,9 @@ class RecentSteps:
         """length: entries that it has already, where these are all its blocks; None: they follow those that it had."""
         self._events.append((GRANTED, request, tuple(map(tuple, blocks)), length))  # the engine goes on using its lists
 
-    def moved(self, kind: str, group: int, *facts: Any) -> None:
-        """Blocks of a group were copied (from, to), zeroed (which) or loaded (request, which); tensors as they are."""
-        self._events.append((kind, group, *facts))
+    def moved(self, kind: str, group: Group, *facts: Any) -> None:
+        """Slots of a group were copied (from, to), zeroed (which) or loaded (request, which); tensors as they are."""
+        self._events.append((kind, group.number, group.block_size, *facts))
 
     def ran(
         self,
@@ -133,4 +135,9 @@ def _told(event: tuple[Any, ...], blocks_of: Callable[[int, Sequence[int]], list
     if kind == GRANTED:
         request, granted, length = facts
         return [kind, request, [blocks_of(group, own) for group, own in enumerate(granted)], length]
-    return [kind, *(fact.tolist() if isinstance(fact, Tensor) else fact for fact in facts)]
+    if kind in (ENDED, PREEMPTED):
+        return [kind, *facts]
+    group, size, *moved = facts
+    slots = [fact // size for fact in moved if isinstance(fact, Tensor)]
+    blocks = torch.stack(slots).unique_consecutive(dim=1).tolist()  # pairs, where they were copied
+    return [kind, group, *(fact for fact in moved if not isinstance(fact, Tensor)), *blocks]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
-from kvcanary.adapters.observed.state import Event, Group, Layers, Step
+from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
+from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
@@ -84,6 +85,9 @@ def _content(
 
 
 def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violation]:
+    if event.load is not None:
+        yield from _of_load(canary, event, event.load, step)
+        return
     wrong = (event.mismatch != 0).any(1).nonzero()[:, 0].tolist()
     for entry in wrong[:1]:
         bits = [int(word) & (1 << 64) - 1 for word in event.mismatch[entry]]
@@ -92,6 +96,22 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
         request = event.requests.get(slot // event.group.block_size)
         place = {"position": None, "request_id": request, "site": ("move", 0), "step": step, "message": message}
         yield _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place)
+
+
+def _of_load(canary: PagedCanary, event: Event, load: Load, step: int) -> Iterator[Violation]:
+    """T1 of the first wrong entry of a load, with what the connector did to it."""
+    group, layers, pool = event.group, event.layers, _pool(canary, event.group, event.layers)
+    arrival = arrival_of(pool, group, layers, load, canary.writers)
+    [own] = arrival.pools
+    place, entry = first_wrong(load, group)
+    slot = int(load.slots[entry])
+    count = f"{int(load.wrong.sum())} of {int(load.is_known.sum())} entries that were compared differ"
+    yield Violation(
+        event.code, pool, slot, int(load.positions[entry]), load.request, ("load", 0), step, own.layers,
+        arrival=arrival, arrived_as=place, message=f"{event.what}, {count}",
+        word=arrival.words.get((pool.pool_id, slot)),
+        notes=(_place(group, slot, [layers.names[n] for n in own.layers]),),
+    )  # fmt: skip
 
 
 def _of_bytes(

@@ -15,7 +15,7 @@ import torch
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.connector import Loads
+from kvcanary.adapters.vllm.connector import Loads, connector_name
 from kvcanary.adapters.vllm.handle import Handle, salt_of
 from kvcanary.errors import AdapterError
 
@@ -110,7 +110,7 @@ class HandleV2(Handle):
             self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
             self._replace(speculator, "propose", self._propose)
         if connector is not None and hasattr(connector, "kv_connector"):
-            self._loads = Loads(canary)
+            self._loads = Loads(canary, connector_name(connector.kv_connector))
             if not hasattr(connector.pre_forward, "__wrapped__"):
                 self._replace(connector, "pre_forward", self._pre_forward)
         return canary
