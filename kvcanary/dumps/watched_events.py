@@ -21,7 +21,7 @@ KIND = "watched"  # in the manifest of such a dump
 
 
 class Line(NamedTuple):
-    """One thing that happened. `kind`: born, wrote, read, moved, freed or found."""
+    """One thing that happened. `kind`: born, wrote, moved, freed or found."""
 
     step: int
     kind: str
@@ -79,7 +79,7 @@ class _Follower:
         place = self._place(name)
         where = "" if place is None else f" for positions {place} to {place + self._size - 1}"
         if length is not None and place is not None and place < length:
-            yield "read", f"found by {name!r} in the prefix cache{where}"
+            yield "born", f"given to {name!r}{where}, computed before: a prefix hit or a load"
         else:
             yield "born", f"granted to {name!r}{where}"
 

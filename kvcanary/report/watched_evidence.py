@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcanary.calls.violation import Violation
 from kvcanary.pools.views import PoolView
+from kvcanary.provenance.bytes_of import BY_NAME, Provenance, find_provenance, holds_its_own
 from kvcanary.records.state import PoolState
 from kvcanary.report.evidence import Evidence
 from kvcanary_kernels.record import layout as record
@@ -41,6 +42,7 @@ class WatchedPool:
 
     pool_id: pools of one number share slots;  records: [slots, 8] int64, None: there are none
     label:   what findings call it; empty: as its view
+    content_a: [layers, slots] int64, fingerprint a of what was stored; None: bytes have no names
     """
 
     view: PoolView | CacheView
@@ -48,6 +50,7 @@ class WatchedPool:
     records: Tensor | None = None
     keys: Keys | None = None
     label: str = ""
+    content_a: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -88,13 +91,27 @@ class WatchedEvidence:
         declared = (self._history(violation) if place < MOST_HISTORIES else ()) or (
             "nobody tells this canary of grants and frees",
         )
+        provenance = _provenance(violation) if place < MOST_HISTORIES else ()
+        named = provenance[0].slot if provenance else None
         return Evidence(
             incident,
             None,
             found,
+            provenance=provenance,
+            source=None if named is None else record.read_record(violation.pool.records, named),
+            source_is_damaged=named is not None and not holds_its_own(violation.pool, violation.layers[0], named),
             writer=self._writers.get(found.request) if found is not None and found.site else None,
             word=violation.word,
             history=declared if violation.row_number is None else (f"row {violation.row_number} of the batch",),
             readers=tuple(names),
             exposed_tokens=0 if violation.last_good is None else max(0, violation.step - violation.last_good - 1),
         )
+
+
+def _provenance(violation: Violation) -> tuple[Provenance, ...]:
+    """Of bytes that changed by more than a word: for which slot they were written, where a fingerprint says so."""
+    pool = violation.pool
+    is_known = violation.code == "R9" and violation.word is None and bool(violation.layers)
+    if not is_known or pool.content_a is None or not 0 <= violation.slot < len(pool.records):
+        return ()
+    return find_provenance(pool, violation.slot, violation.layers[0], hypotheses=BY_NAME)

@@ -16,7 +16,7 @@ from kvcanary.adapters.observed.state import Group, Layers
 from kvcanary.config import CanaryConfig
 from kvcanary.dumps.watched_writing import SeenRow, SeenSlot
 from kvcanary.report.finding import Finding
-from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, TOKEN_POSITION, read_record
+from kvcanary_kernels.record.layout import CHAIN, MASK_32, REQUEST_GENERATION, STEP_SITE, TOKEN_POSITION, read_record
 from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
 
@@ -93,66 +93,73 @@ def seen_rows(canary: WatchedCanary, findings: Sequence[Finding]) -> Iterator[Se
 
 
 def _around(canary: WatchedCanary, number: int, finding: Finding, place: Place) -> Iterator[SeenSlot]:
-    group = place.group
-    slots, positions = _neighbours(canary, finding, place)
-    where = torch.tensor(slots, device=group.records.device)
-    records = group.records[where].cpu()
-    differs, taken, found = _compared(group, where)
-    left = MOST_NAMED
-    for entry, slot in enumerate(slots):
-        words = records[entry].numpy().view(np.uint64)[:4]
-        is_written = bool(int(words[STEP_SITE]) >> 32)
-        wrong = differs[:, entry].nonzero()[:, 0].tolist()
-        layer = wrong[0] if wrong else 0
-        same: tuple[dict[str, Any], ...] = ()
-        if wrong and left:
-            left -= 1
-            same = tuple(_same(canary, group, layer, int(found[layer, entry]), slot))
-        names = [name for layers in group.layers for name in layers.names]
+    group, left = place.group, MOST_NAMED
+    pairs = _neighbours(canary, finding, place)
+    where = torch.tensor([slot for slot, _ in pairs], dtype=torch.int64, device=group.records.device)
+    records = group.records[where].cpu().numpy().view(np.uint64)[:, :4]
+    names = [name for layers in group.layers for name in layers.names]
+    differs, taken, found, recorded = _compared(group, where)
+    for entry, (slot, position) in enumerate(pairs):
+        words, wrong = records[entry], differs[:, entry].nonzero()[:, 0].tolist()
+        is_written, layer = bool(int(words[STEP_SITE]) >> 32), wrong[0] if wrong else 0
+        is_looked_for, left = bool(wrong) and left > 0, left - bool(wrong)
+        same = _same(canary, group, layer, int(found[layer, entry]), slot) if is_looked_for else ()
         yield SeenSlot(
             finding=number,
             group=group.number,
             slot=slot,
-            position=positions[entry],
+            position=position,
             words=words if is_written else None,
-            writer=canary.writers.get(int(words[2]) & MASK_32) if is_written else None,
+            writer=canary.writers.get(int(words[REQUEST_GENERATION]) & MASK_32) if is_written else None,
             wrong=tuple(names[n] for n in wrong),
             is_taken=bool(taken[entry]),
-            recorded=int(_recorded(group, layer, slot)),
+            recorded=int(recorded[layer, entry]),
             found=int(found[layer, entry]),
-            same=same,
+            same=tuple(same),
         )
 
 
-def _neighbours(canary: WatchedCanary, finding: Finding, place: Place) -> tuple[list[int], list[int | None]]:
-    """Slots around a finding and their positions in its row; those of its block where it has no row."""
-    group, size = place.group, place.group.block_size
-    num_slots = len(group.records)
+Pairs = list[tuple[int, int | None]]
+
+
+def _neighbours(canary: WatchedCanary, finding: Finding, place: Place) -> Pairs:
+    """Slots around a finding, each with its position in the row; those of its block where it has no row."""
     if place.number is not None:
-        number, line = place.number, canary.kept[canary.groups.index(group)]
-        position = finding.position
-        if position is None:
-            [blocks] = [line[number].tolist()]
-            position = (
-                blocks.index(finding.slot // size) * size + finding.slot % size
-                if finding.slot // size in blocks
-                else None
-            )
+        line = canary.kept[canary.groups.index(place.group)][place.number : place.number + 1]
+        position = _position(finding, line, place.group.block_size)
         if position is not None:
-            end = max(_end(canary, number, group), position + 1)
-            wanted = torch.arange(max(0, position - AROUND), min(end, position + AROUND + 1), device=line.device)
-            slots = table_slots(line[number : number + 1], wanted[None], size)[0].tolist()
-            pairs = list(zip(slots, wanted.tolist(), strict=True))
-            if finding.slot not in slots:
-                pairs.append((finding.slot, None))
-            pairs = [pair for pair in pairs if 0 <= pair[0] < num_slots]
-            return [slot for slot, _ in pairs], [position for _, position in pairs]
+            return _along(canary, finding, place, line, position)
+    return _in_block(finding, place.group)
+
+
+def _position(finding: Finding, line: Tensor, size: int) -> int | None:
+    """Of a finding in the row with this block table [1, width]; None where the table does not lead to it."""
+    if finding.position is not None:
+        return finding.position
+    blocks = line[0].tolist()
+    block, offset = divmod(finding.slot, size)
+    return blocks.index(block) * size + offset if block in blocks else None
+
+
+def _along(canary: WatchedCanary, finding: Finding, place: Place, line: Tensor, position: int) -> Pairs:
+    """Entries of the row before and behind a position, and the slot that was found where the row leads elsewhere."""
+    group, last = place.group, position + AROUND + 1
+    end = max(_end(canary, place.number or 0, group), position + 1)
+    wanted = torch.arange(max(0, position - AROUND), min(end, last), device=line.device)
+    slots = table_slots(line, wanted[None], group.block_size)[0].tolist()
+    pairs: Pairs = list(zip(slots, wanted.tolist(), strict=True))
+    if finding.slot not in slots:
+        pairs.append((finding.slot, None))
+    return [pair for pair in pairs if 0 <= pair[0] < len(group.records)]
+
+
+def _in_block(finding: Finding, group: Group) -> Pairs:
+    size, num_slots = group.block_size, len(group.records)
     if not 0 <= finding.slot < num_slots:
-        return [], []
+        return []
     first = finding.slot // size * size
     start = max(first, min(finding.slot - SEEN_BLOCK // 2, first + size - SEEN_BLOCK))
-    slots = list(range(start, min(first + size, start + SEEN_BLOCK)))
-    return slots, [None] * len(slots)
+    return [(slot, None) for slot in range(start, min(first + size, start + SEEN_BLOCK, num_slots))]
 
 
 def _end(canary: WatchedCanary, number: int, group: Group) -> int:
@@ -162,22 +169,20 @@ def _end(canary: WatchedCanary, number: int, group: Group) -> int:
     return min(width, max(int(canary.memory.truth.ends[number]), *told[-1:], 0))
 
 
-def _compared(group: Group, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of slots [n], on the host: by layer whether the bytes are not as taken; whether any were; what they are."""
-    differs, found, taken = [], [], torch.zeros(len(slots), dtype=torch.bool)
+def _compared(group: Group, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of slots [n], on the host: [layers, n] whether the bytes are not as taken, [n] whether any were taken under the
+    record that lies there, and [layers, n] fingerprint a of what lies there and of what was taken.
+    """
+    differs, found, recorded, taken = [], [], [], torch.zeros(len(slots), dtype=torch.bool)
     for layers in group.layers:
-        own = both_fingerprints(layers.rows, slots, layers.keys)
-        is_taken = (layers.stamps[slots] == group.records[slots, CHAIN]).cpu()
-        wrong = (own != layers.fingerprints[:, :, slots]).any(0).cpu()
-        differs.append(wrong & is_taken)
+        own, held = both_fingerprints(layers.rows, slots, layers.keys), layers.fingerprints[:, :, slots]
+        chains = group.records[slots, CHAIN]
+        is_taken = (layers.stamps[slots] == chains) & ((chains != 0) | (held[0] != 0).any(0))  # 0: never
+        differs.append(((own != held).any(0) & is_taken).cpu())
         found.append(own[0].cpu())
-        taken |= is_taken
-    return torch.cat(differs), taken, torch.cat(found)
-
-
-def _recorded(group: Group, layer: int, slot: int) -> int:
-    layers, own = _layer_of(group, layer)
-    return int(layers.fingerprints[0, own, slot])
+        recorded.append(held[0].cpu())
+        taken |= is_taken.cpu()
+    return torch.cat(differs), taken, torch.cat(found), torch.cat(recorded)
 
 
 def _layer_of(group: Group, number: int) -> tuple[Layers, int]:

@@ -65,7 +65,7 @@ def loaded(
     """
     (number, request), compared, memory = row, 0, canary.memory
     tokens, chains = memory.upload(tokens), memory.upload(chains)
-    step, site = memory.upload(torch.tensor([canary.step, pack_site("load", 0)])).split(1)
+    step, site = memory.upload(torch.tensor([canary.step + 1, pack_site("load", 0)])).split(1)
     positions, none = torch.arange(len(chains), device=memory.device), torch.zeros_like(step)
     for group, line in zip(canary.groups, lines, strict=True):
         slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]

@@ -138,7 +138,8 @@ def _of_bytes(
 
 def _pool(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
     """What stands for the pool of layers that are alike."""
-    return WatchedPool.of(layers.view, group.number, group.records, layers.keys, pool_name(canary, group, layers))
+    name, stored = pool_name(canary, group, layers), layers.fingerprints[0]
+    return WatchedPool.of(layers.view, group.number, group.records, layers.keys, name, stored)
 
 
 def _place(group: Group, slot: int, names: Sequence[str] = ()) -> str:

@@ -126,8 +126,8 @@ def _answers(dump: WatchedDump, number: int, finding: Mapping[str, Any]) -> Iter
     group, slot = dump.group_of(finding["pool"]), finding["slot"]
     story = story_of_slot(dump, finding["pool"], slot)
     seen = next((s for s in dump.slots if s["finding"] == number and s["slot"] == slot), None)
-    owners = [line for line in story if line.kind in ("born", "read")]
-    before = [line for line in owners[:-1] if line.kind == "born"][-1:]
+    owners = [line for line in story if line.kind == "born"]
+    before = owners[-2:-1]
     block = f"block {slot // group['block_size']}"
     yield from (f"before that {block} was {line.text}, in step {line.step}" for line in before)
     if not owners:
@@ -153,7 +153,9 @@ def _next(dump: WatchedDump, finding: Mapping[str, Any]) -> list[str]:
     slot = f"{finding['slot']} --pool {shlex.quote(finding['pool'])}"
     place = f"kvcanary why-slot {dump.path} {slot} tells of this slot alone"
     again = "run the same requests again with KVCANARY_CONTENT=full: the first step that reads it wrongly is told then"
-    return [*advice_of(finding, is_replayed=False), *([place] if finding["pool"] in dump.pools else []), again]
+    is_late = finding["code"] == "R9" and dump.manifest["config"].get("content") != "full"
+    lines = [*advice_of(finding, is_replayed=False)]
+    return lines + [place] * (finding["pool"] in dump.pools) + [again] * is_late
 
 
 # for people
