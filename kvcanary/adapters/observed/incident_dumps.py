@@ -57,8 +57,9 @@ def block_history(canary: WatchedCanary, violation: Violation) -> tuple[str, ...
     group, kept, request = canary.groups[own[0]], canary.kept[own[0]], violation.request_id
     number = None if request is None else canary.recent.number_of(request)
     rows = {} if request is None or number is None else {request: kept[number].tolist()}
-    lines = story_of_block(canary.recent.told(), group.number, violation.page, group.block_size, rows)
-    return tuple(f"step {line.step}: block {violation.page} {line.text}" for line in lines)
+    block = violation.slot // group.block_size
+    lines = story_of_block(canary.recent.told(), group.number, block, group.block_size, rows)
+    return tuple(f"step {line.step}: block {block} {line.text}" for line in lines)
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -30,6 +30,12 @@ class StoreConnector:
         return {name: cache[kernel_blocks(blocks)].clone() for name, cache in served.caches.items()}
 
     def pre_forward(self, scheduler_output: Any) -> None:
+        self.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything is there when the load has begun."""
+
+    def start_load_kv(self) -> None:
         blocks, self.job = self.job, []
         if blocks:
             skipped = self.harm(self.kept, self.other)

@@ -47,7 +47,8 @@ def story_of_slot(dump: WatchedDump, pool: str, slot: int) -> list[Line]:
             f["step"], "found", f"{f['code']} {f['name']} at offset {f['slot'] % group['block_size']}: {f['sentence']}"
         )
         for f in dump.findings
-        if is_slot(dump, f["pool"], f["slot"]) and dump.group_of(f["pool"]) is group and f["page"] == block
+        if is_slot(dump, f["pool"], f["slot"]) and dump.group_of(f["pool"]) is group
+        if f["slot"] // group["block_size"] == block
     ]
     return sorted([*lines, *found], key=lambda line: line.step)
 
@@ -116,9 +117,8 @@ def bytes_of(seen: Mapping[str, Any]) -> str:
         return "never taken"
     if not seen["wrong"]:
         return "as written"
-    names, layers = seen["wrong"], f"layer{'s'[: len(seen['wrong']) - 1]}"
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"other: {layers} {', '.join(names[:2])}{more}"
+    names = seen["wrong"]
+    return f"other, in {names[0]}" if len(names) == 1 else f"other, in {len(names)} layers"
 
 
 def _answers(dump: WatchedDump, number: int, finding: Mapping[str, Any]) -> Iterator[str]:
