@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,14 @@ from kvcanary.manager.dump_trigger import MOST_DUMPS, SUFFIX, write_into
 from kvcanary.report.finding import Finding
 
 Collect = Callable[[Sequence[Finding], Mapping[str, Any]], WatchedSource]
+
+
+class WithCertificate(Protocol):
+    """A canary of caches without slots."""
+
+    config: CanaryConfig
+
+    def certificate(self) -> dict[str, Any]: ...
 
 
 class IncidentDumps:
@@ -89,6 +97,24 @@ def source_of(canary: WatchedCanary, findings: Sequence[Finding], environment: M
             keys=canary.memory.identity,
             content=_content(canary, findings) if canary.config.dump_content else None,
         )
+
+
+def source_without_slots(
+    canary: WithCertificate, findings: Sequence[Finding], environment: Mapping[str, Any]
+) -> WatchedSource:
+    """The same of caches that have no slots and no steps: the findings, the certificate and where this ran."""
+    return WatchedSource(
+        config=canary.config,
+        findings=findings,
+        certificate=canary.certificate(),
+        environment=machine(torch.device("cpu")) | dict(environment),
+        step=findings[0].step,
+        device="cpu",
+        groups=(),
+        steps=(),
+        slots=(),
+        rows=(),
+    )
 
 
 def _shape(canary: WatchedCanary, number: int) -> dict[str, Any]:

@@ -236,3 +236,34 @@ def test_the_json_is_what_the_text_says(serve, folder) -> None:
     assert told["same"][0]["request"] == "beside"
     far = CliRunner().invoke(main, ["why-slot", str(path), "0"])
     assert "not read" in far.stdout
+
+
+def test_a_dense_cache_leaves_its_findings(models, tmp_path) -> None:
+    """Caches of transformers have no slots: the file has the finding, the certificate and the release."""
+    from kvcanary import CanaryConfig, KVCorruptionError
+    from kvcanary.adapters.transformers import attach
+
+    model = models("Llama")
+    forward, calls = model.forward, []
+
+    def harmed(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["past_key_values"])
+        if len(calls) == 4:
+            calls[-1].layers[1].values[0, 0, 4, 3] += 1
+        return forward(*args, **kwargs)
+
+    model.forward = harmed
+    with (
+        attach(model, CanaryConfig(content="full", dump_dir=str(tmp_path))),
+        pytest.raises(KVCorruptionError) as raised,
+    ):
+        model.generate(torch.tensor([[5, 6, 7, 8, 9, 10]]), max_new_tokens=8, do_sample=False)
+    assert raised.value.report is not None
+    dump = read(Path(str(raised.value.report.dump)))
+    assert dump.manifest["environment"]["engine"] == "transformers"
+    assert dump.manifest["certificate"]["forwards"] > 0
+    shown = CliRunner().invoke(main, ["explain", str(dump.path)])
+    assert shown.stdout.startswith(
+        "content changed (R9): cache, row 0, position 4, layer 1, V, head 0, dim 3, byte 0\n"
+    )
+    assert CliRunner().invoke(main, ["why-slot", str(dump.path), "4"]).exit_code == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcanary.dumps.watched_events import Line, story_of_block
@@ -23,6 +23,7 @@ def explain_watched(dump: WatchedDump, number: int) -> dict[str, Any]:
     return {
         "finding": finding,
         "environment": dump.manifest["environment"],
+        "pools": list(dump.pools),
         "now": truth_of_slot(dump, finding["pool"], finding["slot"]) if is_place else None,
         "story": [line._asdict() for line in story_of_slot(dump, finding["pool"], finding["slot"])] if is_place else [],
         "row": _row(dump, number, finding),
@@ -163,7 +164,7 @@ def _next(dump: WatchedDump, finding: Mapping[str, Any]) -> list[str]:
 
 def explain_watched_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     finding, now = facts["finding"], facts["now"]
-    yield f"{finding['name']} ({finding['code']}): {_place(finding, now)}"
+    yield f"{finding['name']} ({finding['code']}): {_place(finding, now, facts['pools'])}"
     yield f"  {finding['sentence']}"
     yield f"  step {finding['step']}, {site_name(*finding['site'])}{_reader(finding)}"
     if finding["readers"]:
@@ -189,11 +190,13 @@ def explain_watched_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  - {text}" for text in facts["next"])
 
 
-def _place(finding: Mapping[str, Any], now: Mapping[str, Any] | None) -> str:
+def _place(finding: Mapping[str, Any], now: Mapping[str, Any] | None, pools: Collection[str]) -> str:
     """`target pool, slot 74 (group 0, block 18, offset 2), layer 1, V, head 1, dim 3, bit 9`."""
     where = f"{finding['pool']} pool, slot {finding['slot']}"
     if now is not None:
         where += f" (group {now['group']}, block {now['block']}, offset {now['offset']})"
+    elif finding["pool"] not in pools:
+        where = f"{finding['pool']}, row {finding['page']}, position {finding['position']}"
     layers = finding["layers"]
     if layers:
         where += f", layer{'s'[: len(layers) - 1]} {', '.join(map(str, layers[:4]))}"
