@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.connector import Loads, connector_name
@@ -72,15 +73,28 @@ class HandleV2(Handle):
                 self._pending = forward
         return result
 
-    def _pre_forward(self, method: Any, scheduler_output: Any) -> Any:
+    def _pre_forward(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if self._loads is not None:
             self._flush()
-        result = method(scheduler_output)
+            self._loads.begin()
+        result = method(*args, **kwargs)
         if self.is_armed and self._pending is not None and self._loads is not None:
             forward, self._pending = self._pending, None
+            self._loads.wait()
             self._loads.arrived(self._lines())
             self._read(forward)
         return result
+
+    def _wait_for_layer_load(self, method: Any, layer_name: str) -> Any:
+        """Attention asks for its layer: one that was waited for is there, and some connectors count the calls."""
+        return None if self._loads is not None and self._loads.was_waited_for(layer_name) else method(layer_name)
+
+    def _stored_layers(self) -> list[str]:
+        """Layers that the target's forward stores, in its order."""
+        late, groups = self._late_layers(), self.runner.kv_cache_config.kv_cache_groups
+        pooled = {name for group in groups for name in group.layer_names}
+        context = self.runner.compilation_config.static_forward_context
+        return [name for name in context if name in pooled and name not in late]
 
     def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
@@ -106,13 +120,17 @@ class HandleV2(Handle):
     def _bind(self) -> PagedCanary:
         runner, canary = self.runner, super()._bind()
         speculator, connector = getattr(runner, "speculator", None), getattr(runner, "kv_connector", None)
-        if speculator is not None and self._late_layers() and not hasattr(speculator.propose, "__wrapped__"):
+        if speculator is not None and self._late_layers() and replaced_by(speculator, "propose") is None:
             self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
-            self._replace(speculator, "propose", self._propose)
+            self._hook(speculator, ("propose",))
         if connector is not None and hasattr(connector, "kv_connector"):
-            self._loads = Loads(canary, connector_name(connector.kv_connector))
-            if not hasattr(connector.pre_forward, "__wrapped__"):
-                self._replace(connector, "pre_forward", self._pre_forward)
+            inner = connector.kv_connector
+            if replaced_by(connector, "pre_forward") is None:
+                self._hook(connector, ("pre_forward",))
+                self._hook(inner, ("wait_for_layer_load",))
+            self._loads = Loads(
+                canary, connector_name(inner), self._stored_layers(), replaced_by(inner, "wait_for_layer_load")
+            )
         return canary
 
     def _new_canary(self) -> PagedCanary:
@@ -128,8 +146,12 @@ class HandleV2(Handle):
         self._starts_at = self._starts.data_ptr()
         return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device, has_tokens=True)
 
-    def _kernel_block_size(self, group: int) -> tuple[int, int]:
-        return self.runner.kernel_block_sizes[group], self.runner.block_tables.blocks_per_kv_block[group]
+    def _table_block(self, group: int) -> tuple[int, int]:
+        tables = self.runner.block_tables
+        ratios = getattr(tables, "blocks_per_kv_block", None)  # until 0.31; then tables are by the manager's blocks
+        if ratios is None:
+            return tables.block_sizes[group], 1
+        return self.runner.kernel_block_sizes[group], ratios[group]
 
     def _late_layers(self) -> Collection[str]:
         return getattr(getattr(self.runner, "speculator", None), "draft_attn_layer_names", None) or ()

@@ -1,0 +1,43 @@
+"""Methods of an engine's instances, replaced as long as its canary is attached."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Replacements:
+    """What was replaced, and how to undo it."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Let `owner.name(...)` call `wrapper(method, ...)`, on this instance alone; `method` is the one replaced."""
+        method = getattr(owner, name)
+        own = owner.__dict__.get(name)
+
+        @functools.wraps(method)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(method, *args, **kwargs)
+
+        around.kvcanary_replaces = method  # type: ignore[attr-defined]
+        setattr(owner, name, around)
+        self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Give an instance something that it did not have."""
+        setattr(owner, name, value)
+        self._undo.append(functools.partial(delattr, owner, name))
+
+    def undo(self) -> None:
+        """All of it, the latest first. Twice is harmless."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+
+def replaced_by(owner: Any, name: str) -> Any:
+    """The method that a replacement stands for; None where there is no replacement."""
+    return getattr(getattr(owner, name), "kvcanary_replaces", None)
