@@ -1,87 +1,12 @@
-"""The checks: code, short name, plain sentence, where each is judged, which finding speaks first, and which are fed.
+"""The checks: code, short name, plain sentence, which finding speaks first, and which are fed.
 
-`kvcanary codes R9` shows one of them, with what it means for a user and what to do next (`kvcanary.advice`).
+`kvcanary codes R9` shows one of them, with where it is judged (`kvcanary_tools.places`), what it means for a user and
+what to do next (`kvcanary_tools.advice`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-# Who judges what: a function, a method or a class, as module:qualified name, and the kinds that it finds.
-
-#: On the host: eager forwards, and what it learns of captured ones.
-HOST = {
-    "kvcanary.manager.contradictions:Contradictions._report_contradiction": "L1",
-    "kvcanary.ledger.page_states:Pages._refused": "L1",
-    "kvcanary.checks.admission:refuse": "W1 W2 W3 W7 W8 R1",
-    "kvcanary.ledger.page_states:Pages._write_code": "W2 W3 W7 W8",
-    "kvcanary.checks.writes:judge_slots": "W1 W4 R1",
-    "kvcanary.checks.writes:judge_layer": "W4",
-    "kvcanary.checks.writes:judge_layers": "R12",
-    "kvcanary.checks.seals:_misplaced": "W5",
-    "kvcanary.checks.lineage:judge_lineage": "R5",
-    "kvcanary.checks.tokens:judge_tokens": "W6",
-    "kvcanary.checks.lengths:judge_lengths": "R10 H1",
-    "kvcanary.checks.lengths:judge_starts": "R10",
-    "kvcanary.checks.lengths:judge_mask": "R13",
-    "kvcanary.checks.lengths:judge_commit": "H1",
-    "kvcanary.checks.lengths:judge_collected": "H1",
-    "kvcanary.checks.rows:Reader": "R2 R3 R4 R5 R7 R8 R11 R12",
-    "kvcanary.checks.rows:Reader._judge_own": "R5",
-    "kvcanary.checks.rows:Reader._judge_truth": "R6",
-    "kvcanary.checks.rows:_null_writes": "R2",
-    "kvcanary.checks.rows:_shared_slots": "R8",
-    "kvcanary_kernels.judge.verify:verify_torch": "R2 R3 R4 R5 R7 R8 R11 R12",
-    "kvcanary.checks.grants:grant_codes": "R7 R8",
-    "kvcanary.checks.content:find_changed": "R3 R9",
-    "kvcanary.scrub.unwritten_tails:UnwrittenTails._fired": "U1",
-    "kvcanary.scrub.poison:Poisoner.granted": "P1",
-    "kvcanary.transfers.moves:Mover.apply": "T1 R9",
-    "kvcanary.transfers.moves:Mover.arrived": "T1",
-    "kvcanary.transfers.snapshots:PageSnapshots._judge": "A1",
-    "kvcanary.transfers.async_ops:AsyncOps.use": "O1",
-    "kvcanary.transfers.async_ops:AsyncOps.complete": "O1",
-    "kvcanary.transfers.async_ops:AsyncOps.free": "O1",
-    "kvcanary.captured.registry:SubstepRegistry._take": "H1",
-    "kvcanary.manager.expected_forwards:ExpectedForwards.missing": "H1",
-    "kvcanary.manager.expected_forwards:ExpectedForwards.left_out": "H1",
-    "kvcanary.manager.manager:CanaryManager.arm": "H2",
-    "kvcanary.manager.substep:SubstepCanary.open": "H2",
-    "kvcanary.captured.substep:CapturedSubstep.open": "H2",
-    "kvcanary.pools.attachment:Attachment.__init__": "H2",
-}
-
-#: On the device: captured forwards, and bytes that lie there. The torch reference stands beside each in its file.
-DEVICE = {
-    "kvcanary_kernels.judge.plan:plan": "W1 W4 W5 W9 R2 R10",
-    "kvcanary_kernels.judge.admit:page_code": "W2 W3 W7 W8",
-    "kvcanary_kernels.judge.verify:verify": "R1 R2 R3 R4 R5 R7 R8 R11 R12",
-    "kvcanary_kernels.judge.settle:settle": "W4 R5 R6 R12",
-    "kvcanary_kernels.content.check:check_content": "T1 R9",
-    "kvcanary_kernels.content.reads:judge_reads": "R9",
-    "kvcanary_kernels.content.finite:finite_check": "U1",
-    "kvcanary_kernels.content.poison:poison_check": "P1",
-}
-
-#: In caches that are only watched, those of vLLM and transformers.
-OBSERVED = {
-    "kvcanary_kernels.watch.advance:advance": "W1 W5 W6",
-    "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R10 R12",
-    "kvcanary_kernels.watch.reread:take": "W4",
-    "kvcanary_kernels.watch.reread:reread": "R9",
-    "kvcanary.adapters.observed.canary:PagedCanary.written_twice": "W4",
-    "kvcanary.adapters.observed.moves:copied": "T1",
-    "kvcanary.adapters.observed.moves:zeroed": "T1",
-    "kvcanary.adapters.observed.moves:loaded": "A1",
-    "kvcanary.adapters.transformers.judging:judge_fed": "R12",
-    "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
-    "kvcanary.adapters.transformers.judging:judge_tokens": "R6 R10",
-    "kvcanary.adapters.transformers.judging:wrong_length": "R10",
-    "kvcanary.adapters.transformers.paged_cache:BatchedCache._fed": "W5 R10",
-    "kvcanary.adapters.transformers.paged_cache:BatchedCache._judge": "R4 R6 R12",
-    "kvcanary.adapters.transformers.paged_cache:BatchedCache._reread": "R9 R12",
-    "kvcanary.adapters.transformers.paged_cache:BatchedCache.copied": "T1",
-}
 
 
 @dataclass(frozen=True)
@@ -100,23 +25,6 @@ class Code:
     def kind(self) -> str:
         """What tells it from all others."""
         return self.variant or self.code
-
-    @property
-    def host(self) -> tuple[str, ...]:
-        """Who judges it on the host; `device` and `observed`: on the device, and in caches that are only watched."""
-        return _judges(HOST, self.kind)
-
-    @property
-    def device(self) -> tuple[str, ...]:
-        return _judges(DEVICE, self.kind)
-
-    @property
-    def observed(self) -> tuple[str, ...]:
-        return _judges(OBSERVED, self.kind)
-
-
-def _judges(places: dict[str, str], kind: str) -> tuple[str, ...]:
-    return tuple(place for place, kinds in places.items() if kind in kinds.split())
 
 
 _ALL = (
@@ -181,6 +89,4 @@ SPEAK_FIRST = frozenset(code for code in CODES if RANK[code] < RANK["R1"])
 #: Checks of the bytes; the others are checks of identity.
 CONTENT_CODES = frozenset({"R9"})
 #: Checks that something feeds in this version; the others can not fire, and the certificate says so.
-_WRITES = (f"W{number}" for number in range(1, 9))
-_READS = (f"R{number}" for number in range(1, 14))
-FED = frozenset({*_WRITES, *_READS, "T1", "O1", "P1", "H1", "L1"})
+FED = frozenset(CODES) - {"W9", "H2"}

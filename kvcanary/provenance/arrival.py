@@ -73,9 +73,7 @@ class ArrivedSlots:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose bytes a slot of the trip holds: of which snapshot, and the slot's number in it; `detail`: of other
-    kinds.
-    """
+    """Whose bytes a slot of the trip holds: of which snapshot, and its number in it; `detail`: of other kinds."""
 
     kind: str
     sent: Sent | None = None

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 import kvcanary
-from kvcanary.advice import ADVICE
-from kvcanary.codes import CODES, DEVICE, FED, HOST, KINDS, NOT_FINITE, OBSERVED, Code
+from kvcanary.codes import CODES, FED, KINDS, NOT_FINITE
 from kvcanary_kernels.judge.settle import settle
+from kvcanary_tools.advice import ADVICE
 from kvcanary_tools.cli import COMMANDS
+from kvcanary_tools.places import DEVICE, HOST, OBSERVED, judges
 
 PACKAGE = Path(kvcanary.__file__).parent
 PLACES = [
@@ -104,11 +105,11 @@ def test_no_place_is_missing(room: str) -> None:
     assert {(module, code) for module, code in made - reported if module not in REPORTERS} == set()
 
 
-@pytest.mark.parametrize("code", KINDS.values(), ids=list(KINDS))
-def test_every_code_has_a_place(code: Code) -> None:
-    """Somebody judges it; on the host or on the device, if something feeds it there."""
-    assert code.host + code.device
-    assert set(code.observed) <= set(OBSERVED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_code_has_a_place(kind: str) -> None:
+    """Somebody judges it, on the host or on the device."""
+    assert judges("host", kind) + judges("device", kind)
+    assert set(judges("observed", kind)) <= set(OBSERVED)
 
 
 def test_what_nothing_is_watched_for_is_not_in_the_index_of_watched_caches() -> None:
@@ -116,14 +117,15 @@ def test_what_nothing_is_watched_for_is_not_in_the_index_of_watched_caches() -> 
     pytest.importorskip("transformers")
     fed = import_module("kvcanary.adapters.observed.capabilities").PAGED_FED
     fed |= import_module("kvcanary.adapters.transformers").FED
-    assert {code.code for code in KINDS.values() if code.observed} == fed
+    assert {code.code for code in KINDS.values() if judges("observed", code.kind)} == fed
 
 
 def test_a_second_meaning_has_places_of_its_own() -> None:
     """U1 is judged elsewhere than R9, though its findings have that code."""
     assert (NOT_FINITE.code, NOT_FINITE.kind) == ("R9", "U1")
-    assert NOT_FINITE.host == ("kvcanary.scrub.unwritten_tails:UnwrittenTails._fired",)
-    assert not set(NOT_FINITE.host + NOT_FINITE.device) & set(CODES["R9"].host + CODES["R9"].device)
+    assert judges("host", "U1") == ("kvcanary.scrub.unwritten_tails:UnwrittenTails._fired",)
+    own, others = ({*judges("host", kind), *judges("device", kind)} for kind in ("U1", "R9"))
+    assert not own & others
 
 
 def test_second_meanings_follow_their_codes() -> None:

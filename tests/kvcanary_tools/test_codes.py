@@ -11,10 +11,10 @@ import pytest
 
 import kvcanary as package
 import kvcanary_kernels
-from kvcanary.advice import ADVICE
 from kvcanary.checks.content import find_changed
-from kvcanary.codes import CODES, DEVICE, HOST, KINDS, OBSERVED
-from kvcanary_tools.places import find_place
+from kvcanary.codes import CODES, KINDS
+from kvcanary_tools.advice import ADVICE
+from kvcanary_tools.places import DEVICE, HOST, OBSERVED, find_place
 
 ROOTS = {one.__name__: Path(one.__file__).parent.parent for one in (package, kvcanary_kernels)}
 

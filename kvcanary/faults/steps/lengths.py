@@ -12,7 +12,7 @@ from kvcanary.faults.helpers.harmless import come_and_go, lengthen_plans
 from kvcanary.faults.helpers.reach import root_forward, submit_prompt, written_of
 from kvcanary.faults.steps.draft import CHUNK
 from kvcanary.faults.target import Call, Setup, Target
-from kvcanary.invariants.lengths import MOST_STILL_STEPS
+from kvcanary.invariants import MOST_STILL_STEPS
 
 if TYPE_CHECKING:
     from kvcanary.pools.plans import ReadPlan

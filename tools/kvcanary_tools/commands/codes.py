@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvcanary.codes import Code
 
 WIDTH = 100
-#: How the places are called, by the field of `Code` that names them.
+#: How the places are called, by the table that names them.
 SIDES = {"host": "on the host", "device": "on the device", "observed": "in watched caches"}
 
 
@@ -58,8 +58,8 @@ def _chosen(names: Sequence[str]) -> list[Code]:
 
 
 def _as_dict(code: Code) -> dict[str, Any]:
-    from kvcanary.advice import ADVICE
-    from kvcanary_tools.places import find_place
+    from kvcanary_tools.advice import ADVICE
+    from kvcanary_tools.places import find_place, judges
 
     return {
         "code": code.code,
@@ -67,7 +67,7 @@ def _as_dict(code: Code) -> dict[str, Any]:
         "name": code.name,
         "sentence": code.sentence,
         **ADVICE[code.kind]._asdict(),
-        **{side: [find_place(place)._asdict() for place in getattr(code, side)] for side in SIDES},
+        **{side: [find_place(place)._asdict() for place in judges(side, code.kind)] for side in SIDES},
     }
 
 
