@@ -251,6 +251,7 @@ def test_a_move_of_slots_that_are_none_is_not_done(slot):
 def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, reported: int) -> None:
     """Where the disk has no loops one event tells of the wait, however many are compiled; else none does."""
     made = SimpleNamespace(stats=SimpleNamespace(cache_misses=misses))
+    monkeypatch.setattr(memory, "LOOPS", {})
     monkeypatch.setattr(memory, "njit", lambda *signature, **settings: lambda function: made)
     memory._log_the_wait.cache_clear()
     with capture_logs() as logs:
@@ -259,12 +260,11 @@ def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, reported:
 
 
 NUMBERS, CALLED, LOOPED = (
-    "from kvcanary.native.jit import struct_at\nfrom kvcanary.native.layout import struct\n"
-    "PLACE, own_at = {}, struct_at(struct('Own', {!r}))",
+    "from kvcanary.native.layout import struct\nPLACE, OWN = {}, struct('Own', {!r})",
     "from kvcanary.native.jit import loop\n@loop()\ndef called(n):\n    return n + {}",
-    "import numpy as np\nfrom called import called\nfrom kvcanary.native.jit import loop\n"
-    "from numbers_of import PLACE, own_at\n@loop('int64(int64, int64)')\ndef looped(n, card):\n"
-    "    return called(n) + PLACE + own_at(card).value\n"
+    "import numpy as np\nimport numbers_of\nfrom called import called\nfrom kvcanary.native.jit import loop, view\n"
+    "from numbers_of import OWN\n@loop('int64(int64, int64)')\ndef looped(n, card):\n"
+    "    return called(n) + numbers_of.PLACE + view(OWN, card).value\n"
     "card = np.array([100, 200])\nprint(looped(0, card.ctypes.data))",
 )
 
@@ -286,7 +286,7 @@ def test_a_loop_is_compiled_again_when_what_it_takes_from_other_files_changes(tm
 
 def test_loops_over_numbers_are_entered_without_a_search_for_types():
     """Python calls what was compiled for them; the number of arguments is looked at, and kinds are made to fit."""
-    entered = [name for name in loops.__all__ if not hasattr(getattr(loops, name), "signatures")]
+    entered = [name for name in memory.LOOPS if not hasattr(getattr(loops, name), "signatures")]
     assert {"launch_runs", "collect_quiet", "append_tokens", "commit_rows", "finalise_runs", "end_rows"} <= set(entered)
     with pytest.raises(TypeError, match="3 arguments, got 2"):
         loops.grow_chain(1, 2)

@@ -288,7 +288,8 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
             (run.substep.site, run.written and run.written.tolist(), run.committed, run.accepted is None, run.turn)
             for run in runs_of(static.launched)
         ]
-        reported = [event[1][event[2]] for event in canary.recorder.segments[-1].events if event[0] == "launch"][-4:]
+        events = [event for event in canary.recorder.segments[-1].events if event[0] == "launch"]
+        reported = [launched.launches[number] for _, launched, number in events[-4:]]
         recorded = [(launch.number, [*launch.written], launch.reads) for launch in reported]
         sent = static.send(one.step)
         structs = sent.pending.structs
