@@ -267,7 +267,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     not_finite,
 )
 #: Those that a fingerprint alone answers.
-BY_NAME: tuple[Hypothesis, ...] = (of_the_next_slot, of_another_slot)
+BY_NAME: tuple[Hypothesis, ...] = (of_another_slot,)
 #: Of bytes that nobody has written.
 UNWRITTEN_HYPOTHESES: tuple[Hypothesis, ...] = (poisoned, not_finite)
 
