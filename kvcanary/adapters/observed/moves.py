@@ -19,6 +19,8 @@ from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.walk import table_slots
 
+NO_NAMES = "entries loaded into a further group, whose bytes are not compared"
+
 
 def copied(
     canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests: Mapping[int, str], what: str = "blocks"
@@ -88,7 +90,10 @@ def loaded(
         for each in group.layers:
             canary.launches.take_now(group, each, slots, own)
         wanted, is_known = names.fingerprint_of(own)
-        canary.coverage.skip("entries loaded under a prefix that nobody wrote here", int((~is_known).sum()))
+        if group is not canary.groups[0]:
+            is_known = torch.zeros_like(is_known)  # names are those of the first group's bytes
+        why = "entries loaded under a prefix that nobody wrote here" if group is canary.groups[0] else NO_NAMES
+        canary.coverage.skip(why, int((~is_known).sum()))
         compared += int(is_known.sum())
         wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
         memory.total += wrong.sum()

