@@ -7,11 +7,10 @@ from pathlib import Path
 
 from kvcanary.codes import CODES, KINDS
 from kvcanary_tools.pages.marks import put_between
-from kvcanary_tools.places import find_place
+from kvcanary_tools.places import SIDES, find_place, judges
 
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 BEGIN, END = "<!-- codes: begin -->", "<!-- codes: end -->"
-SIDES = ("host", "device", "observed")
 
 
 def lines() -> Iterator[str]:
@@ -27,7 +26,7 @@ def lines() -> Iterator[str]:
 
 def _files(code: str, side: str) -> str:
     """Of everything that the code means, each file once."""
-    places = [place for kind in KINDS.values() if kind.code == code for place in getattr(kind, side)]
+    places = [place for kind in KINDS.values() if kind.code == code for place in judges(side, kind.kind)]
     paths = dict.fromkeys(Path(*Path(find_place(place).path).parts[1:]).as_posix() for place in places)
     return ", ".join(f"`{path}`" for path in paths)
 
