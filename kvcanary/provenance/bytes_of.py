@@ -256,6 +256,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     slipped,
     not_finite,
 )
+#: Those that a fingerprint alone answers.
+BY_NAME: tuple[Hypothesis, ...] = (of_another_slot,)
 #: Of bytes that nobody has written.
 UNWRITTEN_HYPOTHESES: tuple[Hypothesis, ...] = (poisoned, not_finite)
 

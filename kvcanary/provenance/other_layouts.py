@@ -170,7 +170,7 @@ def _heads(scene: _Scene) -> Guess | None:
     parts = scene.arrived_slots.pool.view.parts
     sums: dict[int, Ints] = {}  # by part [orders, n]: what each order would add
     heads = parts[0].heads
-    orders = np.array(list(_orders(heads)), np.int64).reshape(-1, heads)
+    orders = np.array(list(orders_of(heads)), np.int64).reshape(-1, heads)
     for number, part in enumerate(parts):
         keys = scene.keys(number)
         if part.heads == heads and len(keys) % heads == 0 and len(orders):
@@ -187,8 +187,8 @@ def _heads(scene: _Scene) -> Guess | None:
     return None
 
 
-def _orders(heads: int) -> Iterator[tuple[int, ...]]:
-    """Orders of heads that a copy may make, but the right one: all of few; else rotations, exchanges and strides."""
+def orders_of(heads: int) -> Iterator[tuple[int, ...]]:
+    """Orders that a copy may make of heads or layers, but the right one: all of few; else shifts, swaps, strides."""
     right = tuple(range(heads))
     if heads <= FEW_HEADS:
         yield from (order for order in permutations(right) if order != right)
@@ -218,7 +218,7 @@ def _page_axes(scene: _Scene) -> Guess | None:
     if any(len(scene.keys(number)) % part.heads for number, part in enumerate(parts)):
         return None
     by_head = [scene.part(rows, number).unflatten(1, (part.heads, -1)) for number, part in enumerate(parts)]
-    for turn in (_turned, _turned_back):
+    for turn in (turned, turned_back):
         undone = torch.cat([turn(values) if values.shape[1] > 1 else values.flatten(1) for values in by_head], dim=1)
         words = undone[slots % size].to(torch.int32).to(arrived_slots.pool.records.device)
         if (fingerprints_of_rows(arrived_slots.pool, scene.layer, words).cpu().numpy() == wanted).all():
@@ -227,13 +227,13 @@ def _page_axes(scene: _Scene) -> Guess | None:
     return None
 
 
-def _turned(values: Tensor) -> Tensor:
+def turned(values: Tensor) -> Tensor:
     """[slots, heads, words] that lie as [heads, slots, words], as [slots, heads * words]."""
     slots, heads, words = values.shape
     return values.reshape(heads, slots, words).transpose(0, 1).flatten(1)
 
 
-def _turned_back(values: Tensor) -> Tensor:
+def turned_back(values: Tensor) -> Tensor:
     """The other way round."""
     return values.transpose(0, 1).reshape(len(values), -1)
 

@@ -39,10 +39,12 @@ def evidence_of(arrival: Arrival, kind: str) -> tuple[str, ...]:
         return tuple(lines)
     _, origins = arrival.first(kind)
     lines += _way(trip, origins)
-    if kind == UNKNOWN:
+    if kind == UNKNOWN and trip.pages[0][0].number:
         forgotten = f", {arrival.num_forgotten} older ones are forgotten" if arrival.num_forgotten else ""
         lines.append(f"compared with zeros, poison, what lay there before and {arrival.num_known} snapshots{forgotten}")
     sent, number, into = trip.pages[min(origins) // trip.page_size]
+    if not sent.number:
+        return *lines, f"{_page(trip, min(origins))} was loaded into block {into} by {trip.how} in step {trip.step}"
     left = f"{_page(trip, min(origins))} left from page {sent.pages[number]} in step {sent.step}"
     return *lines, f"{left}, and came back by {trip.how} into page {into} in step {trip.step}"
 
@@ -50,6 +52,8 @@ def evidence_of(arrival: Arrival, kind: str) -> tuple[str, ...]:
 def expected_of(arrival: Arrival, place: int) -> dict[str, Any]:
     """Of the slot with this number among those of the trip."""
     sent, page, _ = arrival.trip.pages[place // arrival.trip.page_size]
+    if not sent.number:
+        return {"block_of_row": page, "bytes": "those written here under the same prefix"}
     left = {"left_from_page": sent.pages[page], "left_in_step": sent.step}
     return {"parcel": sent.number, "page_of_parcel": page} | left
 
@@ -139,7 +143,9 @@ def _stale(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> s
     here, origin = _page(arrival.trip, min(origins)), origins[min(origins)]
     if origin.detail and origin.sent is not None:
         return f"{here} came back as it was saved in step {origin.sent.step}, and it was {origin.detail}"
-    left = "" if origin.sent is None else f", an earlier one, which left in step {origin.sent.step}"
+    if origin.sent is None:
+        return f"{here} was not overwritten, others behind it were: it holds {origin.detail}"
+    left = f", an earlier one, which left in step {origin.sent.step}"
     return f"{here} came back with the bytes of {_name(arrival.trip, origin)}{left}"
 
 
@@ -188,6 +194,8 @@ def _way(trip: Trip, origins: dict[int, Origin]) -> Iterable[str]:
 def _page(trip: Trip, place: int) -> str:
     """That of the slot with this number among those of the trip."""
     sent, number, _ = trip.pages[place // trip.page_size]
+    if not sent.number:
+        return f"block {number} of the row"
     return f"page {number} of snapshot {sent.number}"
 
 

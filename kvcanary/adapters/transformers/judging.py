@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import expect_watching
+from kvcanary.adapters.observed.incident_dumps import IncidentDumps, source_without_slots
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.violation import Violation
 from kvcanary.config import CanaryConfig
@@ -75,7 +79,9 @@ class DenseCanary:
     def __init__(self, config: CanaryConfig) -> None:
         expect_watching(config, "one row of a running generate")
         self.config, self.coverage = config, Coverage()
-        self._response = Response(config, Describer(WatchedEvidence({}).read))
+        self.dumps = IncidentDumps(config, functools.partial(source_without_slots, weakref.proxy(self)))
+        self.dumps.environment = {"engine": "transformers", "version": version("transformers")}
+        self._response = Response(config, Describer(WatchedEvidence({}).read), dump=self.dumps.on_finding)
         self.log = self._response.log
         self.layers_seen = 1
         self.num_layers = 4  # that keys are made for at once

@@ -16,7 +16,7 @@ import torch
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.connector import Loads
+from kvcanary.adapters.vllm.connector import Loads, connector_name
 from kvcanary.adapters.vllm.handle import Handle, salt_of
 from kvcanary.errors import AdapterError
 
@@ -128,7 +128,9 @@ class HandleV2(Handle):
             if replaced_by(connector, "pre_forward") is None:
                 self._hook(connector, ("pre_forward",))
                 self._hook(inner, ("wait_for_layer_load",))
-            self._loads = Loads(canary, self._stored_layers(), replaced_by(inner, "wait_for_layer_load"))
+            self._loads = Loads(
+                canary, connector_name(inner), self._stored_layers(), replaced_by(inner, "wait_for_layer_load")
+            )
         return canary
 
     def _new_canary(self) -> PagedCanary:
