@@ -1,11 +1,23 @@
-"""Compatibility: whether the names and signatures that an adapter leans on are still there."""
+"""Compatibility: which releases of a host are accepted, and whether the names that an adapter uses are still there."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+
+import structlog
+
+from kvcanary.errors import CanaryConfigError
+
+#: The variable that refuses every release that is not among the tested ones; any other value than `strict` is refused.
+ACCEPT = "KVCANARY_ACCEPT"
+DOCS = "docs/adapters.md#compatibility"
+_events = structlog.get_logger("kvcanary")
+_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -20,9 +32,37 @@ class Needed:
     among: tuple[str, ...] = ()
 
 
+def accept(host: str, version: str, tested: Sequence[str]) -> str | None:
+    """None where this release of a host may be attached to, else the sentence that refuses it.
+
+    tested: releases as `major.minor`, oldest first
+    A release outside of their range is accepted and told once a process (`kvcanary.untested_release`): names and
+    signatures decide. With KVCANARY_ACCEPT=strict only tested releases are accepted.
+    """
+    policy = os.environ.get(ACCEPT, "").strip().lower()
+    if policy not in ("", "strict"):
+        raise CanaryConfigError(f"{ACCEPT} must be 'strict' or unset, got {policy!r}")
+    release = _release(version)
+    if release in [_release(own) for own in tested]:
+        return None
+    if policy == "strict":
+        return f"{host} {version} is not known here: install {' or '.join(tested)}"
+    is_inside = release is not None and _release(tested[0]) < release < _release(tested[-1])  # type: ignore[operator]
+    if not is_inside and (host, version) not in _warned:
+        _warned.add((host, version))
+        _events.warning("kvcanary.untested_release", host=host, version=version, tested=list(tested), docs=DOCS)
+    return None
+
+
 def missing(needs: Iterable[Needed]) -> list[str]:
     """What is gone or has other parameters than these, one sentence each."""
     return [sentence for need in needs if (sentence := _fault(need))]
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """(major, minor); None where the version does not begin with both."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _fault(need: Needed) -> str:
