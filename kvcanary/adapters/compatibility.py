@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import structlog
 
@@ -59,6 +60,15 @@ def missing(needs: Iterable[Needed]) -> list[str]:
     return [sentence for need in needs if (sentence := _fault(need))]
 
 
+def resolved(name: str) -> Any:
+    """What `package.module:Class.method` names; ImportError or AttributeError where it is gone."""
+    module, _, path = name.partition(":")
+    found = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
 def _release(version: str) -> tuple[int, int] | None:
     """(major, minor); None where the version does not begin with both."""
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -66,16 +76,13 @@ def _release(version: str) -> tuple[int, int] | None:
 
 
 def _fault(need: Needed) -> str:
-    module, _, path = need.name.partition(":")
     try:
-        found = import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
+        found = resolved(need.name)
     except (ImportError, AttributeError):
         return f"{need.name} is gone"
     if not need.parameters and not need.among:
         return ""
-    parameters = tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+    parameters = tuple(inspect.signature(found).parameters)
     begins = parameters[: len(need.parameters)]
     if begins != need.parameters:
         return f"{need.name} must begin with ({', '.join(need.parameters)}), got ({', '.join(begins)})"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import expect_watching
+from kvcanary.adapters.transformers.needs import TESTED
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.violation import Violation
 from kvcanary.config import CanaryConfig
@@ -72,9 +73,10 @@ def dense_violation(
 class DenseCanary:
     """What all caches of one attachment share: settings, keys, counters and findings. A copy of a cache keeps it."""
 
-    def __init__(self, config: CanaryConfig) -> None:
+    def __init__(self, config: CanaryConfig, closed: Mapping[str, str] | None = None) -> None:
+        """`closed`: by path of needs.py, what is gone of its names."""
         expect_watching(config, "one row of a running generate")
-        self.config, self.coverage = config, Coverage()
+        self.config, self.coverage, self.closed = config, Coverage(), dict(closed or {})
         self._response = Response(config, Describer(WatchedEvidence({}).read))
         self.log = self._response.log
         self.layers_seen = 1
@@ -161,7 +163,14 @@ class DenseCanary:
     def certificate(self, live_bytes: int = 0) -> dict[str, Any]:
         """What was checked, what was not and why; the same keys as that of an engine's canary."""
         fed = self.fed - {"R4", "T1"} if self.config.content == "write" else self.fed
-        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), self.log, fed)
+        made = certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), self.log, fed)
+        return made | ({"closed_paths": dict(self.closed)} if self.closed else {})
+
+    def closed_error(self, path: str) -> AdapterError:
+        """Why this path cannot be watched in this release."""
+        return AdapterError(
+            f"{path} is not watched: {self.closed[path]}; install a release of {TESTED[0]} to {TESTED[-1]}"
+        )
 
 
 def _is_dense(k: Tensor, v: Tensor) -> bool:

@@ -138,6 +138,7 @@ class BatchedCache:
     def before(self, tokens: Tensor, positions: Tensor, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
         """A forward is about to run on the oldest batch that was placed: judge its reads, seal what it writes."""
         if not self._queue:
+            self._batch = None
             self.canary.coverage.skip("batches that nobody placed", 1)
             return
         _, parts = self._queue.pop(0)
@@ -154,6 +155,12 @@ class BatchedCache:
         for group in self.groups:
             violations += self._judge(batch, group, read[group.number].cpu(), write[group.number].cpu(), offsets)
         self.canary.report(violations, self.step)
+
+    def skip(self) -> None:
+        """A forward of the oldest batch that was placed is not followed: nobody knows its tokens any more."""
+        self._batch = None
+        for part in self._queue.pop(0)[1] if self._queue else ():
+            self.rows[part.request] = Row(None)
 
     def _fed(self, number: int, part: Part, tokens: Tensor, positions: Tensor) -> Iterator[Violation]:
         row = self.rows[part.request]
