@@ -79,6 +79,10 @@ class DenseRows:
     tokens: Tensor | None = None
     step: int = 0
     last_layer: int = -1
+    pool_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool_id = self.canary.new_pool()
 
     @property
     def length(self) -> int:
@@ -124,13 +128,15 @@ class DenseRows:
         if said != own.length:
             violation = wrong_length(layer, own.length, said, site)
             self.adopt(layer, *read, said)
-            canary.report([violation], self.step)
+            canary.report([violation], self.step, self.pool_id)
             return
         first = own.length - min(read[0].shape[2], own.length)
         self._count_unread(own, first, before)
         canary.coverage.slots_checked += fingerprints.shape[1] * (own.length - first)
         looks = [Reread(layer, *read, first, *bounds, before, site) for bounds in self._planned(layer, first, before)]
-        canary.report([violation for reread in looks for violation in self._violations(reread)], self.step)
+        canary.report(
+            [violation for reread in looks for violation in self._violations(reread)], self.step, self.pool_id
+        )
 
     def cropped(self, count: int, said: Said, held: Held) -> None:
         """The last `count` entries are to be gone (R10)."""
@@ -141,7 +147,7 @@ class DenseRows:
             if said(layer) != length:
                 violations.append(wrong_length(layer, length, said(layer), ("move", 0)))
                 self.adopt(layer, *held(layer), said(layer))
-        self.canary.report(violations, self.step)
+        self.canary.report(violations, self.step, self.pool_id)
         if self.tokens is not None and count:
             self.tokens = self.tokens[:, : max(self.tokens.shape[1] - count, 0)]
 
@@ -163,7 +169,7 @@ class DenseRows:
                 k, v = held(layer)
                 first = own.length - min(k.shape[2], own.length)
                 violations += self._violations(Reread(layer, k, v, first, first, own.length, own.length, site))
-        self.canary.report(violations, self.step)
+        self.canary.report(violations, self.step, self.pool_id)
 
     def forget(self) -> None:
         """The cache was emptied."""
@@ -180,14 +186,14 @@ class DenseRows:
             known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens
         )
         self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
-        self.canary.report(violations, self.step)
+        self.canary.report(violations, self.step, self.pool_id)
 
     def fed(self, tokens: Tensor, before: int) -> None:
         """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries."""
         length = before + tokens.shape[1]
         self.canary.coverage.peak_live_bytes = max(self.canary.coverage.peak_live_bytes, self.live_bytes)
         lengths = {layer: own.length for layer, own in self.layers.items()}
-        self.canary.report(judge_fed(lengths, length, _site(before, tokens.shape[1])), self.step)
+        self.canary.report(judge_fed(lengths, length, _site(before, tokens.shape[1])), self.step, self.pool_id)
         self.tokens = torch.cat((self._known(before, len(tokens)), tokens.cpu()), 1)
 
     # helpers

@@ -32,7 +32,8 @@ from kvcanary_kernels.record.rows import WORD_BYTES
 Site = tuple[str, int]
 Sides = tuple[dict[str, Any], dict[str, Any]]
 POOL = "cache"
-NOWHERE = WatchedPool.of(CacheView(POOL, 1))  # until it is known of how many layers the cache is
+NOWHERE = WatchedPool.of(CacheView(POOL, 1))  # until it is told of whose cache it is
+MOST_WRITERS = 1 << 16  # requests whose names are kept for reports
 NOT_KNOWN = -1  # in the place of a token id
 #: What a dense cache can feed: it has no pages, no owners and no plans.
 DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1"})
@@ -77,7 +78,9 @@ class DenseCanary:
         """`closed`: by path of needs.py, what is gone of its names."""
         expect_watching(config, "one row of a running generate")
         self.config, self.coverage, self.closed = config, Coverage(), dict(closed or {})
-        self._response = Response(config, Describer(WatchedEvidence({}).read))
+        self.writers: dict[int, str] = {}  # by the number of a request in records, its name
+        self._num_requests = self._num_pools = 0
+        self._response = Response(config, Describer(WatchedEvidence(self.writers).read))
         self.log = self._response.log
         self.layers_seen = 1
         self.num_layers = 4  # that keys are made for at once
@@ -151,13 +154,28 @@ class DenseCanary:
             keys = self._keys[words] = make_keys(self.seed, num_layers, words, device)
         return keys
 
-    def report(self, violations: Sequence[Violation], step: int) -> None:
-        """Tell of each fault once. KVCorruptionError in mode raise."""
+    def new_pool(self) -> int:
+        """The number of a pool: a place that was damaged in one cache is no known place in another."""
+        self._num_pools += 1
+        return self._num_pools
+
+    def new_request(self, name: str) -> int:
+        """Its number in records."""
+        self._num_requests += 1
+        self.writers[self._num_requests] = name
+        if len(self.writers) > MOST_WRITERS:
+            del self.writers[next(iter(self.writers))]
+        return self._num_requests
+
+    def report(self, violations: Sequence[Violation], step: int, pool_id: int = 0) -> None:
+        """Tell of each fault once; `pool_id`: of those that name no pool. KVCorruptionError in mode raise."""
         if not violations:
             return
-        pool = WatchedPool.of(CacheView(POOL, self.layers_seen))
+        pool = WatchedPool.of(CacheView(POOL, self.layers_seen), pool_id)
         for violation in violations:
-            violation.pool, violation.step = pool, step
+            violation.step = step
+            if violation.pool is NOWHERE:
+                violation.pool = pool
         self._response.answer(_joined(violations), step, self.coverage)
 
     def certificate(self, live_bytes: int = 0) -> dict[str, Any]:
@@ -306,14 +324,19 @@ def locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differ
 
 
 def _joined(violations: Sequence[Violation]) -> list[Violation]:
-    """Layers in which the same fired at the same place are one violation; the rest of a row follows its first wrong
-    entry.
+    """Layers in which the same fired at the same place are one violation, and so are the rows that read it; the rest of
+    a row follows its first wrong entry.
     """
     first: dict[tuple[object, ...], Violation] = {}
     for violation in sorted(violations, key=lambda violation: (violation.position or 0, violation.layers)):
-        kept = first.setdefault((violation.code, violation.row_number, violation.position), violation)
-        if kept is not violation:
+        kept = first.setdefault((violation.code, *violation.place), violation)
+        if kept is violation:
+            continue
+        if violation.layers != kept.layers:
             kept.layers, kept.word = tuple(sorted({*kept.layers, *violation.layers})), None
+        name = violation.request_id
+        if name is not None and name not in (kept.request_id, *kept.others):
+            kept.others += (name,)
     return list(first.values())
 
 

@@ -57,6 +57,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R9", "R4", "R5", "R6"), moves.undeclared_move),
     (("R9", "P1", "T1", "R12"), bytes_.copied),
     (("R9",), bytes_.untranslated),
+    (("R9",), bytes_.stored_astray),
     (("R9",), bytes_.never_stored),
     (("R9", "P1", "T1"), bytes_.mixed_up),
     (("R9",), bytes_.cleared),
