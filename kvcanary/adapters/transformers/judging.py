@@ -33,6 +33,7 @@ Site = tuple[str, int]
 Sides = tuple[dict[str, Any], dict[str, Any]]
 POOL = "cache"
 NOWHERE = WatchedPool.of(CacheView(POOL, 1))  # until it is told of whose cache it is
+UPDATE = "update"  # who wrote, in a dense cache: rows have no requests there
 MOST_WRITERS = 1 << 16  # requests whose names are kept for reports
 NOT_KNOWN = -1  # in the place of a token id
 #: What a dense cache can feed: it has no pages, no owners and no plans.
@@ -78,7 +79,7 @@ class DenseCanary:
         """`closed`: by path of needs.py, what is gone of its names."""
         expect_watching(config, "one row of a running generate")
         self.config, self.coverage, self.closed = config, Coverage(), dict(closed or {})
-        self.writers: dict[int, str] = {}  # by the number of a request in records, its name
+        self.writers = {0: UPDATE}  # by the number of a request in records, its name
         self._num_requests = self._num_pools = 0
         self._response = Response(config, Describer(WatchedEvidence(self.writers).read))
         self.log = self._response.log
@@ -164,14 +165,19 @@ class DenseCanary:
         self._num_requests += 1
         self.writers[self._num_requests] = name
         if len(self.writers) > MOST_WRITERS:
-            del self.writers[next(iter(self.writers))]
+            del self.writers[self._num_requests - MOST_WRITERS + 1]
         return self._num_requests
 
-    def report(self, violations: Sequence[Violation], step: int, pool_id: int = 0) -> None:
-        """Tell of each fault once; `pool_id`: of those that name no pool. KVCorruptionError in mode raise."""
+    def report(
+        self, violations: Sequence[Violation], step: int, pool_id: int = 0, records: Tensor | None = None
+    ) -> None:
+        """Tell of each fault once. KVCorruptionError in mode raise.
+
+        pool_id, records: of the cache whose violations name no pool; records [positions, 8] say which forward wrote
+        """
         if not violations:
             return
-        pool = WatchedPool.of(CacheView(POOL, self.layers_seen), pool_id)
+        pool = WatchedPool.of(CacheView(POOL, self.layers_seen), pool_id, records)
         for violation in violations:
             violation.step = step
             if violation.pool is NOWHERE:

@@ -23,7 +23,7 @@ from kvcanary_tools.bench.transformers_clean import WINDOW, generate_batch  # no
 FULL = CanaryConfig(content="full", seed=7)
 
 
-#: Before 5.16 the ring of a window is read off by one: test_other_releases.py holds what is found there.
+#: Before 5.16 the ring of a window is read off by one: test_releases.py holds what is found there.
 needs_whole_ring = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 16), reason="windows are damaged in this release"
 )

@@ -81,6 +81,11 @@ def test_a_flipped_bit_is_found_where_it_is(models, generate, family: str, confi
     assert (finding.code, finding.layer, finding.page, finding.position) == ("R9", 1, 1, 9)
     assert (finding.part, finding.head, finding.dim, finding.bit) == ("V", 1, 3, 2)
     assert finding.last_good_step is not None
+    assert (finding.writer, finding.write_step, finding.write_site) == (
+        "update",
+        4,
+        ("decode", 0),
+    )  # position 9 of 7 fed
     assert finding.causes[0].family == "bits"
 
 
@@ -93,6 +98,17 @@ def test_log_mode_tells_once_and_goes_on(models, generate) -> None:
         assert {(f.code, f.layer, f.page, f.position) for f in handle.findings} == {("R9", 0, 0, 4)}
         assert [(f.incident, f.site[0]) for f in handle.findings] == [(1, "decode")]
         assert handle.certificate()["fired"]["R9"] > 5
+
+
+def test_a_fault_of_a_second_cache_is_told_again(models, generate) -> None:
+    """The same row and position of another cache is another place."""
+    model = models()
+    with attach(model, CanaryConfig(mode="log", content="full", seed=7)) as handle:
+        for _ in range(2):
+            cache = transformers.DynamicCache()
+            generate(model, **damage(cache, 12, lambda cache: flip(cache.layers[0].keys, (0, 0, 4, 1), 0)))
+        assert [finding.code for finding in handle.findings] == ["R9", "R9"]
+        assert len({finding.incident for finding in handle.findings}) == 2
 
 
 def test_exchanged_rows_are_found(models, generate) -> None:
