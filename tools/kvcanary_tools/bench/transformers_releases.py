@@ -92,7 +92,8 @@ def lines() -> Iterator[str]:
 
 def _cell(run: dict[str, Any]) -> str:
     tokens = "equal" if run["equal"] else "not equal"
-    found = f"{run['fault']}{'' if run['in_place'] else ' elsewhere'}" if run["fault"] else "not found"
+    own = "comes first" if run["codes"] else "elsewhere"
+    found = f"{run['fault']}{'' if run['in_place'] else f' {own}'}" if run["fault"] else "not found"
     codes = f" ({', '.join(run['codes'])})" if run["codes"] else ""
     return f"{run['findings']}{codes} of {run['entries']:,}; {tokens}; {found}"
 
