@@ -49,11 +49,11 @@ demo: $(STAMP)
 	@echo "demo: ten to twenty seconds on one CPU core, half a minute more the first time; nothing is downloaded"
 	"$(BIN)/kvcanary" demo
 
-test: lint docs releases
+test: lint docs
 	@echo "test: the tests, ten minutes on two CPU cores; those that need a GPU are skipped and say so"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL)
 
-test-all: lint docs releases
+test-all: lint docs
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
 
@@ -71,6 +71,7 @@ test-transformers: $(STAMP)
 	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
 
 # Releases that are known to be damaged: a test shows what is found there, and is skipped where they cannot be had.
+test test-all: releases
 RELEASES := $(wildcard tests/kvcanary/adapters/releases/*.txt)
 releases: $(STAMP)
 	@for pins in $(RELEASES); do \

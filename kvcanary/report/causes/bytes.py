@@ -187,17 +187,6 @@ def late_write(facts: Evidence) -> Cause | None:
     return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
 
 
-def stored_astray(facts: Evidence) -> Cause | None:
-    """Where nobody tells of pages: the step that reads the slot has written another position there."""
-    if facts.declared is not None or facts.record is None or facts.write_step != facts.violation.step:
-        return None
-    if facts.record.position == facts.violation.position:
-        return None
-    position = f"position {facts.record.position} of {facts.writer!r}"
-    evidence = (f"{facts.last_write} was to store {position} there",)
-    return Cause("addressing", "another row's entry was stored into this slot", "derived", evidence)
-
-
 def overwritten(facts: Evidence) -> Cause | None:
     if facts.word is not None:
         return None
