@@ -237,8 +237,9 @@ def test_a_skipped_copy_is_found(models, batch, monkeypatch) -> None:
     assert found.position is not None
 
 
-def test_a_store_that_one_layer_leaves_out_is_found(models, batch, monkeypatch) -> None:
-    """A prefill reads nothing back; the next step finds that the layer does not hold what it was given."""
+@pytest.fixture
+def without_values(monkeypatch) -> None:
+    """Layer 2 stores zeros in the place of V."""
     right = PagedAttentionCache.update
 
     @functools.wraps(right)
@@ -247,8 +248,20 @@ def test_a_store_that_one_layer_leaves_out_is_found(models, batch, monkeypatch) 
         return right(self, key_states, values, layer_idx, *args, **kwargs)
 
     monkeypatch.setattr(PagedAttentionCache, "update", update)
+
+
+def test_a_store_that_one_layer_leaves_out_is_found(models, batch, monkeypatch, without_values) -> None:
+    """A prefill reads nothing back; the next step finds that the layer does not hold what it was given."""
     found = harmed(models, batch, monkeypatch, lambda *args: None)
     assert (found.code, found.layer, found.position) == ("R9", 2, 0)
+
+
+def test_a_store_that_is_left_out_in_every_step_is_one_incident(models, batch, without_values) -> None:
+    """All requests, entry after entry: what a batch's arrays name wrong, now and later, is one fault in mode log."""
+    config = CanaryConfig(mode="log", content="full", seed=7)
+    with attach(models(batched=True), config) as handle:
+        batch(handle._model, tokens=8)
+        assert len({finding.incident for finding in handle.findings}) == 1
 
 
 def test_detach_puts_every_method_back(models) -> None:

@@ -355,6 +355,9 @@ def test_a_conversation_that_began_unwatched_goes_on(models) -> None:
         assert handle.certificate()["unchecked"]["entries taken as they lay"] == 30
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.14."), reason="windows of batches are damaged in this release"
+)
 @pytest.mark.parametrize(
     ("rows", "tokens"), [(1, 12), pytest.param(10**6, 120, marks=pytest.mark.slow)], ids=["sample", "million"]
 )
