@@ -100,7 +100,8 @@ class Response:
 
         What follows from such a forward in rows of its requests has its number, but for another such forward.
         """
-        known = [self._incidents[violation.place] for violation in incident if violation.place in self._incidents]
+        places = [place for violation in incident for place in violation.places]
+        known = [self._incidents[place] for place in places if place in self._incidents]
         if self._unhooked and not (incident[0].is_unhooked and incident[0].position is None):
             rows = [row for violation in incident if violation.code in FOLLOWING for row in self._rows(violation)]
             known += [self._unhooked[row] for row in rows if row in self._unhooked]
@@ -109,9 +110,10 @@ class Response:
             self._num_contradictions += 1
             return new
         number = known[0] if known else new
-        for violation in incident:
+        for place in places:
             if len(self._incidents) < REMEMBERED_INCIDENTS:
-                self._incidents.setdefault(violation.place, number)
+                self._incidents.setdefault(place, number)
+        for violation in incident:
             if violation.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
                 self._unhooked |= dict.fromkeys(self._rows(violation), number)
         return number

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
 from kvcanary.provenance.arrival import KINDS
-from kvcanary.report.causes import branches, hooks, identity, moves, rows, tokens, transfers, writes
+from kvcanary.report.causes import branches, hooks, identity, moves, rows, tokens, transfers, watched, writes
 from kvcanary.report.causes import bytes as bytes_
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
@@ -50,6 +50,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R9", "R4", "R5", "R6"), moves.undeclared_move),
     (("R9", "P1", "T1", "R12"), bytes_.copied),
     (("R9",), bytes_.untranslated),
+    (("R9",), watched.stored_astray),
     (("R9",), bytes_.never_stored),
     (("R9", "P1", "T1"), bytes_.mixed_up),
     (("R9",), bytes_.cleared),

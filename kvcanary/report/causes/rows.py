@@ -264,7 +264,8 @@ def _had_it(facts: Evidence, request_id: str | None) -> bool:
 def missing_layer(facts: Evidence) -> Cause | None:
     found, every = facts.record, facts.violation.pool.full_layers
     layers = ", ".join(map(str, facts.violation.layers[:4]))
-    if found is None and layers:  # in a cache without records
+    is_new = facts.declared is None and found is not None and facts.write_step == facts.violation.step
+    if layers and (found is None or is_new):  # only the forward's own values say so
         evidence = (f"layer {layers} does not hold what this forward gave it",)
     elif found is None or found.generation != facts.granted or (found.layers == every and not layers):
         return None
