@@ -38,6 +38,7 @@ from kvcanary_kernels.watch.walk import walk
 Operation = Callable[..., None]
 
 
+@dataclass(frozen=True)
 class Ops:
     """One implementation of every operation that a substep needs: the kernels."""
 
