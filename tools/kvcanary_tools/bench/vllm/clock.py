@@ -10,24 +10,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
+
+from kvcanary.adapters.hosted.replacements import Replacements
 
 OURS = ("_fetch_kernel", "_keep_kernel", "_advance_kernel", "_walk_kernel", "_reread_kernel", "_take_lanes_kernel")
 
 
 @contextmanager
-def clocked(kind: type) -> Iterator[dict[str, list[float]]]:
-    """Handles of this kind made meanwhile count, by hook, calls and seconds of their own (without the engine's)."""
+def clocked() -> Iterator[dict[str, list[float]]]:
+    """What handles replace meanwhile counts, by hook, calls and seconds of its own (without the engine's)."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    replace = kind._replace  # type: ignore[attr-defined]
+    replace = Replacements.replace
 
-    def _replace(self: Any, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def timed(self: Replacements, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         replace(self, owner, name, _timed(wrapper, spent[name]))
 
-    kind._replace = _replace  # type: ignore[attr-defined]
-    try:
+    with patch.object(Replacements, "replace", timed):
         yield spent
-    finally:
-        kind._replace = replace  # type: ignore[attr-defined]
 
 
 def _timed(wrapper: Callable[..., Any], cell: list[float]) -> Callable[..., Any]:

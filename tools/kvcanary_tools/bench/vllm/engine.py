@@ -92,7 +92,6 @@ class Bench:
 
     def compare(self, pairs: int, seconds: float) -> Iterator[dict[str, Any]]:
         """Interleaved pairs with and without, each side at least so many seconds; what was measured after each."""
-        from kvcanary.adapters.vllm.handle import Handle
 
         prompts, seconds_of_run = make_prompts(), 1.0
         result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": []}
@@ -103,7 +102,7 @@ class Bench:
         result["hooks_us"] = []  # of a step; not while turns are compared, since clocks cost too
         for _ in range(WARM_UPS):
             _, seconds_of_run = self.run(prompts)
-            with clocked(Handle) as hooks, self.watched(mode="log"), stepped(self.llm.llm_engine) as spent:
+            with clocked() as hooks, self.watched(mode="log"), stepped(self.llm.llm_engine) as spent:
                 self.run(prompts)
             result["hooks_us"].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
         result["runs_a_side"] = runs = 2 * max(1, math.ceil(seconds / seconds_of_run / 2))
@@ -157,11 +156,10 @@ class Bench:
 
     def profile(self, out: Path) -> Iterator[dict[str, Any]]:
         """Where the time goes: hooks, then kernels, then functions, which are written beside the result."""
-        from kvcanary.adapters.vllm.handle import Handle
         from kvcanary_tools.bench.vllm import clock
 
         prompts = make_prompts()
-        with clocked(Handle) as spent, self.watched(mode="log") as handle:
+        with clocked() as spent, self.watched(mode="log") as handle:
             _, seconds = self.run(prompts)
             result = clock.reported(spent, seconds) | {"forwards": handle.report()["forwards"]}
         yield result
