@@ -13,6 +13,7 @@ from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
 from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
+from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
 
 FingerprintOf = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -33,6 +34,23 @@ def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests
         layers.stamps[dst] = layers.stamps[src]
         judged = layers.stamps[dst] == held[:, CHAIN]
         _event(canary, "a copy of blocks", group, layers, dst, requests, judged)
+
+
+def moved(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Callable[[], object]) -> None:
+    """Let an engine move entries that have no records yet; what arrived must be what lay there before (T1).
+
+    src, dst: [n] slots; pairs within the null slots are padding
+    """
+    before = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
+    move()
+    is_real = dst >= group.block_size
+    for layers, wanted in zip(group.layers, before, strict=True):
+        differs = ((both_fingerprints(layers.rows, dst, layers.keys) != wanted).any(0) & is_real).T
+        numbers = torch.arange(differs.shape[1], device=dst.device)
+        bits = differs.to(torch.int64) << (numbers % 64)
+        mismatch = torch.stack([bits[:, numbers // 64 == half].sum(1) for half in (0, 1)], 1)
+        canary.memory.total += differs.any(1).sum()
+        canary.events.append(Event("T1", "a move of entries", layers, dst.clone(), mismatch, group, {}))
 
 
 def zeroed(canary: PagedCanary, group: Group, blocks: Tensor, requests: Mapping[int, str]) -> None:

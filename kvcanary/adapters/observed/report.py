@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.inputs import Fed
 from kvcanary.adapters.observed.state import Event, Group, Layers, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
@@ -50,7 +51,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 yield from _content(group, layers, *look, step.number)
             column += 1
     for event in step.events:
-        yield from _of_event(event, step.number)
+        yield from event.violations(step.number) if isinstance(event, Fed) else _of_event(event, step.number)
 
 
 def _position_at(group: Group, slot: int) -> dict[str, Any]:

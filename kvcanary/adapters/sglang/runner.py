@@ -1,0 +1,261 @@
+"""One model runner of SGLang and the pool that it stores into: what each of its forwards is about to read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.adapters.observed import moves as paged_moves
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.observed.state import Forward
+from kvcanary.adapters.sglang.layout import parts_of
+from kvcanary.config import CanaryConfig
+
+
+class WatchedRunner:
+    """The canary of one runner's pool.
+
+    A row of SGLang's `req_to_token` is a row here. Who has it now is told by its generation, which grows whenever the
+    row is given out again.
+    """
+
+    role: ClassVar[str] = "target"
+    token_offset: ClassVar[int] = 0  # the entry of position p holds the token of p + offset
+
+    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int) -> None:
+        """width: nodes of a tree that is verified; 1: nobody drafts"""
+        self.runner, self.rows, self.nodes = runner, runner.req_to_token_pool, width
+        self.num_rows, self.length = self.rows.req_to_token.shape
+        pool = runner.token_to_kv_pool
+        self.canary = PagedCanary(config, self.num_rows, width, most_tokens, pool.device)
+        for number, part in enumerate(parts_of(pool, self.role)):
+            group = self.canary.memory.add_group(number, 1, part.view.num_slots, part.window)
+            self.canary.memory.add_layers(group, part.view, part.names)
+        self._given = Given(self.num_rows, self.length, most_tokens, len(self.canary.groups), pool.device)
+        self._generations: dict[int, int] = {}
+
+    def prepare(self) -> None:
+        """Compile and capture what every forward launches."""
+        self.canary.prepare(self._empty())
+        self.canary.memory.forget()
+
+    def forget(self) -> None:
+        """Nobody answers for the bytes any more."""
+        self.canary.memory.forget()
+        self._generations.clear()
+
+    def flush(self) -> None:
+        """Do now what waits for a forward: bytes are about to go."""
+        self.canary.flush(self._empty())
+
+    def leave(self, request: Any) -> None:
+        """A request gives its row back, or loses it."""
+        number = request.kv.req_pool_idx
+        if self._generations.pop(number, None) is not None:
+            self.canary.leave([number], [request.rid])
+
+    def moved(self, method: Any, target: Tensor, source: Tensor) -> None:
+        """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
+        for group in self.canary.groups[:1]:
+            paged_moves.moved(self.canary, group, source, target, lambda: method(target, source))
+
+    @property
+    def held(self) -> list[int]:
+        """Rows that somebody has."""
+        return list(self._generations)
+
+    # forwards
+
+    def forward(self, method: Any, batch: Any, requests: Mapping[str, Any]) -> Any:
+        """Run a forward; `requests`: those that run, by name."""
+        mode = batch.forward_mode
+        if mode.is_idle():
+            return method()
+        if mode.is_target_verify():
+            return self._verify(method, batch)
+        if mode.is_extend():
+            self._admit(batch, requests)
+            new, site = np.asarray(batch.extend_seq_lens_cpu), ("prefill", 0)
+        else:
+            new, site = np.ones(batch.batch_size, dtype=np.int64), ("decode", 0)
+        fed = self._entries_of(batch, new)
+        judge_fed(self.canary, "W6", "token", fed.tokens, self._known(fed, requests), fed.entries, site)
+        self.read(fed, batch, site)
+        output = method()
+        self.canary.wrote()
+        return output
+
+    def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
+        """Record what is about to be written, and judge what is about to be read."""
+        ends = fed.lengths if fed.ends is None else fed.ends
+        numbers = batch.req_pool_indices
+        given = self._given.fill(fed, self.rows.req_to_token[numbers])
+        requests = list(batch.rids)
+        self.canary.read(Forward(requests, numbers.cpu().numpy(), site, ends, len(fed.entries.rows), *given))
+
+    def _verify(self, method: Any, batch: Any) -> Any:
+        """Nodes of trees have no places of their own yet: what is accepted is recorded when that is known."""
+        self.verified = batch, batch.input_ids.clone(), batch.out_cache_loc.clone(), batch.seq_lens.clone()
+        return method()
+
+    def accepted(self, result: Any) -> None:
+        """What the last verify accepted lies in front of its window now: judge and record it, and read its rows."""
+        batch, nodes, slots, before = self.verified
+        n, width = batch.batch_size, self.nodes
+        new = np.full(n, width)
+        offsets = torch.arange(width, device=nodes.device)
+        is_kept = offsets < result.accept_lens[:, None]
+        out = result.next_token_ids.view(n, width).to(nodes.dtype)
+        tokens = torch.cat((nodes.view(n, width)[:, :1], out[:, :-1]), 1)
+        positions = (before[:, None] + offsets).flatten()
+        entries = Entries(list(batch.rids), np.repeat(np.arange(n), width), positions, slots)
+        path = torch.zeros(n, width, dtype=torch.int64, device=nodes.device)
+        path[:, : result.accept_index.shape[1]] = result.accept_index.clamp(min=0)[:, :width]
+        fed = torch.where(is_kept, nodes[path], tokens).flatten()
+        judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
+        ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width
+        self.read(FedForward(entries, new, tokens.flatten(), before + width, ends), batch, ("verify", 0))
+        self.canary.wrote()
+
+    def _admit(self, batch: Any, requests: Mapping[str, Any]) -> None:
+        new = []
+        for place, number in enumerate(batch.req_pool_indices.tolist()):
+            generation = int(self.rows.req_generation[number])
+            if self._generations.get(number) == generation:
+                continue  # the next chunk of a row that is there
+            self._generations[number], name = generation, batch.rids[place]
+            tokens = tokens_of(requests[name])
+            own = None if tokens is None else tokens[self.token_offset :]
+            new.append((number, name, own, int(batch.extend_prefix_lens_cpu[place]), salt_of(requests[name])))
+        if new:
+            self.canary.admit(new)
+
+    def _entries_of(self, batch: Any, new: NDArray[np.integer]) -> FedForward:
+        """new: by row, entries that are written; the last ones of the row."""
+        rows = np.repeat(np.arange(len(new)), new)
+        total = len(rows)
+        entries = Entries(list(batch.rids), rows, batch.positions[:total], batch.out_cache_loc[:total])
+        return FedForward(entries, new, batch.input_ids[:total], batch.seq_lens, batch.seq_lens_cpu)
+
+    def _known(self, fed: FedForward, requests: Mapping[str, Any]) -> Tensor:
+        """[n] tokens that should be fed, UNKNOWN where the host does not know them (yet)."""
+        wanted = np.full(len(fed.entries.rows), UNKNOWN)
+        if fed.ends is not None:
+            ends = fed.ends.tolist()
+            last = np.cumsum(fed.new)
+            for row, (name, end) in enumerate(zip(fed.entries.requests, ends, strict=True)):
+                tokens = tokens_of(requests[name]) if name in requests else None
+                start = end - fed.new[row] + self.token_offset
+                own = [] if tokens is None else tokens[start : end + self.token_offset]
+                first = last[row] - fed.new[row]
+                wanted[first : first + len(own)] = own
+        return self.canary.memory.upload(torch.from_numpy(wanted))
+
+    def _empty(self) -> Forward:
+        """No rows, over the tensors of every forward."""
+        none = np.empty(0, dtype=np.int64)
+        return Forward((), none, ("decode", 0), torch.tensor([self.length]), 0, *self._given.tensors)
+
+
+class WatchedDraft(WatchedRunner):
+    """The canary of a draft runner: entries hold the token that follows their position.
+
+    A draft step writes what the extend of the same round writes again, so its bytes are nobody's: its positions and
+    slots are judged. What an extend writes is recorded; only what was accepted is read, from the next round on.
+    """
+
+    role = "draft"
+    token_offset = 1
+
+    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, topk: int) -> None:
+        super().__init__(runner, config, most_tokens, width)
+        self._topk, self._round, self._step = topk, None, 0
+
+    def forward(self, method: Any, batch: Any, requests: Mapping[str, Any]) -> Any:
+        mode = batch.forward_mode
+        if mode.is_draft_extend_v2():
+            fed = self._entries_of(batch, np.full(batch.batch_size, self.nodes))
+            self.read(fed, batch, ("extend", 0))
+            output = method()
+            self.canary.wrote()
+            return output
+        if mode.is_decode():
+            self._draft_step(batch)
+            return method()
+        return super().forward(method, batch, requests)
+
+    def _draft_step(self, batch: Any) -> None:
+        """Entry i of each branch lies i behind the committed ones, and for chains where the row's table says."""
+        self._step = self._step + 1 if batch is self._round else 0
+        self._round = batch
+        site, n = ("draft", self._step), batch.batch_size
+        rows = np.repeat(np.arange(n), self._topk)
+        wanted = (batch.seq_lens + self._step).repeat_interleave(self._topk)
+        slots = batch.out_cache_loc[: len(wanted)]
+        entries = Entries(list(batch.rids), rows, wanted, slots)
+        judge_fed(self.canary, "W5", "position", batch.positions[: len(wanted)], wanted, entries, site)
+        if self._topk == 1:
+            granted = self.rows.req_to_token[batch.req_pool_indices, wanted].to(slots.dtype)
+            judge_fed(self.canary, "W5", "slot", slots, granted, entries, site)
+
+
+@dataclass(frozen=True)
+class FedForward:
+    """What one forward writes.
+
+    new:     by row, how many entries
+    tokens:  [n];  lengths: [rows] entries of each row, new ones included; ends: the same on the host, if it knows
+    """
+
+    entries: Entries
+    new: NDArray[np.integer]
+    tokens: Tensor
+    lengths: Tensor
+    ends: Tensor | None
+
+
+class Given:
+    """Tensors that stay where they are, into which those of a batch are copied: launches are captured over them."""
+
+    def __init__(self, num_rows: int, width: int, most_tokens: int, num_groups: int, device: torch.device) -> None:
+        def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.table = new(num_rows, width, dtype=torch.int32)
+        self.lengths, self.starts = new(num_rows), new(num_rows + 1)
+        self.tokens, self.positions, self.slots = new(most_tokens), new(most_tokens), new(most_tokens)
+        self._tables, self._all_slots = [self.table] * num_groups, [self.slots] * num_groups
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """As `Forward` takes them."""
+        return self._tables, self.lengths, self.starts, self.tokens, self.positions, self._all_slots
+
+    def fill(self, fed: FedForward, table: Tensor) -> tuple[Any, ...]:
+        n, total = len(fed.new), len(fed.entries.rows)
+        self.table[:n].copy_(table)
+        self.lengths[:n].copy_(fed.lengths)
+        self.starts[n:] = total
+        self.starts[: n + 1].copy_(torch.from_numpy(np.cumsum([0, *fed.new])))
+        entries = fed.entries
+        for own, given in (self.tokens, fed.tokens), (self.positions, entries.positions), (self.slots, entries.slots):
+            own[:total].copy_(given)
+        return self.tensors
+
+
+def tokens_of(request: Any) -> list[int] | None:
+    """All tokens of a request as far as the host has them; None: it was given embeddings."""
+    return None if request.input_embeds is not None else [*request.origin_input_ids, *request.output_ids]
+
+
+def salt_of(request: Any) -> str:
+    """What makes equal tokens mean other K and V: the adapter, and what the client said."""
+    parts = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
+    return " ".join(str(part) for part in parts if part)
