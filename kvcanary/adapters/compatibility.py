@@ -1,28 +1,74 @@
-"""Compatibility: whether the names and signatures that an adapter leans on are still there."""
+"""Compatibility: which releases of a host are accepted, and whether the names that an adapter uses are still there."""
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import FunctionType
+
+import structlog
+
+from kvcanary.errors import CanaryConfigError
+
+#: The variable that refuses every release that is not among the tested ones; any other value than `strict` is refused.
+ACCEPT = "KVCANARY_ACCEPT"
+DOCS = "docs/adapters.md#compatibility"
+_events = structlog.get_logger("kvcanary")
+_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
 class Needed:
     """A function or class of the host, the parameters that it must begin with, and those that must be among them.
 
-    name: `package.module:Class.method`
+    name:       `package.module:Class.method`
+    attributes: what objects of this class must have: fields, properties, or what a method assigns to `self`
+    optional:   the same, of some releases only: the adapter does without
     """
 
     name: str
     parameters: tuple[str, ...] = ()
     among: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+def accept(host: str, version: str, tested: Sequence[str]) -> str | None:
+    """None where this release of a host may be attached to, else the sentence that refuses it.
+
+    tested: releases as `major.minor`, oldest first
+    A release outside of their range is accepted and told once a process (`kvcanary.untested_release`): names and
+    signatures decide. With KVCANARY_ACCEPT=strict only tested releases are accepted.
+    """
+    policy = os.environ.get(ACCEPT, "").strip().lower()
+    if policy not in ("", "strict"):
+        raise CanaryConfigError(f"{ACCEPT} must be 'strict' or unset, got {policy!r}")
+    release = _release(version)
+    if release in [_release(own) for own in tested]:
+        return None
+    if policy == "strict":
+        return f"{host} {version} is not known here: install {' or '.join(tested)}"
+    is_inside = release is not None and _release(tested[0]) < release < _release(tested[-1])  # type: ignore[operator]
+    if not is_inside and (host, version) not in _warned:
+        _warned.add((host, version))
+        _events.warning("kvcanary.untested_release", host=host, version=version, tested=list(tested), docs=DOCS)
+    return None
 
 
 def missing(needs: Iterable[Needed]) -> list[str]:
     """What is gone or has other parameters than these, one sentence each."""
     return [sentence for need in needs if (sentence := _fault(need))]
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """(major, minor); None where the version does not begin with both."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _fault(need: Needed) -> str:
@@ -33,11 +79,38 @@ def _fault(need: Needed) -> str:
             found = getattr(found, name)
     except (ImportError, AttributeError):
         return f"{need.name} is gone"
-    if not need.parameters and not need.among:
-        return ""
-    parameters = tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
-    begins = parameters[: len(need.parameters)]
+    parameters = tuple(inspect.signature(found).parameters) if need.parameters or need.among else ()  # type: ignore[arg-type]
+    attributes = attributes_of(found) if need.attributes else frozenset()  # type: ignore[arg-type]
+    return fault_of(need, parameters, attributes)
+
+
+def fault_of(need: Needed, parameters: Sequence[str], attributes: Collection[str]) -> str:
+    """What speaks against a name that is there, from its parameters and the attributes of its objects."""
+    begins = tuple(parameters[: len(need.parameters)])
     if begins != need.parameters:
         return f"{need.name} must begin with ({', '.join(need.parameters)}), got ({', '.join(begins)})"
     absent = [name for name in need.among if name not in parameters]
-    return f"{need.name} must take {', '.join(absent)}, got ({', '.join(parameters)})" if absent else ""
+    if absent:
+        return f"{need.name} must take {', '.join(absent)}, got ({', '.join(parameters)})"
+    absent = [name for name in need.attributes if name not in attributes]
+    return f"{need.name} must have {', '.join(absent)}" if absent else ""
+
+
+def attributes_of(cls: type) -> frozenset[str]:
+    """Names that objects of a class have: fields, methods, properties, and what any of its methods assigns."""
+    names = set(dir(cls))
+    for base in cls.__mro__:
+        names.update(vars(base).get("__annotations__", ()))
+        for function in _functions([value for value in vars(base).values() if callable(value)]):
+            stored = dis.get_instructions(function.__code__)
+            names.update(instruction.argval for instruction in stored if instruction.opname == "STORE_ATTR")
+    return frozenset(names)
+
+
+def _functions(values: Iterable[object]) -> Iterator[FunctionType]:
+    """Functions among these, and those that they wrap, which others may have done in any way."""
+    for value in values:
+        if isinstance(value, FunctionType):
+            yield value
+            inner = [cell.cell_contents for cell in value.__closure__ or ()]
+            yield from _functions(own for own in inner if own is not value)

@@ -21,6 +21,7 @@ from kvcanary_kernels.record.layout import (
 )
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
 from kvcanary_kernels.watch import advance as writes_of
+from kvcanary_kernels.watch import fetch as lines_of
 from kvcanary_kernels.watch import reread as fingerprints_of
 from kvcanary_kernels.watch import walk as rows_of
 from kvcanary_kernels.watch.advance import Fed
@@ -37,6 +38,8 @@ class Rig:
     device: str
     suffix: str
     tokens: list[list[int]] = field(default_factory=lambda: [[], [], [], []])
+    null_slots: int = BLOCK_SIZE
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         device = self.device
@@ -73,7 +76,8 @@ class Rig:
         make = lambda values: torch.tensor(values, dtype=torch.int32, device=self.device)  # noqa: E731
         padding = 4 - len(batch)
         numbers, lengths, starts = [*batch, *[9] * padding], lengths + [9] * padding, starts + starts[-1:] * padding
-        return Rows(make(numbers), self.table[list(batch)].contiguous(), make(lengths), make(starts))
+        table = self.table if self.in_place else self.table[list(batch)].contiguous()
+        return Rows(make(numbers), table, make(lengths), make(starts), self.in_place)
 
     def forward(self, batch: dict[int, list[int]], accepted: dict[int, int] | None = None, **changes) -> tuple:
         """Violations of walk, reread and advance of one forward; `accepted`: how much of a row is left of the last
@@ -104,7 +108,7 @@ class Rig:
 
     def watched(self, records: Tensor, num_rows: int, num_tokens: int, window: int = 0) -> Watched:
         now = torch.tensor([num_rows, num_tokens, self.step, 2, self.step % RING], device=self.device)
-        return Watched(records, self.keys, BLOCK_SIZE, window, now, self.total)
+        return Watched(records, self.keys, BLOCK_SIZE, window, now, self.total, self.null_slots)
 
     def reread(self, watched: Watched, rows: Rows, **keywords) -> None:
         self.call(fingerprints_of, "reread", watched, self.pool, rows, self.keys, fingerprints=self.fingerprints,
@@ -413,3 +417,35 @@ def test_what_is_kept_of_an_entry(rig: Rig) -> None:
     fingerprint_torch(rig.pool, slots, rig.keys, fingerprint_a=fingerprint_a, fingerprint_b=fingerprint_b)
     assert torch.equal(rig.fingerprints[0][:, slots], fingerprint_a)
     assert torch.equal(rig.fingerprints[1][:, slots].sum(0) + signed(rig.keys.start_b), fingerprint_b)
+
+
+def test_null_slots_are_those_that_the_engine_says(rig: Rig) -> None:
+    """None, one, or more than a block: R2 and W1 begin below them, and what lies at them or behind is an entry."""
+    rig.table[0, 0] = 0
+    rig.null_slots = 0
+    assert rig.forward({0: list(range(3))}) == ([None], [None], [None])
+    assert rig.forward({0: [1]}) == ([None], [None], [None])
+    rig.null_slots = 1
+    assert rig.forward({0: [2]}) == ([("R2", 0)], [None], [None])
+    rig.table[2, 0], rig.null_slots = 1, 2 * BLOCK_SIZE
+    assert rig.forward({2: [5, 6]})[2] == [("W1", 0)]
+    assert rig.slots[rig.step % RING, :2].tolist() == [-1, -1]
+
+
+def test_a_table_is_read_in_place_through_row_numbers(rig: Rig) -> None:
+    """The lines of an engine's own table, by row number, say what their copies in batch order say; keep keeps them."""
+    twin = Rig(rig.device, rig.suffix, in_place=True)
+    for own in (rig, twin):
+        assert own.forward({2: list(range(18)), 0: list(range(9))}) == CLEAN
+        assert own.forward({0: [3], 2: [4, 5]}) == CLEAN
+        own.table[2, [1, 2]] = own.table[2, [2, 1]]
+        own.kv[1].view(torch.int32)[int(own.table[0, 1]), 1, 2, 5] ^= 1
+    batch = {2: [1], 0: [2]}
+    assert rig.forward(batch) == twin.forward(batch) == ([("R4", 4), None], [None, (1, 6)], [None, None])
+    for name in ("records", "slots", "chains", "seeds", "total", "counted"):
+        assert torch.equal(getattr(rig, name), getattr(twin, name)), name
+    kept = torch.zeros_like(twin.table)
+    rows, watched = twin.rows(batch, {}), twin.watched(twin.records, 2, 2)
+    twin.call(lines_of, "keep", rows, now=watched.now, kept=kept, width=WIDTH)
+    assert torch.equal(kept[[0, 2]], twin.table[[0, 2]])
+    assert not kept[[1, 3]].any()

@@ -30,6 +30,7 @@ from kvcanary_kernels.watch.walk import (
     Truth,
     Watched,
     context_lengths,
+    lines_of,
     live_rows,
     note,
     tell,
@@ -71,7 +72,7 @@ def advance(
 
     seeds:  [>= rows, 2] int64 out, chain of what each row has so far, as the canary knows it, and whether it does
     slots:  [ring, >= n] int64 out, in the line of this step where it writes; -1 where a record would lie outside the
-            pool or in block 0
+            pool or in a null slot
     chains: [ring, >= n] int64 out, chain of each entry
     violations:   [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
             each row: W1, W5, W6 (W4 is for who takes the fingerprints)
@@ -107,7 +108,9 @@ def advance(
         truth.lines.shape[1],
         slots.stride(0),
         violations.stride(0),
+        watched.null_slots,
         PAGE=watched.block_size,
+        IN_PLACE=rows.in_place,
         HAS_TOKENS=has_tokens,
         IS_FIRST=is_first,
         BLOCK_N=BLOCK,
@@ -127,7 +130,7 @@ def advance_torch(
     is_first: bool = True,
 ) -> None:
     """The torch reference of `advance`."""
-    records, keys, block_size, _, now, total = watched
+    records, keys, block_size, _, now, total, null_slots = watched
     rows, ring_place = live_rows(rows, now)
     slots, chains, cells = slots[ring_place], chains[ring_place], violations[ring_place]
     past, numbers, tails = context_lengths(rows), rows.numbers.long(), truth.tails
@@ -136,14 +139,14 @@ def advance_torch(
         is_known = (back >= 0) & (back < truth.known[numbers])
         behind = tails[numbers].gather(1, back.clamp(0, tails.shape[1] - 1)[:, None])[:, 0]
         seeds[: len(numbers)] = torch.stack((torch.where(is_known, behind, 0), is_known), 1)
-    starts = rows.starts.tolist()
+    starts, lines = rows.starts.tolist(), lines_of(rows)
     for i, number in enumerate(numbers.tolist()):
         where, count = slice(starts[i], starts[i + 1]), starts[i + 1] - starts[i]
         slots[where] = -1
         if int(truth.ends[number]) == NOT_FOLLOWED or not count:
             continue
         tokens, positions, own = (values[where].long() for values in (fed.tokens, fed.positions, fed.slots))
-        row = torch.full_like(tokens, i)
+        row = lines[i].expand_as(tokens)
         wanted = torch.arange(count, device=tokens.device) + past[i]
         place = slot_at(PageTable(rows.table, block_size), row, wanted)
         bits = torch.where((own != place) | (positions != wanted), violation_bit("W5"), 0)
@@ -151,7 +154,7 @@ def advance_torch(
             limit = min(int(fed.num_tokens[number]), fed.all_tokens.shape[1])
             real = fed.all_tokens[number, wanted.clamp(max=max(limit - 1, 0))].long()
             bits |= torch.where((wanted < limit) & (real != tokens), violation_bit("W6"), 0)
-        is_inside = (own >= block_size) & (own < records.shape[0])
+        is_inside = (own >= null_slots) & (own < records.shape[0])
         tell_torch(cells, total, row, wanted, torch.where(is_inside, bits, violation_bit("W1")))
         bounds = torch.tensor([0, count], device=tokens.device)
         chain_scan_torch(tokens, wanted, bounds, seeds[i, :1], keys=keys, out=chains[where])
@@ -175,6 +178,7 @@ def advance_torch(
         "truth_stride",
         "slots_stride",
         "violations_stride",
+        "null_slots",
     ],
     do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "tokens", "positions", "fed_slots"],
 )
@@ -205,7 +209,9 @@ def _advance_kernel(
     truth_stride,
     slots_stride,
     violations_stride,
+    null_slots,
     PAGE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     IS_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -235,7 +241,7 @@ def _advance_kernel(
     slots += place * slots_stride
     chains += place * slots_stride
     cell = violations + place * violations_stride + i_row
-    row = table + i_row * table_stride
+    row = table + (number if IN_PLACE else i_row) * table_stride
     o_block = tl.arange(0, BLOCK_N)
     b_power = tl.load(powers + 1 + o_block)
     b_inverse = tl.load(powers + INVERSES + 1 + o_block)
@@ -263,7 +269,7 @@ def _advance_kernel(
             m_known = m_n & (b_wanted < num_known)
             b_real = tl.load(all_tokens + number * tokens_stride + b_wanted, mask=m_known, other=0).to(tl.int64)
             b_bits += tl.where(m_known & (b_real != b_token), W6, 0)
-        m_in = m_n & (b_slot >= PAGE) & (b_slot < num_slots)
+        m_in = m_n & (b_slot >= null_slots) & (b_slot < num_slots)
         b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))

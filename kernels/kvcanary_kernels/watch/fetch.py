@@ -7,7 +7,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcanary_kernels.record.device import BLOCK, tl, triton
-from kvcanary_kernels.watch.walk import NO_VIOLATION, NONE, NOW_PLACE, NOW_ROWS, NOW_STAMP, NOW_WIDTH, Rows, live_rows
+from kvcanary_kernels.watch.walk import (
+    NO_VIOLATION,
+    NONE,
+    NOW_PLACE,
+    NOW_ROWS,
+    NOW_STAMP,
+    NOW_WIDTH,
+    Rows,
+    lines_of,
+    live_rows,
+)
 
 
 def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor) -> None:
@@ -62,14 +72,15 @@ def keep(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
     width: blocks of a row, at most as many as its table has
     """
     _keep_kernel[(rows.numbers.shape[0], triton.cdiv(width, BLOCK))](
-        rows.numbers, rows.table, now, kept, width, rows.table.stride(0), kept.stride(0), BLOCK_N=BLOCK
-    )
+        rows.numbers, rows.table, now, kept, width, rows.table.stride(0), kept.stride(0),
+        IN_PLACE=rows.in_place, BLOCK_N=BLOCK,
+    )  # fmt: skip
 
 
 def keep_torch(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
     """The torch reference of `keep`."""
     rows, _ = live_rows(rows, now)
-    kept[rows.numbers.long(), :width] = rows.table[: len(rows.numbers), :width]
+    kept[rows.numbers.long(), :width] = rows.table[lines_of(rows), :width]
 
 
 @triton.jit(
@@ -108,11 +119,14 @@ def _send_kernel(total, now, out):
     do_not_specialize=["width", "table_stride", "kept_stride"],
     do_not_specialize_on_alignment=["numbers", "table", "now", "kept"],
 )
-def _keep_kernel(numbers, table, now, kept, width, table_stride, kept_stride, BLOCK_N: tl.constexpr):
+def _keep_kernel(
+    numbers, table, now, kept, width, table_stride, kept_stride, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr
+):
     i_row = tl.program_id(0).to(tl.int64)
     if i_row >= tl.load(now + NOW_ROWS):
         return
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < width
-    line = kept + tl.load(numbers + i_row).to(tl.int64) * kept_stride
-    tl.store(line + o_n, tl.load(table + i_row * table_stride + o_n, mask=m_n), mask=m_n)
+    number = tl.load(numbers + i_row).to(tl.int64)
+    row = table + (number if IN_PLACE else i_row) * table_stride
+    tl.store(kept + number * kept_stride + o_n, tl.load(row + o_n, mask=m_n), mask=m_n)

@@ -25,6 +25,7 @@ from kvcanary_kernels.watch.walk import (
     Truth,
     Watched,
     context_lengths,
+    lines_of,
     live_rows,
 )
 
@@ -158,6 +159,7 @@ def reread(
         watched.window,
         PAGE=watched.block_size,
         WHOLE=whole,
+        IN_PLACE=whole or rows.in_place,
         WORDS=pool.words_per_row,
         PIECES=pool.constants,
         ALIGNMENT=pool.alignment,
@@ -183,7 +185,7 @@ def reread_torch(
     counted: Tensor,
 ) -> None:
     """The torch reference of `reread`."""
-    records, _, block_size, window, now, total = watched
+    records, _, block_size, window, now, total, _ = watched
     _, _, step, *_ = now[:NOW_WIDTH].tolist()
     rows, place = live_rows(rows, now)
     numbers, phase = rows.numbers.long(), step % stride
@@ -195,7 +197,8 @@ def reread_torch(
         live &= positions > (sizes - window)[:, None]
     row, column = live.nonzero(as_tuple=True)
     position = positions[column]
-    slots = slot_at(PageTable(rows.table, block_size), numbers[row] if whole else row, position)
+    lines = numbers if whole else lines_of(rows)
+    slots = slot_at(PageTable(rows.table, block_size), lines[row], position)
     safe = slots.clamp(0, pool.num_slots - 1)
     is_taken = (slots == safe) & (stamps[safe] == records[safe, record.CHAIN]) & (stamps[safe] != 0)
     row, position, slots = row[is_taken], position[is_taken], slots[is_taken]
@@ -306,6 +309,7 @@ def _reread_kernel(
     window,
     PAGE: tl.constexpr,
     WHOLE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -319,11 +323,10 @@ def _reread_kernel(
     number = tl.load(numbers + i_row).to(tl.int64)
     if WHOLE:
         length = tl.load(truth + number * truth_stride + END)
-        row = table + number * table_stride
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
-        row = table + i_row * table_stride
+    row = table + (number if IN_PLACE else i_row) * table_stride
     first_n = tl.load(now + NOW_STEP) % stride + tl.program_id(1).to(tl.int64) * TILE * stride
     if first_n >= length:
         return

@@ -64,10 +64,11 @@ class Watched(NamedTuple):
 
     records:    [num_slots, 8] int64
     keys:       of identities
-    block_size: slots of a block; block 0 is nobody's
+    block_size: slots of a block
     window:     tokens that attention sees, the reader's own included; 0: all
     now:        [>= NOW_WIDTH] int64, the step
     total:      [1] int64, grows by the number of wrong entries
+    null_slots: the first so many slots are nobody's
     """
 
     records: Tensor
@@ -76,21 +77,24 @@ class Watched(NamedTuple):
     window: int
     now: Tensor
     total: Tensor
+    null_slots: int
 
 
 class Rows(NamedTuple):
     """The rows of one forward; those at and behind the number that `now` says are padding.
 
     numbers: [rows] int32 or int64, where they stand in Truth
-    table:   [>= rows, width] int32 or int64, block of the row's entries i * block_size and on; block 0 is nobody's
+    table:   [>= rows, width] int32 or int64, block of the row's entries i * block_size and on
     lengths: [>= rows] int32 or int64, entries of each row, those that this forward writes included
     starts:  [>= rows + 1] int32 or int64, where each row's new entries begin
+    in_place: the table has [rows of Truth] lines, and a row's is that of its number; False: they are in batch order
     """
 
     numbers: Tensor
     table: Tensor
     lengths: Tensor
     starts: Tensor
+    in_place: bool = False
 
 
 def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violations: Tensor, counted: Tensor) -> None:
@@ -120,7 +124,9 @@ def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violation
         truth.lines.shape[1],
         violations.stride(0),
         watched.window,
+        watched.null_slots,
         PAGE=watched.block_size,
+        IN_PLACE=rows.in_place,
         BLOCK_N=BLOCK,
     )
 
@@ -129,7 +135,7 @@ def walk_torch(
     watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violations: Tensor, counted: Tensor
 ) -> None:
     """The torch reference of `walk`."""
-    records, keys, block_size, window, now, total = watched
+    records, keys, block_size, window, now, total, null_slots = watched
     rows, place = live_rows(rows, now)
     numbers, past, num_slots = rows.numbers.long(), context_lengths(rows), records.shape[0]
     is_followed, is_known = truth.ends[numbers] != NOT_FOLLOWED, seeds[: len(numbers), 1] != 0
@@ -141,12 +147,12 @@ def walk_torch(
     lengths = (past - first).clamp(min=0) * is_followed
     row = torch.arange(len(numbers), device=past.device).repeat_interleave(lengths)
     (positions,) = segment_entries(lengths, len(row), first)
-    slots, bits = slot_at(PageTable(rows.table, block_size), row, positions), torch.zeros_like(row)
+    slots, bits = slot_at(PageTable(rows.table, block_size), lines_of(rows)[row], positions), torch.zeros_like(row)
     verify_torch(
         records, slots, starts=lengths.cumsum(0) - lengths, lengths=lengths, first_positions=first,
         predecessors=torch.where(first == 0, ROOT, NO_PREDECESSOR), seeds=truth.roots[numbers],
         generations=past.new_zeros(-(-num_slots // block_size)), layers=past.new_zeros(2),
-        page_size=block_size, null_slots=block_size, pool_id=0, keys=keys, codes=bits,
+        page_size=block_size, null_slots=null_slots, pool_id=0, keys=keys, codes=bits,
     )  # fmt: skip
     held = records[slots.clamp(0, num_slots - 1)]
     is_last = is_known[row] & (positions == past[row] - 1)
@@ -178,7 +184,12 @@ def tell_torch(cells: Tensor, total: Tensor, row: Tensor, positions: Tensor, bit
 def live_rows(rows: Rows, now: Tensor) -> tuple[Rows, int]:
     """Without padding; and the step's place in rings."""
     n, _, _, _, place, *_ = now[:NOW_WIDTH].tolist()
-    return Rows(rows.numbers[:n], rows.table, rows.lengths, rows.starts), place
+    return rows._replace(numbers=rows.numbers[:n]), place
+
+
+def lines_of(rows: Rows) -> Tensor:
+    """[rows] int64: which line of the table each row has."""
+    return rows.numbers.long() if rows.in_place else torch.arange(len(rows.numbers), device=rows.numbers.device)
 
 
 def context_lengths(rows: Rows) -> Tensor:
@@ -202,6 +213,7 @@ def table_slots(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
         "truth_stride",
         "violations_stride",
         "window",
+        "null_slots",
     ],
     do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "counted"],
 )
@@ -224,14 +236,17 @@ def _walk_kernel(
     truth_stride,
     violations_stride,
     window,
+    null_slots,
     PAGE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1).to(tl.int64)
     if i_row >= tl.load(now + NOW_ROWS):
         return
-    line = truth + tl.load(numbers + i_row).to(tl.int64) * truth_stride
+    number = tl.load(numbers + i_row).to(tl.int64)
+    line = truth + number * truth_stride
     if tl.load(line + END) < 0:
         return
     past = (tl.load(lengths + i_row) - (tl.load(starts + i_row + 1) - tl.load(starts + i_row))).to(tl.int64)
@@ -248,7 +263,7 @@ def _walk_kernel(
         if not is_known:
             tl.atomic_add(total, 1, sem="relaxed")
             tl.atomic_min(cell, past * VIOLATION + R10, sem="relaxed")
-    row = table + i_row * table_stride
+    row = table + (number if IN_PLACE else i_row) * table_stride
     b_violation = tl.full([BLOCK_N], NONE, tl.int64)
     b_count = tl.zeros([BLOCK_N], tl.int32)
     for i_block in range(first + i_split * BLOCK_N, past, tl.num_programs(1) * BLOCK_N):
@@ -257,10 +272,10 @@ def _walk_kernel(
         b_slot = device_slot_at(row, o_n, m_n, table_width, PAGE)
         b_before = device_slot_at(row, o_n - 1, m_n & (o_n > first), table_width, PAGE)
         _, _, b_chain, _, b_step, b_bits = judge_record(
-            records, b_slot, b_before, m_n, o_n, o_n == 0, root, constants, num_slots, PAGE, 0
+            records, b_slot, b_before, m_n, o_n, o_n == 0, root, constants, num_slots, null_slots, 0
         )
         b_bits += tl.where((o_n == past - 1) & (b_chain != seed) & is_known, R6, 0)
-        b_bits = refused_or(tl.where(b_step == 0, R12, b_bits), b_slot, num_slots, PAGE)
+        b_bits = refused_or(tl.where(b_step == 0, R12, b_bits), b_slot, num_slots, null_slots)
         b_violation, b_count = note(b_violation, b_count, o_n, b_bits, m_n)
     tell(cell, total, b_violation, b_count)
 

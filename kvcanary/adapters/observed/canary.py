@@ -24,7 +24,7 @@ from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.memory import Memory
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
-from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Step
+from kvcanary.adapters.observed.state import RING, Forward, Group, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.report.certificate import certificate
@@ -67,7 +67,7 @@ class PagedCanary:
         self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
-        self.events: list[Event] = []  # of what happened since the last forward
+        self.events: list[Any] = []  # of what happened since the last forward
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
         self._live = 0  # entries of the rows of the last forward

@@ -144,12 +144,15 @@ class Launches:
         if most_new:
             self._ops.begin(new, memory.truth, memory.identity, *forward.known[:1])
         for table, kept, group in zip(forward.tables, self.kept, memory.groups, strict=True):
-            rows, width = Rows(numbers, table, numbers, numbers), -(-most_entries // group.block_size)
+            rows, width = Rows(numbers, table, numbers, numbers, forward.in_place), -(-most_entries // group.block_size)
             self._ops.keep(rows, now=now, kept=kept, width=min(width, table.shape[1]))
         if most_new:
             self._look(fresh, 2, most_entries)
         for group, table, own in zip(memory.groups, forward.tables, forward.slots, strict=True):
-            rows, watched = Rows(numbers, table, forward.lengths, forward.starts), self._watched(group, now)
+            rows, watched = (
+                Rows(numbers, table, forward.lengths, forward.starts, forward.in_place),
+                self._watched(group, now),
+            )
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
             slots, chains = self._entries[group.number]
             self._ops.advance(
@@ -214,7 +217,9 @@ class Launches:
 
     def _watched(self, group: Group, now: Tensor) -> Watched:
         memory = self.memory
-        return Watched(group.records, memory.identity, group.block_size, group.window, now, memory.total)
+        return Watched(
+            group.records, memory.identity, group.block_size, group.window, now, memory.total, group.null_slots
+        )
 
     # what lies on the device, once all groups are known
 

@@ -34,8 +34,8 @@ class Memory:
         self.total = self.zeros(1)
         self._uploads, self._uploaded = self.pinned(UPLOADS, 8 * num_rows), 0
 
-    def add_group(self, number: int, block_size: int, num_slots: int, window: int = 0) -> Group:
-        group = Group(number, block_size, window, self.zeros(num_slots, COLUMNS))
+    def add_group(self, number: int, block_size: int, num_slots: int, window: int = 0, *, null_slots: int) -> Group:
+        group = Group(number, block_size, window, null_slots, self.zeros(num_slots, COLUMNS))
         self.groups.append(group)
         return group
 

@@ -1,4 +1,7 @@
-"""Bytes that move in watched pools: copied, zeroed and loaded blocks. Records follow, what arrived is read at once."""
+"""Bytes that move in watched pools: copied, zeroed and loaded slots. Records follow, what arrived is read at once.
+
+Engines tell of blocks or of slots: `slots_of` gives those of blocks.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from kvcanary_kernels.watch.walk import table_slots
 FingerprintOf = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests: Mapping[int, str]) -> None:
-    """Blocks were copied: records follow, and what arrived is read at once (T1).
+def copied(
+    canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests: Mapping[int, str], what: str = "blocks"
+) -> None:
+    """Slots were copied: records follow, and what arrived is read at once (T1).
 
-    src, dst: [n] blocks; requests: whose they are, by block
+    src, dst: [n] int64 slots; requests: whose they are, by block; what: the engine copies, for the report
     """
-    src, dst = _slots(group, src), _slots(group, dst)
     held = group.records[src]
     held[:, SEAL] += seal_values(identity_words(held), dst, 0, canary.memory.identity)
     held[:, SEAL] -= seal_values(identity_words(held), src, 0, canary.memory.identity)
@@ -33,7 +37,7 @@ def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests
         layers.fingerprints[:, :, dst] = layers.fingerprints[:, :, src]
         layers.stamps[dst] = layers.stamps[src]
         judged = layers.stamps[dst] == held[:, CHAIN]
-        _event(canary, "a copy of blocks", group, layers, dst, requests, judged)
+        _event(canary, f"a copy of {what}", group, layers, dst, requests, judged)
 
 
 def moved(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Callable[[], object]) -> None:
@@ -43,7 +47,7 @@ def moved(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Cal
     """
     before = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
     move()
-    is_real = dst >= group.block_size
+    is_real = dst >= group.null_slots
     for layers, wanted in zip(group.layers, before, strict=True):
         differs = ((both_fingerprints(layers.rows, dst, layers.keys) != wanted).any(0) & is_real).T
         numbers = torch.arange(differs.shape[1], device=dst.device)
@@ -53,15 +57,14 @@ def moved(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Cal
         canary.events.append(Event("T1", "a move of entries", layers, dst.clone(), mismatch, group, {}))
 
 
-def zeroed(canary: PagedCanary, group: Group, blocks: Tensor, requests: Mapping[int, str]) -> None:
-    """Blocks were zeroed: nobody's bytes lie there now, and they must be zeros (T1)."""
-    slots = _slots(group, blocks)
+def zeroed(canary: PagedCanary, group: Group, slots: Tensor, requests: Mapping[int, str], what: str = "blocks") -> None:
+    """Slots [n] int64 were zeroed: nobody's bytes lie there now, and they must be zeros (T1)."""
     group.records[slots] = 0
     for layers in group.layers:
         layers.stamps[slots] = 0
         layers.fingerprints[0, :, slots] = layers.keys.start_a[:, None]
         layers.fingerprints[1, :, slots] = 0
-        _event(canary, "zeroed blocks", group, layers, slots, requests)
+        _event(canary, f"zeroed {what}", group, layers, slots, requests)
 
 
 def loaded(
@@ -87,7 +90,9 @@ def loaded(
     for group, line in zip(canary.groups, lines, strict=True):
         slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
         held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
-        is_new = (held[:, CHAIN] != chains) & (slots >= group.block_size) & (slots < group.records.shape[0])
+        is_new = (held[:, CHAIN] != chains) & (slots >= group.null_slots) & (slots < group.records.shape[0])
+        if group.window:  # entries before it may be anybody's
+            is_new &= positions > len(chains) - group.window
         slots, own, places, words = slots[is_new], chains[is_new], positions[is_new], tokens[is_new]
         if not len(slots):
             continue
@@ -131,6 +136,7 @@ def _event(
     canary.events.append(Event("T1", what, layers, slots, mismatch, group, requests))
 
 
-def _slots(group: Group, blocks: Tensor) -> Tensor:
+def slots_of(group: Group, blocks: Tensor) -> Tensor:
+    """[n] int64: all slots of these blocks, block by block."""
     size = group.block_size
     return (blocks.to(torch.int64)[:, None] * size + torch.arange(size, device=blocks.device)).flatten()

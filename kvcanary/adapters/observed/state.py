@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +45,15 @@ class Layers:
 
 @dataclass(eq=False)
 class Group:
-    """Layers that share slots: one block table, one record a slot."""
+    """Layers that share slots: one block table, one record a slot.
+
+    null_slots: the first so many are nobody's: what pads tables and slot mappings
+    """
 
     number: int
     block_size: int
     window: int
+    null_slots: int
     records: Tensor
     layers: list[Layers] = field(default_factory=list)
 
@@ -64,7 +69,7 @@ class Step:
     requests: Sequence[str]
     numbers: NDArray[np.integer]
     site: tuple[str, int]
-    events: list[Event]
+    events: list[Any]  # Event, and Fed of inputs.py
     reread: Sequence[tuple[str, ...]]
     count: int = 0
     is_reported: bool = False
@@ -95,12 +100,13 @@ class Forward:
     numbers:    [rows] on the host, where they stand among all rows of the engine
     ends:       [>= rows] on the host, at least the entries of each row, new ones included; read at once
     num_tokens: that are fed
-    tables:     by group, [>= rows, width] block tables of the batch
+    tables:     by group, [>= rows, width] block tables of the batch, or of all rows
     lengths:    [>= rows] entries of each row, new ones included
     starts:     [>= rows + 1] where each row's new entries begin
     tokens, positions: [>= num_tokens]
     slots:      by group, [>= num_tokens] where they are stored
     known:      tokens that the engine knows, as in `Fed`
+    in_place:   tables have a line for each row of the engine, by number; False: they are in batch order
     """
 
     requests: Sequence[str]
@@ -115,3 +121,4 @@ class Forward:
     positions: Tensor
     slots: Sequence[Tensor]
     known: tuple[Tensor, Tensor] | tuple[()] = ()
+    in_place: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -31,9 +32,8 @@ def register() -> None:
         raise SystemExit(f"kvcanary: {error}") from error
     if SCHEDULER not in sys.modules:  # a process that has no scheduler; importing it would take it ten seconds
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{SCHEDULER}.Scheduler.__init__", _built, HookType.AFTER)
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(f"{SCHEDULER}.Scheduler.__init__", _built, hooks.HookType.AFTER)
 
 
 def _built(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
@@ -19,32 +22,38 @@ from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.config import CanaryConfig
 
 
-class WatchedRunner:
+class WatchedRunner(HostHandle):
     """The canary of one runner's pool.
 
     A row of SGLang's `req_to_token` is a row here. Who has it now is told by its generation, which grows whenever the
     row is given out again.
     """
 
+    host = "sglang"
+    canary: PagedCanary
     role: ClassVar[str] = "target"
     token_offset: ClassVar[int] = 0  # the entry of position p holds the token of p + offset
 
     def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int) -> None:
         """width: nodes of a tree that is verified; 1: nobody drafts"""
+        ranks = import_module("sglang.srt.runtime_context").get_parallel()
+        super().__init__(config, ranks.tp_rank, ranks.tp_size == 1)
         self.runner, self.rows, self.nodes = runner, runner.req_to_token_pool, width
         self.num_rows, self.length = self.rows.req_to_token.shape
         pool = runner.token_to_kv_pool
-        self.canary = PagedCanary(config, self.num_rows, width, most_tokens, pool.device)
+        self.canary = self._adopt(PagedCanary(config, self.num_rows, width, most_tokens, pool.device))
         for number, part in enumerate(parts_of(pool, self.role)):
-            group = self.canary.memory.add_group(number, 1, part.view.num_slots, part.window)
+            slots, null_slots = part.view.num_slots, part.view.null_slots
+            group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
             self.canary.memory.add_layers(group, part.view, part.names)
-        self._given = Given(self.num_rows, self.length, most_tokens, len(self.canary.groups), pool.device)
+        self._given = Given(self.num_rows, most_tokens, len(self.canary.groups), pool.device)
         self._generations: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
 
-    def prepare(self) -> None:
-        """Compile and capture what every forward launches."""
-        self.canary.prepare(self._empty())
-        self.canary.memory.forget()
+    def arm(self) -> None:
+        """Compile and capture what every forward launches; from now on forwards are judged."""
+        self.canary.prepare(self._empty_forward())
+        self._arm(self.canary)
 
     def forget(self) -> None:
         """Nobody answers for the bytes any more."""
@@ -53,7 +62,14 @@ class WatchedRunner:
 
     def flush(self) -> None:
         """Do now what waits for a forward: bytes are about to go."""
-        self.canary.flush(self._empty())
+        self._flush()
+
+    def sent(self) -> Callable[[], None]:
+        """What looks at the counter of findings as it is now, when the step's tokens are there."""
+        return functools.partial(self._counted, self.canary.count_to_host(), self.canary.step)
+
+    def _counted(self, count: Callable[[], int], step: int) -> None:
+        self._look_at(count(), step)
 
     def leave(self, request: Any) -> None:
         """A request gives its row back, or loses it."""
@@ -66,12 +82,14 @@ class WatchedRunner:
         for group in self.canary.groups[:1]:
             paged_moves.moved(self.canary, group, source, target, lambda: method(target, source))
 
-    @property
-    def held(self) -> list[int]:
-        """Rows that somebody has."""
+    def _held(self) -> Collection[int]:
         return list(self._generations)
 
     # forwards
+
+    def begin(self, requests: Iterable[Any]) -> None:
+        """A step begins, of these requests; their rows are read now, for a later step may take them."""
+        self._numbers = {request.rid: request.kv.req_pool_idx for request in requests}
 
     def forward(self, method: Any, batch: Any, requests: Mapping[str, Any]) -> Any:
         """Run a forward; `requests`: those that run, by name."""
@@ -89,16 +107,15 @@ class WatchedRunner:
         judge_fed(self.canary, "W6", "token", fed.tokens, self._known(fed, requests), fed.entries, site)
         self.read(fed, batch, site)
         output = method()
-        self.canary.wrote()
+        self._wrote()
         return output
 
     def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
         """Record what is about to be written, and judge what is about to be read."""
         ends = fed.lengths if fed.ends is None else fed.ends
-        numbers = batch.req_pool_indices
-        given = self._given.fill(fed, self.rows.req_to_token[numbers])
-        requests = list(batch.rids)
-        self.canary.read(Forward(requests, numbers.cpu().numpy(), site, ends, len(fed.entries.rows), *given))
+        numbers, total = np.array([self._numbers[name] for name in batch.rids]), len(fed.entries.rows)
+        self._given.fill(fed, self.canary.memory.upload(torch.from_numpy(np.cumsum([0, *fed.new]))))
+        self._read(self._made(list(batch.rids), numbers, site, ends, total))
 
     def _verify(self, method: Any, batch: Any) -> Any:
         """Nodes of trees have no places of their own yet: what is accepted is recorded when that is known."""
@@ -122,15 +139,16 @@ class WatchedRunner:
         judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
         ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width
         self.read(FedForward(entries, new, tokens.flatten(), before + width, ends), batch, ("verify", 0))
-        self.canary.wrote()
+        self._wrote()
 
     def _admit(self, batch: Any, requests: Mapping[str, Any]) -> None:
         new = []
-        for place, number in enumerate(batch.req_pool_indices.tolist()):
+        for place, name in enumerate(batch.rids):
+            number = self._numbers[name]
             generation = int(self.rows.req_generation[number])
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
-            self._generations[number], name = generation, batch.rids[place]
+            self._generations[number] = generation
             tokens = tokens_of(requests[name])
             own = None if tokens is None else tokens[self.token_offset :]
             new.append((number, name, own, int(batch.extend_prefix_lens_cpu[place]), salt_of(requests[name])))
@@ -158,10 +176,18 @@ class WatchedRunner:
                 wanted[first : first + len(own)] = own
         return self.canary.memory.upload(torch.from_numpy(wanted))
 
-    def _empty(self) -> Forward:
-        """No rows, over the tensors of every forward."""
+    def _empty_forward(self) -> Forward:
         none = np.empty(0, dtype=np.int64)
-        return Forward((), none, ("decode", 0), torch.tensor([self.length]), 0, *self._given.tensors)
+        return self._made([], none, ("decode", 0), torch.tensor([self.length]), 0)
+
+    def _made(
+        self, names: list[str], numbers: NDArray[np.integer], site: tuple[str, int], ends: Tensor, num_tokens: int
+    ) -> Forward:
+        given, groups = self._given, len(self.canary.groups)
+        return Forward(
+            names, numbers, site, ends, num_tokens, [self.rows.req_to_token] * groups, given.lengths, given.starts,
+            given.tokens, given.positions, given.slots, in_place=True,
+        )  # fmt: skip
 
 
 class WatchedDraft(WatchedRunner):
@@ -184,7 +210,7 @@ class WatchedDraft(WatchedRunner):
             fed = self._entries_of(batch, np.full(batch.batch_size, self.nodes))
             self.read(fed, batch, ("extend", 0))
             output = method()
-            self.canary.wrote()
+            self._wrote()
             return output
         if mode.is_decode():
             self._draft_step(batch)
@@ -224,30 +250,22 @@ class FedForward:
 class Given:
     """Tensors that stay where they are, into which those of a batch are copied: launches are captured over them."""
 
-    def __init__(self, num_rows: int, width: int, most_tokens: int, num_groups: int, device: torch.device) -> None:
-        def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, num_rows: int, most_tokens: int, num_groups: int, device: torch.device) -> None:
+        def new(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
 
-        self.table = new(num_rows, width, dtype=torch.int32)
         self.lengths, self.starts = new(num_rows), new(num_rows + 1)
-        self.tokens, self.positions, self.slots = new(most_tokens), new(most_tokens), new(most_tokens)
-        self._tables, self._all_slots = [self.table] * num_groups, [self.slots] * num_groups
+        self.tokens, self.positions = new(most_tokens), new(most_tokens)
+        self.slots = [new(most_tokens)] * num_groups
 
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """As `Forward` takes them."""
-        return self._tables, self.lengths, self.starts, self.tokens, self.positions, self._all_slots
-
-    def fill(self, fed: FedForward, table: Tensor) -> tuple[Any, ...]:
-        n, total = len(fed.new), len(fed.entries.rows)
-        self.table[:n].copy_(table)
+    def fill(self, fed: FedForward, starts: Tensor) -> None:
+        n, total, entries = len(fed.new), len(fed.entries.rows), fed.entries
         self.lengths[:n].copy_(fed.lengths)
         self.starts[n:] = total
-        self.starts[: n + 1].copy_(torch.from_numpy(np.cumsum([0, *fed.new])))
-        entries = fed.entries
-        for own, given in (self.tokens, fed.tokens), (self.positions, entries.positions), (self.slots, entries.slots):
-            own[:total].copy_(given)
-        return self.tensors
+        self.starts[: n + 1].copy_(starts)
+        self.tokens[:total].copy_(fed.tokens)
+        self.positions[:total].copy_(entries.positions)
+        self.slots[0][:total].copy_(entries.slots)
 
 
 def tokens_of(request: Any) -> list[int] | None:

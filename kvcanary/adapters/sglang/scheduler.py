@@ -8,14 +8,9 @@ counter of findings that came with its step was looked at.
 from __future__ import annotations
 
 import functools
-import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import structlog
-
-from kvcanary.adapters.observed.report import report_step
+from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary.adapters.sglang.compatibility import check
 from kvcanary.adapters.sglang.runner import WatchedDraft, WatchedRunner
 from kvcanary.config import CanaryConfig
@@ -24,7 +19,6 @@ from kvcanary.report.finding import Finding
 
 #: Classes of draft workers whose forwards are known here.
 FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
-_events = structlog.get_logger("kvcanary")
 
 
 def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
@@ -46,34 +40,26 @@ class Handle:
 
     def __init__(self, scheduler: Any, config: CanaryConfig) -> None:
         self.scheduler, self.config = scheduler, config
-        self._undo: list[Callable[[], None]] = []
+        self.replaced = Replacements()
         self._requests: dict[str, Any] = {}
-        self._seen: dict[WatchedRunner, int] = {}
         self.target, self.draft = watched(scheduler, config)
         self.runners = [self.target] + ([] if self.draft is None else [self.draft])
         for own in self.runners:
-            own.prepare()
-        scheduler.kvcanary = self
-        self._undo.append(functools.partial(delattr, scheduler, "kvcanary"))
-        self._replace(scheduler, "run_batch", self._run_batch)
-        self._replace(scheduler, "process_batch_result", self._process_batch_result)
-        self._replace(scheduler, "flush_cache", self._flush_cache)
+            own.arm()
+        replace = self.replaced.replace
+        self.replaced.put(scheduler, "kvcanary", self)
+        for name in ("run_batch", "process_batch_result", "flush_cache"):
+            replace(scheduler, name, getattr(self, f"_{name}"))
         for own in self.runners:
-            self._replace(own.runner, "forward", functools.partial(self._forward, own))
-            self._replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved)
+            replace(own.runner, "forward", functools.partial(self._forward, own))
+            replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved)
         if self.draft is not None:
-            self._replace(scheduler.draft_worker, "verify", self._verify)
-        self._replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
-        _events.info(
-            "kvcanary.attached", host="sglang", mode=config.mode, content=config.content, pid=os.getpid(),
-            bytes=sum(own.canary.memory.num_bytes for own in self.runners),
-        )  # fmt: skip
+            replace(scheduler.draft_worker, "verify", self._verify)
+        self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""
-        for own in self.runners:
-            self._look_at(own, int(own.canary.memory.total), own.canary.step)
-        return {own.role: own.canary.certificate(own.held) for own in self.runners}
+        return {own.role: own.report() for own in self.runners}
 
     @property
     def findings(self) -> list[Finding]:
@@ -82,16 +68,16 @@ class Handle:
 
     def detach(self) -> None:
         """Undo everything. Twice is harmless."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        self.replaced.undo()
 
     # a step
 
     def _run_batch(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._requests = {request.rid: request for request in batch.reqs}
+        for own in self.runners:
+            own.begin(batch.reqs)
         result = method(batch, *args, **kwargs)
-        result.kvcanary = [(own, own.canary.count_to_host(), own.canary.step) for own in self.runners]
+        result.kvcanary = [own.sent() for own in self.runners]
         return result
 
     def _forward(self, own: WatchedRunner, method: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,22 +91,9 @@ class Handle:
     def _process_batch_result(self, method: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        for own, count, step in getattr(result, "kvcanary", ()):
-            self._look_at(own, count(), step)
+        for look in getattr(result, "kvcanary", ()):
+            look()
         return method(batch, result, *args, **kwargs)
-
-    def _look_at(self, own: WatchedRunner, total: int, step: int) -> None:
-        """Tell of what fired up to this step; `total`: the counter behind it."""
-        canary, seen = own.canary, self._seen.get(own, 0)
-        if total <= seen:
-            return
-        self._seen[own], reported = total, 0
-        for known in list(canary.steps):
-            if not known.is_reported and known.number <= step:
-                known.is_reported = True
-                reported += report_step(canary, known)
-        if not reported:
-            canary.coverage.untold_incidents += total - seen
 
     # what happens between steps
 
@@ -138,32 +111,6 @@ class Handle:
             for own in self.runners:
                 own.forget()
         return is_done
-
-    # helpers
-
-    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        method = getattr(owner, name)
-        own = owner.__dict__.get(name)
-
-        @functools.wraps(method)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(method, *args, **kwargs)
-
-        setattr(owner, name, around)
-        self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
-
-    def _replace_function(self, module: str, name: str, wrapper: Callable[..., Any]) -> None:
-        """In every module that has it under its name."""
-        function = getattr(sys.modules[module], name)
-
-        @functools.wraps(function)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(function, *args, **kwargs)
-
-        for holder in list(sys.modules.values()):
-            if (getattr(holder, "__dict__", None) or {}).get(name) is function:
-                setattr(holder, name, around)
-                self._undo.append(functools.partial(setattr, holder, name, function))
 
 
 def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, WatchedDraft | None]:

@@ -1,21 +1,23 @@
-"""What the adapter leans on in vLLM, and the releases that it was written for."""
+"""What the adapter leans on in vLLM, and the releases that it was tried with."""
 
 from __future__ import annotations
 
-import importlib.metadata
+from importlib import import_module
 
-from kvcanary.adapters.compatibility import Needed, missing
+from kvcanary.adapters.compatibility import Needed, accept, missing
 from kvcanary.adapters.observed.capabilities import PAGED_FED as FED
 
-__all__ = ["FED", "KNOWN_VERSIONS", "NEEDED", "NEEDED_OF", "RUNNER_V1", "RUNNER_V2", "check"]
-#: Releases (major and minor) whose sources this adapter was written against.
-KNOWN_VERSIONS = ("0.26",)
+__all__ = ["FED", "NEEDED", "NEEDED_OF", "RUNNER_V1", "RUNNER_V2", "TESTED_VERSIONS", "check", "runner_of"]
+#: Releases (major and minor) that this adapter ran in, oldest first.
+TESTED_VERSIONS = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
+#: Modules of the runners that are followed; other devices have runners that are derived from these.
 RUNNER_V2, RUNNER_V1 = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"
 _WORKER, _RUNNER, _FIRST = (
     f"{name}."
     for name in ("vllm.v1.worker.gpu_worker:Worker", f"{RUNNER_V2}:GPUModelRunner", f"{RUNNER_V1}:GPUModelRunner")
 )
-_TABLES = "vllm.v1.worker.gpu.block_table:BlockTables"
+_OUTPUT, _V2 = "vllm.v1.core.sched.output:", "vllm.v1.worker.gpu."
+_CACHE = "vllm.v1.kv_cache_interface:"
 #: Of every runner.
 NEEDED = (
     Needed("vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ("self",)),
@@ -23,39 +25,68 @@ NEEDED = (
     Needed(f"{_WORKER}compile_or_warm_up_model", ("self",)),
     Needed(f"{_WORKER}sleep", ("self", "level")),
     Needed(f"{_WORKER}wake_up", ("self", "tags")),
-    Needed("vllm.v1.core.sched.output:CachedRequestData", (), ("req_ids", "new_block_ids")),
+    Needed(f"{_OUTPUT}CachedRequestData", (), ("req_ids", "new_block_ids", "num_computed_tokens")),
     Needed(
-        "vllm.v1.core.sched.output:SchedulerOutput",
+        f"{_OUTPUT}SchedulerOutput",
         (),
         (
             "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+            "num_scheduled_tokens",
             "total_num_scheduled_tokens",
             "finished_req_ids",
             "preempted_req_ids",
             "new_block_ids_to_zero",
             "kv_cache_block_copies",
         ),
+        optional=("has_sync_kv_loads",),
     ),
     Needed(
-        "vllm.v1.core.sched.output:NewRequestData",
+        f"{_OUTPUT}NewRequestData",
         ("req_id",),
-        ("prefill_token_ids", "num_computed_tokens", "lora_request"),
+        ("prompt_token_ids", "block_ids", "prefill_token_ids", "prompt_embeds", "num_computed_tokens", "lora_request"),
     ),
-    Needed("vllm.v1.kv_cache_interface:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
-    Needed("vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
-    Needed("vllm.v1.kv_cache_interface:AttentionSpec", (), ("block_size", "num_kv_heads", "head_size", "dtype")),
+    Needed(f"{_CACHE}KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Needed(f"{_CACHE}KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
+    Needed(f"{_CACHE}AttentionSpec", (), ("block_size", "num_kv_heads", "head_size", "dtype")),
 )
 #: By runner, what is needed of it alone.
 NEEDED_OF = {
     RUNNER_V2: (
+        Needed(
+            _RUNNER.rstrip("."),
+            attributes=(
+                "device",
+                "max_model_len",
+                "req_states",
+                "block_tables",
+                "input_buffers",
+                "kv_connector",
+                "kv_caches",
+                "kv_cache_config",
+                "compilation_config",
+                "speculator",
+                "num_speculative_steps",
+            ),
+            optional=("kernel_block_sizes", "pcp_manager"),
+        ),
         Needed(f"{_RUNNER}prepare_attn", ("self", "input_batch")),
         Needed(f"{_RUNNER}execute_model", ("self", "scheduler_output")),
         Needed(f"{_RUNNER}sample_tokens", ("self", "grammar_output")),
         Needed(f"{_RUNNER}update_requests", ("self", "scheduler_output")),
-        Needed(_TABLES, (), ("block_sizes", "max_num_reqs", "kernel_block_sizes", "cp_size")),
-        Needed(f"{_TABLES}.append_block_ids", ("self", "req_index", "new_block_ids", "overwrite")),
         Needed(
-            "vllm.v1.worker.gpu.input_batch:InputBatch",
+            f"{_V2}block_table:BlockTables",
+            (),
+            ("block_sizes", "max_num_reqs", "cp_size"),
+            ("block_sizes", "max_num_reqs", "cp_size", "block_tables", "input_block_tables", "slot_mappings"),
+            optional=("blocks_per_kv_block",),
+        ),
+        Needed(f"{_V2}block_table:BlockTables.append_block_ids", ("self", "req_index", "new_block_ids", "overwrite")),
+        Needed(f"{_V2}buffer_utils:StagedWriteTensor", attributes=("gpu",)),
+        Needed(f"{_V2}states:RequestState", attributes=("req_id_to_index", "all_token_ids", "total_len")),
+        Needed(f"{_V2}input_batch:InputBuffers", attributes=("input_ids", "positions", "query_start_loc", "seq_lens")),
+        Needed(
+            f"{_V2}input_batch:InputBatch",
             (),
             (
                 "req_ids",
@@ -70,8 +101,33 @@ NEEDED_OF = {
                 "num_scheduled_tokens",
             ),
         ),
+        Needed(f"{_V2}kv_connector:ActiveKVConnector", attributes=("kv_connector",)),
+        Needed(f"{_V2}kv_connector:ActiveKVConnector.pre_forward", ("self", "scheduler_output")),
+        Needed(f"{_V2}async_utils:AsyncOutput.get_output", ("self",)),
     ),
     RUNNER_V1: (
+        Needed(
+            _FIRST.rstrip("."),
+            attributes=(
+                "device",
+                "vllm_config",
+                "max_model_len",
+                "max_num_reqs",
+                "max_num_tokens",
+                "num_spec_tokens",
+                "dcp_world_size",
+                "requests",
+                "input_batch",
+                "input_ids",
+                "positions",
+                "seq_lens",
+                "optimistic_seq_lens_cpu",
+                "query_start_loc",
+                "kv_caches",
+                "kv_cache_config",
+                "compilation_config",
+            ),
+        ),
         Needed(f"{_FIRST}execute_model", ("self", "scheduler_output")),
         Needed(f"{_FIRST}sample_tokens", ("self", "grammar_output")),
         Needed(f"{_FIRST}_update_states", ("self", "scheduler_output")),
@@ -80,17 +136,40 @@ NEEDED_OF = {
             ("self", "num_tokens", "num_reqs", "max_query_len"),
             ("for_cudagraph_capture", "slot_mappings"),
         ),
-        Needed("vllm.v1.worker.block_table:BlockTable", (), ("block_size", "kernel_block_size", "max_num_reqs")),
+        Needed(
+            "vllm.v1.worker.block_table:BlockTable",
+            (),
+            ("block_size", "max_num_reqs"),
+            ("block_size", "block_table", "slot_mapping"),
+            optional=("blocks_per_kv_block", "pcp_world_size"),
+        ),
         Needed("vllm.v1.worker.block_table:MultiGroupBlockTable.__getitem__", ("self", "idx")),
+        Needed("vllm.v1.utils:CpuGpuBuffer", attributes=("gpu",)),
+        Needed("vllm.v1.worker.gpu_input_batch:InputBatch", attributes=("req_ids", "num_reqs", "block_table")),
+        Needed(
+            "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+            attributes=("prompt_token_ids", "output_token_ids", "lora_request"),
+        ),
     ),
 }
 
 
 def check(version: str | None = None, runner: str | None = None) -> list[str]:
-    """What speaks against attaching to the vLLM that is installed, one sentence each; `runner`: to that one alone."""
-    version = importlib.metadata.version("vllm") if version is None else version
-    own = [need for name, needs in NEEDED_OF.items() if runner in (None, name) for need in needs]
-    faults = missing((*NEEDED, *own))
-    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
-        faults.insert(0, f"vllm {version} is not known here: install {' or '.join(KNOWN_VERSIONS)}")
-    return faults
+    """What speaks against attaching to the vLLM that is installed, one sentence each.
+
+    version: None: what vLLM says of itself, since builds of others have distributions of other names
+    runner:  to that one alone; None: to any, so that a name of one runner does not close the other
+    """
+    version = str(import_module("vllm").__version__) if version is None else version
+    faults, own = missing(NEEDED), [missing(needs) for name, needs in NEEDED_OF.items() if runner in (None, name)]
+    faults += [fault for runner_faults in own for fault in runner_faults] if all(own) else []
+    if faults:
+        return [f"vllm {version}: {fault}" for fault in faults]
+    refused = accept("vllm", version, TESTED_VERSIONS)
+    return [refused] if refused else []
+
+
+def runner_of(runner: object) -> str | None:
+    """The module of the runner that this one is or is derived from; None where it is neither."""
+    modules = [cls.__module__ for cls in type(runner).__mro__]
+    return next((module for module in modules if module in NEEDED_OF), None)

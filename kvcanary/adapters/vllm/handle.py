@@ -2,61 +2,47 @@
 
 Everything is replaced on the instances, and comes back with `detach()`. In every step the canary is shown what the
 forward is about to write and to read once the block tables are there (or after an external load), and takes the bytes
-after the forward; the counter of findings travels with the tokens, so that none leaves before it is read.
+after the forward.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from abc import abstractmethod
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
-import structlog
 import torch
 
+from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.report import report_step
-from kvcanary.adapters.observed.state import RING, Forward
-from kvcanary.adapters.vllm.aggregate import SharedReporter
+from kvcanary.adapters.observed.state import Group
 from kvcanary.adapters.vllm.connector import Loads
 from kvcanary.adapters.vllm.layout import pools_of
-from kvcanary.adapters.vllm.output_gate import hold_back
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import KVCorruptionError
 
-_events = structlog.get_logger("kvcanary")
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
 
 
-class Handle(ABC):
+class Handle(HostHandle):
     """The canary of one worker, until `detach()`.
 
-    hooks: methods of the runner that are replaced; the method of this class whose name is that with one `_` before it
-           is called instead, with the replaced one as its first argument
+    hooks: methods of the runner that are replaced
     """
 
+    host = "vllm"
     hooks: ClassVar[tuple[str, ...]]
 
     def __init__(self, worker: Any, config: CanaryConfig) -> None:
-        self.worker, self.runner, self.config = worker, worker.model_runner, config
-        self.canary: PagedCanary | None = None
-        self.is_armed = False
-        self._is_running = False  # a forward that was read is on its way
-        self._count: Callable[[], int] = int
-        self._undo: list[Callable[[], None]] = []
+        parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+        is_alone = getattr(parallel, "world_size", 1) == 1
+        super().__init__(config, getattr(worker, "rank", 0), is_alone, is_collected(worker))
+        self.worker, self.runner = worker, worker.model_runner
         self._loads: Loads | None = None
-        self._seen = 0
-        self._is_collected, self._uncollected = is_collected(worker), deque[int](maxlen=RING - 1)
-        for owner, names in ((worker, WORKER_HOOKS), (self.runner, self.hooks)):
-            for name in names:
-                self._replace(owner, name, getattr(self, f"_{name.lstrip('_')}"))
-        worker.kvcanary = self
-        worker.kvcanary_report = self.report
-        self._undo += [functools.partial(delattr, worker, name) for name in ("kvcanary", "kvcanary_report")]
+        self._hook(worker, WORKER_HOOKS)
+        self._hook(self.runner, self.hooks)
+        self.replaced.put(worker, "kvcanary", self)
+        self.replaced.put(worker, "kvcanary_report", self.report)
         if getattr(self.runner, "kv_caches", None):  # it serves already
             self.canary = self._bind()
             self.canary.prepare(self._empty_forward())
@@ -64,20 +50,8 @@ class Handle(ABC):
 
     def report(self) -> dict[str, Any]:
         """The certificate of this worker: `llm.collective_rpc("kvcanary_report")`."""
-        if self.canary is None:
-            return {"armed": False}
-        self._look_at(int(self.canary.memory.total), self.canary.step)
-        own = {"armed": self.is_armed, "rank": getattr(self.worker, "rank", 0), "bytes": self.canary.memory.num_bytes}
-        own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
-        own["loads_checked"] = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
-        own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
-        return {**own, **self.canary.certificate(self._held())}
-
-    def detach(self) -> None:
-        """Undo everything. Twice is harmless."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        loads_checked = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
+        return {**super().report(), "loads_checked": loads_checked}
 
     # what the runners differ in
 
@@ -86,20 +60,15 @@ class Handle(ABC):
         """Without groups."""
 
     @abstractmethod
-    def _kernel_block_size(self, group: int) -> tuple[int, int]:
-        """Entries of a block of the attention kernel, and how many of these a block of the manager has."""
+    def _table_block(self, group: int) -> tuple[int, int]:
+        """Entries of a block of the block table, and how many of these a block of the manager has.
+
+        A tensor may be cut in other pages: slots are the same numbers in both.
+        """
 
     @abstractmethod
     def _late_layers(self) -> Collection[str]:
         """Layers that a draft model stores, after the target's forward."""
-
-    @abstractmethod
-    def _empty_forward(self) -> Forward:
-        """No rows, over the tensors of the runner."""
-
-    @abstractmethod
-    def _held(self) -> Collection[int]:
-        """Numbers of the rows that there are."""
 
     # the worker
 
@@ -144,131 +113,53 @@ class Handle(ABC):
         for group in self.canary.groups:
             requests = self._new_blocks(scheduler_output, group.number)
             if zeroed:
-                paged_moves.zeroed(self.canary, group, self._blocks(group.number, zeroed), requests)
+                paged_moves.zeroed(self.canary, group, self._slots_of(group, zeroed), requests)
             if copies:
-                src, dst = (self._blocks(group.number, [pair[side] for pair in copies]) for side in (0, 1))
+                src, dst = (self._slots_of(group, [pair[side] for pair in copies]) for side in (0, 1))
                 paged_moves.copied(self.canary, group, src, dst, requests)
 
-    def _flush(self) -> None:
-        if self.is_armed and self.canary is not None:
-            self.canary.flush(self._empty_forward())
-
-    def _read(self, forward: Forward) -> None:
-        """Show the canary the forward that is next."""
-        if self.canary is not None:
-            self.canary.read(forward)
-            self._is_running = True
-
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self._is_running = False
-        if self._uncollected:
-            self._collect_late()
+        self._begin()
         result = method(*args, **kwargs)
-        if self._is_running and self.canary is not None:
-            self.canary.wrote()
-            self._count = self.canary.count_to_host()
-            if self._loads is not None:
-                self._loads.name()
-        else:
-            self._flush()
+        if self._wrote() and self._loads is not None:
+            self._loads.name()
         return result
 
     def _sample_tokens(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result, canary = method(*args, **kwargs), self.canary
-        if self._is_running and canary is not None:
-            self._is_running = False
-            look_at = functools.partial(self._look_at, step=canary.step)
-            if not self._is_collected:
-                self._uncollected.append(canary.step)
-            elif hasattr(result, "get_output"):
-                hold_back(result, self._count, look_at)
-            else:
-                look_at(self._count())
-        return result
-
-    def _collect_late(self) -> None:
-        """Look at the steps that have arrived here, where the engine takes no output; mode raise ends this process.
-
-        The engine would only log an exception of such a worker, while the others wait for it.
-        """
-        while self._uncollected and self.canary is not None:
-            total = self.canary.launches.count_of(self._uncollected[0])
-            if total is None:
-                return
-            try:
-                self._look_at(total, self._uncollected.popleft())
-            except KVCorruptionError as error:
-                for finding in error.findings:
-                    self.canary.response.report_finding(finding)
-                raise SystemExit(str(error)) from error
-
-    def _look_at(self, total: int, step: int) -> None:
-        """Tell of what fired up to this step; `total`: the counter behind it."""
-        canary = self.canary
-        if canary is None or total <= self._seen:
-            return
-        fired, self._seen = total - self._seen, total
-        reported = 0
-        for known in list(canary.steps):
-            if not known.is_reported and known.number <= step:
-                known.is_reported = True
-                reported += report_step(canary, known)
-        if not reported:
-            canary.coverage.untold_incidents += fired
+        return self._hold(method(*args, **kwargs))
 
     # helpers
 
-    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        method = getattr(owner, name)
-        own = owner.__dict__.get(name)
-
-        @functools.wraps(method)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(method, *args, **kwargs)
-
-        setattr(owner, name, around)
-        self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
-
     def _bind(self) -> PagedCanary:
         """Read where everything lies now; the pools are new, or moved."""
-        canary, late = self._new_canary(), self._late_layers()
-        parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
-        is_alone = getattr(parallel, "world_size", 1) == 1
-        canary.response.report_finding = SharedReporter(getattr(self.worker, "rank", 0), is_alone).report_finding
+        canary, late = self._adopt(self._new_canary()), self._late_layers()
         context = self.runner.compilation_config.static_forward_context
         for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
-            size, _ = self._kernel_block_size(number)
+            size, ratio = self._table_block(number)
             layers = [(name, context[name]) for name in spec.layer_names]
-            pools = pools_of(layers, spec.kv_cache_spec, size, late)
+            pools = pools_of(layers, spec.kv_cache_spec, late, null_slots=size * ratio)
             window = int(getattr(spec.kv_cache_spec, "sliding_window", None) or 0)
-            group = canary.memory.add_group(number, size, pools[0][0].num_slots, window)
+            group = canary.memory.add_group(number, size, pools[0][0].num_slots, window, null_slots=size * ratio)
             for view, names in pools:
                 canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))
         return canary
 
-    def _arm(self, canary: PagedCanary) -> None:
-        canary.memory.forget()
-        self.is_armed = True
-        self._seen = int(canary.memory.total)
-        _events.info(
-            "kvcanary.attached", host="vllm", mode=self.config.mode, content=self.config.content, pid=os.getpid(),
-            rank=getattr(self.worker, "rank", 0), groups=len(canary.groups), bytes=canary.memory.num_bytes,
-        )  # fmt: skip
-
-    def _kernel_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:
+    def _table_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:
         """Of the manager's blocks."""
-        _, ratio = self._kernel_block_size(group)
+        _, ratio = self._table_block(group)
         return [block * ratio + part for block in blocks for part in range(ratio)]
 
-    def _blocks(self, group: int, blocks: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(self._kernel_blocks(group, blocks), device=self.runner.device)
+    def _slots_of(self, group: Group, blocks: Iterable[int]) -> torch.Tensor:
+        """Of the manager's blocks."""
+        own = torch.tensor(self._table_blocks(group.number, blocks), device=self.runner.device)
+        return paged_moves.slots_of(group, own)
 
     def _new_blocks(self, scheduler_output: Any, group: int) -> dict[int, str]:
-        """By kernel block, the request that was given it for this step."""
+        """By block of the table, the request that was given it for this step."""
         cached = scheduler_output.scheduled_cached_reqs
         given = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
         given += [pair for pair in zip(cached.req_ids, cached.new_block_ids, strict=True) if pair[1] is not None]
-        return {block: name for name, blocks in given for block in self._kernel_blocks(group, blocks[group])}
+        return {block: name for name, blocks in given for block in self._table_blocks(group, blocks[group])}
 
 
 def is_collected(worker: Any) -> bool:

@@ -12,16 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.vllm.permuted import order_of, permuted
 from kvcanary.errors import AdapterError, PlanError
 from kvcanary.pools.views import PoolView
 
+PACKED = "packed in the last axis"
 PROBED_BLOCKS = 3  # beginning with block 1: nothing is alive at start-up
 
 
 def pools_of(
-    layers: Sequence[tuple[str, Any]], spec: Any, block_size: int, late: Collection[str]
+    layers: Sequence[tuple[str, Any]], spec: Any, late: Collection[str], null_slots: int
 ) -> list[tuple[PoolView, list[str]]]:
-    """Views of layers whose tensors are alike, with the layers' names; each storage once, `late` ones apart."""
+    """Views of layers whose tensors are alike, with the layers' names; each storage once, `late` ones apart.
+
+    null_slots: those of the block that nobody owns
+    """
     pools: dict[tuple[Any, ...], dict[str, Any]] = {}
     seen: set[int] = set()
     for name, layer in layers:
@@ -39,15 +44,18 @@ def pools_of(
         number = sum(view.name.startswith(role) for view, _ in views)
         own = getattr(spec, "kv_cache_specs", {}).get(next(iter(chosen)), spec)
         name = f"{role} {number}" if number else role
-        views.append((read_layers(name, chosen, own.num_kv_heads, own.head_size, block_size), list(chosen)))
+        views.append((read_layers(name, chosen, own.num_kv_heads, own.head_size, null_slots), list(chosen)))
     return views
 
 
-def read_layers(name: str, layers: dict[str, Any], heads: int, head_size: int, block_size: int) -> PoolView:
-    """The view of layers whose tensors are alike. AdapterError where no reading is the one that they store by."""
+def read_layers(name: str, layers: dict[str, Any], heads: int, head_size: int, null_slots: int) -> PoolView:
+    """The view of layers whose tensors are alike, whatever pages these are cut in.
+
+    AdapterError where no reading is the one that they store by.
+    """
     first = next(iter(layers.values()))
     tried = []
-    for label, view in _readings(name, layers, heads, head_size, block_size):
+    for label, view in _readings(name, layers, heads, head_size, null_slots):
         fault = probe(first, view)
         if not fault:
             return view
@@ -94,30 +102,33 @@ def _difference(layer: Any, view: PoolView, before: Tensor, slots: Tensor, value
         return "nothing was stored"
     for state in (before, after):
         cache[blocks] = state
-        for part in (view.k[0], *(view.v or ())[:1]):
-            part[slots // view.page_size, :, slots % view.page_size] = 0
+        zeros = torch.zeros(len(slots), view.rows.words_per_row, dtype=torch.int32, device=slots.device)
+        view.rows.scatter_layer(0, slots, zeros)
         without.append(cache[blocks].clone())
     return "" if torch.equal(*map(_bits, without)) else "other bytes changed as well"
 
 
 def _readings(
-    name: str, layers: dict[str, Any], heads: int, head_size: int, block_size: int
+    name: str, layers: dict[str, Any], heads: int, head_size: int, null_slots: int
 ) -> Iterator[tuple[str, PoolView]]:
     tensors = [layer.kv_cache for layer in layers.values()]
     shape = tuple(tensors[0].shape)
+    page_size = shape[2] if len(shape) > 2 else 0
     halves: list[tuple[str, list[Tensor], list[Tensor]]] = []
-    if shape[1:] == (heads, block_size, 2 * head_size):
-        halves.append(
-            ("packed in the last axis", [t[..., :head_size] for t in tensors], [t[..., head_size:] for t in tensors])
-        )
-    if shape[1:] == (2, block_size, heads, head_size):
+    if shape[1:] == (heads, page_size, 2 * head_size):
+        halves.append((PACKED, [t[..., :head_size] for t in tensors], [t[..., head_size:] for t in tensors]))
+    if shape[1:] == (2, page_size, heads, head_size):
         pairs = [(t[:, 0].transpose(1, 2), t[:, 1].transpose(1, 2)) for t in tensors]
         halves.append(("K and V beside each other", [k for k, _ in pairs], [v for _, v in pairs]))
     for label, k, v in halves:
         try:
-            yield label, PoolView(name, k, v, page_size=block_size, layout="HND")
+            yield label, PoolView(name, k, v, page_size=page_size, null_slots=null_slots, layout="HND")
         except PlanError:
             continue
+        order = order_of(next(iter(layers.values())), heads, head_size) if label == PACKED else None
+        if order is not None:
+            view = PoolView(name, k, v, page_size=page_size, null_slots=null_slots, layout="HND")
+            yield "elements in an order of the backend's own", permuted(view, tensors, order)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -100,9 +100,9 @@ class HandleV1(Handle):
         self._free = list(range(runner.max_num_reqs))
         return PagedCanary(self.config, runner.max_num_reqs, self._max_new, runner.max_num_tokens, device)
 
-    def _kernel_block_size(self, group: int) -> tuple[int, int]:
+    def _table_block(self, group: int) -> tuple[int, int]:
         table = self._table(group)
-        return table.block_size, table.blocks_per_kv_block
+        return table.block_size, getattr(table, "blocks_per_kv_block", 1)  # until 0.31
 
     def _late_layers(self) -> Collection[str]:
         return getattr(getattr(self.runner, "drafter", None), "_draft_attn_layer_names", None) or ()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcanary.adapters.hosted.replacements import is_replaced
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.connector import Loads
@@ -72,10 +73,10 @@ class HandleV2(Handle):
                 self._pending = forward
         return result
 
-    def _pre_forward(self, method: Any, scheduler_output: Any) -> Any:
+    def _pre_forward(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if self._loads is not None:
             self._flush()
-        result = method(scheduler_output)
+        result = method(*args, **kwargs)
         if self.is_armed and self._pending is not None and self._loads is not None:
             forward, self._pending = self._pending, None
             self._loads.arrived(self._lines())
@@ -106,13 +107,13 @@ class HandleV2(Handle):
     def _bind(self) -> PagedCanary:
         runner, canary = self.runner, super()._bind()
         speculator, connector = getattr(runner, "speculator", None), getattr(runner, "kv_connector", None)
-        if speculator is not None and self._late_layers() and not hasattr(speculator.propose, "__wrapped__"):
+        if speculator is not None and self._late_layers() and not is_replaced(speculator.propose):
             self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
-            self._replace(speculator, "propose", self._propose)
+            self._hook(speculator, ("propose",))
         if connector is not None and hasattr(connector, "kv_connector"):
             self._loads = Loads(canary)
-            if not hasattr(connector.pre_forward, "__wrapped__"):
-                self._replace(connector, "pre_forward", self._pre_forward)
+            if not is_replaced(connector.pre_forward):
+                self._hook(connector, ("pre_forward",))
         return canary
 
     def _new_canary(self) -> PagedCanary:
@@ -128,8 +129,12 @@ class HandleV2(Handle):
         self._starts_at = self._starts.data_ptr()
         return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device, has_tokens=True)
 
-    def _kernel_block_size(self, group: int) -> tuple[int, int]:
-        return self.runner.kernel_block_sizes[group], self.runner.block_tables.blocks_per_kv_block[group]
+    def _table_block(self, group: int) -> tuple[int, int]:
+        tables = self.runner.block_tables
+        ratios = getattr(tables, "blocks_per_kv_block", None)  # until 0.31; then tables are by the manager's blocks
+        if ratios is None:
+            return tables.block_sizes[group], 1
+        return self.runner.kernel_block_sizes[group], ratios[group]
 
     def _late_layers(self) -> Collection[str]:
         return getattr(getattr(self.runner, "speculator", None), "draft_attn_layer_names", None) or ()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcanary.adapters.vllm.compatibility import RUNNER_V1, RUNNER_V2, check
+from kvcanary.adapters.vllm.compatibility import RUNNER_V1, RUNNER_V2, check, runner_of
 from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.adapters.vllm.runner_v1 import HandleV1
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
+
+HANDLES: dict[str, type[Handle]] = {RUNNER_V2: HandleV2, RUNNER_V1: HandleV1}
+DEVICES = ("cuda", "cpu")  # that the canary's kernels, or their torch twins, run on
 
 
 def attach(worker: Any, config: CanaryConfig | None = None) -> Handle:
@@ -21,10 +24,16 @@ def attach(worker: Any, config: CanaryConfig | None = None) -> Handle:
     held = getattr(worker, "kvcanary", None)
     if held is not None:
         return held
-    handles: dict[str, type[Handle]] = {RUNNER_V2: HandleV2, RUNNER_V1: HandleV1}
-    module = type(worker.model_runner).__module__
-    faults = [] if module in handles else [f"the runner must be that of {' or '.join(handles)}, got {module}"]
-    faults = faults or check(runner=module)
-    if faults:
+    runner = runner_of(worker.model_runner)
+    faults = _faults_of(worker.model_runner, runner)
+    if runner is None or faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
-    return handles[module](worker, CanaryConfig.from_env() if config is None else config)
+    return HANDLES[runner](worker, CanaryConfig.from_env() if config is None else config)
+
+
+def _faults_of(found: Any, runner: str | None) -> list[str]:
+    if runner is None:
+        return [f"the runner must be that of {' or '.join(HANDLES)}, got {type(found).__module__}"]
+    if found.device.type not in DEVICES:
+        return [f"the device must be {' or '.join(DEVICES)}, got {found.device.type}"]
+    return check(runner=runner)

@@ -205,9 +205,10 @@ class Served:
 
     def place(self, request: str, position: int, group: int = 0) -> tuple[int, int]:
         """(kernel block, offset) of a position, along the worker's own table."""
-        number = self.runner.req_states.req_id_to_index[request]
-        size = self.runner.kernel_block_sizes[group]
-        return int(self.runner.block_tables.block_tables[group].gpu[number, position // size]), position % size
+        number, tables = self.runner.req_states.req_id_to_index[request], self.runner.block_tables
+        size, kernel = tables.sizes[group], self.runner.kernel_block_sizes[group]
+        slot = int(tables.block_tables[group].gpu[number, position // size]) * size + position % size
+        return slot // kernel, slot % kernel
 
 
 def load(served: Served, drafts: int = 0) -> None:

@@ -27,7 +27,7 @@ class Engine:
         self.canary = PagedCanary(CanaryConfig(mode="log", content=content, seed=3), ROWS, 2, TOKENS, device)
         self.kv = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, device=device).transpose(1, 2) for _ in range(LAYERS)]
         k, v = [kv[..., :DIM] for kv in self.kv], [kv[..., DIM:] for kv in self.kv]
-        group = self.canary.memory.add_group(0, BLOCK, BLOCKS * BLOCK)
+        group = self.canary.memory.add_group(0, BLOCK, BLOCKS * BLOCK, null_slots=BLOCK)
         self.canary.memory.add_layers(group, PoolView("target", k, v, page_size=BLOCK, layout="HND"), ["l0", "l1"])
         self.table, self.batch_table = (self.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in range(2))
         self.lengths, self.starts = self.zeros(ROWS, dtype=torch.int32), self.zeros(ROWS + 1, dtype=torch.int32)

@@ -222,17 +222,17 @@ def test_drift_is_refused_whole(serve, monkeypatch) -> None:
     """A gone name, another signature, an unknown release or another runner: a sentence, and nothing attached."""
     from vllm.v1.worker.gpu import model_runner
 
-    from kvcanary.adapters.vllm.compatibility import NEEDED, NEEDED_OF, check
+    from kvcanary.adapters.vllm.compatibility import NEEDED, NEEDED_OF, RUNNER_V1, RUNNER_V2, check
 
     assert check() == []
-    assert check("0.33.0")[0] == "vllm 0.33.0 is not known here: install 0.26"
     assert len(NEEDED) > 10
     assert all(len(needs) > 5 for needs in NEEDED_OF.values())
     monkeypatch.setattr(model_runner.GPUModelRunner, "prepare_attn", lambda self, batch: None)
-    [sentence] = check()
+    [sentence] = check(runner=RUNNER_V2)
     assert "prepare_attn must begin with (self, input_batch), got (self, batch)" in sentence
+    assert check(runner=RUNNER_V1) == check() == []  # the other runner attaches as before
     monkeypatch.delattr(model_runner.GPUModelRunner, "prepare_attn")
-    with pytest.raises(AdapterError, match=r"prepare_attn is gone; unset KVCANARY_MODE"):
+    with pytest.raises(AdapterError, match=r"vllm 0\.26\.0: .*prepare_attn is gone; unset KVCANARY_MODE"):
         serve()
     monkeypatch.undo()
 
@@ -255,7 +255,7 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     from prometheus_client import REGISTRY
     from structlog.testing import capture_logs
 
-    from kvcanary.adapters.vllm.aggregate import merged
+    from kvcanary.adapters.hosted.ranks import merged
 
     monkeypatch.setenv("KVCANARY_MODE", "log")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -329,7 +329,7 @@ def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypat
     """A bit of a cached block in one worker or in both: the request that finds the block names those ranks."""
     from structlog.testing import capture_logs
 
-    from kvcanary.adapters.vllm.aggregate import merged
+    from kvcanary.adapters.hosted.ranks import merged
     from kvcanary_tools.bench.vllm.parallel import strike
 
     monkeypatch.setenv("KVCANARY_MODE", "log")

@@ -65,7 +65,7 @@ class Bench:
         return time.perf_counter() - start
 
     def report(self) -> dict[str, Any]:
-        from kvcanary.adapters.vllm.aggregate import merged
+        from kvcanary.adapters.hosted.ranks import merged
 
         made = merged(self.llm.collective_rpc("kvcanary_report"))
         kept = ("code", "reader", "position", "slot", "layer", "part", "bit", "ranks")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
+from vllm import RELEASE
+from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
-from vllm.v1.worker.gpu.model_runner import VOCABULARY, AsyncOutput, Impl
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.model_runner import VOCABULARY, Impl
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 
 class GPUModelRunner:
@@ -19,12 +22,10 @@ class GPUModelRunner:
         self.compilation_config = SimpleNamespace(static_forward_context={})
         self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
         self.optimistic_seq_lens_cpu = torch.zeros(max_num_reqs, dtype=torch.int32)
-        self.query_start_loc = SimpleNamespace(gpu=torch.zeros(max_num_reqs + 1, dtype=torch.int32))
-        self.input_ids = SimpleNamespace(gpu=torch.zeros(max_num_tokens, dtype=torch.int32))
+        self.query_start_loc = CpuGpuBuffer(max_num_reqs + 1, dtype=torch.int32)
+        self.input_ids = CpuGpuBuffer(max_num_tokens, dtype=torch.int32)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64)
-        self.input_batch = SimpleNamespace(
-            num_reqs=0, req_ids=[], req_id_to_index={}, num_computed_tokens_cpu=np.zeros(max_num_reqs, dtype=np.int32)
-        )
+        self.input_batch, self.kv_caches = InputBatch(max_num_reqs), []
 
     def initialize_kv_cache(self, kv_cache_config) -> None:
         self.kv_cache_config = kv_cache_config
@@ -32,10 +33,11 @@ class GPUModelRunner:
         for group in kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
             size = min(spec.block_size, 4)
+            kernel = (size,) if RELEASE < (0, 32) else ()
             tables.append(
                 BlockTable(
                     spec.block_size, self.max_num_reqs, self.max_model_len // spec.block_size, self.max_num_tokens,
-                    False, self.device, size,
+                    False, self.device, *kernel,
                 )
             )  # fmt: skip
             blocks = kv_cache_config.num_blocks * spec.block_size // size
@@ -43,6 +45,7 @@ class GPUModelRunner:
                 memory = torch.zeros(blocks, size, spec.num_kv_heads, 2 * spec.head_size, dtype=spec.dtype)
                 own = context.setdefault(name, SimpleNamespace(impl=Impl(), kv_cache_torch_dtype=spec.dtype))
                 own.kv_cache, own.group = memory.transpose(1, 2), len(tables) - 1
+                self.kv_caches.append(own.kv_cache)
         self.input_batch.block_table = MultiGroupBlockTable(tables)
 
     def _update_states(self, scheduler_output) -> None:
@@ -51,10 +54,9 @@ class GPUModelRunner:
         self.zero(scheduler_output.new_block_ids_to_zero or ())
         cached = scheduler_output.scheduled_cached_reqs
         for new in scheduler_output.scheduled_new_reqs:
-            self.requests[new.req_id] = SimpleNamespace(
-                prompt_token_ids=list(new.prompt_token_ids), output_token_ids=[], lora_request=None,
-                num_computed_tokens=new.num_computed_tokens, block_ids=[list(blocks) for blocks in new.block_ids],
-            )  # fmt: skip
+            self.requests[new.req_id] = CachedRequestState(
+                list(new.prompt_token_ids), new.num_computed_tokens, [list(blocks) for blocks in new.block_ids]
+            )
         for name, count, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             state = self.requests[name]
             state.num_computed_tokens = count
@@ -64,7 +66,6 @@ class GPUModelRunner:
         batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
         held = [name for name in reversed(batch.req_ids) if name in scheduled and name in self.requests]
         batch.req_ids = held + [name for name in scheduled if name not in held]
-        batch.num_reqs = len(batch.req_ids)
         batch.req_id_to_index = {name: row for row, name in enumerate(batch.req_ids)}
         for row, name in enumerate(batch.req_ids):
             state = self.requests[name]
@@ -74,7 +75,9 @@ class GPUModelRunner:
 
     def zero(self, blocks) -> None:
         for layer in self.compilation_config.static_forward_context.values():
-            ratio = self.input_batch.block_table[layer.group].blocks_per_kv_block
+            ratio = (
+                self.kv_cache_config.kv_cache_groups[layer.group].kv_cache_spec.block_size // layer.kv_cache.shape[2]
+            )
             for block in blocks:
                 layer.kv_cache[block * ratio : (block + 1) * ratio] = 0
 

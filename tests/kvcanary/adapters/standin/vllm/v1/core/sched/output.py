@@ -39,3 +39,4 @@ class SchedulerOutput:
     preempted_req_ids: set[str] | None = None
     new_block_ids_to_zero: list[int] | None = None
     kv_cache_block_copies: list[tuple[int, int]] | None = None
+    has_sync_kv_loads: bool = False  # from 0.29 on

@@ -8,6 +8,14 @@ import numpy as np
 import torch
 
 
+class InputBuffers:
+    def __init__(self, max_num_reqs: int, max_num_tokens: int) -> None:
+        self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int32)
+        self.positions = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self.query_start_loc = torch.zeros(max_num_reqs + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
+
+
 @dataclass
 class InputBatch:
     req_ids: list[str]

@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm import RELEASE
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, KVConnector
+from vllm.v1.worker.gpu.states import RequestState
 
 VOCABULARY = 97
 
@@ -22,14 +26,6 @@ class Impl:
         slots = slot_mapping[live]
         packed = torch.cat((key, value), -1)[: len(slot_mapping)][live]
         kv_cache[slots // size, :, slots % size] = packed
-
-
-class AsyncOutput:
-    def __init__(self, tokens: dict[str, list[int]]) -> None:
-        self.tokens = tokens
-
-    def get_output(self) -> dict[str, list[int]]:
-        return self.tokens
 
 
 class Speculator:
@@ -64,19 +60,10 @@ class GPUModelRunner:
         self.compilation_config = SimpleNamespace(static_forward_context={})
         self.speculator = Speculator(self, list(drafts)) if drafts else None
         self.num_speculative_steps = Speculator.num_steps if drafts else 0
-        self.kv_connector = connector or SimpleNamespace(pre_forward=lambda scheduler_output: None)
-        self.pcp_manager = None
-        self.input_buffers = SimpleNamespace(
-            input_ids=torch.zeros(max_num_tokens, dtype=torch.int32), positions=torch.zeros(max_num_tokens).long(),
-            query_start_loc=torch.zeros(max_num_reqs + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(max_num_reqs, dtype=torch.int32),
-        )  # fmt: skip
-        tokens = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32)
-        self.req_states = SimpleNamespace(
-            req_id_to_index={}, free=list(range(max_num_reqs)), all_token_ids=SimpleNamespace(gpu=tokens),
-            total_len=SimpleNamespace(gpu=torch.zeros(max_num_reqs, dtype=torch.int32)),
-            num_computed_tokens_np=np.zeros(max_num_reqs, dtype=np.int32),
-        )  # fmt: skip
+        self.kv_connector = KVConnector() if connector is None else ActiveKVConnector(connector)
+        self.pcp_manager, self.kv_caches = None, []
+        self.input_buffers = InputBuffers(max_num_reqs, max_num_tokens)
+        self.req_states = RequestState(max_num_reqs, max_model_len)
         self.batch: InputBatch | None = None
 
     def initialize_kv_cache(self, kv_cache_config: Any) -> None:
@@ -85,7 +72,8 @@ class GPUModelRunner:
         self.kernel_block_sizes = [min(spec.block_size, 4) for spec in specs]
         self.block_tables = BlockTables(
             [spec.block_size for spec in specs], self.max_num_reqs, self.max_num_tokens,
-            [self.max_model_len // spec.block_size for spec in specs], self.device, self.kernel_block_sizes,
+            [self.max_model_len // spec.block_size for spec in specs], self.device,
+            *((self.kernel_block_sizes,) if RELEASE < (0, 32) else ()),
         )  # fmt: skip
         context = self.compilation_config.static_forward_context
         for group, size in zip(kv_cache_config.kv_cache_groups, self.kernel_block_sizes, strict=True):
@@ -96,6 +84,7 @@ class GPUModelRunner:
                 memory = torch.zeros(blocks, size, spec.num_kv_heads, 2 * spec.head_size, dtype=spec.dtype)
                 own = context.setdefault(name, SimpleNamespace(impl=Impl(), kv_cache_torch_dtype=spec.dtype))
                 own.kv_cache, own.group = memory.transpose(1, 2), kv_cache_config.kv_cache_groups.index(group)
+                self.kv_caches.append(own.kv_cache)
 
     def finish_requests(self, scheduler_output) -> None:
         for name in scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()):
@@ -137,14 +126,26 @@ class GPUModelRunner:
 
     def caches(self):
         for name, layer in self.compilation_config.static_forward_context.items():
-            yield name, layer.kv_cache, self.block_tables.blocks_per_kv_block[layer.group]
+            size = self.kv_cache_config.kv_cache_groups[layer.group].kv_cache_spec.block_size
+            yield name, layer.kv_cache, size // layer.kv_cache.shape[2]
 
     def prepare_attn(self, input_batch):
         tables = self.block_tables.gather_block_tables(input_batch.idx_mapping, input_batch.num_reqs_after_padding)
         slots = self.block_tables.compute_slot_mappings(
             input_batch.idx_mapping, input_batch.query_start_loc, input_batch.positions, input_batch.num_tokens
         )
+        if RELEASE >= (0, 33):
+            self.hide_below_windows(input_batch, tables)
         return tables, slots
+
+    def hide_below_windows(self, batch, tables) -> None:
+        """Blocks that no token of this step sees are block 0 for attention; the tables by row keep them."""
+        starts = batch.query_start_loc
+        past = batch.seq_lens - (starts[1:] - starts[:-1])
+        for group, table in zip(self.kv_cache_config.kv_cache_groups, tables, strict=True):
+            window, size = group.kv_cache_spec.sliding_window, group.kv_cache_spec.block_size
+            for row, first in enumerate((past + 1 - window).tolist() if window else ()):
+                table[row, : max(first, 0) // size] = 0
 
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False) -> None:
         self.finish_requests(scheduler_output)
@@ -154,11 +155,14 @@ class GPUModelRunner:
             return
         self.batch = batch = self.make_batch(scheduler_output)
         _, slots = self.prepare_attn(batch)
-        self.kv_connector.pre_forward(scheduler_output)
+        self.kv_connector.before(scheduler_output, batch)
         drafts = self.speculator.draft_attn_layer_names if self.speculator else ()
         for name, layer in self.compilation_config.static_forward_context.items():
             if name not in drafts:
+                if isinstance(self.kv_connector, ActiveKVConnector):  # attention waits for its own layer
+                    self.kv_connector.kv_connector.wait_for_layer_load(name)
                 self.store(name, batch, slots[layer.group])
+        self.kv_connector.post_forward(scheduler_output.finished_req_ids)
 
     def make_batch(self, scheduler_output) -> InputBatch:
         states, counts = self.req_states, scheduler_output.num_scheduled_tokens

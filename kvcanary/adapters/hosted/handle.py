@@ -1,0 +1,168 @@
+"""One canary inside an engine that others wrote: from the first hook to the last finding, whichever engine it is.
+
+An adapter derives from `HostHandle` and calls, in this order, `_read` when it knows what the forward that is next will
+write and read, `_wrote` when that has run, and `_hold` with what the step gives. The counter of findings travels with
+the tokens, so that none leaves before it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
+
+import structlog
+
+from kvcanary.adapters.hosted.output_gate import hold_back
+from kvcanary.adapters.hosted.ranks import SharedReporter
+from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.report import report_step
+from kvcanary.adapters.observed.state import RING, Forward
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import KVCorruptionError
+
+_events = structlog.get_logger("kvcanary")
+
+
+class HostHandle(ABC):
+    """The canary of one process of an engine, until `detach()`.
+
+    host:         what the engine is called in events
+    rank:         of this process; is_alone: the engine has no other
+    is_collected: the engine takes the outputs of this process, so that what they wait for is told in time
+    """
+
+    host: ClassVar[str]
+
+    def __init__(self, config: CanaryConfig, rank: int = 0, is_alone: bool = True, is_collected: bool = True) -> None:
+        self.config, self.rank, self._is_alone, self._is_collected = config, rank, is_alone, is_collected
+        self.canary: PagedCanary | None = None
+        self.is_armed = False
+        self.replaced = Replacements()
+        self._is_running = False  # a forward that was read is on its way
+        self._count: Callable[[], int] = int
+        self._seen = 0
+        self._uncollected = deque[int](maxlen=RING - 1)
+
+    def report(self) -> dict[str, Any]:
+        """The certificate of this process, with the first finding of each incident."""
+        if self.canary is None:
+            return {"armed": False}
+        self._look_at(int(self.canary.memory.total), self.canary.step)
+        own: dict[str, Any] = {"armed": self.is_armed, "rank": self.rank, "bytes": self.canary.memory.num_bytes}
+        own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
+        own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
+        return {**own, **self.canary.certificate(self._held())}
+
+    def detach(self) -> None:
+        """Undo everything. Twice is harmless."""
+        self.replaced.undo()
+
+    # what engines differ in
+
+    @abstractmethod
+    def _empty_forward(self) -> Forward:
+        """No rows, over the tensors of the engine."""
+
+    @abstractmethod
+    def _held(self) -> Collection[int]:
+        """Numbers of the rows that there are."""
+
+    # attaching
+
+    def _hook(self, owner: Any, names: Collection[str]) -> None:
+        """Call the method of this class whose name is that with one `_` before it, the replaced one as its first."""
+        for name in names:
+            self.replaced.replace(owner, name, getattr(self, f"_{name.lstrip('_')}"))
+
+    def _adopt(self, canary: PagedCanary) -> PagedCanary:
+        """Let a canary tell of its findings as processes of one engine do."""
+        canary.response.report_finding = SharedReporter(self.rank, self._is_alone).report_finding
+        return canary
+
+    def _arm(self, canary: PagedCanary) -> None:
+        """From now on forwards are judged."""
+        canary.memory.forget()
+        self.is_armed = True
+        self._seen = int(canary.memory.total)
+        _events.info(
+            "kvcanary.attached", host=self.host, mode=self.config.mode, content=self.config.content, pid=os.getpid(),
+            rank=self.rank, groups=len(canary.groups), bytes=canary.memory.num_bytes,
+        )  # fmt: skip
+
+    # a step
+
+    def _flush(self) -> None:
+        """Bytes are about to move, or nobody runs: do now what waits for a forward."""
+        if self.is_armed and self.canary is not None:
+            self.canary.flush(self._empty_forward())
+
+    def _begin(self) -> None:
+        """A step begins."""
+        self._is_running = False
+        if self._uncollected:
+            self._collect_late()
+
+    def _read(self, forward: Forward) -> None:
+        """Show the canary the forward that is next."""
+        if self.canary is not None:
+            self.canary.read(forward)
+            self._is_running = True
+
+    def _wrote(self) -> bool:
+        """The forward that was read has run; False: there was none."""
+        if not self._is_running or self.canary is None:
+            self._flush()
+            return False
+        self.canary.wrote()
+        self._count = self.canary.count_to_host()
+        return True
+
+    def _hold(self, result: Any) -> Any:
+        """Look at the counter before tokens leave: now, or when the engine asks for an output that is on its way."""
+        if self._is_running and self.canary is not None:
+            self._is_running = False
+            look_at = functools.partial(self._look_at, step=self.canary.step)
+            if not self._is_collected:
+                self._uncollected.append(self.canary.step)
+            elif hasattr(result, "get_output"):
+                hold_back(result, self._count, look_at)
+            else:
+                look_at(self._count())
+        return result
+
+    # telling
+
+    def _collect_late(self) -> None:
+        """Look at the steps that have arrived here, where the engine takes no output; mode raise ends this process.
+
+        The engine would only log an exception of such a worker, while the others wait for it.
+        """
+        while self._uncollected and self.canary is not None:
+            total = self.canary.launches.count_of(self._uncollected[0])
+            if total is None:
+                return
+            try:
+                self._look_at(total, self._uncollected.popleft())
+            except KVCorruptionError as error:
+                for finding in error.findings:
+                    self.canary.response.report_finding(finding)
+                raise SystemExit(str(error)) from error
+
+    def _look_at(self, total: int, step: int) -> None:
+        """Tell of what fired up to this step; `total`: the counter behind it."""
+        canary = self.canary
+        if canary is None or total <= self._seen:
+            return
+        fired, self._seen = total - self._seen, total
+        reported = 0
+        for known in list(canary.steps):
+            if not known.is_reported and known.number <= step:
+                known.is_reported = True
+                reported += report_step(canary, known)
+        if not reported:
+            canary.coverage.untold_incidents += fired

@@ -1,0 +1,55 @@
+"""Methods of an engine's instances, replaced as long as its canary is attached."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class Replacements:
+    """What was replaced, and how to undo it."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Let `owner.name(...)` call `wrapper(method, ...)`, on this instance alone; `method` is the one replaced."""
+        method = getattr(owner, name)
+        own = owner.__dict__.get(name)
+
+        @functools.wraps(method)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(method, *args, **kwargs)
+
+        setattr(owner, name, around)
+        self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+
+    def replace_function(self, module: str, name: str, wrapper: Callable[..., Any]) -> None:
+        """The same for a function, in every module that has it under its name."""
+        function = getattr(sys.modules[module], name)
+
+        @functools.wraps(function)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(function, *args, **kwargs)
+
+        for holder in list(sys.modules.values()):
+            if (getattr(holder, "__dict__", None) or {}).get(name) is function:
+                setattr(holder, name, around)
+                self._undo.append(functools.partial(setattr, holder, name, function))
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Give an instance something that it did not have."""
+        setattr(owner, name, value)
+        self._undo.append(functools.partial(delattr, owner, name))
+
+    def undo(self) -> None:
+        """All of it, the latest first. Twice is harmless."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+
+def is_replaced(method: Any) -> bool:
+    return hasattr(method, "__wrapped__")
