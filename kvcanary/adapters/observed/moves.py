@@ -47,14 +47,26 @@ def moved(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Cal
     """
     before = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
     move()
-    is_real = dst >= group.null_slots
-    for layers, wanted in zip(group.layers, before, strict=True):
-        differs = ((both_fingerprints(layers.rows, dst, layers.keys) != wanted).any(0) & is_real).T
-        numbers = torch.arange(differs.shape[1], device=dst.device)
+    _compare(canary, group, dst, before, dst >= group.null_slots, "a move of entries")
+
+
+def expect_equal(canary: PagedCanary, group: Group, dst: Tensor, src: Tensor, judged: Tensor, what: str) -> None:
+    """Slots [n] that should be copies of others, where `judged` [n] bool says so (T1)."""
+    wanted = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
+    _compare(canary, group, dst, wanted, judged, what)
+
+
+def _compare(
+    canary: PagedCanary, group: Group, slots: Tensor, wanted: Sequence[Tensor], judged: Tensor, what: str
+) -> None:
+    """wanted: by pool of layers, [2, layers, n] fingerprints."""
+    for layers, own in zip(group.layers, wanted, strict=True):
+        differs = ((both_fingerprints(layers.rows, slots, layers.keys) != own).any(0) & judged).T
+        numbers = torch.arange(differs.shape[1], device=slots.device)
         bits = differs.to(torch.int64) << (numbers % 64)
         mismatch = torch.stack([bits[:, numbers // 64 == half].sum(1) for half in (0, 1)], 1)
         canary.memory.total += differs.any(1).sum()
-        canary.events.append(Event("T1", "a move of entries", layers, dst.clone(), mismatch, group, {}))
+        canary.events.append(Event("T1", what, layers, slots.clone(), mismatch, group, {}))
 
 
 def zeroed(canary: PagedCanary, group: Group, slots: Tensor, requests: Mapping[int, str], what: str = "blocks") -> None:

@@ -126,6 +126,7 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
             "to serve without a canary"
         )
     width, topk = args.speculative_num_draft_tokens, args.speculative_eagle_topk
+    steps = args.speculative_num_steps
     most = max(most, scheduler.max_running_requests * width)
     target = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width)
-    return target, WatchedDraft(worker.draft_worker.draft_runner, config, most, width, topk)
+    return target, WatchedDraft(worker.draft_worker.draft_runner, config, most, width, topk, steps)

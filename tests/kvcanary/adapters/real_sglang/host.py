@@ -69,7 +69,9 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class Host:
     """One scheduler, its requests, and the tokens that they were given."""
 
-    def __init__(self, folder: Path, eagle: bool = False, topk: int = 1, steps: int = 3, nodes: int = 4, **settings: Any):
+    def __init__(
+        self, folder: Path, eagle: bool = False, topk: int = 1, steps: int = 3, nodes: int = 4, **settings: Any
+    ):
         import torch
 
         torch.set_num_threads(1)
