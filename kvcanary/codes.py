@@ -1,6 +1,6 @@
 """The checks: code, short name, plain sentence, where each is judged, which finding speaks first, and which are fed.
 
-`kvcanary codes R9` shows one of them, with what it means for a user and what to do next (`kvcanary.advice`).
+`kvcanary codes R9` shows one of them, with what it means for a user and what to do next (`kvcanary_tools.advice`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 HOST = {
     "kvcanary.manager.contradictions:Contradictions._report_contradiction": "L1",
     "kvcanary.ledger.page_states:Pages._refused": "L1",
-    "kvcanary.checks.admission:refuse": "W1 W2 W3 W7 W8 R1",
+    "kvcanary.checks.writes:refuse": "W1 W2 W3 W7 W8 R1",
     "kvcanary.ledger.page_states:Pages._write_code": "W2 W3 W7 W8",
     "kvcanary.checks.writes:judge_slots": "W1 W4 R1",
     "kvcanary.checks.writes:judge_layer": "W4",
     "kvcanary.checks.writes:judge_layers": "R12",
     "kvcanary.checks.seals:_misplaced": "W5",
-    "kvcanary.checks.lineage:judge_lineage": "R5",
+    "kvcanary.checks.seals:judge_lineage": "R5",
     "kvcanary.checks.tokens:judge_tokens": "W6",
     "kvcanary.checks.lengths:judge_lengths": "R10 H1",
     "kvcanary.checks.lengths:judge_starts": "R10",
@@ -31,8 +31,8 @@ HOST = {
     "kvcanary.checks.rows:Reader._judge_truth": "R6",
     "kvcanary.checks.rows:_null_writes": "R2",
     "kvcanary.checks.rows:_shared_slots": "R8",
-    "kvcanary_kernels.judge.verify:verify_torch": "R2 R3 R4 R5 R7 R8 R11 R12",
-    "kvcanary.checks.grants:grant_codes": "R7 R8",
+    "kvcanary_kernels.judge.verify:verify": "R2 R3 R4 R5 R7 R8 R11 R12",
+    "kvcanary.checks.rows:grant_codes": "R7 R8",
     "kvcanary.checks.content:find_changed": "R3 R9",
     "kvcanary.scrub.unwritten_tails:UnwrittenTails._fired": "U1",
     "kvcanary.scrub.poison:Poisoner.granted": "P1",
@@ -43,8 +43,8 @@ HOST = {
     "kvcanary.transfers.async_ops:AsyncOps.complete": "O1",
     "kvcanary.transfers.async_ops:AsyncOps.free": "O1",
     "kvcanary.captured.registry:SubstepRegistry._take": "H1",
-    "kvcanary.manager.expected_forwards:ExpectedForwards.missing": "H1",
-    "kvcanary.manager.expected_forwards:ExpectedForwards.left_out": "H1",
+    "kvcanary.manager.substep:ExpectedForwards.missing": "H1",
+    "kvcanary.manager.substep:ExpectedForwards.left_out": "H1",
     "kvcanary.manager.manager:CanaryManager.arm": "H2",
     "kvcanary.manager.substep:SubstepCanary.open": "H2",
     "kvcanary.captured.substep:CapturedSubstep.open": "H2",
@@ -181,6 +181,4 @@ SPEAK_FIRST = frozenset(code for code in CODES if RANK[code] < RANK["R1"])
 #: Checks of the bytes; the others are checks of identity.
 CONTENT_CODES = frozenset({"R9"})
 #: Checks that something feeds in this version; the others can not fire, and the certificate says so.
-_WRITES = (f"W{number}" for number in range(1, 9))
-_READS = (f"R{number}" for number in range(1, 14))
-FED = frozenset({*_WRITES, *_READS, "T1", "O1", "P1", "H1", "L1"})
+FED = frozenset(CODES) - {"W9", "H2"}

@@ -17,6 +17,13 @@ CONTENTS = ("write", "rolling", "full")
 POISONS = ("finite", "nan", "off")
 #: Steps within which the automatic budget re-reads every committed byte of the running rows.
 ROTATION_STEPS = 128
+#: Settings that are integers, what they may be, and that in words.
+_INTEGERS = (
+    ("budget", range(1, 2**63), "a positive number of bytes a step or None"),
+    ("quarantine", range(2**63), "a number of steps, 0 or more"),
+    ("ring", range(2**63), "a number of steps, 0 or more"),
+    ("seed", range(2**64), "an integer in [0, 2^64) or None"),
+)
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -53,15 +60,21 @@ class CanaryConfig:
     show_tokens: bool = False
 
     def __post_init__(self) -> None:
-        _check_mode(self.mode)
-        if self.content not in CONTENTS:
-            raise CanaryConfigError(f"content must be one of {', '.join(CONTENTS)}, got {self.content!r}")
-        _check_budget(self.budget)
-        if self.poison not in POISONS:
-            raise CanaryConfigError(f"poison must be one of {', '.join(POISONS)}, got {self.poison!r}")
-        _check_quarantine(self.quarantine)
-        _check_ring(self.ring, self.dump_dir)
-        _check_seed(self.seed)
+        if self.mode in LATER_MODES:
+            raise CanaryConfigError(
+                f"mode {self.mode!r} does not exist yet: use 'abort' to end only the requests that are touched"
+            )
+        for name, choices in (("mode", MODES), ("content", CONTENTS), ("poison", POISONS)):
+            if getattr(self, name) not in choices:
+                raise CanaryConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name, allowed, meaning in _INTEGERS:
+            value = getattr(self, name)
+            if value is not getattr(CanaryConfig, name) and not (type(value) is int and value in allowed):
+                raise CanaryConfigError(f"{name} must be {meaning}, got {value!r}")
+        if self.dump_dir is not None and not self.ring:
+            raise CanaryConfigError(
+                f"a ring of 0 steps has nothing to dump into {self.dump_dir!r}: give ring some steps"
+            )
         object.__setattr__(self, "disable", _checked_codes(self.disable))
 
     @property
@@ -117,15 +130,11 @@ def _parse_integer(name: str) -> Callable[[str], int]:
     return parse
 
 
-def _parse_budget(text: str) -> int | None:
-    return None if text.lower() == "auto" else parse_bytes(text)
-
-
 _VARIABLES = {"seed": "KV_CANARY_SEED", "dump_dir": "DUMP"}
 _PARSERS = {
     "mode": str.lower,
     "content": str.lower,
-    "budget": _parse_budget,
+    "budget": lambda text: None if text.lower() == "auto" else parse_bytes(text),
     "seed": _parse_integer("seed"),
     "poison": str.lower,
     "quarantine": _parse_integer("quarantine"),
@@ -133,41 +142,6 @@ _PARSERS = {
     "dump_dir": os.fspath,
     "disable": parse_codes,
 }
-
-
-def _check_mode(mode: str) -> None:
-    if mode in LATER_MODES:
-        raise CanaryConfigError(
-            f"mode {mode!r} does not exist yet: use 'abort' to end only the requests that are touched"
-        )
-    if mode not in MODES:
-        raise CanaryConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-
-
-def _check_budget(budget: int | None) -> None:
-    if budget is None:
-        return
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
-        raise CanaryConfigError(f"budget must be a positive number of bytes a step or None, got {budget!r}")
-
-
-def _check_quarantine(steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise CanaryConfigError(f"quarantine must be a number of steps, 0 or more, got {steps!r}")
-
-
-def _check_ring(ring: int, dump_dir: str | None) -> None:
-    if isinstance(ring, bool) or not isinstance(ring, int) or ring < 0:
-        raise CanaryConfigError(f"ring must be a number of steps, 0 or more, got {ring!r}")
-    if dump_dir is not None and not ring:
-        raise CanaryConfigError(f"a ring of 0 steps has nothing to dump into {dump_dir!r}: give ring some steps")
-
-
-def _check_seed(seed: int | None) -> None:
-    if seed is None:
-        return
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise CanaryConfigError(f"seed must be an integer in [0, 2^64) or None, got {seed!r}")
 
 
 def _checked_codes(codes: Any) -> frozenset[str]:

@@ -58,6 +58,10 @@ class CanaryNotRunningError(KVCanaryError, RuntimeError):
     """A model ran, and nothing of it was watched: silence would be no sign of health."""
 
 
+class InvariantError(KVCanaryError, RuntimeError):
+    """A rule of KV memory management was broken; going on would corrupt somebody's cache."""
+
+
 class HookOrderError(KVCanaryError, RuntimeError):
     """The engine called a hook in a phase where it has no meaning."""
 

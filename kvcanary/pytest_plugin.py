@@ -29,20 +29,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvcanary.config import MODES
+from kvcanary.errors import KVCanaryError
+
 if TYPE_CHECKING:
-    from kvcanary.errors import KVCanaryError
     from kvcanary.faults.fault import Fault
     from kvcanary.faults.target import Target
     from kvcanary.manager.manager import CanaryManager
     from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
 
-MODES = ("log", "raise", "abort")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvcanary", "KV-cache integrity canary")
-    group.addoption("--kvcanary", choices=MODES, default="raise", help="mode of canaries whose test does not say one")
+    group.addoption(
+        "--kvcanary", choices=MODES[1:], default="raise", help="mode of canaries whose test does not say one"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,9 +84,7 @@ def kv_canary(
             canary.drain()
         canary.detach()
         if canary.findings and not raised:
-            reported = "; ".join(
-                f"{finding.name} ({finding.code}) at slot {finding.slot}" for finding in canary.findings
-            )
+            reported = "; ".join(f"{one.name} ({one.code}) at slot {one.slot}" for one in canary.findings)
             pytest.fail(f"kvcanary found {len(canary.findings)}: {reported}", pytrace=False)
 
 
@@ -113,7 +113,9 @@ def kv_fault(
         ) -> Finding | KVCanaryError:
             choices: Mapping[str, Any] = {}
             if arm is None:
-                arm, choices = _marked(marker)
+                if marker is None or not marker.args:
+                    raise TypeError('kv_fault needs arm=, or the marker @pytest.mark.kvfault("family.name")')
+                arm, choices = marker.args[0], marker.kwargs
             if run is None:
                 raise TypeError("kv_fault needs run=, what must end in the finding")
             if isinstance(arm, str):
@@ -123,15 +125,13 @@ def kv_fault(
                 arm()
             if code is None:
                 raise TypeError("kv_fault needs code=, what must find a fault that is no fault of the catalogue")
-            return _caught(run, code, fields)
+            try:
+                run()
+            except KVCanaryError as error:
+                return _expected(error, code, fields)
+            pytest.fail(f"no check fired, {code} was expected", pytrace=False)
 
         yield strike
-
-
-def _marked(marker: pytest.Mark | None) -> tuple[str, Mapping[str, Any]]:
-    if marker is None or not marker.args:
-        raise TypeError('kv_fault needs arm=, or the marker @pytest.mark.kvfault("family.name")')
-    return marker.args[0], marker.kwargs
 
 
 def _made(
@@ -155,16 +155,6 @@ def _made(
     return fault, {} if target.strike is None else target.strike.place
 
 
-def _caught(run: Callable[[], object], code: str, fields: Mapping[str, Any]) -> Finding | KVCanaryError:
-    from kvcanary import KVCanaryError
-
-    try:
-        run()
-    except KVCanaryError as error:
-        return _expected(error, code, fields)
-    pytest.fail(f"no check fired, {code} was expected", pytrace=False)
-
-
 def _expected(error: KVCanaryError, code: str, fields: Mapping[str, Any]) -> Finding | KVCanaryError:
     """The first finding, or the error itself where it has none; another than the expected one fails the test."""
     findings = getattr(error, "findings", None)
@@ -172,10 +162,10 @@ def _expected(error: KVCanaryError, code: str, fields: Mapping[str, Any]) -> Fin
     if findings:
         cause, name, text = findings[0], findings[0].code, error_text(findings[0])
     found = {"code": name} | {field: getattr(cause, field) for field in fields}
-    expected = {"code": code} | {
-        name: found[name] if isinstance(value, frozenset) and found[name] in value else value
-        for name, value in fields.items()
-    }
+    expected = {"code": code, **fields}
+    for field, value in fields.items():
+        if isinstance(value, frozenset) and found[field] in value:
+            expected[field] = found[field]
     if found != expected:
         if any(line.startswith(f"{code} ") for line in getattr(cause, "evidence", ())):
             text += f"\n{code} is in its evidence: faults of a write speak first, then the first entry of a row"

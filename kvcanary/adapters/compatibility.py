@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import FunctionType
+from typing import Any
 
 import structlog
 
@@ -65,6 +66,15 @@ def missing(needs: Iterable[Needed]) -> list[str]:
     return [sentence for need in needs if (sentence := _fault(need))]
 
 
+def resolved(name: str) -> Any:
+    """What `package.module:Class.method` names; ImportError or AttributeError where it is gone."""
+    module, _, path = name.partition(":")
+    found = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
 def _release(version: str) -> tuple[int, int] | None:
     """(major, minor); None where the version does not begin with both."""
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -72,11 +82,8 @@ def _release(version: str) -> tuple[int, int] | None:
 
 
 def _fault(need: Needed) -> str:
-    module, _, path = need.name.partition(":")
     try:
-        found = import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
+        found = resolved(need.name)
     except (ImportError, AttributeError):
         return f"{need.name} is gone"
     parameters = tuple(inspect.signature(found).parameters) if need.parameters or need.among else ()  # type: ignore[arg-type]

@@ -60,18 +60,10 @@ class Coverage:
 
     def totals(self) -> dict[str, int]:
         """Everything that counts upwards, flat, for the periodic event."""
-        return {
-            "forwards": self.forwards,
-            "slots_checked": self.slots_checked,
-            "slots_sealed": self.slots_sealed,
-            "bytes_checked": self.bytes_checked,
-            "finite_bytes_checked": self.finite_bytes_checked,
-            "freed_unread_bytes": self.freed_unread_bytes,
-            "unchecked": sum(self.unchecked.values()),
-            "fired": sum(self.fired.values()),
-            "only_counted": self.only_counted,
-            "untold_incidents": self.untold_incidents,
-        }
+        counted = ("forwards", "slots_checked", "slots_sealed", "bytes_checked", "finite_bytes_checked")
+        other = ("freed_unread_bytes", "only_counted", "untold_incidents")
+        sums = {"unchecked": sum(self.unchecked.values()), "fired": sum(self.fired.values())}
+        return {name: getattr(self, name) for name in (*counted, *other)} | sums
 
     def counters(self) -> dict[str, int]:
         """The few that close a report."""

@@ -41,37 +41,19 @@ class Entries:
         return np.full(len(self.slots), -1) if self.last_good is None else self.last_good
 
     def fired(
-        self,
-        code: str,
-        pool: PoolState,
-        site: tuple[str, int],
-        step: int,
-        which: Ints,
-        **evidence: NDArray[Any],
+        self, code: str, pool: PoolState, site: tuple[str, int], step: int, which: Ints, **evidence: NDArray[Any]
     ) -> ViolationBatch:
         """One check at those of them that `which` numbers, rising; `evidence`: arrays with a row for each entry."""
         own = slice(None) if len(which) == len(self.slots) else which
         some = self.at(own)
-        return ViolationBatch(
-            code,
-            pool,
-            site,
-            step,
-            some.slots,
-            some.positions,
-            some.rows,
-            some.request_ids,
-            last_good=some.last_good,
-            names=some.names,
-            is_unwritten=False,
-            **{name: values[own] for name, values in evidence.items()},
-        )
+        kept: dict[str, Any] = {name: values[own] for name, values in evidence.items()}
+        kept |= {"last_good": some.last_good, "names": some.names}
+        return ViolationBatch(code, pool, site, step, some.slots, some.positions, some.rows, some.request_ids, **kept)
 
     def at(self, which: slice | Ints) -> Entries:
         """Some of them."""
-        columns = (self.slots[which], self.positions[which], self.rows[which])
         good, names = (None if column is None else column[which] for column in (self.last_good, self.names))
-        return Entries(*columns, self.request_ids, good, names)
+        return Entries(self.slots[which], self.positions[which], self.rows[which], self.request_ids, good, names)
 
 
 def written_entries(forward: ModelCall) -> Entries:
@@ -81,8 +63,8 @@ def written_entries(forward: ModelCall) -> Entries:
         slots, names = slots.copy(), names.copy()
         slots[forward.refused.entries], names[forward.refused.entries] = forward.refused.ids, forward.refused.names
     requests = [request.request_id for request in forward.requests]
-    rows = np.repeat(rows, forward.written)
-    return Entries(slots, forward.planned.positions, rows, requests, names=named(forward.pool, names))
+    owners = rows.repeat(forward.written)
+    return Entries(slots, forward.planned.positions, owners, requests, names=named(forward.pool, names))
 
 
 def named(pool: PoolState, names: Ints) -> Ints | None:

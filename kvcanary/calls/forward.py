@@ -7,17 +7,15 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Request
-from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES, plan_layout
+from kvcanary.native.layout import ADDRESS, CONTRADICTS, FORWARD, KINDS, OTHER, REFUSES, REQUEST, plan_layout
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.records.state import PoolState
 
 Ints = NDArray[np.int64]
@@ -62,8 +60,12 @@ class Drafted(NamedTuple):
     chains_at: int
 
 
-SLOT_BYTES = 8  # of a slot id in an index array
 _layout_of = lru_cache(maxsize=256)(plan_layout)  # most steps are as large as the step before
+
+
+def _listed(name: str) -> cached_property[list[int]]:
+    """An array of `PlanLayout` as a list, made when a rule asks for it."""
+    return cached_property(lambda forward: forward.part(name).tolist())
 
 
 class Forward:
@@ -72,10 +74,9 @@ class Forward:
     width:          rows a request: 1, or the tree width of a draft substep
     num_entries:    that it writes;  num_rows: that it reads;  num_reads: entries of all of these
     request_ids:    names of `requests`
-    memory:         int64, filled by `loops.take_plan`: FORWARD (native/layout.py), the plan, of each request its
-                    uid and what acceptance had made final, and room for `chains`; `head`: its address
-    plan:           both plans, one array after another as `layout` has them; the lists of their names are made when
-                    somebody asks
+    memory:         int64, filled by `loops.take_plan`: FORWARD (native/layout.py), both plans as `layout` has them,
+                    of each request its uid and what acceptance had made final, and room for `chains`; `head`: its
+                    address
     is_usable:      whether the loops saw nothing that must be refused
     dense_indices:  where loops read the plan's indices: those themselves, or a copy of them as they were
     has_parents:    whether the entries are nodes of trees;  has_lineage: whether rows say of which branch of the draft
@@ -126,14 +127,8 @@ class Forward:
         n, num_rows, written = write.slots.shape[0], len(requests) * width, read.num_written
         self.layout = _layout_of(n, num_rows, len(requests))
         memory = np.empty(FORWARD.size + self.layout.end, np.int64)
-        self.kind, self.index, self.pool, self.step, self.requests, self.width = (
-            kind,
-            index,
-            pool,
-            step,
-            requests,
-            width,
-        )
+        self.kind, self.index, self.pool, self.step = kind, index, pool, step
+        self.requests, self.width = requests, width
         self.num_entries, self.num_rows, self.memory = n, num_rows, memory
         self.request_ids, self.num_reads = tuple(read.requests), read.indices.shape[0]
         self.has_parents, self.has_starts, self.tree_mask = parents is not None, starts is not None, mask
@@ -177,7 +172,7 @@ class Forward:
             ),
         )
         for request in requests:
-            asked.extend((request.uid, request.committed_len))
+            asked.extend((request.uid, request.struct[REQUEST.committed_len]))
         seen = pool.loops.take_plan(asked.buffer_info()[0], memory)
         if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
             refuse_contradiction(self)
@@ -211,10 +206,11 @@ class Forward:
         """[n] chain value of each entry that it writes, from when it is sealed."""
         return self.part("chains")
 
-    @property
-    def before(self) -> tuple[int, int]:
-        """Address and number of the chains of the draft forward before, where the lineage can be compared with them."""
-        return int(self.memory[FORWARD.before]), int(self.memory[FORWARD.num_before])
+    def expect_values(self) -> None:
+        """Room for the fingerprints of everything that it will store."""
+        shape = self.pool.full_layers.bit_length(), 2, self.num_entries
+        self.fingerprints = torch.empty(shape, dtype=torch.int64, device=self.pool.records.device)
+        self.fingerprints_at = self.memory[FORWARD.fingerprints] = self.fingerprints.data_ptr()
 
     @property
     def drafted(self) -> Drafted:
@@ -271,42 +267,16 @@ class Forward:
         """By entry of the write plan, its tree parent in the plan or -1; None: every row is a chain."""
         return self.part("parents").tolist() if self.has_parents else None
 
-    # by row
+    # by row, plain integers
 
-    @cached_property
-    def bounds(self) -> list[int]:
-        """By row and one more, where rows begin in `indices`."""
-        return self.part("bounds").tolist()
-
-    @cached_property
-    def written(self) -> list[int]:
-        """Entries at the row's end that this forward writes."""
-        return self.part("written").tolist()
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """The position of the row's first entry."""
-        return self.part("starts").tolist()
-
-    @cached_property
-    def owns(self) -> list[int]:
-        """Where the entries that this forward writes begin in `indices`."""
-        return self.part("owns").tolist()
-
-    @cached_property
-    def begins(self) -> list[int]:
-        """The position of the first of them."""
-        return self.part("begins").tolist()
-
-    @cached_property
-    def skipped(self) -> list[int]:
-        """Entries at the row's head that lie before its window: they are not judged."""
-        return self.part("skipped").tolist()
-
-    @cached_property
-    def prefixes(self) -> list[int]:
-        """By request, entries of its rows that earlier forwards wrote and acceptance made final, says the plan."""
-        return self.part("prefixes").tolist()
+    bounds = _listed("bounds")  # and one more: where rows begin in `indices`
+    written = _listed("written")  # entries at the row's end that this forward writes
+    starts = _listed("starts")  # the position of the row's first entry
+    owns = _listed("owns")  # where the entries that this forward writes begin in `indices`
+    begins = _listed("begins")  # the position of the first of them
+    skipped = _listed("skipped")  # entries at the row's head that lie before its window: they are not judged
+    #: By request, entries of its rows that earlier forwards wrote and acceptance made final, says the plan.
+    prefixes = _listed("prefixes")
 
     @cached_property
     def short_rows(self) -> frozenset[int]:
@@ -348,17 +318,12 @@ def on_host(values: Tensor) -> Ints:
 
 def refuse_contradiction(forward: Forward) -> None:
     """ContradictionError for what `loops.take_plan` has seen."""
-    _check_sizes(forward)
-    _check_parents(forward)
-
-
-def _check_sizes(forward: Forward) -> None:
-    bounds, entries, n = forward.bounds, forward.indices.shape[0], forward.num_entries
+    bounds, entries, n, mask = forward.bounds, forward.indices.shape[0], forward.num_entries, forward.tree_mask
+    names = [forward.request_of(row).request_id for row in range(len(forward.written))]
     if bounds[0] != 0 or bounds[-1] != entries:
         raise _contradiction(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
-    for row, written in enumerate(forward.written):
+    for row, (who, written) in enumerate(zip(names, forward.written, strict=True)):
         if written < 0:
-            who = forward.request_of(row).request_id
             raise _contradiction(f"num_written must not be negative, got {written} for row {row} of {who!r}", who)
     if sum(forward.written) != n:
         raise _contradiction(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
@@ -366,14 +331,12 @@ def _check_sizes(forward: Forward) -> None:
         raise _contradiction(
             f"a lineage belongs to rows that write one entry each, got rows that write {forward.written}"
         )
-    mask = forward.tree_mask
     if mask is not None and (len(mask) != len(forward.written) or set(forward.written) - {mask.shape[1]}):
         raise _contradiction(
             f"tree_mask must be [{len(forward.written)}, N, N] for rows that write N entries each, got "
             f"{list(mask.shape)} for rows of {forward.written}"
         )
-    for row, start in enumerate(forward.starts):
-        who = forward.request_of(row).request_id
+    for row, (who, start) in enumerate(zip(names, forward.starts, strict=True)):
         if bounds[row + 1] < bounds[row]:
             raise _contradiction(
                 f"indptr must not fall, row {row} of {who!r} runs from {bounds[row]} to {bounds[row + 1]}", who
@@ -381,17 +344,10 @@ def _check_sizes(forward: Forward) -> None:
         for name, number in (("prefix_lens", forward.prefixes[row // forward.width]), ("starts", start)):
             if number < 0:
                 raise _contradiction(f"{name} must not be negative, got {number} for row {row} of {who!r}", who)
-
-
-def _check_parents(forward: Forward) -> None:
-    """Nodes come after their parents, and a row's parents lie in the row."""
-    if forward.parents is None:
-        return
-    first = 0
-    for row, written in enumerate(forward.written):
-        for entry, parent in enumerate(forward.parents[first : first + written], first):
+    first, parents = 0, forward.parents or ()
+    for who, written in zip(names, forward.written, strict=True):
+        for entry, parent in enumerate(parents[first : first + written], first):
             if parent != -1 and not first <= parent < entry:
-                who = forward.request_of(row).request_id
                 raise _contradiction(f"parents[{entry}] must be -1 or in [{first}, {entry}), got {parent}", who)
         first += written
 

@@ -61,19 +61,14 @@ class Excluded:
         """What is left of a violation, None where nothing is; the rest is counted."""
         if not self or violation.code == "L1":
             return violation
-        if (
-            isinstance(violation, Violation)
-            and violation.code == "H1"
-            and (violation.pool.name, violation.site) in self.forwards
-        ):
-            self._coverage.skip(CHECKS, 1)
-            return None
         return self._rows(violation) if isinstance(violation, ViolationBatch) else self._violation(violation)
 
     def _violation(self, violation: Violation) -> Violation | None:
         names = [name for name in (violation.request_id, *violation.others) if name is not None]
         left = [name for name in names if name not in self.requests]
-        if (violation.slot >= 0 and violation.page in self.pages) or (names and not left):
+        on_page = violation.slot >= 0 and violation.page in self.pages
+        is_launched_otherwise = violation.code == "H1" and (violation.pool.name, violation.site) in self.forwards
+        if is_launched_otherwise or on_page or (names and not left):
             self._coverage.skip(CHECKS, 1)
             return None
         return violation if left == names else replace(violation, request_id=left[0], others=tuple(left[1:]))

@@ -63,6 +63,8 @@ class Violation:
     expected, found: what the report should say, where the code alone does not tell it
     word:      the one word that changed, where whoever found it has looked for it
     row_number: in a cache without pages, which row of the batch it is: that stands for the page
+    along:     the cache, and the batch in it, whose index arrays named the slot: what they name wrong is one incident,
+               and so is what is named wrong for the same request later
     notes:     lines of evidence that it brings along
     """
 
@@ -93,6 +95,7 @@ class Violation:
     message: str = ""
     word: ChangedWord | None = None
     row_number: int | None = None
+    along: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -135,6 +138,13 @@ class Violation:
         return (*where, self.site) if self.code == "H1" else where
 
     @property
+    def places(self) -> list[tuple[object, ...]]:
+        """All under which it is known when it fires again."""
+        if self.along is None:
+            return [self.place]
+        return [self.place, *(("along", self.along[0], name) for _, name in self.rows if name is not None)]
+
+    @property
     def run(self) -> int:
         """Entries that this violation speaks for."""
         return 1 if self.until is None or self.position is None else self.until - self.position + 1
@@ -152,10 +162,10 @@ class Violation:
 def join_violations(violations: Sequence[Violation]) -> list[list[Violation]]:
     """Incidents, the violation that speaks first; the others are its evidence.
 
-    Violations are one incident when they share the slot; the page and the step; the arrival; when their entries are
-    neighbours in one row (what follows a wrong entry breaks too); when a wrong position points at another of them (an
-    exchange); when one is R6 and the other lies in the same row; or when one is a forward without hooks and the other
-    is such a one of the same step, or follows from it.
+    Violations are one incident when they share the slot; the page and the step; the arrival; the index arrays; when
+    their entries are neighbours in one row (what follows a wrong entry breaks too); when a wrong position points at
+    another of them (an exchange); when one is R6 and the other lies in the same row; or when one is a forward without
+    hooks and the other is such a one of the same step, or follows from it.
     """
     parents = list(range(len(violations)))
     for first, second in _related(violations):
@@ -201,6 +211,8 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
             groups.setdefault(("page", violation.page, violation.step), []).append(number)
+        if violation.along is not None:
+            groups.setdefault(("along", *violation.along), []).append(number)
         if violation.arrival is not None:
             groups.setdefault(("arrival", id(violation.arrival)), []).append(number)
         if violation.position is not None and violation.request_id is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -15,10 +15,7 @@ from kvcanary.records.state import PoolState
 KEPT_VIOLATIONS = 64  # of each code at each site, until they are taken
 PORTION = 1 << 16  # entries that are looked at together
 Ints = NDArray[np.int64]
-_BY_ENTRY = (
-    *("slots", "positions", "rows", "layers", "last_good"),
-    *("found_positions", "parent_positions", "fingerprint_violations", "names"),
-)
+_OF_ALL_ENTRIES = frozenset({"code", "pool", "site", "step", "request_ids", "is_unwritten"})
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +57,8 @@ class ViolationBatch:
 
     def at(self, which: Ints) -> ViolationBatch:
         """These entries alone, [n] int64."""
-        arrays = {name: getattr(self, name) for name in _BY_ENTRY}
-        kept: dict[str, Any] = {name: None if own is None else own[which] for name, own in arrays.items()}
+        names = {one.name for one in fields(self)} - _OF_ALL_ENTRIES
+        kept: dict[str, Any] = {name: own[which] for name in names if (own := getattr(self, name)) is not None}
         return replace(self, **kept)
 
     def violation(self, number: int, until: int | None = None) -> Violation:
@@ -111,7 +108,7 @@ class ViolationLog:
     ) -> None:
         """`judged`: what is left of a violation when nothing is judged that was set aside; None: all of every one."""
         self._disabled, self._judged = disabled, judged
-        self.watch: Callable[[Violation | ViolationBatch], None] = _nobody
+        self.watch: Callable[[Violation | ViolationBatch], None] = lambda violation: None
         self.groups: dict[tuple[str, tuple[str, int]], ViolationGroup] = {}
 
     def __len__(self) -> int:
@@ -122,11 +119,9 @@ class ViolationLog:
         """`log += violations`: single violations, and batches of any number of entries, in any order."""
         for fired in violations:
             violation = fired if self._judged is None else self._judged(fired)
-            if violation is None:
-                continue
             if isinstance(violation, ViolationBatch):
                 self.add_batch(violation)
-            else:
+            elif violation is not None:
                 self.add(violation)
         return self
 
@@ -159,10 +154,6 @@ class ViolationLog:
         """All groups; the log is empty afterwards."""
         groups, self.groups = list(self.groups.values()), {}
         return groups
-
-
-def _nobody(violation: Violation | ViolationBatch) -> None:
-    """Who watches where nobody does."""
 
 
 def _choose(batch: ViolationBatch, room: int) -> list[int]:

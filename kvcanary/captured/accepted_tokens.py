@@ -39,20 +39,12 @@ class CapturedTruth:
     prefix_lens, truths: [rows] int64, as of the last `advance`
     """
 
-    def __init__(
-        self,
-        owner: AcceptedTokens,
-        pool: PoolState,
-        table_rows: Tensor,
-        uncollected: Tensor,
-        known_lens: Tensor,
-        known_chains: Tensor,
-    ) -> None:
-        """Tensors as for `advance`, at fixed addresses."""
-        self._owner, self._pool, self._table_rows = owner, pool, table_rows
-        self._known, self._advance = (uncollected, known_lens, known_chains), ops_for(table_rows.device).advance
+    def __init__(self, owner: AcceptedTokens, pool: PoolState, table_rows: Tensor, *known: Tensor) -> None:
+        """Tensors as for `advance`, at fixed addresses; known: uncollected, known_lens, known_chains."""
+        self._owner, self._pool, self._table_rows, self._known = owner, pool, table_rows, known
+        self._advance = ops_for(table_rows.device).advance
         with torch.inference_mode(False):
-            self.prefix_lens, self.truths = (torch.zeros_like(known_lens) for _ in range(2))
+            self.prefix_lens, self.truths = (torch.zeros_like(known[1]) for _ in range(2))
 
     def advance(self) -> None:
         """Within a program, before the forwards of these rows are opened and before it accepts."""
@@ -76,18 +68,10 @@ class CapturedAcceptance:
     """
 
     def __init__(self, owner: AcceptedTokens, size: int, step: Tensor) -> None:
-        self._owner = owner
+        self._owner, self.size, self.places = owner, size, owner.places
         with torch.inference_mode(False):
             self._now = owner.accepted.new_zeros(size, 1 + owner.places)
         self.posted = Packed((self._now,), step, ops_for(owner.accepted.device).post)
-
-    @property
-    def size(self) -> int:
-        return len(self._now)
-
-    @property
-    def places(self) -> int:
-        return self._owner.places
 
     def record(self, table_rows: Tensor, counts: Tensor, tokens: Tensor) -> None:
         """Within a program: ``table_rows, counts [size]``, ``tokens [size, places]``; padding has count 0 and row 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +17,9 @@ NULL_SLOT = 0
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What the live rows of one forward read and write; all int64, on any device.
+    """What the live rows of one forward read and write, in tensors as of `ForwardPlan`; all int64, on any device.
 
-    indptr:      [rows + 1], from 0, where rows begin in `indices`
-    indices:     [nnz], slots in position order; the last of a row are those that it writes
-    bounds:      [rows + 1], never falling from 0: entries [bounds[r], bounds[r + 1]) are written by row r
-    slots, tokens, positions: [entries]; tokens are those that the record names (position + token_offset)
-    prefix_lens: [rows], entries of the row that are final; UNKNOWN (-1): R10 and R6 are not judged
-    uids:        [rows], request of each row
-    parents:     [entries], entry of the batch that each continues, -1 where it continues its row; None: chains
-    truths:      [rows], chain value of the request's own tokens up to prefix_len; None where nobody feeds it
-    roots:       [rows], chain value that position 0 continues; None: that of requests without salt and adapter
-    lineage:     [rows], branch of the request, in the draft forward before, whose entry the row goes on from, of rows
-                 that write one entry each; None: rows go on from the entry before their own, whoever wrote it
+    indptr: [rows + 1], from 0, where rows begin in `indices`
     """
 
     indptr: Tensor
@@ -85,11 +76,9 @@ class StaticBuffers(Batch):
         sizes = {"indptr": max_rows + 1, "indices": max_indices, "bounds": max_rows + 1, "num_live": 1}
         sizes |= dict.fromkeys(("slots", "tokens", "positions"), max_entries)
         sizes |= dict.fromkeys(("prefix_lens", "uids"), max_rows)
-        if is_tree:
-            sizes["parents"] = max_entries
-        for name, is_fed in (("truths", has_truths), ("roots", has_roots), ("lineage", has_lineage)):
-            if is_fed:
-                sizes[name] = max_rows
+        sizes |= {"parents": max_entries} if is_tree else {}
+        by_row = {"truths": has_truths, "roots": has_roots, "lineage": has_lineage}
+        sizes |= {name: max_rows for name, is_fed in by_row.items() if is_fed}
         with torch.inference_mode(False):
             return cls(
                 **{name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in sizes.items()},
@@ -98,23 +87,9 @@ class StaticBuffers(Batch):
 
     def plan(self) -> ForwardPlan:
         """The same tensors as kernels take them."""
-        return ForwardPlan(
-            self.indices,
-            self.indptr[:-1],
-            self.indptr[1:],
-            self.bounds,
-            self.slots,
-            self.tokens,
-            self.positions,
-            self.parents,
-            self.prefix_lens,
-            self.truths,
-            self.uids,
-            self.num_live,
-            self.ancestors,
-            self.roots,
-            self.lineage,
-        )
+        own = {name: getattr(self, name) for name in INPUTS if name != "indptr"}
+        own |= {"row_starts": self.indptr[:-1], "row_ends": self.indptr[1:]}
+        return ForwardPlan(**own, num_live=self.num_live, ancestors=self.ancestors)
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch is not larger than these buffers."""
@@ -148,18 +123,6 @@ class StaticBuffers(Batch):
 
 def empty_batch(buffers: StaticBuffers) -> Batch:
     """A batch without rows for these buffers: all of it is padding."""
-    none, zero = buffers.uids[:0], torch.zeros(1, dtype=torch.int64, device=buffers.uids.device)
-    return Batch(
-        zero,
-        none,
-        zero,
-        none,
-        none,
-        none,
-        none,
-        none,
-        parents=None if buffers.parents is None else none,
-        truths=None if buffers.truths is None else none,
-        roots=None if buffers.roots is None else none,
-        lineage=None if buffers.lineage is None else none,
-    )
+    none: dict[str, Any] = {name: None if getattr(buffers, name) is None else buffers.uids[:0] for name in INPUTS}
+    zero = torch.zeros(1, dtype=torch.int64, device=buffers.uids.device)
+    return Batch(**none | {"indptr": zero, "bounds": zero})

@@ -3,91 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvcanary.calls.forward import Ints, Planned
 from kvcanary.calls.violation import NO_BRANCH, Lineage
-from kvcanary.captured.launch_group import LaunchGroup
-from kvcanary.captured.readback import CapturedViolation, Ran
+from kvcanary.captured.launch_group import Launched
+from kvcanary.captured.readback import CapturedViolation
 from kvcanary.captured.substep import MASKS, CapturedSubstep
 from kvcanary.ledger.ledger import Request
-from kvcanary.ledger.requests import Batch
-from kvcanary.native.layout import ROWS, plan_layout
-from kvcanary.records.mailbox import Message
+from kvcanary.native.layout import plan_layout
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.count import NUM_BITS
-
-
-class Launch(NamedTuple):
-    """Captured forwards that the host has launched in this turn and knows nothing more of.
-
-    rows:      by part, [ROWS.size * requests + 1] (native/layout.py), at that time
-    written:   by part of which the host says it, and by request, entries that each of their rows writes
-    record:    where the listener keeps them, by forward; None: nowhere
-    """
-
-    launch_group: LaunchGroup
-    batch: Batch
-    rows: array[int]
-    step: int
-    turn: int
-    written: array[int]
-    record: Any = None
-
-    def runs(self) -> Iterator[Launched]:
-        """Each of them."""
-        accepted, records = self.launch_group.accepted(self.turn), repeat(None) if self.record is None else self.record
-        for (substep, entries), record in zip(self.launch_group.of_each(len(self.batch)), records, strict=False):
-            own = self.batch, self.rows, self.step, self.turn, substep.written.message_of(self.turn)
-            if entries is None:
-                yield Launched(substep, *own, None, accepted, record)
-            else:
-                yield Launched(substep, *own, self.written[entries], None, record)
-
-
-def runs_of(launches: Iterable[Launch]) -> list[Launched]:
-    """All of them, in the order of their run."""
-    return [run for launch in launches for run in launch.runs()]
-
-
-class Launched(NamedTuple):
-    """One captured forward of a `Launch`.
-
-    rows:      of the launch
-    message:      what `CapturedSubstep.written` will say of it
-    written:   by request, entries that each of its rows writes; None: as many as were accepted
-    accepted:  [size, 1 + places], what the step says that it has accepted before
-    record:    where the listener keeps it
-    """
-
-    substep: CapturedSubstep
-    batch: Batch
-    rows: array[int]
-    step: int
-    turn: int
-    message: Message
-    written: array[int] | None
-    accepted: Ints | None = None
-    record: Any = None
-
-    @property
-    def number(self) -> int:
-        """Of its substep, which has one."""
-        return -1 if self.substep.number is None else self.substep.number
-
-    @property
-    def ran(self) -> Ran:
-        return Ran(self.turn, self.message, self.batch.requests)
-
-    @property
-    def committed(self) -> list[int]:
-        """By request; of the first part, which has those of all others."""
-        return self.rows[ROWS.committed * len(self.batch) : ROWS.size * len(self.batch)].tolist()
 
 
 class CollectedRun(NamedTuple):
@@ -167,9 +97,10 @@ class DecodedForward:
         self._begins = ends[:num_rows] - starts[:num_rows] - self._counts
         self._live = live = slice(0, int(bounds[num_rows]))
         self.planned = Planned(slots[live], tokens[live], positions[live])
-        has_lineage = substep.forward.lineage is not None
-        self._parents: Ints | None = parents[live] if len(parents) and not has_lineage else None
-        self.lineage: Ints | None = parents[live] if has_lineage else None
+        self.num_entries, self.has_lineage = len(self.planned.slots), substep.forward.lineage is not None
+        self.has_parents = len(parents) > 0 and not self.has_lineage
+        self._parents: Ints | None = parents[live] if self.has_parents else None
+        self.lineage: Ints | None = parents[live] if self.has_lineage else None
         safe = safe_slots[live]
         self.slots: Ints = safe[safe >= self.pool.view.null_slots]
         self.tree_mask = None
@@ -187,18 +118,6 @@ class DecodedForward:
             return is_plan
         first = np.repeat(self._bounds[:-1], counts)
         return bool(((nodes == -1) | (nodes >= first) & (nodes < np.arange(len(nodes)))).all())
-
-    @property
-    def num_entries(self) -> int:
-        return len(self.planned.slots)
-
-    @property
-    def has_parents(self) -> bool:
-        return self._parents is not None
-
-    @property
-    def has_lineage(self) -> bool:
-        return self.lineage is not None
 
     @property
     def num_bytes(self) -> int:
@@ -230,12 +149,10 @@ class DecodedForward:
 
     @property
     def written(self) -> list[int]:
-        """By row, entries that it writes."""
         return self._counts.tolist()
 
     @property
     def begins(self) -> list[int]:
-        """By row, the position of the first of them."""
         return self._begins.tolist()
 
     @property
@@ -261,7 +178,7 @@ def lineage_of(violation: CapturedViolation, runs: Sequence[Launched]) -> Lineag
     run = next((run for run in runs if _is_of(violation, run)), None)
     if run is None or violation.code != "R5" or not violation.is_exact:
         return None
-    last = next((last for last in runs if last.substep is run.substep.before and last.batch is run.batch), None)
+    last = next((last for last in runs if last.substep.work is run.substep.before and last.batch is run.batch), None)
     decoded = _decoded(run)
     if last is None or decoded.lineage is None or violation.place != decoded.begins[violation.row] - 1:
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +46,6 @@ class Shared:
     opened: set[object] = field(default_factory=set)
 
 
-class DraftedBefore(Protocol):
-    """A draft forward of the same program, of which another one needs what it has written."""
-
-    @property
-    def work(self) -> Workspace: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Settings:
     """What makes one forward unlike another.
@@ -63,7 +57,7 @@ class Settings:
                    what may be many entries
     attends:       the engine's attention fingerprints what it reads, by layer, with what `CapturedSubstep.reads` is
     read_keys:     of that, the registry's own: where bytes are compared in every forward; None: nobody compares them
-    before:        the draft forward before it, from whose entries rows with a lineage go on, in the same program
+    before:        of the draft forward before it, from whose entries rows with a lineage go on, in the same program
     is_deferred:  where the forward may write is asked before it is opened (admit), and all else of it is found out
                    beside a later forward of the same program: nothing of the canary but stores stands in its body
     """
@@ -74,7 +68,7 @@ class Settings:
     puts: bool = False
     attends: bool = False
     read_keys: ReadKeys | None = None
-    before: DraftedBefore | None = None
+    before: Workspace | None = None
     is_deferred: bool = False
 
 
@@ -122,7 +116,10 @@ class Workspace:
 
 
 class Launches:
-    """The operations of one substep in the order of their run; nothing but `store` takes an argument."""
+    """The operations of one substep in the order of their run; nothing but `store` and `put` takes an argument.
+
+    Each is given, of what all of them share, the parameters that it names, and beside these what is its own.
+    """
 
     def __init__(
         self,
@@ -134,223 +131,102 @@ class Launches:
         header: Tensor,
         settings: Settings,
     ) -> None:
-        self._ops, self._shared, self._pool = ops_for(pool.records.device), shared, pool
+        self._ops, self._pool = ops_for(pool.records.device), pool
         self._forward, self._work, self._settings = forward, work, settings
-        state, pages = shared.state, pool.view.num_pages
-        self._claims = shared.claims[pool.name]
         self._rows: dict[str, Any] = {"num_live": forward.num_live}
         self._entries: dict[str, Any] = {"num_live": work.planned.live_entries}
-        self._seal_of: dict[str, Any] = {"pool_id": pool.pool_id, "keys": pool.keys}
-        self._truth: dict[str, Any] = {
-            "generations": state.generations[:pages],
-            "states": state.page_states[:pages],
-            "owners": state.owners[:pages],
-            "page_size": state.page_size,
-            "null_slots": pool.view.null_slots,
-        }
-        self._judged: dict[str, Any] = {
-            "layers": pool.layers,
-            "codes": work.codes,
-            "step": shared.step,
-            **self._seal_of,
-            **self._truth,
-        }
+        state, view, planned = shared.state, pool.view, work.planned
+        known: dict[str, Any] = {"forward": forward, "planned": planned, "step": shared.step, "keys": pool.keys}
+        known |= {name: getattr(pool, name) for name in ("pool_id", "records", "expected", "content_a", "layers")}
+        known |= {name: getattr(forward, name) for name in ("indices", "tokens", "positions")}
+        known |= {name: getattr(work, name) for name in ("chains", "codes", "twice", "sums", "times", "arrivals")}
+        known |= {"claims": shared.claims[pool.name], "row_violations": planned.row_violations}
+        pages = {"generations": state.generations, "states": state.page_states, "owners": state.owners}
+        known |= {name: values[: view.num_pages] for name, values in pages.items()}
+        self._known = known | {"page_size": state.page_size, "null_slots": view.null_slots, "num_slots": view.num_slots}
         counts = header[: 2 * NUM_BITS].view(2, NUM_BITS)
-        self.admit = self._admit()
-        self.plan = self._plan(site)
-        self.chain = self._chain()
-        self.seal = self._seal()
-        self.verify_prefixes = self._verify_prefixes()
-        self.store = self._store()
-        self.put = self._put()
-        self.attest = self._attest()
-        self.verify_own = self._verify_own()
-        self.settle = self._settle(header[2 * NUM_BITS :])
-        self.judge_reads = self._judge_reads()
-        self.count_planned = self._count_planned(counts[PLANNED])
-        self.count_read = self._count_read(counts[READ])
-        self.post = self._ops.post
+        self._bind_writes(site)
+        self._bind_values()
+        self._bind_judges(header[2 * NUM_BITS :])
+        self._bind_counts(counts[PLANNED], counts[READ])
 
-    def _plan(self, site: tuple[str, int]) -> Launch:
-        before = self._settings.before
-        return partial(
-            self._ops.plan,
-            self._forward,
-            self._work.planned,
-            records=self._pool.records,
-            claims=self._claims,
-            roots=self._work.root_seeds,
-            site=pack_site(*site),
-            width=self._settings.width,
-            before=None if before is None else before.work.chains,
-            **self._truth,
-        )
+    def _bind(self, operation: Launch, *first: Any, **own: Any) -> Launch:
+        shared = {name: self._known[name] for name in _parameters(operation) if name in self._known}
+        return partial(operation, *first, **shared | own)
 
-    def _admit(self) -> Launch:
-        pages = {name: self._truth[name] for name in ("states", "owners", "page_size", "null_slots")}
-        out = self._work.planned.safe_slots  # which the plan makes again
-        return partial(self._ops.admit, self._forward, num_slots=self._pool.view.num_slots, out=out, **pages)
-
-    def _chain(self) -> Launch:
-        forward, planned, out = self._forward, self._work.planned, {"keys": self._pool.keys, "out": self._work.chains}
-        operands = forward.tokens, forward.positions
+    def _bind_writes(self, site: tuple[str, int]) -> None:
+        """Where the forward may write, and the records of that."""
+        bind, ops, forward, work, planned = self._bind, self._ops, self._forward, self._work, self._work.planned
+        before, width = self._settings.before, self._settings.width
+        self.admit = bind(ops.admit, out=planned.safe_slots)  # which the plan makes again
+        chains = None if before is None else before.chains
+        self.plan = bind(ops.plan, roots=work.root_seeds, site=pack_site(*site), width=width, before=chains)
         if forward.parents is None:
-            return partial(self._ops.chain_scan, *operands, forward.bounds, planned.seeds, **out, **self._rows)
-        depth = self._settings.max_depth
-        tree = planned.parents, planned.entry_seeds
-        return partial(self._ops.chain_tree, *operands, *tree, max_depth=depth, **out, **self._entries)
+            rows = {"indptr": forward.bounds, "seeds": planned.seeds}
+            self.chain = bind(ops.chain_scan, **rows, out=work.chains, **self._rows)
+        else:
+            trees = {"parents": planned.parents, "seeds": planned.entry_seeds, "max_depth": self._settings.max_depth}
+            self.chain = bind(ops.chain_tree, **trees, out=work.chains, **self._entries)
+        grants = {"requests": planned.requests, "generations": planned.generations, "sites": planned.sites}
+        self.seal = bind(ops.seal, slots=planned.safe_slots, **grants, **self._entries)
 
-    def _seal(self) -> Launch:
-        planned = self._work.planned
-        return partial(
-            self._ops.seal,
-            self._pool.records,
-            planned.safe_slots,
-            tokens=self._forward.tokens,
-            positions=self._forward.positions,
-            chains=self._work.chains,
-            requests=planned.requests,
-            generations=planned.generations,
-            step=self._shared.step,
-            sites=planned.sites,
-            **self._seal_of,
-            **self._entries,
-        )
+    def _bind_values(self) -> None:
+        """K and V into the pool, and their fingerprints: as they are put, or of copies of what was stored."""
+        bind, ops, rows, work = self._bind, self._ops, self._pool.rows, self._work
+        live = {} if self._settings.is_deferred else self._entries  # how many are live is not planned yet
+        self.store = bind(ops.store, rows, kept=work.kept, **live)
+        self.put = bind(ops.put, rows, **self._entries)
+        self.attest: Launch = lambda: None
+        if not self._settings.puts:
+            self.attest = bind(ops.attest, kept_rows(rows, work.kept), work.planned.safe_slots, **self._entries)
 
-    def _verify_prefixes(self) -> Launch:
-        """What earlier forwards wrote: one segment a row, from its root."""
-        work = self._work
-        return partial(
-            self._ops.verify,
-            self._pool.records,
-            self._forward.indices,
-            starts=work.planned.starts,
-            lengths=work.planned.read_lengths,
+    def _bind_judges(self, runs: Tensor) -> None:
+        """Prefixes, which earlier forwards wrote, are one segment a row, from its root; what this forward wrote is one
+        segment an entry, since parents give its place. Bytes are judged where attention has fingerprinted them.
+        """
+        bind, ops, forward, work, planned = self._bind, self._ops, self._forward, self._work, self._work.planned
+        self.verify_prefixes = bind(
+            ops.verify,
+            starts=planned.starts,
+            lengths=planned.read_lengths,
             first_positions=work.no_positions,
             predecessors=work.roots,
             seeds=work.root_seeds,
-            readers=self._forward.uids,
+            readers=forward.uids,
             group=self._settings.width,
-            **self._judged,
             **self._rows,
         )
-
-    def _verify_own(self) -> Launch:
-        """What this forward wrote, where its rows read it: one segment an entry, since parents give its place."""
-        work, planned = self._work, self._work.planned
-        return partial(
-            self._ops.verify,
-            self._pool.records,
-            self._forward.indices,
+        self.verify_own = bind(
+            ops.verify,
             starts=planned.places,
             lengths=planned.own_lengths,
-            first_positions=self._forward.positions,
+            first_positions=forward.positions,
             predecessors=work.no_predecessors,
             seeds=work.no_seeds,
             readers=planned.requests,
             longest=1,
-            **self._judged,
             **self._entries,
         )
+        self.settle = bind(ops.settle, runs=runs)
+        self.judge_reads: Launch = lambda: None
+        if self._settings.read_keys is not None:
+            self.judge_reads = bind(ops.judge_reads, start_a=self._pool.keys.start_a)
 
-    def _store(self) -> Launch:
-        return partial(
-            self._ops.store,
-            self._pool.rows,
-            kept=self._work.kept,
-            times=self._work.times,
-            **({} if self._settings.is_deferred else self._entries),  # how many are live is not planned yet
-        )
-
-    def _put(self) -> Launch:
-        return partial(
-            self._ops.put,
-            self._pool.rows,
-            keys=self._pool.keys,
-            records=self._pool.records,
-            content_a=self._pool.content_a,
-            twice=self._work.twice,
-            **self._entries,
-        )
-
-    def _attest(self) -> Launch:
-        """Fingerprints of what was stored, and not put."""
-        work = self._work
-        if self._settings.puts:
-            return _nothing
-        return partial(
-            self._ops.attest,
-            kept_rows(self._pool.rows, work.kept),
-            work.planned.safe_slots,
-            keys=self._pool.keys,
-            times=work.times,
-            records=self._pool.records,
-            content_a=self._pool.content_a,
-            twice=work.twice,
-            **self._entries,
-        )
-
-    def _settle(self, runs: Tensor) -> Launch:
-        return partial(
-            self._ops.settle,
-            self._forward,
-            self._work.planned,
-            records=self._pool.records,
-            expected=self._pool.expected,
-            layers=self._pool.layers,
-            claims=self._claims,
-            twice=self._work.twice,
-            codes=self._work.codes,
-            runs=runs,
-            null_slots=self._pool.view.null_slots,
-        )
-
-    def _judge_reads(self) -> Launch:
-        """Bytes, where attention has fingerprinted them."""
-        if self._settings.read_keys is None:
-            return _nothing
-        return partial(
-            self._ops.judge_reads,
-            self._forward,
-            self._work.planned,
-            sums=self._work.sums,
-            content_a=self._pool.content_a,
-            start_a=self._pool.keys.start_a,
-            codes=self._work.codes,
-            null_slots=self._pool.view.null_slots,
-        )
-
-    def _count_planned(self, counts: Tensor) -> Launch:
-        planned = self._work.planned
-        return partial(
-            self._ops.count,
-            planned.codes,
-            planned.asked,
+    def _bind_counts(self, counts_planned: Tensor, counts_read: Tensor) -> None:
+        bind, ops, firsts, planned = self._bind, self._ops, self._work.firsts, self._work.planned
+        self.count_planned = bind(
+            ops.count,
+            codes=planned.codes,
+            indices=planned.asked,
             starts=planned.counted_starts,
             lengths=planned.counted_lengths,
             row_ids=planned.counted_rows,
-            counts=counts,
-            first=self._work.firsts[PLANNED],
-            step=self._shared.step,
-            row_violations=planned.row_violations,
-            arrivals=self._work.arrivals,
+            counts=counts_planned,
+            first=firsts[PLANNED],
         )
-
-    def _count_read(self, counts: Tensor) -> Launch:
-        work = self._work
-        return partial(
-            self._ops.count,
-            work.codes,
-            self._forward.indices,
-            starts=work.planned.starts,
-            lengths=work.planned.row_lengths,
-            counts=counts,
-            first=work.firsts[READ],
-            step=self._shared.step,
-            row_violations=work.planned.row_violations,
-            arrivals=work.arrivals,
-            **self._rows,
-        )
+        rows = {"starts": planned.starts, "lengths": planned.row_lengths}
+        self.count_read = bind(ops.count, **rows, counts=counts_read, first=firsts[READ], **self._rows)
+        self.post = ops.post
 
 
 def is_later(step: Any, other: int) -> Any:
@@ -358,5 +234,6 @@ def is_later(step: Any, other: int) -> Any:
     return ((step - other - 1) & MASK_32) < 1 << 31
 
 
-def _nothing() -> None:
-    """What a forward launches that has nothing of the kind."""
+@cache
+def _parameters(operation: Launch) -> tuple[str, ...]:
+    return tuple(signature(operation).parameters)

@@ -1,17 +1,20 @@
-"""LaunchGroup: captured forwards that are launched together, and what of them stays the same from launch to launch."""
+"""LaunchGroup: captured forwards that are launched together, what of them stays the same, and their launches."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from kvcanary.calls.forward import Ints
 from kvcanary.captured.accepted_tokens import CapturedAcceptance
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.errors import PlanError
-from kvcanary.native.layout import RUN
+from kvcanary.ledger.requests import Batch
+from kvcanary.native.layout import ROWS, RUN
 from kvcanary.pools.launch_site import site_name
-from kvcanary.records.mailbox import NUM_MESSAGES
+from kvcanary.records.mailbox import NUM_MESSAGES, Message
 
 Part = tuple[CapturedSubstep, ...]
 
@@ -32,20 +35,6 @@ class LaunchGroup:
     comes_once: its forward is no captured one
     """
 
-    __slots__ = (
-        "_sizes",
-        "acceptance",
-        "comes_once",
-        "count",
-        "num_kept",
-        "num_known",
-        "parts",
-        "places",
-        "sizes",
-        "structs",
-        "substeps",
-    )
-
     def __init__(self, parts: Sequence[Part], acceptance: CapturedAcceptance | None = None) -> None:
         for part in parts:
             kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in part}
@@ -65,9 +54,8 @@ class LaunchGroup:
         self._sizes = array("q", map(len, parts))
         self.sizes = self._sizes.buffer_info()[::-1]
         self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in self.substeps)
-        self.structs = (
-            [self._structs_of(0)] * NUM_MESSAGES if self.comes_once else [*map(self._structs_of, range(NUM_MESSAGES))]
-        )
+        turns = [0] * NUM_MESSAGES if self.comes_once else range(NUM_MESSAGES)
+        self.structs = [*map(self._structs_of, turns)]
 
     def __len__(self) -> int:
         return self.count
@@ -104,6 +92,62 @@ class LaunchGroup:
             structs[first + RUN.places] = self.places
             structs[first + RUN.accepted] = self.acceptance.posted.message_of(turn).at
         return structs
+
+
+class Launch(NamedTuple):
+    """Captured forwards that the host has launched in this turn and knows nothing more of.
+
+    rows:      by part, [ROWS.size * requests + 1] (native/layout.py), at that time
+    written:   by part of which the host says it, and by request, entries that each of their rows writes
+    record:    where the listener keeps them, by forward; None: nowhere
+    """
+
+    launch_group: LaunchGroup
+    batch: Batch
+    rows: array[int]
+    step: int
+    turn: int
+    written: array[int]
+    record: Any = None
+
+    def runs(self) -> Iterator[Launched]:
+        """Each of them."""
+        accepted, records = self.launch_group.accepted(self.turn), repeat(None) if self.record is None else self.record
+        for (substep, entries), record in zip(self.launch_group.of_each(len(self.batch)), records, strict=False):
+            own = self.batch, self.rows, self.step, self.turn, substep.written.message_of(self.turn)
+            if entries is None:
+                yield Launched(substep, *own, None, accepted, record)
+            else:
+                yield Launched(substep, *own, self.written[entries], None, record)
+
+
+def runs_of(launches: Iterable[Launch]) -> list[Launched]:
+    """All of them, in the order of their run."""
+    return [run for launch in launches for run in launch.runs()]
+
+
+class Launched(NamedTuple):
+    """One captured forward of a `Launch`.
+
+    message:   what `CapturedSubstep.written` will say of it
+    written:   by request, entries that each of its rows writes; None: as many as were accepted
+    accepted:  [size, 1 + places], what the step says that it has accepted before
+    """
+
+    substep: CapturedSubstep
+    batch: Batch
+    rows: array[int]
+    step: int
+    turn: int
+    message: Message
+    written: array[int] | None
+    accepted: Ints | None = None
+    record: Any = None
+
+    @property
+    def committed(self) -> list[int]:
+        """By request; of the first part, which has those of all others."""
+        return self.rows[ROWS.committed * len(self.batch) : ROWS.size * len(self.batch)].tolist()
 
 
 def _expect_in_a_row(part: Part) -> None:

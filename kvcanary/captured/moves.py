@@ -63,41 +63,25 @@ class CapturedMove:
         forwards that have judged and sealed these records, and before any that reads them.
         """
         with self._shared.side_stream.behind():
-            self._record(source, destination, moves)
+            state, pool, places = self._shared.state, self.pool, self._pages
+            # kernels alone: a copy would have no priority, and wait for all blocks of the forward beside it
+            torch.where(moves, source, self._nowhere, out=self.src)
+            torch.where(moves, destination, self._nowhere, out=self.dst)
+            torch.clamp(self.dst, 0, pool.view.num_slots - 1, out=places)
+            torch.floor_divide(places, state.page_size, out=places)
+            torch.index_select(state.generations, 0, places, out=self._generations)
+            torch.index_select(state.owners, 0, places, out=self._owners)
+            grants = {"generations": self._generations, "requests": self._owners, "page_size": state.page_size}
+            seals = {"step": self._shared.step, "sites": self._site, "pool_id": pool.pool_id, "keys": pool.keys}
+            own = grants | seals | {"page_generations": state.generations, "arrived": self._arrived}
+            for records, content, scratch in self._copies:
+                self._ops.move(records, content, self.src, self.dst, scratch=scratch, **own)
+            torch.clamp(self.dst, min=0, out=places)
+            torch.index_select(pool.expected[:, TOKEN_POSITION], 0, places, out=self._tokens)
             if self._compares_content:
                 self._mismatch.zero_()
-                pool = self.pool
                 self._ops.check_content(pool.rows, self._arrived, pool.keys, pool.content_a, mismatch=self._mismatch)
             self.moved.pack()
-
-    def _record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
-        """Kernels alone: a copy would have no priority, and wait for all blocks of the forward beside it."""
-        state, pool, places = self._shared.state, self.pool, self._pages
-        torch.where(moves, source, self._nowhere, out=self.src)
-        torch.where(moves, destination, self._nowhere, out=self.dst)
-        torch.clamp(self.dst, 0, pool.view.num_slots - 1, out=places)
-        torch.floor_divide(places, state.page_size, out=places)
-        torch.index_select(state.generations, 0, places, out=self._generations)
-        torch.index_select(state.owners, 0, places, out=self._owners)
-        for records, content, scratch in self._copies:
-            self._ops.move(
-                records,
-                content,
-                self.src,
-                self.dst,
-                generations=self._generations,
-                step=self._shared.step,
-                sites=self._site,
-                requests=self._owners,
-                page_generations=state.generations,
-                page_size=state.page_size,
-                arrived=self._arrived,
-                pool_id=pool.pool_id,
-                keys=pool.keys,
-                scratch=scratch,
-            )
-        torch.clamp(self.dst, min=0, out=places)
-        torch.index_select(pool.expected[:, TOKEN_POSITION], 0, places, out=self._tokens)
 
 
 class LaunchedMove(NamedTuple):

@@ -56,39 +56,25 @@ class OneShotSubstep(CapturedSubstep):
 
     size:    what it has room for;  planned: rows, entries written and entries read of the forward that has it
     num_bytes: of the device that it takes
-    slots:   [entries] int64, where these are stored
     indices: [nnz] int64, as the read plan has them, and null slot 0 where they lie outside the pool
     """
 
     planned: list[int]
-    slots: Tensor
     indices: Tensor
 
     def __init__(self, shared: Shared, pool: PoolState, site: tuple[str, int], size: Size) -> None:
         self.size, self.num_bytes = size, 8 * size.num_zeros
         with torch.inference_mode(False):
-            room = self._room = _room_for(pool, size)
             rows, entries, reads = size
+            num_inputs = INPUT_TENSORS * (rows + ALIGNMENT) + HEADER + 2 * NUM_BITS * len(UNSET)
+            room = self._room = Arena(pool.records.device, size.num_zeros, num_inputs)
             self._starts, self._input_starts = room.numbers(rows + 1)
             bounds, self._input_bounds = room.numbers(rows + 1)
             (uids, prefix_lens, truths, roots), self._input_rows = zip(*map(room.numbers, [rows] * 4), strict=True)
             (num_live, step), (self._input_live, self._input_step) = zip(*map(room.numbers, (1, 1)), strict=True)
             self._indices, self._slots, self._tokens, self._positions = map(room, (reads, entries, entries, entries))
-            plan = ForwardPlan(
-                self._indices,
-                self._starts[:-1],
-                self._starts[1:],
-                bounds,
-                self._slots,
-                self._tokens,
-                self._positions,
-                None,
-                prefix_lens,
-                truths,
-                uids,
-                num_live,
-                roots=roots,
-            )
+            own = self._slots, self._tokens, self._positions, None, prefix_lens, truths, uids, num_live
+            plan = ForwardPlan(self._indices, self._starts[:-1], self._starts[1:], bounds, *own, roots=roots)
             header = room(torch.zeros(HEADER, dtype=torch.int64))
             self._safe_indices = room(reads)
             self._is_outside = torch.zeros(reads, dtype=torch.bool, device=pool.records.device)
@@ -125,26 +111,14 @@ class OneShotSubstep(CapturedSubstep):
             self._indices[reads:last_reads].fill_(NO_SLOT)
         self._filled = entries, reads
 
-    def _plan_puts(self) -> None:
+    def _plan_and_seal(self) -> None:
         self._replays.run(None, self._plan_anew)
 
     def _plan_anew(self) -> None:
-        super()._plan_puts()
+        super()._plan_and_seal()
         torch.clamp(self._indices, 0, self.pool.view.num_slots - 1, out=self._safe_indices)
         torch.ne(self._safe_indices, self._indices, out=self._is_outside)
         self._safe_indices.masked_fill_(self._is_outside, NULL_SLOT)
-
-    def _write(
-        self,
-        layer: int,
-        slots: Tensor | None,
-        k: Tensor,
-        v: Tensor | None,
-        extras: tuple[Tensor, ...],
-        is_ready: bool,
-    ) -> None:
-        where = self.slots if slots is None else slots
-        self._launch.put(layer, where, k, v, extras=extras, twice=self._twice)
 
 
 class Singles:
@@ -191,8 +165,3 @@ class Singles:
 def _rounded(n: int) -> int:
     step = max(ALIGNMENT, 1 << max(n - 1, 0).bit_length() >> SPARE_BITS)
     return max(-(-n // step), 1) * step
-
-
-def _room_for(pool: PoolState, size: Size) -> Arena:
-    num_inputs = INPUT_TENSORS * (size.rows + ALIGNMENT) + HEADER + 2 * NUM_BITS * len(UNSET)
-    return Arena(pool.records.device, size.num_zeros, num_inputs)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import repeat
 
-from kvcanary.captured.decoded import Launched
+from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.substep import SAFE
 from kvcanary.ledger.page_states import Pages
 from kvcanary.ledger.requests import Batch
@@ -31,16 +31,9 @@ class RunReader:
         self._books_at, self._page_size = self._tables.buffer_info()[0], state.page_size
         self.said = array("q", bytes(8 * SAID.size))
         seen, counts, header = headers
-        self._quiet = filled(
-            QUIET,
-            tables=self._books_at,
-            seen=seen,
-            counts=counts,
-            header=header,
-            page_size=state.page_size,
-            final=pages.final_at,
-            said=self.said.buffer_info()[0],
-        )
+        own = {"tables": self._books_at, "page_size": state.page_size, "final": pages.final_at}
+        said_at = self.said.buffer_info()[0]
+        self._quiet = filled(QUIET, **own, seen=seen, counts=counts, header=header, said=said_at)
         self.quiet_at = self._quiet.buffer_info()[0]
 
     def read(self, runs: Sequence[Launched], structs: array[int], first: int, planned: array[int], proves: bool) -> int:
@@ -54,9 +47,7 @@ class RunReader:
         return end
 
     def is_clean(self, run: Launched, seen: int) -> bool:
-        """Whether nothing is left to the rules: then pages are written, and the record store knows where new records
-        lie.
-        """
+        """Whether nothing is left to the rules: pages are written then, and the record store knows new records."""
         if seen & LEFT_TO_RULES:
             return False
         if seen & PAGES_FRESH:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,13 +14,12 @@ from torch import Tensor
 from kvcanary.calls.forward import Ints
 from kvcanary.captured.accepted_tokens import AcceptedTokens, CapturedAcceptance, CapturedTruth
 from kvcanary.captured.buffers import Batch, StaticBuffers
-from kvcanary.captured.decoded import Launch, runs_of
 from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
-from kvcanary.captured.launch_group import LaunchGroup, Part
+from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup, Part, runs_of
 from kvcanary.captured.moves import CapturedMove
 from kvcanary.captured.one_shot import OneShotSubstep
-from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Ran, Readback, read_violations, rows_of
-from kvcanary.captured.substep import CapturedSubstep
+from kvcanary.captured.readback import Amounts, CoverageGap, Readback, read_violations, rows_of
+from kvcanary.captured.substep import HEADER_PART, CapturedSubstep
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.native.layout import RUN
 from kvcanary.pools.launch_site import site_name
@@ -33,7 +32,6 @@ from kvcanary_kernels.judge.forward import ForwardPlan
 from kvcanary_kernels.judge.plan import NO_CLAIM
 from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 from kvcanary_kernels.record.layout import MASK_32
-from kvcanary_kernels.record.streams import current
 
 CAPACITY = 256  # substeps: kinds and indices times buckets
 
@@ -54,10 +52,6 @@ class PendingReadback(NamedTuple):
     launches: Sequence[Launch]
     structs: array[int]
 
-    def by_substep(self) -> dict[int, Ran]:
-        """The last run of each."""
-        return {run.number: run.ran for run in runs_of(self.launches)}
-
 
 class SubstepRegistry:
     """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
@@ -69,20 +63,18 @@ class SubstepRegistry:
     compares_moves: whether what moves is read again where it arrives
     compares_reads: whether bytes are compared as attention reads them, where it can
     shared: what all substeps use, those of forwards that come once too
-    publish: makes true on the device what has happened to pages; before a forward runs
+    publish: makes true on the device what has happened to pages; before a forward runs. Without a ledger nothing has
     """
 
-    def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
-        if capacity < 1:
-            raise PlanError(f"capacity must be at least 1, got {capacity}: a registry holds every bucket's substeps")
+    def __init__(self, state: CanaryState) -> None:
         device = state.records.device
-        self._state, self._capacity, self.turn, self.now = state, capacity, 0, 0
+        self._state, self.turn, self.now = state, 0, 0
         self._reads_step = False  # whether a forward or a move reads the registry's own
         self._substeps: dict[tuple[str, str, int, int], CapturedSubstep] = {}
         self._in_order: list[CapturedSubstep] = []
         self._launch_group: dict[tuple[tuple[Part, ...], CapturedAcceptance | None], LaunchGroup] = {}
         self.moves: list[CapturedMove] = []
-        self.publish: Callable[[], None] = _nobody
+        self.publish: Callable[[], None] = lambda: None
         self.accepted_tokens: AcceptedTokens | None = None
         self.max_pending_acceptances = 0
         self.compares_moves, self.compares_reads = True, False
@@ -90,17 +82,17 @@ class SubstepRegistry:
         self._is_armed = False
         with torch.inference_mode(False):
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
-            self._headers = torch.zeros(capacity, HEADER, dtype=torch.int64, device=device)
+            self._headers = torch.zeros(CAPACITY, HEADER, dtype=torch.int64, device=device)
             claims = {
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
         self.shared = Shared(state, self.step, claims, SideStream(device))
         self._mailbox = Mailbox(self._headers)
-        self._seen = np.zeros((capacity, HEADER), np.int64)
+        self._seen = np.zeros((CAPACITY, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
         self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
-        self._expected: set[int] = set()  # numbers of substeps
+        self._expects = False  # forwards that no launch tells of
 
     def __iter__(self) -> Iterator[CapturedSubstep]:
         return iter(self._in_order)
@@ -122,25 +114,20 @@ class SubstepRegistry:
         step: [1] int64 that the caller fills with `RowTruth.step` before each run; None: the registry's, in a launch of
               its own at every step
         """
-        if self._is_armed:
-            raise HookOrderError(f"add() must come before arm(): {site_name(kind, index)} of the {pool} pool is late")
-        if pool in self._state.by_name and self._state.by_name[pool].is_partial:
+        self._expect_unarmed("add()", f"{site_name(kind, index)} of the {pool} pool is")
+        number, own, made = len(self._in_order), self._pool(pool), Settings(**settings)
+        if own.is_partial:
             raise PlanError(
                 f"pool {pool!r} must have neither slot_map nor window in a captured substep: judge it by substep()"
             )
-        if pool not in self._state.by_name:
-            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        if len(self._in_order) == self._capacity:
-            raise PlanError(f"a registry of {self._capacity} substeps is full: give SubstepRegistry a larger capacity")
-        number = len(self._in_order)
-        header, made = self._headers[number], Settings(**settings)
+        if number == CAPACITY:
+            raise PlanError(f"a registry of {CAPACITY} substeps is full: capture fewer buckets")
         if inputs.lineage is not None:
-            made = replace(made, before=self._before(pool, kind, index, inputs.num_rows))
+            made = replace(made, before=self._before(pool, kind, index, inputs.num_rows).work)
         if made.attends and self.compares_reads:
-            made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
-        substep = CapturedSubstep(
-            self._shared(step), self._state.by_name[pool], (kind, index), inputs, header, number, made
-        )
+            made = replace(made, read_keys=self._keys_of(own))
+        header = self._headers[number]
+        substep = CapturedSubstep(self._shared(step), own, (kind, index), inputs, header, number, made)
         key = pool, kind, index, substep.forward.num_rows
         if key in self._substeps:
             raise PlanError(f"a registry holds each substep once, got {substep} twice")
@@ -152,17 +139,13 @@ class SubstepRegistry:
 
     def add_move(self, pool: str, size: int, step: Tensor | None = None) -> CapturedMove:
         """A declared move of at most ``size`` entries within this pool; `step` as for `add`."""
-        if self._is_armed:
-            raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
-        if pool not in self._state.by_name:
-            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        self.moves.append(CapturedMove(self._shared(step), self._state.by_name[pool], size, self.compares_moves))
+        self._expect_unarmed("add_move()", f"the move in the {pool} pool is")
+        self.moves.append(CapturedMove(self._shared(step), self._pool(pool), size, self.compares_moves))
         return self.moves[-1]
 
     def add_accepted_tokens(self, num_table_rows: int, places: int) -> AcceptedTokens:
         """For captured steps that accept up to ``places`` tokens a request, whose host may not have collected them."""
-        if self._is_armed:
-            raise HookOrderError("add_accepted_tokens() must come before arm(): they are late")
+        self._expect_unarmed("add_accepted_tokens()", "they are")
         self.accepted_tokens, self.max_pending_acceptances = AcceptedTokens(self.shared, num_table_rows, places), 1
         return self.accepted_tokens
 
@@ -196,7 +179,7 @@ class SubstepRegistry:
         self._headers.zero_()
         self._seen.fill(0)
         self._planned = self._unplanned[:]
-        self._expected.clear()
+        self._expects = False
         for substep in self._in_order:
             substep.work.forget_firsts(self.now & MASK_32)
 
@@ -214,7 +197,7 @@ class SubstepRegistry:
         if number is None:
             raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
         first = number * NUM_RUNS
-        self._expected.add(number)
+        self._expects = True
         planned[first + RUN_ROWS] += rows
         planned[first + RUN_WRITTEN] += entries
         planned[first + RUN_READ] += reads
@@ -242,37 +225,36 @@ class SubstepRegistry:
             raise self._not_closed("read_back()")
         planned, headers = self._planned, None
         self._planned = self._unplanned[:]
-        if self._expected or not launches:
-            if self._in_order and (not launches or self._expected - _numbers_of(launches)):
-                headers = dict(enumerate(self._mailbox.send()[: len(self._in_order)]))
-            self._expected.clear()
+        if self._in_order and (self._expects or not launches):
+            headers = dict(enumerate(self._mailbox.send()[: len(self._in_order)]))
+            self._expects = False
         own = headers, once, planned, launches, array("q") if structs is None else structs
         return tuple.__new__(PendingReadback, own)  # as `PendingReadback(*own)`, without a call
 
-    def read_back(self, pending: PendingReadback | None = None, step: int | None = None) -> Readback:
+    def read_back(self, pending: PendingReadback, step: int) -> Readback:
         """What fired and what did not run between the last one that was read back and this one, whose copy is over.
 
-        pending: None: of now, after the step has been synchronised
-        step:    what the violations are labelled with; None: the one that runs
-        Details are read only where something fired, and waited for.
+        step: what the violations are labelled with. Details are read only where something fired, and waited for.
         """
-        if pending is None:
-            pending = self.begin_readback()
-            if self.step.is_cuda:
-                current(self.step.device).synchronize()
-        readback, totals = Readback(), array("q", bytes(8 * NUM_RUNS))
-        if pending.headers is not None or not self._is_quiet(pending, totals):
-            self._take_all(pending, totals, readback, step)
+        readback = Readback()
+        if pending.headers is not None or not self._is_quiet(pending, readback.runs):
+            self._take_all(pending, readback, step)
         for substep, header in pending.once:
-            with torch.inference_mode():
-                self._take(substep, header, substep.planned, totals, readback, step, None)
-        readback.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
+            self._take(substep, header, substep.planned, readback, step, None)
         return readback
 
     # helpers
 
+    def _expect_unarmed(self, call: str, late: str) -> None:
+        if self._is_armed:
+            raise HookOrderError(f"{call} must come before arm(): {late} late")
+
+    def _pool(self, name: str) -> PoolState:
+        if name not in self._state.by_name:
+            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {name!r}")
+        return self._state.by_name[name]
+
     def _shared(self, step: Tensor | None) -> Shared:
-        """What a forward or a move shares that reads its step there."""
         if step is not None:
             return replace(self.shared, step=step)
         self._reads_step = True
@@ -302,66 +284,44 @@ class SubstepRegistry:
         """Address of the headers as they were taken last, and their sizes, as `loops.take_quiet` has them."""
         return self._seen_at, 2 * NUM_BITS, HEADER
 
-    def _is_quiet(self, pending: PendingReadback, totals: array[int]) -> bool:
+    def _is_quiet(self, pending: PendingReadback, runs: array[int]) -> bool:
         """Whether all headers were taken by `loops.take_quiet`."""
-        at = (self._seen_at, pending.planned.buffer_info()[0], totals.buffer_info()[0])
         structs = pending.structs
-        num_runs = len(structs) // RUN.size
-        return bool(self._loops.take_quiet(num_runs, structs.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
+        at = structs.buffer_info()[0], self._seen_at, pending.planned.buffer_info()[0], runs.buffer_info()[0]
+        return bool(self._loops.take_quiet(len(structs) // RUN.size, *at, 2 * NUM_BITS, HEADER))
 
-    def _take_all(self, pending: PendingReadback, totals: array[int], readback: Readback, step: int | None) -> None:
-        headers, runs = pending.headers, pending.by_substep()
+    def _take_all(self, pending: PendingReadback, readback: Readback, step: int) -> None:
+        headers, runs = pending.headers, {run.substep.number: run for run in runs_of(pending.launches)}
         if headers is None:
-            headers = {number: ran.header for number, ran in runs.items()}
+            headers = {number: run.message[HEADER_PART] for number, run in runs.items() if number is not None}
         for number, header in headers.items():
             header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
             new = header - self._seen[number]
             self._seen[number] = header
             planned = pending.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
-            with torch.inference_mode():
-                self._take(self._in_order[number], new, planned, totals, readback, step, runs.get(number))
+            self._take(self._in_order[number], new, planned, readback, step, runs.get(number))
 
+    @torch.inference_mode()
     def _take(
         self,
         substep: CapturedSubstep,
         header: Ints,
         planned: list[int],
-        totals: array[int],
         readback: Readback,
-        step: int | None,
-        ran: Ran | None,
+        step: int,
+        run: Launched | None,
     ) -> None:
-        """What a substep says since the last time into readback and totals, H1 where it covered what was not planned.
-
-        planned, totals: [NUM_RUNS]
-        """
+        """What a substep says since the last time into the readback, H1 where it covered what was not planned."""
         counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :].tolist()
         if counts.any():
-            self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), readback, step, ran)
+            violations = read_violations(substep, torch.from_numpy(counts).view(2, NUM_BITS), step, run)
+            readback.violations += violations
+            readback.rows += rows_of(substep, violations)
         if planned != runs:
-            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
+            both = Amounts(*planned), Amounts(*runs)
             readback.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
-        for run, count in enumerate(runs):
-            totals[run] += count
-
-    def _collect(
-        self, substep: CapturedSubstep, new_counts: Tensor, readback: Readback, step: int | None, ran: Ran | None
-    ) -> None:
-        violations = read_violations(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
-        readback.violations += violations
-        readback.rows += rows_of(substep, violations)
-        for bit, count in enumerate(new_counts.sum(0).tolist()):
-            if count:
-                what = CODES_BY_BIT[bit], substep.pool.name, substep.site
-                readback.totals[what] = readback.totals.get(what, 0) + count  # buckets share a site
+        for number, count in enumerate(runs):
+            readback.runs[number] += count
 
     def _not_closed(self, what: str) -> HookOrderError:
         return HookOrderError(f"{what} must wait for close() of {next(iter(self.shared.opened))}")
-
-
-def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:
-    return {substep.number for launch in launches for substep in launch.launch_group}
-
-
-def _nobody() -> None:
-    """Who publishes pages where nobody keeps a ledger of them."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -18,8 +17,8 @@ from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
 from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
-from kvcanary.captured.decoded import DecodedForward, Launch, Launched, lineage_of, runs_of, tokens_of
-from kvcanary.captured.launch_group import LaunchGroup
+from kvcanary.captured.decoded import DecodedForward, lineage_of, tokens_of
+from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup, runs_of
 from kvcanary.captured.moves import CapturedMove, LaunchedMove
 from kvcanary.captured.one_shot import OneShotSubstep, Singles
 from kvcanary.captured.pending import RunReader, make_room
@@ -46,10 +45,7 @@ from kvcanary.native.layout import (
     RUN_BITS,
     SAID,
 )
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.records.mailbox import NUM_MESSAGES
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
@@ -140,12 +136,8 @@ class CapturedStep:
         reads: by forward, as the engine knows the lengths of rows; record: the listener's, by forward, which knows how
         many numbers are kept of clean ones. where: as of `loops.launch_runs`
         """
-        registry, (n, structs_at), (num_parts, sizes), structs = (
-            self.registry,
-            batch.loop_arguments,
-            launch_group.sizes,
-            self._structs,
-        )
+        registry, structs = self.registry, self._structs
+        (n, structs_at), (num_parts, sizes) = batch.loop_arguments, launch_group.sizes
         turn, rows, first = registry.turn, batch.no_rows * num_parts, len(structs)
         structs += launch_group.structs[turn % NUM_MESSAGES]
         structs[first + RUN.reads :: RUN.size] = array("q", reads)
@@ -220,11 +212,8 @@ class CapturedStep:
             own = step, launches, *moved, self.registry.begin_readback(launches, (), structs), num_kept
             return tuple.__new__(SentStep, own)  # as `SentStep(*own)`, without a call
         launches, structs = self._keep_open(launches, structs)
-        once = [
-            (run.substep, run.message[HEADER_PART])
-            for run in runs_of(launches)
-            if isinstance(run.substep, OneShotSubstep)
-        ]
+        runs = ((run.substep, run.message[HEADER_PART]) for run in runs_of(launches))
+        once = [(substep, header) for substep, header in runs if isinstance(substep, OneShotSubstep)]
         known = [launch for launch in launches if not launch.launch_group.comes_once]
         return SentStep(step, launches, *moved, self.registry.begin_readback(known, once, structs), num_kept)
 
@@ -355,20 +344,20 @@ class CapturedStep:
         rows, entries, reads = readback.runs
         self._cover(rows > 0 and not sent.launches, entries, reads, entries > 0)
         violations: list[Violation | ViolationBatch] = [*judge_read_rows(self._ledger, readback.rows, sent.step)]
-        with torch.inference_mode() if readback.violations else nullcontext():
-            runs = sent.forwards if readback.violations else []
-            violations += [
-                named for violation in readback.violations for named in self._named(self._violation(violation, runs))
-            ]
+        if readback.violations:
+            runs = sent.forwards
+            with torch.inference_mode():
+                for violation in readback.violations:
+                    violations += self._named(self._violation(violation, runs))
         return violations + [self._gap(gap, sent.step) for gap in readback.gaps]
 
     def count_quiet(self) -> None:
         """What has run in steps that `collect_quiet` has finished goes into the coverage."""
         if self._run_reader is not None:
             said = self._run_reader.said
-            self._cover(*said[SAID.forwards : SAID.size])
-            for number in range(SAID.forwards, SAID.size):
-                said[number] = 0
+            counts = slice(SAID.forwards, SAID.size)
+            self._cover(*said[counts])
+            said[counts] = array("q", bytes(8 * (SAID.size - SAID.forwards)))
 
     def _cover(self, forwards: int, entries: int, reads: int, writers: int) -> None:
         """Steps of so many forwards have written and read entries; `writers`: those of them that wrote some."""
@@ -385,13 +374,10 @@ class CapturedStep:
         queue = request.reads[violation.pool.pool_id]
         queue.extend_to(request.final_len(violation.pool.pool_id), request.commit_step)
         read = queue.last_read(violation.position)
-        columns = ([value] for value in (violation.slot, violation.position, 0))
-        slots, positions, rows = (np.array(column, np.int64) for column in columns)
+        slots, positions, rows = np.array([[violation.slot], [violation.position], [0]], np.int64)
         entries = Entries(slots, positions, rows, [request.request_id], np.array([read]))
-        batches = find_changed(
-            violation.pool, slots, lambda: entries, violation.site, violation.step, both_fingerprints=False
-        )
-        found = [batch.violation(0) for batch in batches if len(batch)]
+        where = violation.pool, slots, lambda: entries, violation.site, violation.step
+        found = [batch.violation(0) for batch in find_changed(*where, both_fingerprints=False) if len(batch)]
         for one in found:
             one.others = violation.others
         return found or [violation]
@@ -405,7 +391,5 @@ class CapturedStep:
         return Violation(*own, lineage=lineage_of(violation, runs), is_captured=True, others=others)
 
     def _gap(self, gap: CoverageGap, step: int) -> Violation:
-        expected = {"rows": gap.planned_rows, "entries": gap.planned_entries, "reads": gap.planned_reads}
-        found = {"rows": gap.run_rows, "entries": gap.run_entries, "reads": gap.run_reads}
-        pool = self._state.by_name[gap.pool]
-        return Violation("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
+        pool, planned, run = self._state.by_name[gap.pool], gap.planned._asdict(), gap.run._asdict()
+        return Violation("H1", pool, -1, None, None, gap.site, step, expected=planned, found=run)

@@ -32,12 +32,13 @@ class CapturedSubstep:
 
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
+    slots:   [entries] int64, where these are stored
     number:  of the substep in its registry; None: its forward comes once
     layers:  that the body has stored, in its order
     judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
     width:   rows a request
     is_deferred: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
-    before:  the draft forward before it, whose branches the forward's lineage names; None: it has none
+    before:  work of the draft forward before it, whose branches the forward's lineage names; None: it has none
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: what `DecodedForward` takes of its plan, masks, `row_violations`, the header
     num_kept: numbers of that which are kept where it is clean: all up to the masks
@@ -63,6 +64,7 @@ class CapturedSubstep:
         self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
         with torch.inference_mode(False):
             self.work = Workspace(self.forward, pool, settings, room)
+        self.slots, self._twice = self.work.planned.safe_slots, self.work.twice
         self._claims, self._side_stream = shared.claims[pool.name], shared.side_stream
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
@@ -75,9 +77,10 @@ class CapturedSubstep:
         self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
+        self.judges_bytes = bool(self._reads)
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
         self._opened = shared.opened
-        self._is_admitted = self._has_sealed = self._has_verified = self._has_judged = False
+        self._is_admitted = self._has_verified = self._has_judged = False
         self._message_struct = message_struct(self)
         self.message_struct_at = self._message_struct.buffer_info()[0]
 
@@ -94,10 +97,6 @@ class CapturedSubstep:
         """In which it was launched last."""
         return self._message_struct[LINE.turn]
 
-    @property
-    def judges_bytes(self) -> bool:
-        return bool(self._reads)
-
     def admit(self) -> None:
         """Where a postponed forward may write: before its open(), when its slots and rows are on the device."""
         self._is_admitted = True
@@ -110,16 +109,15 @@ class CapturedSubstep:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         if self.is_deferred and not self._is_admitted:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
-        self._has_sealed = self._has_verified = self._has_judged = False
+        self._has_verified = self._has_judged = False
         self._opened.add(self)
         self.layers = ()
         self._num_read = 0
         if self.is_deferred:
             self._is_admitted = False
             return
-        if self._puts:
-            self._has_sealed = True
-            self._plan_puts()
+        if self._puts:  # the first store waits for all of it: nothing runs beside
+            self._plan_and_seal()
             return
         with self._side_stream.behind():  # of all that forwards before it have sealed
             if self._side_stream.owes(self.pool.name):
@@ -127,12 +125,7 @@ class CapturedSubstep:
             self._launch.plan()
 
     def store(
-        self,
-        layer: int,
-        k: Tensor,
-        v: Tensor | None = None,
-        *extras: Tensor,
-        slots: Tensor | None = None,
+        self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor, slots: Tensor | None = None
     ) -> None:
         """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
 
@@ -145,13 +138,18 @@ class CapturedSubstep:
         if self._has_judged:
             raise HookOrderError(f"a captured body must store as often as before its capture, got more for {self}")
         waited = not self.layers and self._side_stream.join()  # for the plan, which says where
-        is_ready = (bool(self.layers) or self.is_deferred) and not waited and layer not in self.layers
-        self._write(layer, slots, k, v, extras, is_ready)
+        where = self.slots if slots is None else slots
+        if self._puts:
+            self._launch.put(layer, where, k, v, extras=extras, twice=self._twice)
+        else:  # where it goes by plan, and how often it came, may be known since before the last launch
+            is_ready = slots is None and not waited and (bool(self.layers) or self.is_deferred)
+            is_ready = is_ready and layer not in self.layers
+            self._launch.store(layer, where, k, v, extras=extras, is_ready=is_ready)
         self.layers += (layer,)
         if self.is_deferred:
             return
-        is_last = len(self.layers) == self._stores and self._side_stream.is_captured
-        is_last = is_last and not self.judges_bytes  # this layer's attention is still to come
+        is_last = not self._reads  # this layer's attention is still to come
+        is_last = is_last and len(self.layers) == self._stores and self._side_stream.is_captured
         # a graph that begins with branches begins late
         begins = layer >= self._num_layers // 2 and not self._has_verified
         if is_last or begins:
@@ -210,27 +208,9 @@ class CapturedSubstep:
             self.work.times.zero_()
             self.work.sums.zero_()
 
-    def _write(
-        self,
-        layer: int,
-        slots: Tensor | None,
-        k: Tensor,
-        v: Tensor | None,
-        extras: tuple[Tensor, ...],
-        is_ready: bool,
-    ) -> None:
-        """`is_ready`: where it goes by plan, and how often it came, is known since before the last launch."""
-        where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
-        if self._puts:
-            launch.put(layer, where, k, v, extras=extras)
-        else:
-            launch.store(layer, where, k, v, extras=extras, is_ready=is_ready and slots is None)
-
-    def _plan_puts(self) -> None:
-        """The first store waits for all of it: nothing runs beside."""
+    def _plan_and_seal(self) -> None:
         self._launch.plan()
-        self._launch.chain()
-        self._launch.seal()
+        self._seal()
 
     # beside the body, or a later one
 
@@ -240,42 +220,36 @@ class CapturedSubstep:
             return
         self._has_verified = True
         self._side_stream.catch_up()
-        self._seal()
+        if not self._puts:
+            self._seal()
         self._launch.verify_prefixes()
 
     def _seal(self) -> None:
-        if not self._has_sealed:
-            self._has_sealed = True
-            self._launch.chain()
-            self._launch.seal()
+        self._launch.chain()
+        self._launch.seal()
 
     def _judge(self) -> None:
-        """When all is stored: fingerprints, layers and own entries, what fired and what has run."""
         self._has_judged = True
         self._settle()
         self._count()
 
     def _settle(self) -> None:
-        launch = self._launch
-        launch.attest()
-        launch.verify_own()
-        launch.settle()
-        launch.judge_reads()
+        """When all is stored: fingerprints, layers and own entries."""
+        self._launch.attest()
+        self._launch.verify_own()
+        self._launch.settle()
+        self._launch.judge_reads()
 
     def _count(self) -> None:
+        """What fired and what has run."""
         self._launch.count_planned()
         self._launch.count_read()
         if self.masks is not None:
             self.masks.pack()
         self.written.pack()
 
-    # a postponed forward, of which only stores have been launched
-
-    def _plan_and_seal(self) -> None:
-        self._launch.plan()
-        self._seal()
-
     def _judge_rows(self) -> None:
+        """Of a postponed forward, of which only stores have been launched."""
         self._launch.verify_prefixes()
         self._settle()
 

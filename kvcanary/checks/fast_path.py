@@ -1,6 +1,6 @@
 """Fast path: all forwards that wait are proved clean, sealed and noted in one compiled loop, as they nearly always are.
 
-The loop only says that something is wrong; the rules (manager/step.py) then judge the same forwards and name it.
+The loop only says that something is wrong; the rules (manager/rules.py) then judge the same forwards and name it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcanary.calls.forward import Forward, Ints
 from kvcanary.calls.violation_log import ViolationLog
 from kvcanary.checks.seals import Sealer
 from kvcanary.ledger.ledger import Judged, Ledger, Request
-from kvcanary.native.layout import FACT, FORWARD, PLANS_WRONG, READS_WRONG, REQUEST, REWRITTEN, SEALED_BITS
+from kvcanary.native.layout import FACT, FORWARD, PLANS_WRONG, READS_WRONG, REQUEST, REWRITTEN, ROW_CHAIN, SEALED_BITS
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
@@ -65,27 +65,25 @@ class Prover:
 
     def _add_facts(self, request: Request, numbers: array[int]) -> None:
         """[pools * FACT.size] (native/layout.py)."""
-        struct, epoch, committed_len = request.known.struct, self._record_store.epoch, request.committed_len
-        row, tokens = (
-            (struct[REQUEST.row], struct[REQUEST.num_row]),
-            (struct[REQUEST.tokens], struct[REQUEST.num_tokens]),
-        )
-        common = request.uid, *row, *tokens
-        for truth, row_len, (length, _, judged_in) in zip(
-            request.truths, request.row_lens, request.judged, strict=True
-        ):
-            is_judged = length if judged_in == epoch else 0
-            facts = truth.values_at, truth.count, truth.signed_root, committed_len, row_len, is_judged, 0, 0, 0
-            numbers.extend(common + facts)
+        struct, epoch = request.struct, self._record_store.epoch
+        row = struct[REQUEST.row], struct[REQUEST.num_row], struct[REQUEST.tokens], struct[REQUEST.num_tokens]
+        common, place = (request.uid, *row), REQUEST.size  # of the chain of a pool
+        for length, _, judged_in in request.judged:
+            chain = struct[place + ROW_CHAIN.values], struct[place + ROW_CHAIN.count], struct[place + ROW_CHAIN.root]
+            lens = struct[REQUEST.committed_len], struct[place + ROW_CHAIN.written]
+            numbers.extend((*common, *chain, *lens, length if judged_in == epoch else 0, 0, 0, 0))
+            place += ROW_CHAIN.size
 
     def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:
         """How far rows are written, their truth is known, and they were judged clean."""
         epoch = self._record_store.epoch
         learned = facts[:, :, [FACT.row_len, FACT.num_truths, FACT.known, FACT.judged, FACT.judged_step]].tolist()
         for request, pools in zip(requests, learned, strict=True):
+            struct, place = request.struct, REQUEST.size
             for pool_id, (row_len, num_truths, known, judged, step) in enumerate(pools):
-                request.row_lens[pool_id] = row_len
-                request.truths[pool_id].grown(num_truths)
+                struct[place + ROW_CHAIN.written] = row_len
+                struct[place + ROW_CHAIN.count] = max(struct[place + ROW_CHAIN.count], num_truths)
+                place += ROW_CHAIN.size
                 if has_judged and judged:
                     request.judged[pool_id] = Judged(max(known, judged), step, epoch)
 

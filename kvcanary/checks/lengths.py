@@ -76,8 +76,7 @@ def _not_caught_up(forward: Forward, row: int, written: int, final: int) -> Viol
         slot = int(forward.ids[forward.bounds[row] + written - 1 - forward.starts[row]])
         if 0 <= slot < pool.view.num_slots and read_record(pool.records, slot).step >= request.commit_step:
             return None
-    where = pool, NO_SLOT, written, request.request_id, ("commit", 0), forward.step
-    return Violation("H1", *where, expected={"entries": final}, found={"entries": written}, is_unhooked=True)
+    return _at_commit(pool, NO_SLOT, written, request, forward.step, "entries", final, written)
 
 
 def own_number(forward: Forward) -> int:
@@ -91,9 +90,8 @@ def own_number(forward: Forward) -> int:
 def _wrong_number(forward: Forward, number: int) -> Violation:
     """H1 of a draft forward that was opened as another: numbers of substeps repeat, or leave one out."""
     first, *others = forward.request_ids
-    where = forward.pool, NO_SLOT, None, first, forward.site, forward.step
-    sides = {"number": number}, {"number": forward.index}
-    return Violation("H1", *where, others=tuple(others), expected=sides[0], found=sides[1], is_unhooked=True)
+    violation = Violation("H1", forward.pool, NO_SLOT, None, first, forward.site, forward.step, is_unhooked=True)
+    return replace(violation, others=tuple(others), expected={"number": number}, found={"number": forward.index})
 
 
 def judge_starts(forward: Forward) -> list[Violation]:
@@ -169,10 +167,9 @@ def judge_commit(requests: Sequence[Request], pools: Sequence[PoolState], step: 
         if pool.view.token_offset or pool.view.ahead:
             continue
         for request in requests:
-            seen, expected = max(request.row_lens[pool.pool_id], request.brought_len), request.committed_len
-            if seen < expected and request.commit_step == step:
-                violation = Violation("H1", pool, 0, seen, request.request_id, ("commit", 0), step, is_unhooked=True)
-                violations.append(replace(violation, expected={"entries": expected}, found={"entries": seen}))
+            seen, final = max(request.row_lens[pool.pool_id], request.brought_len), request.committed_len
+            if seen < final and request.commit_step == step:
+                violations.append(_at_commit(pool, 0, seen, request, step, "entries", final, seen))
     return violations
 
 
@@ -181,14 +178,20 @@ def judge_collected(
 ) -> list[Violation]:
     """H1 where the engine says of a step that it has made another length final than the device has said."""
     violations = []
-    for request, committed_len in zip(requests, committed_lens, strict=True):
+    for request, length in zip(requests, committed_lens, strict=True):
         uncollected = request.uncollected
-        if uncollected and committed_len != (expected := uncollected[0].committed_len):
-            violation = Violation("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
-            violations.append(
-                replace(violation, expected={"committed_len": expected}, found={"committed_len": committed_len})
-            )
+        if uncollected and length != (reported := uncollected[0].committed_len):
+            violation = _at_commit(pool, 0, length, request, step, "committed_len", reported, length)
+            violations.append(replace(violation, is_unhooked=False))
     return violations
+
+
+def _at_commit(
+    pool: PoolState, slot: int, position: int, request: Request, step: int, what: str, expected: int, found: int
+) -> Violation:
+    """H1 of what is final by the engine's word."""
+    where = pool, slot, position, request.request_id, ("commit", 0), step
+    return Violation("H1", *where, expected={what: expected}, found={what: found}, is_unhooked=True)
 
 
 def _lineages(parents: Sequence[int], written: Sequence[int]) -> list[int]:

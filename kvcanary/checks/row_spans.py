@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvcanary.calls.entries import Entries, last_judged, named
-from kvcanary.calls.forward import SLOT_BYTES, Forward, Ints
+from kvcanary.calls.forward import Forward, Ints
 from kvcanary.ledger.ledger import Request
+from kvcanary.pools.slot_maps import SLOT_BYTES
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT
 
@@ -69,24 +70,14 @@ class Segment:
         return np.arange(self.first_position, self.first_position + self.length)
 
 
-@dataclass(slots=True)
-class Sorted:
-    """The rows of some forwards: the longest of each request and first position, and what does not name its grants."""
-
-    longest: dict[tuple[int, int], Segment] = field(default_factory=dict)
-    suspects: list[Segment] = field(default_factory=list)
-
-    @property
-    def segments(self) -> list[Segment]:
-        return [*self.longest.values(), *self.suspects]
-
-
-def sort_rows(forwards: Sequence[Forward]) -> Sorted:
+def sort_rows(forwards: Sequence[Forward]) -> tuple[list[Segment], list[Segment]]:
     """Compare every row with what it should be: its request's grants, a path of the draft tree, its own writes.
 
-    Rows that are too short are in neither list.
+    The longest row of each request and first position, and what does not name its grants. Rows that are too short are
+    in neither list.
     """
-    rows = Sorted()
+    longest: dict[tuple[int, int], Segment] = {}
+    suspects: list[Segment] = []
     paths: dict[int, Path] = {}  # by slot of a draft node, with itself
     for forward in forwards:
         raw, ids, bounds, slots = forward.raw, forward.ids, forward.bounds, forward.write_slots
@@ -104,25 +95,24 @@ def sort_rows(forwards: Sequence[Forward]) -> Sorted:
                     continue
                 start, own, count = bounds[row] + skipped[row], end - written, max(0, length - begin)
                 middle = start + count
-                longest = rows.longest.get((uid, begin))
+                known = longest.get((uid, begin))
                 visible = granted[begin * SLOT_BYTES :] if begin else granted
                 if not whole or not raw.startswith(visible, start * SLOT_BYTES):
-                    rows.suspects.append(Segment(forward, row, start, count, begin))
-                elif count and (longest is None or longest.length < count):
-                    rows.longest[uid, begin] = Segment(forward, row, start, count, begin)
+                    suspects.append(Segment(forward, row, start, count, begin))
+                elif count and (known is None or known.length < count):
+                    longest[uid, begin] = Segment(forward, row, start, count, begin)
                 tail = ids[middle:end].tolist()
                 if middle < own:
                     ancestors = tail[: own - middle]
-                    known = paths.get(ancestors[-1])
                     path = uid, length, begins[row], ancestors
-                    if known != path and not _is_tail(path, known):
-                        rows.suspects.append(_between(forward, row, middle, own - middle, max(length, begin)))
+                    if not _is_tail(path, paths.get(ancestors[-1])):
+                        suspects.append(_between(forward, row, middle, own - middle, max(length, begin)))
                 if tail[own - middle :] != slots[first : first + written]:
-                    rows.suspects.append(_astray(forward, row, own, first, written))
+                    suspects.append(_astray(forward, row, own, first, written))
                 if draft and written == 1:
                     paths[slots[first]] = uid, length, begins[row] + 1, tail
                 first += written
-    return rows
+    return [*longest.values()], suspects
 
 
 def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:

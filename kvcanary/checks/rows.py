@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.calls.entries import Entries, fired_writes
-from kvcanary.calls.forward import SLOT_BYTES, Forward, Ints, on_host
+from kvcanary.calls.forward import Forward, Ints, on_host
 from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
-from kvcanary.checks.grants import grant_codes
 from kvcanary.checks.row_spans import Segment, read_entries, sort_rows
-from kvcanary.ledger.ledger import Judged, Ledger
+from kvcanary.ledger.ledger import Judged, Ledger, Request
+from kvcanary.pools.slot_maps import SLOT_BYTES
 from kvcanary.records.fingerprints import joined
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT, verify_torch
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.layout import CODE_BITS, R3_RECORD_DAMAGED, signed
+from kvcanary_kernels.record.layout import CODE_BITS, SHARED, signed
 
 
 @dataclass(slots=True)
@@ -57,21 +57,20 @@ class Reader:
 
     def judge(self, pool: PoolState, forwards: Sequence[Forward]) -> Verdict:
         self._unknown_truths = 0
-        rows = sort_rows(forwards)
-        prefixes = list(rows.longest.values())
+        prefixes, strange = sort_rows(forwards)
         untrue = self._untrue(pool, prefixes) if self._records_are_intact(pool, prefixes) else prefixes
-        suspects = rows.suspects + untrue
         violations: list[Violation | ViolationBatch] = []
-        for step in sorted({segment.forward.step for segment in suspects}):
-            violations += self._violations(
-                pool, step, [segment for segment in suspects if segment.forward.step == step]
-            )
+        by_step: dict[int, list[Segment]] = {}
+        for segment in strange + untrue:
+            by_step.setdefault(segment.forward.step, []).append(segment)
+        for step, suspects in sorted(by_step.items()):
+            violations += self._violations(pool, step, suspects)
         for forward in forwards:
             if forward.write_slots and min(forward.write_slots) < pool.view.null_slots and "R2" in self._active:
                 violations.append(_null_writes(forward))
         if pool.view.slot_map is not None and "R8" in self._active:
-            violations += _shared_slots(forwards, [*prefixes, *rows.suspects])
-        return Verdict(violations, prefixes + rows.suspects, rows.suspects, self._unknown_truths)
+            violations += _shared_slots(forwards, prefixes + strange)
+        return Verdict(violations, prefixes + strange, strange, self._unknown_truths)
 
     def slots(self, segments: Sequence[Segment]) -> Tensor:
         """[n] int64: the slots of all segments."""
@@ -172,7 +171,7 @@ class Reader:
             step=state.ints([step]),
         )
         overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
-        codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
+        codes[overwritten & (codes == 0)] = CODE_BITS["R3"]  # words that the seal does not cover
         return codes
 
     def _continued(self, pool: PoolState, segment: Segment) -> tuple[int, int]:
@@ -195,7 +194,8 @@ class Reader:
             if segment.first_written >= 0:
                 violations += self._judge_own(segment, own)
             elif segment.predecessor == ROOT and segment.length:
-                self._judge_grants(segment, own)
+                names = segment.names
+                own |= grant_codes(self._ledger, segment.request, segment.first_position, names) & self._active_bits
                 if not own.any():
                     violations += self._judge_truth(segment)
         fired = int(np.bitwise_or.reduce(bits))
@@ -205,10 +205,6 @@ class Reader:
                 _batch(code, forward, entries, bits & bit) for code, bit in self._active.items() if fired & bit
             ]
         return violations
-
-    def _judge_grants(self, segment: Segment, bits: Ints) -> None:
-        """R7 and R8 at entries on shared pages that the row does not hold."""
-        bits |= grant_codes(self._ledger, segment.request, segment.first_position, segment.names) & self._active_bits
 
     def _judge_truth(self, segment: Segment) -> list[Violation]:
         """R6: the record at S - 1 is not the end of this request's own tokens."""
@@ -236,6 +232,31 @@ class Reader:
         read, written = (_held(forward.pool, ids[differs], record.CHAIN) for ids in (slots, own))
         differs[differs] = read != written
         return [_batch("R5", forward, read_entries(forward.pool, [segment]), differs)] if differs.any() else []
+
+
+def grant_codes(ledger: Ledger, request: Request, first_position: int, names: Ints) -> Ints:
+    """[n] int64: R7 or R8 for entries of a row, from a position on, on shared pages that it does not hold; else 0.
+
+    names: [n] int64, slots as plans name them, inside the pool or not
+
+    A free page, and another request's private one, say so themselves. A shared page has no owner: its bytes may be
+    right, and its tokens those that the row would have had, but it may be evicted and reused at any time.
+    R7: the row has given the page back, or was granted none for this position. R8: it was granted another one there.
+    An own page in the place of another is left to the positions that its records hold (R4).
+    """
+    granted, codes = request.slots[first_position : first_position + len(names)], np.zeros_like(names)
+    known = np.full(len(names), -1)
+    known[: len(granted)] = granted
+    strange = np.flatnonzero(names != known)
+    pages = names[strange] // ledger.page_size
+    for page in np.unique(pages).tolist():
+        is_shared = 0 <= page < len(ledger.states) and ledger.states[page] == SHARED
+        if not is_shared or page in request.pages:
+            continue
+        own = strange[pages == page]
+        is_foreign = (known[own] >= 0) & (not ledger.had(page, request.request_id))
+        codes[own] = np.where(is_foreign, CODE_BITS["R8"], CODE_BITS["R7"])
+    return codes
 
 
 def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -> ViolationBatch:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcanary.calls.entries import fired_writes
+from kvcanary.calls.entries import Entries, fired_writes, named
 from kvcanary.calls.forward import Forward, Ints
+from kvcanary.calls.violation import NO_BRANCH
 from kvcanary.calls.violation_log import ViolationBatch
-from kvcanary.checks.lineage import judge_lineage
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.native.layout import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH
 from kvcanary.records.record_store import RecordStore, Words
@@ -47,39 +47,31 @@ class Sealer:
 
     def sealed(self, forwards: Sequence[Forward], seen: Sequence[int]) -> list[ViolationBatch]:
         """What follows from what a loop has seen while it sealed each of these forwards (native/layout.py)."""
-        violations = []
+        violations, record_store = [], self._record_store
         for forward, found in zip(forwards, seen, strict=True):
+            pool, slots = forward.pool, forward.planned.slots
             if found & PAGE_FRESH:
                 self._ledger.pages.wrote(forward.slot_names, self._ledger.page_size)
-            if found & NULL_WRITTEN:
-                self._forget_null_chains(forward)
+            if found & NULL_WRITTEN:  # these have no records: their chains were for what follows in the same step
+                record_store.table[slots[slots < pool.view.null_slots] + pool.base, CHAIN] = 0
             if found & MISPLACED:
                 violations.append(_misplaced(forward))
             if found & ASTRAY:
-                violations += judge_lineage(forward, self._record_store.memory[forward.pool.base :])
+                violations += judge_lineage(forward, record_store.memory[pool.base :])
         return violations
 
-    def _forget_null_chains(self, forward: Forward) -> None:
-        """Null slots have no records: their chains were for what follows in the same step."""
-        slots = forward.planned.slots
-        self._record_store.table[slots[slots < forward.pool.view.null_slots] + forward.pool.base, CHAIN] = 0
-
     def _roots(self, forward: Forward) -> Words:
-        """[rows] chain that a row continues where it reads nothing before its own entries."""
-        pool_id = forward.pool.pool_id
-        roots = np.array([request.root(pool_id) for request in forward.requests], np.uint64)
-        if forward.width > 1:
-            roots = roots.repeat(forward.width)
-        if forward.has_starts:
-            self._continue_tokens(forward, roots)
-        return roots
+        """[rows] chain that a row continues where it reads nothing before its own entries.
 
-    def _continue_tokens(self, forward: Forward, roots: Words) -> None:
-        """Rows of a window that shows nothing before their own entries continue what the host knows."""
-        for row, (own, bound, start) in enumerate(zip(forward.owns, forward.bounds, forward.starts, strict=False)):
-            if own == bound and start:
-                truth = self._ledger.truth(forward.request_of(row), forward.pool.pool_id, forward.begins[row])
-                roots[row] = 0 if truth is None else truth
+        Of a window that shows nothing there, that is the chain of what the host knows.
+        """
+        pool_id = forward.pool.pool_id
+        roots = np.array([request.root(pool_id) for request in forward.requests], np.uint64).repeat(forward.width)
+        if forward.has_starts:
+            for row, (own, bound, start) in enumerate(zip(forward.owns, forward.bounds, forward.starts, strict=False)):
+                if own == bound and start:
+                    roots[row] = self._ledger.truth(forward.request_of(row), pool_id, forward.begins[row]) or 0
+        return roots
 
 
 def _misplaced(forward: Forward) -> ViolationBatch:
@@ -93,3 +85,25 @@ def _misplaced(forward: Forward) -> ViolationBatch:
         wanted = np.where(parents < 0, wanted, positions[parents] + 1)
     which = np.flatnonzero(positions != wanted)
     return fired_writes("W5", forward, which, parent_positions=wanted - 1)
+
+
+def judge_lineage(forward: Forward, records: Ints) -> list[ViolationBatch]:
+    """R5 where a row reads, in front of its own entry, another one than its lineage goes on from.
+
+    records: [slots, 8] as the canary has written them. Chain values are compared and not slots: copies keep them.
+    """
+    if forward.lineage is None or forward.chains_before is None:
+        return []
+    forward.read_rows()
+    places, width, pool = np.array(forward.owns) - 1, forward.width, forward.pool
+    rows, branches, before = np.arange(len(places)), forward.lineage, forward.chains_before.reshape(-1, width)
+    slots, names = forward.ids[places], forward.names[places]
+    read = records[slots, CHAIN]
+    parents = np.where((branches >= 0) & (branches < width), branches, NO_BRANCH)
+    wanted = np.where(parents == NO_BRANCH, 0, before[rows // width, parents])
+    is_same = before[rows // width] == read[:, None]
+    found = np.where(is_same.any(1), is_same.argmax(1), NO_BRANCH)
+    astray = (read != wanted) & (slots >= pool.view.null_slots) & (places >= forward.bounds[:-1])
+    entries = Entries(slots, np.array(forward.begins) - 1, rows // width, forward.request_ids, names=named(pool, names))
+    lineages = np.stack((rows % width, branches, found), 1)
+    return [entries.fired("R5", pool, forward.site, forward.step, np.flatnonzero(astray), lineages=lineages)]

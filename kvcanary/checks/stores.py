@@ -7,26 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import Forward
-from kvcanary.native.layout import FORWARD
 from kvcanary.records.fingerprints import fingerprints_of_layer, joined
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import signed
 from kvcanary_kernels.record.rows import WORD_BYTES
 
 FINGERPRINTS_BYTES = 16  # of one entry and layer
-
-
-def expect_values(forward: Forward) -> None:
-    """Room for the fingerprints of everything that this forward will store."""
-    shape = forward.pool.view.num_layers, 2, forward.num_entries
-    forward.fingerprints = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
-    forward.fingerprints_at = forward.memory[FORWARD.fingerprints] = forward.fingerprints.data_ptr()
 
 
 def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values: Sequence[Tensor]) -> None:
@@ -57,64 +48,6 @@ def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values
             return
     row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
     pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out)
-
-
-class Store:
-    """The stores of one forward whose pool lies in host memory and holds K and V: writes and fingerprints in one loop a
-    layer.
-
-    What was found about slots and values of one layer is asked again only where those of the next are different.
-    """
-
-    __slots__ = ("_bit_of", "_forward", "_geometry", "_head", "_k_step", "_loop", "_slots", "_slots_step", "_v_step")
-
-    def __init__(self, forward: Forward) -> None:
-        pool = forward.pool
-        self._forward, self._head, self._loop, self._bit_of = forward, forward.head, pool.loops.put_values, pool.bit_of
-        self._slots: Tensor | None = None
-        self._geometry: tuple[object, ...] = ()
-
-    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> bool:
-        """Store what this layer stores at `slots` [n], instead of the engine; False: it must, and tell `store`.
-
-        k, v: [n, kv_heads, head_dim], in the order of the write plan, whatever the pool's layout
-        Nothing was done where values are no dense rows of the pool's types, or slots are not those that were planned.
-        """
-        if extras:
-            return False
-        geometry = k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, k.is_cpu and v.is_cpu
-        if geometry != self._geometry and not self._learn(geometry):
-            return False
-        if slots is not self._slots and not self._follow(slots):
-            return False
-        forward, bit, at = self._forward, self._bit_of(layer, 0), slots.data_ptr()
-        if not bit or forward.stored & bit:
-            return False
-        k_step, v_step = self._k_step, self._v_step
-        if not self._loop(self._head, layer, at, self._slots_step, k.data_ptr(), k_step, v.data_ptr(), v_step):
-            return False
-        forward.stored |= bit
-        return True
-
-    def _learn(self, geometry: tuple[Any, ...]) -> bool:
-        """Whether values like these are this forward's rows, as the pool holds them; where they lie."""
-        host = self._forward.pool.host
-        steps = None if host is None else host.steps[geometry]
-        if steps is None or geometry[0][0] != self._forward.num_entries:
-            return False
-        self._geometry, (self._k_step, self._v_step) = geometry, steps
-        return True
-
-    def _follow(self, slots: Tensor) -> bool:
-        if not slots.is_cpu or slots.dtype is not torch.int64 or slots.shape != (self._forward.num_entries,):
-            return False
-        self._slots, self._slots_step = slots, slots.stride(0)
-        return True
-
-
-def leave_it(layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> bool:
-    """The engine stores by itself."""
-    return False
 
 
 def keep_fingerprints(forward: Forward) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvcanary.dumps.reading import Dump
+from kvcanary.dumps.watched_reading import WatchedDump
 from kvcanary.errors import DumpError
 
 _NUMBERS = ("forwards", "slots_checked", "bytes_checked", "max_unread_steps", "live_bytes", "freed_unread_bytes")
 
 
-def certificate_of(dump: Dump) -> dict[str, Any]:
+def certificate_of(dump: Dump | WatchedDump) -> dict[str, Any]:
     """As `CanaryManager.certificate`, with the findings that the dump has; DumpError where it is none."""
     reported = dump.manifest["certificate"]
     is_whole = all(isinstance(reported.get(key), int) for key in _NUMBERS)

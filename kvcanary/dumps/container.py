@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +38,6 @@ _LOCATOR_BYTES = 20
 MOST_DIRECTORY_BYTES = 4096
 
 
-class Ref(NamedTuple):
-    """Where integers lie in the tensor `ints`."""
-
-    start: int
-    length: int
-
-
 class Packed:
     """Integers of many lengths in one tensor; lines of JSON say where."""
 
@@ -52,12 +45,12 @@ class Packed:
         self._parts: list[NDArray[np.int64]] = []
         self._length = 0
 
-    def ints(self, values: Any) -> Ref:
+    def ints(self, values: Any) -> tuple[int, int]:
+        """Where they lie in the tensor `ints`: start and length."""
         part = np.asarray(values, np.int64).ravel()
-        ref = Ref(self._length, len(part))
         self._parts.append(part)
         self._length += len(part)
-        return ref
+        return self._length - len(part), len(part)
 
     def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> bytes:
         """These arrays and all that was packed, as safetensors."""
@@ -153,10 +146,10 @@ def _check_version(path: Path, archive: zipfile.ZipFile) -> None:
         return
     manifest = parse_json(path, info.filename, _unpack(path, archive, info))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DumpError(f"{path} is no dump of kvcanary: its manifest says {_short_value(manifest)}")
+        raise DumpError(f"{path} is no dump of kvcanary: its manifest says {manifest!r:.80}")
     version = manifest.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise DumpError(f"{path} is damaged: its version is {_short_value(version)}")
+        raise DumpError(f"{path} is damaged: its version is {version!r:.80}")
     if version > VERSION:
         raise DumpError(
             f"{path} has version {version}, this kvcanary reads up to {VERSION}: read it with the one that wrote it"
@@ -171,10 +164,6 @@ def parse_json(path: Path, name: str, data: bytes) -> Any:
         raise DumpError(f"{path} is damaged: {name} is no JSON, {_short(error)}") from error
 
 
-def _short_value(value: Any) -> str:
-    return repr(value)[:80]
-
-
 def _check_names(path: Path, names: Sequence[str]) -> None:
     strange = [name for name in names if name not in MEMBERS]
     if strange:
@@ -187,3 +176,8 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 def _short(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:120]
+
+
+def told(error: Exception) -> str:
+    """What was wrong, for the end of a sentence."""
+    return f"{type(error).__name__} {error}".splitlines()[0][:120]

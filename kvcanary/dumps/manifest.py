@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import kvcanary
+from kvcanary.dumps.event_schema import FORMAT, VERSION
+
 if TYPE_CHECKING:
+    from kvcanary.captured.registry import SubstepRegistry
     from kvcanary.captured.substep import CapturedSubstep
     from kvcanary.pools.views import PoolView
+
+#: Of the canary's settings, those that a replay takes as they are.
+SETTINGS = ("mode", "content", "budget", "poison")
+#: Of a pool's view.
+VIEW_SETTINGS = ("token_offset", "ahead", "null_slots", "vocab_size", "group", "window")
+
+
+def head_of_manifest() -> dict[str, Any]:
+    """What every dump begins with."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"format": FORMAT, "version": VERSION, "kvcanary": kvcanary.__version__, "created": created}
 
 
 def shape_of_pool(view: PoolView) -> dict[str, Any]:
@@ -21,13 +37,20 @@ def shape_of_pool(view: PoolView) -> dict[str, Any]:
             for part in view.parts
         ],
         "slot_bytes": view.slot_bytes,
-        "token_offset": view.token_offset,
-        "ahead": view.ahead,
-        "null_slots": view.null_slots,
-        "vocab_size": view.vocab_size,
-        "group": view.group,
-        "window": view.window,
+        **{name: getattr(view, name) for name in VIEW_SETTINGS},
         "map_slots": None if view.slot_map is None else len(view.slot_map),
+    }
+
+
+def shapes_of_captured(registry: SubstepRegistry | None) -> dict[str, Any]:
+    """Forwards, moves and accepted tokens over static buffers, as large as these are; None: there are none."""
+    if registry is None:
+        return {"captured": [], "captured_moves": [], "seats": None}
+    seats = registry.accepted_tokens
+    return {
+        "captured": [shape_of_forward(substep) for substep in registry],
+        "captured_moves": [{"pool": move.pool.name, "size": move.size} for move in registry.moves],
+        "seats": None if seats is None else [len(seats.accepted), seats.places],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,9 @@ class TokenPseudonyms:
 
     def __init__(self, tokens: Iterable[int], sizes: Iterable[int], is_plain: bool = False) -> None:
         """`sizes`: of the pools' vocabularies. `is_plain`: every id stands for itself."""
-        seen = sorted(set(tokens))
-        self.is_plain = is_plain
-        self._codes: dict[int, int] = dict(zip(seen, seen, strict=True))
-        if is_plain:
-            return
-        draw, low = random.SystemRandom(), 0
-        for high in sorted({*sizes, MOST_TOKENS}):
+        seen, draw, low = sorted(set(tokens)), random.SystemRandom(), 0
+        self._codes = {token: token for token in seen}
+        for high in () if is_plain else sorted({*sizes, MOST_TOKENS}):
             own = [token for token in seen if low <= token < high]
             self._codes.update(zip(own, draw.sample(range(low, high), len(own)), strict=True))
             low = high
@@ -50,7 +46,8 @@ class TokenPseudonyms:
         """The same for column `TOKEN_POSITION` of records; what nobody has fed stands for 0."""
         tokens = words & np.uint64(MASK_32)
         distinct, where = np.unique(tokens, return_inverse=True)
-        codes = np.array([self._codes.get(_token(int(token)), 0) & MASK_32 for token in distinct], np.uint64)
+        signed_ids = distinct.astype(np.uint32).view(np.int32).tolist()
+        codes = np.array([self._codes.get(token, 0) & MASK_32 for token in signed_ids], np.uint64)
         return words & np.uint64(MASK_32 << 32) | codes[where].reshape(words.shape)
 
 
@@ -112,15 +109,4 @@ class Chains:
 
 def _mixed(words: Words, keys: Keys) -> Words:
     own = words.view(np.int64)
-    mixed: Words = mix_of(own, own >> 32, signed(keys.mix_key)).view(np.uint64)
-    return mixed
-
-
-def rooted(roots: Sequence[Sequence[int]]) -> Mapping[tuple[int, ...], int]:
-    """A number for each different set of roots, in order of appearance."""
-    return {key: number for number, key in enumerate(dict.fromkeys(tuple(root) for root in roots))}
-
-
-def _token(word: int) -> int:
-    """The signed id that a record's 32 bits hold."""
-    return word - (1 << 32) if word >> 31 else word
+    return mix_of(own, own >> 32, signed(keys.mix_key)).view(np.uint64)

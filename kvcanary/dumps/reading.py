@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.codes import CODES, UNWRITTEN
-from kvcanary.dumps.container import parse_json, read_arrays, read_members
+from kvcanary.dumps.container import parse_json, read_arrays, read_members, told
 from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL, plan_part
 from kvcanary.errors import DumpError
 from kvcanary.native.layout import plan_layout
@@ -29,6 +30,29 @@ MOST_ROW_ELEMENTS = 1 << 20
 MOST_CAPTURED = 256  # forwards, buckets times kinds and indices
 MOST_CAPTURED_ENTRIES = 1 << 20
 _INT64 = 1 << 63
+#: Numbers of a manifest, of each pool and of each captured forward: the least, and the first that is too large.
+_SIZES = {
+    **dict.fromkeys(("step", "first_step", "quarantine"), (0, _INT64)),
+    **dict.fromkeys(("page_size", "num_pages", "null_pages"), (1, MOST_SLOTS)),
+    "seed": (0, 1 << 64),
+}
+_POOL_SIZES = {
+    **dict.fromkeys(("num_slots", "null_slots"), (1, MOST_SLOTS)),
+    **dict.fromkeys(("token_offset", "ahead"), (0, MOST_NAME)),
+    "layers": (1, MAX_LAYERS + 1),
+    "slot_bytes": (1, 1 << 40),
+}
+_FORWARD_SIZES = {
+    **dict.fromkeys(("index", "ancestors"), (0, 256)),
+    **dict.fromkeys(("rows", "entries"), (1, MOST_CAPTURED_ENTRIES)),
+    "indices": (1, MOST_SLOTS),
+    "width": (1, MOST_NAME),
+    "depth": (0, MOST_NAME),
+}
+#: What older dumps do not name: of a captured forward, and of a request.
+_NEW_OF_FORWARD = dict.fromkeys(("has_roots", "has_lineage", "judges_bytes"), False)
+_NEW_OF_REQUEST: dict[str, Any] = {"is_damaged": False, "unheard": []}
+_NONE: NDArray[Any] = np.empty(0, np.int64)
 DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
 DTYPES |= {"uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
 
@@ -63,11 +87,8 @@ class Dump:
     @cached_property
     def bases(self) -> dict[str, int]:
         """By pool, the row of its slot 0 in the records of all."""
-        bases, base = {}, 0
-        for name, pool in self.pools.items():
-            bases[name] = base
-            base += pool["num_slots"]
-        return bases
+        sizes = (pool["num_slots"] for pool in self.pools.values())
+        return dict(zip(self.pools, accumulate(sizes, initial=0), strict=False))
 
     def stepped(self) -> Iterator[tuple[int, Call]]:
         """Every event with the step in which it happened."""
@@ -87,15 +108,14 @@ def read_dump(path: Path | str) -> Dump:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, DumpError):
             raise
-        what = f"{type(error).__name__} {error}".splitlines()[0][:120]
-        raise DumpError(f"{path} is damaged: its parts do not fit together, {what}") from error
+        raise DumpError(f"{path} is damaged: its parts do not fit together, {told(error)}") from error
 
 
 class _Reader:
     def __init__(self, path: Path, members: Mapping[str, bytes]) -> None:
         self._path, self._members = path, members
         self._arrays = read_arrays(path, members["arrays.safetensors"])
-        self._ints = self._arrays.get("ints")
+        self._ints = self._arrays.get("ints", _NONE)
 
     def dump(self) -> Dump:
         manifest = self._manifest()
@@ -123,16 +143,7 @@ class _Reader:
 
     def _manifest(self) -> dict[str, Any]:
         manifest: dict[str, Any] = parse_json(self._path, "manifest.json", self._members["manifest.json"])
-        for key, low, high in (
-            ("step", 0, _INT64),
-            ("first_step", 0, _INT64),
-            ("quarantine", 0, _INT64),
-            ("page_size", 1, MOST_SLOTS),
-            ("num_pages", 1, MOST_SLOTS),
-            ("null_pages", 1, MOST_SLOTS),
-            ("seed", 0, 1 << 64),
-        ):
-            self._expect(low <= self._int(manifest[key], key, high) < high, f"{key} is {manifest[key]}")
+        self._sizes(manifest, _SIZES)
         pools = manifest["pools"]
         self._expect(isinstance(pools, list) and 0 < len(pools) <= MOST_POOLS, "it has no list of pools")
         for pool in pools:
@@ -143,7 +154,7 @@ class _Reader:
             for one in manifest[key]:
                 self._expect(one["pool"] in names, "what is captured is of no pool")
                 check(one)
-        if manifest.get("seats") is not None:  # which older dumps do not name
+        if manifest.setdefault("seats", None) is not None:  # which older dumps do not name
             sizes = [self._int(size, "seats") for size in manifest["seats"]]
             self._expect(len(sizes) == 2 and all(0 < size < MOST_CAPTURED_ENTRIES for size in sizes), "seats are none")
         for key in ("config", "start", "certificate", "names"):
@@ -153,21 +164,12 @@ class _Reader:
         return manifest
 
     def _pool(self, pool: Any) -> None:
-        for key, low, high in (
-            ("num_slots", 1, MOST_SLOTS),
-            ("layers", 1, MAX_LAYERS + 1),
-            ("slot_bytes", 1, 1 << 40),
-            ("token_offset", 0, MOST_NAME),
-            ("ahead", 0, MOST_NAME),
-            ("null_slots", 1, MOST_SLOTS),
-        ):
-            self._expect(low <= self._int(pool[key], key) < high, f"{key} of a pool is {pool[key]}")
+        self._sizes(pool, _POOL_SIZES, " of a pool")
         for key in ("vocab_size", "window", "map_slots"):
             self._expect(pool[key] is None or 0 < self._int(pool[key], key) < _INT64, f"{key} is {pool[key]}")
         self._expect(pool["map_slots"] is None or pool["map_slots"] <= MOST_SLOTS, "a slot map is too long")
-        self._name(pool["name"])
-        self._name(pool["root_name"])
-        self._name(pool["group"])
+        for key in ("name", "root_name", "group"):
+            self._name(pool[key])
         self._expect(isinstance(pool["parts"], list) and 0 < len(pool["parts"]) <= MOST_POOLS, "a pool has no parts")
         for part in pool["parts"]:
             self._name(part["name"])
@@ -177,27 +179,14 @@ class _Reader:
             self._expect(part["dtype"] in DTYPES, f"elements are {part['dtype']!r}")
 
     def _captured(self, one: Any) -> None:
-        for key, low, high in (
-            ("index", 0, 256),
-            ("rows", 1, MOST_CAPTURED_ENTRIES),
-            ("entries", 1, MOST_CAPTURED_ENTRIES),
-            ("indices", 1, MOST_SLOTS),
-            ("width", 1, MOST_NAME),
-            ("depth", 0, MOST_NAME),
-            ("ancestors", 0, 256),
-            ("nodes", 1, MOST_NAME),
-        ):
-            is_none = key == "nodes" and one[key] is None
-            self._expect(
-                is_none or low <= self._int(one[key], key) < high, f"{key} of a captured forward is {one[key]}"
-            )
+        nodes = {} if one["nodes"] is None else {"nodes": (1, MOST_NAME)}
+        self._sizes(one, _FORWARD_SIZES | nodes, " of a captured forward")
         fits = one["kind"] in SUBSTEP_KINDS and one["rows"] % one["width"] == 0
         fits &= one["nodes"] is None or one["rows"] * one["nodes"] ** 2 <= MOST_SLOTS
         self._expect(fits and one["rows"] * one["ancestors"] <= MOST_SLOTS, "a captured forward has no such sizes")
-        for key in ("has_parents", "has_truths", "has_roots", "has_lineage", "judges_bytes"):
-            is_new = key in ("has_roots", "has_lineage", "judges_bytes")  # which older dumps do not name
-            flag = one.get(key, False) if is_new else one[key]
-            self._expect(isinstance(flag, bool), f"{key} of a captured forward is no flag")
+        one |= _NEW_OF_FORWARD | one
+        for key in ("has_parents", "has_truths", *_NEW_OF_FORWARD):
+            self._expect(isinstance(one[key], bool), f"{key} of a captured forward is no flag")
 
     def _captured_move(self, one: Any) -> None:
         self._expect(1 <= self._int(one["size"], "size") < MOST_CAPTURED_ENTRIES, f"a move is of {one['size']} entries")
@@ -205,33 +194,27 @@ class _Reader:
     def _check_arrays(self, manifest: dict[str, Any]) -> None:
         total = sum(pool["num_slots"] for pool in manifest["pools"])
         wanted: dict[str, tuple[int, ...]] = {
-            f"{when}.{name}": (manifest["num_pages"],)
-            for when in ("start", "now")
-            for name in (*PAGE_ARRAYS, "holder_sums")
+            f"{when}.{name}": (manifest["num_pages"],) for when in ("start", "now") for name in PAGE_ARRAYS
         }
         wanted |= {"start.judged": (total,), "start.read_at": (manifest["num_pages"],)}
-        if manifest["has_records"] is True:
-            wanted |= {"start.records": (total, 4)}
+        are_wanted = {"start.records": manifest["has_records"] is True, "now.records": "now.records" in self._arrays}
+        wanted |= {name: (total, 4) for name, is_wanted in are_wanted.items() if is_wanted}
         for name, shape in wanted.items():
             array = self._arrays.get(name)
             kind = np.uint8 if name == "start.judged" else np.int64
             fits = array is not None and array.shape == shape and array.dtype == kind
             self._expect(fits, f"array {name} is not {list(shape)} {np.dtype(kind)}")
-        now = self._arrays.get("now.records")
-        self._expect(
-            now is None or (now.shape == (total, 4) and now.dtype == np.int64), "array now.records has no shape"
-        )
         for when in ("start", "now"):
-            partial = self._arrays.get(f"{when}.partial")
-            is_table = partial is not None and partial.ndim == 2 and partial.shape[1] == 3 and partial.dtype == np.int64
+            partial = self._arrays.get(f"{when}.partial", _NONE)
+            is_table = partial.ndim == 2 and partial.shape[1] == 3 and partial.dtype == np.int64
             self._expect(is_table, f"array {when}.partial is no table")
-            rows = self._arrays[f"{when}.partial"][:, 0]
+            rows = partial[:, 0]
             self._expect(bool(((rows >= 0) & (rows < total)).all()), f"array {when}.partial names no slots")
 
     # one line each
 
     def _request(self, line: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
-        num_pools = len(manifest["pools"])
+        line, num_pools = _NEW_OF_REQUEST | line, len(manifest["pools"])
         self._name(line["request_id"])
         for key in ("root", "committed_len", "final_pages", "commit_step"):
             self._int(line[key], key)
@@ -245,7 +228,7 @@ class _Reader:
         for queue in line["reads"]:
             self._table(queue, 3)
         self._table(line["growth"], 2)
-        self._table(line.get("unheard", []), 3)  # which older dumps do not name
+        self._table(line["unheard"], 3)
         return line | {"tokens": self._array(line["tokens"]), "pages": self._array(line["pages"])}
 
     def _event(self, line: dict[str, Any], number: int, manifest: dict[str, Any]) -> Call:
@@ -306,14 +289,14 @@ class _Reader:
         own = captured[event["number"]]
         n, rows = event["entries"], event["rows"]
         fits = all(event[key] == own[key] for key in ("pool", "kind", "index", "width", "has_parents"))
-        fits &= event.get("has_lineage", False) == own.get("has_lineage", False)
+        fits &= event.get("has_lineage", False) == own["has_lineage"]
         fits &= n <= own["entries"] and rows <= own["rows"] and len(event["counts"]) == len(event["requests"])
         reads = plan_part(event, "bounds")
         fits &= reads[0] == 0 and bool((np.diff(reads) >= 0).all()) and reads[-1] <= own["indices"]
         mask = event.get("mask_shape")
         fits &= (mask is None) == (own["nodes"] is None)
         fits &= mask is None or mask.tolist() == [len(event["requests"]), own["nodes"], own["nodes"]]
-        accepted, seats = event.get("accepted"), manifest.get("seats")
+        accepted, seats = event.get("accepted"), manifest["seats"]
         if accepted is not None:
             counts = event["counts"]
             fits &= seats is not None and bool(((counts >= 0) & (counts <= seats[1])).all()) and rows <= seats[0]
@@ -362,14 +345,16 @@ class _Reader:
 
     # values
 
+    def _sizes(self, of: dict[str, Any], ranges: Mapping[str, tuple[int, int]], what: str = "") -> None:
+        for key, (low, high) in ranges.items():
+            self._expect(low <= self._int(of[key], key, max(high, _INT64)) < high, f"{key}{what} is {of[key]}")
+
     def _array(self, ref: Any) -> NDArray[Any]:
         start, length = (self._int(number, "a place of integers") for number in ref)
-        ints = self._ints
-        fits = (
-            ints is not None and ints.dtype == np.int64 and ints.ndim == 1 and 0 <= start <= start + length <= len(ints)
-        )
+        fits = self._ints.dtype == np.int64 and self._ints.ndim == 1
+        fits = fits and 0 <= start <= start + length <= len(self._ints)
         self._expect(fits, f"integers lie at {start}, {length} of them, where there are none")
-        return self._arrays["ints"][start : start + length]
+        return self._ints[start : start + length]
 
     def _table(self, lines: Any, width: int) -> None:
         for line in lines:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,20 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-import kvcanary
 from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
-from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD, by_request
-from kvcanary.dumps.manifest import shape_of_forward, shape_of_pool
-from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms, rooted
+from kvcanary.dumps.event_schema import CALLS, FORWARDS, SAFE_VALUES, WITHHELD, by_request, named, plan_part
+from kvcanary.dumps.manifest import SETTINGS, head_of_manifest, shape_of_pool, shapes_of_captured
+from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms
 from kvcanary.ledger.requests import growth_of
 from kvcanary.recorder.checkpoint import ManagerState, RequestState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward, RecordedLaunch, RecordedMove
-from kvcanary.recorder.recorder import (
-    Event,
-    Recorder,
-)
-from kvcanary.recorder.segment import Damage
+from kvcanary.recorder.recorder import Event, Recorder
+from kvcanary.recorder.segment import Damage, Segment
 from kvcanary.transfers.async_tracker import LAID_OUT
 from kvcanary_kernels.record.layout import chain_root, make_keys
 
@@ -35,6 +30,7 @@ if TYPE_CHECKING:
     from kvcanary.report.finding import Finding
 
 Roots = tuple[int, ...]
+Told = tuple[str, dict[str, Any], Sequence[Damage]]  # an event: its name, its fields, what was damaged just before
 
 
 class Source(NamedTuple):
@@ -68,25 +64,15 @@ class Writer:
     def __init__(self, source: Source) -> None:
         self._source, self._packed = source, Packed()
         self._state, self._ledger = source.manager_state.state, source.manager_state.ledger
-        captured = source.manager_state.checks.captured
-        self._captured = [] if captured is None else list(captured.registry)
-        self._moves = [] if captured is None else captured.registry.moves
-        self._accepted_tokens = None if captured is None else captured.registry.accepted_tokens
         source.recorder.wait_over()
-        segments = list(source.recorder.segments)
-        self._first = segments[0].checkpoint
-        self._events = [
-            (name, args, () if place else segment.damage.get(number, ()))
-            for segment in segments
-            for number, event in enumerate(segment.events)
-            for place, (name, *args) in enumerate(_as_reported(event))
-        ]
+        self._first, self._events = source.recorder.segments[0].checkpoint, [*_told(source.recorder.segments)]
         self._now = take_checkpoint(
             source.manager_state, source.step, room_for_records(source.manager_state, source.recorder.most_bytes)
         )
         self._seed = secrets.randbits(64)
         self._admissions = list(self._admitted())
-        self._labels = rooted([self._roots_of("", ""), *(admission.roots for admission in self._admissions)])
+        roots = dict.fromkeys([self._roots_in({}), *(admission.roots for admission in self._admissions)])
+        self._labels = {root: number for number, root in enumerate(roots)}
         self._is_plain = source.config.dump_content
         sizes = [pool.view.vocab_size for pool in self._state.pools if pool.view.vocab_size is not None]
         self._pseudonyms = TokenPseudonyms(self._all_tokens(), sizes, self._is_plain)
@@ -95,15 +81,14 @@ class Writer:
     def members(self) -> dict[str, bytes]:
         """By name the files of the dump."""
         findings = self._findings()
-        lines = {
+        members = {
+            "manifest.json": json.dumps(self._manifest(), indent=1).encode(),
             "findings.jsonl": _lines(findings),
             "events.jsonl": _lines(self._reported()),
             "requests.jsonl": _lines(self._requests()),
             "history.jsonl": _lines(self._history()),
+            "arrays.safetensors": self._packed.tensors(self._arrays()),  # and all that lines have packed
         }
-        arrays = self._arrays()
-        members = {"manifest.json": json.dumps(self._manifest(), indent=1).encode(), **lines}
-        members["arrays.safetensors"] = self._packed.tensors(arrays)
         if self._source.config.dump_content:
             members["content.safetensors"] = content_of(self._state, findings)
         return members
@@ -118,30 +103,29 @@ class Writer:
             collected = request.num_tokens - sum(len(step.tokens) for step in request.uncollected)
             open_ones[request.request_id] = Admission(request.roots, request.tokens[:collected].tolist())
             yield open_ones[request.request_id]
-        for name, args, _ in self._events:
+        for name, fields, _ in self._events:
             if name == "admit":
-                given = _named(name, args)
-                roots = self._roots_of(given.get("salt", ""), given.get("adapter", ""))
-                open_ones[given["request_id"]] = Admission(roots, [int(token) for token in given["token_ids"]])
-                yield open_ones[given["request_id"]]
+                tokens = [int(token) for token in fields["token_ids"]]
+                open_ones[fields["request_id"]] = Admission(self._roots_in(fields), tokens)
+                yield open_ones[fields["request_id"]]
             elif name == "append_all":
-                names, counts, tokens = args
-                for request_id, own in zip(names, by_request(counts, tokens), strict=True):
+                of_each = by_request(fields["counts"], fields["token_ids"])
+                for request_id, own in zip(fields["request_ids"], of_each, strict=True):
                     if request_id in open_ones:
                         open_ones[request_id].tokens.extend(own)
 
-    def _roots_of(self, salt: str, adapter: str) -> Roots:
-        return tuple(chain_root(self._state.keys, pool.view.root_name, salt, adapter) for pool in self._state.pools)
+    def _roots_in(self, fields: Mapping[str, Any]) -> Roots:
+        """By pool, what stands for its role and the salt and adapter that a request was admitted with."""
+        given = fields.get("salt", ""), fields.get("adapter", "")
+        return tuple(chain_root(self._state.keys, pool.view.root_name, *given) for pool in self._state.pools)
 
     def _all_tokens(self) -> Iterator[int]:
         for admission in self._admissions:
             yield from admission.tokens
-        for name, args, _ in self._events:
-            forward = _forward_in(name, args)
-            if forward is not None:
-                yield from _tokens_of(forward).tolist()
-            if name == "launch":
-                yield from chain.from_iterable(args[0].accepted or ())
+        for name, fields, _ in self._events:
+            if name in FORWARDS:
+                yield from plan_part(fields, "tokens").tolist()
+                yield from fields.get("accepted") or ()
         for checkpoint in (self._first, self._now):
             if checkpoint.records is not None:
                 tokens = np.unique(checkpoint.records[:, 0] & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
@@ -163,46 +147,31 @@ class Writer:
     # the members
 
     def _manifest(self) -> dict[str, Any]:
-        source, config = self._source, self._source.config
+        source, config, first = self._source, self._source.config, self._first
+        captured = source.manager_state.checks.captured
         certificate = {key: value for key, value in source.certificate.items() if key not in ("seed_id", "findings")}
         return {
-            "format": FORMAT,
-            "version": VERSION,
-            "kvcanary": kvcanary.__version__,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            **head_of_manifest(),
             "trigger": source.trigger,
             "step": source.step,
-            "first_step": self._first.step,
+            "first_step": first.step,
             "device": self._state.records.device.type,
-            "config": {
-                "mode": config.mode,
-                "content": config.content,
-                "budget": config.budget,
-                "poison": config.poison,
-                "ring": config.ring,
-                "disable": sorted(config.disable),
-            },
+            "config": {name: getattr(config, name) for name in SETTINGS}
+            | {"ring": config.ring, "disable": sorted(config.disable)},
             "quarantine": source.quarantine,
             "page_size": self._state.page_size,
             "num_pages": len(self._ledger.generations),
             "null_pages": self._ledger.null_pages,
             "pools": [shape_of_pool(pool.view) for pool in self._state.pools],
-            "captured": [shape_of_forward(substep) for substep in self._captured],
-            "captured_moves": [{"pool": move.pool.name, "size": move.size} for move in self._moves],
-            "seats": None
-            if self._accepted_tokens is None
-            else [len(self._accepted_tokens.accepted), self._accepted_tokens.places],
+            **shapes_of_captured(None if captured is None else captured.registry),
             "seed": self._seed,
             "tokens": "as they are" if self._is_plain else "replaced",
             "content": config.dump_content,
-            "has_records": self._first.records is not None,
+            "has_records": first.records is not None,
             "names": {str(uid): name for uid in self._uids() if (name := self._ledger.name(uid)) is not None},
             "start": {
-                "quarantine": [list(pair) for pair in self._first.quarantine],
-                "poisoners": [poisoned._asdict() for poisoned in self._first.poisoners],
-                "buffers": [list(buffer) for buffer in self._first.buffers],
-                "budgets": [list(budget) for budget in self._first.budgets],
-                "hurried": list(self._first.hurried),
+                **{name: getattr(first, name) for name in ("quarantine", "buffers", "budgets", "hurried")},
+                "poisoners": [poisoned._asdict() for poisoned in first.poisoners],
             },
             "certificate": certificate,
         }
@@ -225,101 +194,37 @@ class Writer:
             "tokens": self._packed.ints(self._pseudonyms.of(request.tokens[: request.num_tokens])),
             "root": self._labels.get(request.roots, -1),
             "pages": self._packed.ints(request.pages),
-            "row_lens": list(request.row_lens),
             "reads": [queue.tolist() for queue in request.reads],
-            "judged": [list(entry) for entry in request.judged],
-            "committed_len": request.committed_len,
-            "final_pages": request.final_pages,
-            "commit_step": request.commit_step,
-            "released": request.released,
-            "owned_len": request.owned_len,
-            "growth": [list(entry) for entry in growth_of(request.steps[: request.num_tokens])],
-            "is_damaged": request.is_damaged,
+            **request.facts,
+            "growth": growth_of(request.steps[: request.num_tokens]),
             "unheard": [[len(step.tokens), step.before, step.committed_len] for step in request.uncollected],
         }
 
     def _reported(self) -> Iterator[dict[str, Any]]:
         words = {(f.pool, f.slot, f.layer): f for f in self._source.findings if f.part is not None}
-        for number, (name, args, damage) in enumerate(self._events):
-            given = self._given(name, args)
-            if given is None:
-                continue
+        for number, (name, fields, damage) in enumerate(self._events):
             if name == "admit":
-                roots = self._roots_of(given.pop("salt", ""), given.pop("adapter", ""))
-                given["root"] = self._labels[roots]
+                fields = fields | {"root": self._labels[self._roots_in(fields)]}
+            if name in FORWARDS:
+                fields = fields | {"plan": self._plan(fields)}
             reported = {"n": number, "call": name}
             for field, kind in CALLS[name].items():
-                value = given.get(field)
+                value = fields.get(field)
                 if value is not None:
-                    reported[field] = self._value(kind.rstrip("?"), value)
+                    is_packed = kind.startswith(("ints", "tokens"))
+                    value = self._pseudonyms.of(value) if kind.startswith("tokens") else value
+                    reported[field] = self._packed.ints(value) if is_packed else value
             if damage:
                 reported["damage"] = [
                     _damage(one, words.get((one.pool, one.slot, (*one.layers, None)[0]))) for one in damage
                 ]
             yield reported
 
-    def _given(self, name: str, args: Sequence[Any]) -> dict[str, Any] | None:
-        """The fields of an event; None for what was launched and nobody has collected yet."""
-        if name == "launch":
-            return self._launch(args[0])
-        if name == "captured_move":
-            return self._captured_move(args[0])
-        return self._forward(args[0]) if name == "forward" else _named(name, args)
-
-    def _launch(self, launch: RecordedLaunch) -> dict[str, Any] | None:
-        if launch.forward is None:
-            return None
-        return {
-            **self._forward(launch.forward),
-            "number": launch.number,
-            "counts": launch.written,
-            "reads": launch.reads,
-            "again": launch.again,
-            "strays": launch.strays,
-            "padding": launch.padding,
-            "accepted": None if launch.accepted is None else [*chain.from_iterable(launch.accepted)],
-        }
-
-    def _captured_move(self, move: RecordedMove) -> dict[str, Any] | None:
-        if move.moved is None:
-            return None
-        src, dst = move.moved
-        return {"number": move.number, "pool": self._moves[move.number].pool.name, "src": src, "dst": dst}
-
-    def _value(self, kind: str, value: Any) -> Any:
-        if kind == "tokens":
-            return self._packed.ints(self._pseudonyms.of(value))
-        if kind == "ints":
-            return self._packed.ints(value)
-        if isinstance(value, tuple) and value[:1] == ("parcel",):
-            return value[1]
-        return value
-
-    def _forward(self, forward: RecordedForward) -> dict[str, Any]:
-        plan, n = forward.plan.astype(np.int64), forward.num_entries
-        tokens = forward.layout.part(plan, "tokens")
-        tokens[:] = self._pseudonyms.of(tokens.tolist())
-        rows = sorted(forward.wholes)
-        wholes = [forward.wholes[row] for row in rows]
-        return {
-            "kind": forward.kind,
-            "index": forward.index,
-            "pool": forward.pool,
-            "requests": forward.requests,
-            "width": forward.width,
-            "entries": n,
-            "rows": forward.num_rows,
-            "has_parents": forward.has_parents,
-            "has_lineage": forward.has_lineage or None,
-            "has_starts": forward.has_starts,
-            "stored": forward.stored,
-            "plan": plan,
-            "tails": forward.tails,
-            "whole_rows": rows,
-            "wholes": np.concatenate(wholes) if wholes else [],
-            "mask": None if forward.mask is None else forward.mask[0],
-            "mask_shape": None if forward.mask is None else forward.mask[1],
-        }
+    def _plan(self, forward: Mapping[str, Any]) -> NDArray[Any]:
+        plan = forward["plan"].astype(np.int64)
+        tokens = plan_part({**forward, "plan": plan}, "tokens")
+        tokens[:] = self._pseudonyms.of(tokens)
+        return plan
 
     def _findings(self) -> list[dict[str, Any]]:
         reported = [finding.to_dict() for finding in self._source.findings]
@@ -358,9 +263,16 @@ def salt_of(label: int) -> str:
     return f"label {label}" if label else ""
 
 
-def _named(name: str, args: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
-    return dict(zip(ARGUMENTS.get(name, CALLS[name]), args, strict=False))
+def _told(segments: Iterable[Segment]) -> Iterator[Told]:
+    """All events of a recording but those that were launched and that nobody has collected yet."""
+    for segment in segments:
+        for number, event in enumerate(segment.events):
+            damage: Sequence[Damage] = segment.damage.get(number, ())
+            for name, *args in _as_reported(event):
+                fields = _fields_of(name, args)
+                if fields is not None:
+                    yield name, fields, damage
+                damage = ()
 
 
 def _as_reported(event: Event) -> Sequence[Event]:
@@ -374,26 +286,45 @@ def _as_reported(event: Event) -> Sequence[Event]:
     if name != "launch":
         return [event]
     launched, number = args
-    launch = launched[number]
+    launch = launched.launches[number]
     is_eager = launch.number is None and launch.forward is not None
     return [("forward", launch.forward) if is_eager else ("launch", launch)]
 
 
-def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:
-    """The forward of an event, of a captured one once the host has collected it."""
+def _fields_of(name: str, args: Sequence[Any]) -> dict[str, Any] | None:
+    """What an event says, by the names of the schema; None: nobody knows it yet."""
     if name == "launch":
-        collected: RecordedForward | None = args[0].forward
-        return collected
-    return args[0] if name == "forward" else None
+        return _launch(args[0])
+    if name == "captured_move":
+        return _captured_move(args[0])
+    return _forward(args[0]) if name == "forward" else named(name, args)
 
 
-def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
-    return forward.layout.part(forward.plan, "tokens")
+def _forward(forward: RecordedForward) -> dict[str, Any]:
+    rows = sorted(forward.wholes)
+    wholes = [value for row in rows for value in forward.wholes[row].tolist()]
+    own = {"has_lineage": forward.has_lineage or None, "whole_rows": rows, "wholes": wholes}
+    return {field: own[field] if field in own else getattr(forward, field) for field in CALLS["forward"]}
+
+
+def _launch(launch: RecordedLaunch) -> dict[str, Any] | None:
+    if launch.forward is None:
+        return None
+    own = {name: getattr(launch, name) for name in ("number", "reads", "again", "strays", "padding")}
+    accepted = None if launch.accepted is None else [*chain.from_iterable(launch.accepted)]
+    return _forward(launch.forward) | own | {"counts": launch.written, "accepted": accepted}
+
+
+def _captured_move(move: RecordedMove) -> dict[str, Any] | None:
+    if move.moved is None:
+        return None
+    src, dst = move.moved
+    return {"number": move.number, "pool": move.pool, "src": src, "dst": dst}
 
 
 def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:
     """`word`: the finding that names the one word that changed."""
-    reported: dict[str, Any] = damage._asdict() | {"layers": list(damage.layers), "words": list(damage.words)}
+    reported: dict[str, Any] = damage._asdict()
     if word is not None:
         reported["word"] = [word.part, word.head, word.dim, word.byte, word.bit]
     return reported

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from kvcanary.faults.strike import NotNow
+from kvcanary.faults.threads import injection_of
 
 if TYPE_CHECKING:
     from kvcanary.faults.target import Setup, Target
@@ -22,7 +26,8 @@ class Fault:
     """One published bug, or one kind of damage, and the finding in which it must end.
 
     name: "family.what"; the family is the module that holds it.
-    k: number of its injection in the catalogue of published KV-cache bugs, or "" where it has none.
+    k: number of its injection in the catalogue of published KV-cache bugs, or "" where it has none; that of its bugs,
+        where one of them is listed there.
     bugs: "owner/repository#number" of the threads that it re-enacts.
     story: what went wrong there, in a sentence or two.
     expected: the code of the finding, or the name of the typed error, that must come first; or else its effect, in
@@ -36,7 +41,8 @@ class Fault:
     late: the seam is behind the point where its step's tokens are sampled.
     place: ``place(value, changed, **where)``: what the finding must name of it, as in `Strike.place`.
     strike: ``strike(target)`` makes it in a running engine and tells the target what it did (`Target.record`), at once
-        or from a hook; False where it cannot be made now: it is asked again before the next step.
+        or from a hook; False, or `NotNow`, where it cannot be made now: it is asked again before the next step. Of an
+        entry it gives True or False.
 
     Its quiet twin, in which nothing may be found that is not due, is one of three; none where no check can see it:
     quiet: as `strike`, but nothing can read what it does; what it records has the code that is due, or none.
@@ -49,20 +55,20 @@ class Fault:
     within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others,
         and where more of them prefill others these are not counted.
     cause: family of the right cause in a report, where it is another than the fault's own: what the canary can know.
-    state, reason: "ready", or "pending" and why an engine cannot be made to do this yet.
+    reason: why an engine cannot be made to do this yet; its `state` is "pending" then, and else "ready".
     """
 
     name: str
     story: str
     expected: str
-    applies_to: str
+    applies_to: str = "everything"
     bugs: tuple[str, ...] = ()
     k: str = ""
     also: tuple[str, ...] = ()
     perturb: Callable[..., Any] | None = None
     place: Callable[..., Mapping[str, Any]] | None = None
-    strike: Callable[[Target], bool] | None = None
-    quiet: Callable[[Target], bool] | None = None
+    strike: Callable[[Target], bool | None] | None = None
+    quiet: Callable[[Target], bool | None] | None = None
     quiet_needs: Mapping[str, Any] = field(default_factory=dict)
     alone: str = ""
     applies: Callable[[Setup], bool] = everywhere
@@ -73,17 +79,20 @@ class Fault:
     exposes: bool = False
     within: int = 2
     cause: str = ""
-    state: str = READY
     reason: str = ""
 
     def __post_init__(self) -> None:
         ways = [way for way in (self.perturb, self.strike) if way is not None]
-        if self.state not in (READY, PENDING):
-            raise ValueError(f"state of {self.name} must be {READY} or {PENDING}, got {self.state!r}")
         if len(ways) != (self.state == READY):
             raise ValueError(f"{self.name} is {self.state} and has {len(ways)} ways to be made: perturb or strike")
-        if bool(self.reason) != (self.state == PENDING):
-            raise ValueError(f"reason of {self.name} says why it is pending, and nothing else, got {self.reason!r}")
+        object.__setattr__(self, "k", self.k or injection_of(self.bugs))
+        for way in ("strike", "quiet"):
+            if make := getattr(self, way):
+                object.__setattr__(self, way, partial(_attempt, make))
+
+    @property
+    def state(self) -> str:
+        return PENDING if self.reason else READY
 
     @property
     def family(self) -> str:
@@ -119,6 +128,14 @@ class Fault:
             "alone": self.alone,
             "story": self.story,
         }
+
+
+def _attempt(make: Callable[[Target], bool | None], target: Target) -> bool:
+    """Whether it was made."""
+    try:
+        return make(target) is not False
+    except NotNow:
+        return False
 
 
 @dataclass

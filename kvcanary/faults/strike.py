@@ -1,4 +1,4 @@
-"""What a fault did to an engine, as it knows itself."""
+"""What a fault did to an engine, as it knows itself; and that it cannot be made now."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from typing import Any
 
 #: The writer that a finding must name where bytes changed and nobody declared it.
 UNDECLARED = "undeclared write"
+
+
+class NotNow(Exception):
+    """The engine has nothing now that the fault could strike: it is asked again before the next step."""
+
+
+def need(is_there: object) -> None:
+    """NotNow without it."""
+    if not is_there:
+        raise NotNow
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,15 @@
-"""Drafting: branches, trees, relayed proposals, accepted paths and recurrent states."""
+"""Drafting: branches, trees, relayed proposals, accepted paths, recurrent states and captured programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcanary.invariants.errors import (
-    AcceptanceError,
-    BranchLayoutError,
-    ChainConstantsError,
-    IndexBufferError,
-    RecurrentStateError,
-    RelayError,
-    StagingError,
-    TreeShapeError,
-)
-from kvcanary.invariants.sizes import MAX_FLAT_INDEX
+from kvcanary.errors import InvariantError
+from kvcanary.invariants.rows import MAX_FLAT_INDEX
+
+
+class BranchLayoutError(InvariantError):
+    """Draft branches overlap, or reach beyond what their request owns."""
 
 
 def check_branch_shape(shape: Sequence[int], bs: int, topk: int, num_steps: int) -> None:
@@ -50,6 +45,10 @@ def check_window(request: str, start: int, num_nodes: int, allocated_len: int) -
         )
 
 
+class IndexBufferError(InvariantError):
+    """A forward may name more entries than its index buffer holds, or the buffer has more than 32 bits can count."""
+
+
 def check_draft_indices(step: int, topk: int, num_requests: int, committed: int, size: int) -> None:
     """Every branch of draft forward ``step`` names its request's prefix and its own ``step + 1`` slots.
 
@@ -75,6 +74,10 @@ def check_index_buffer(forward: str, topk: int, num_requests: int, row_width: in
         )
 
 
+class RelayError(InvariantError):
+    """A request drafts from proposals that are not its own, or not of its last step."""
+
+
 def check_proposals(request: str, row: int, committed_len: int, made_for: Sequence[int]) -> None:
     """What the device took from the relay was written for this row and length; pairs of both, one for each part."""
     if list(made_for) != [row, committed_len] * (len(made_for) // 2):
@@ -92,8 +95,11 @@ def check_relay(request: str, row: int, committed_len: int, published: tuple[str
         raise RelayError(f"{request} drafts at length {committed_len}, but the proposals of row {row} are {found}")
 
 
+class StagingError(InvariantError):
+    """A host buffer is read for what it held before it was taken again, or has no room for what is put into it."""
+
+
 def check_staging(buffer: str, generation: int, now: int, count: int) -> None:
-    """What the host reads of a buffer is what was copied there for it, not what the next step has put over it."""
     if generation != now:
         raise StagingError(
             f"host buffer {buffer!r} is read for its use {generation}, it is in its use {now}: a ring of {count} "
@@ -102,11 +108,14 @@ def check_staging(buffer: str, generation: int, now: int, count: int) -> None:
 
 
 def check_staging_room(buffer: str, needed: int, size: int) -> None:
-    """What is put into a buffer of fixed size ends within it."""
     if needed > size:
         raise StagingError(
             f"{needed} numbers are put into {buffer!r}, which has room for {size}: size it by the largest"
         )
+
+
+class TreeShapeError(InvariantError):
+    """A draft tree is no tree, or an accepted path is no path of it."""
 
 
 def check_candidates(num_candidates: int, num_nodes: int) -> None:
@@ -128,7 +137,6 @@ def check_tree_array(name: str, found: Sequence[int], needed: Sequence[int], dty
 
 
 def check_chain_nodes(num_steps: int, num_nodes: int) -> None:
-    """With topk 1 every candidate is kept."""
     if num_steps < 0 or num_nodes != num_steps + 1:
         raise TreeShapeError(
             f"num_draft_tokens of a chain must be num_steps + 1 = {num_steps + 1}, got {num_nodes}: topk 1 keeps every "
@@ -136,8 +144,11 @@ def check_chain_nodes(num_steps: int, num_nodes: int) -> None:
         )
 
 
+class ChainConstantsError(InvariantError):
+    """Constants are no chain, or are used for another number of steps, or more requests, than they were made for."""
+
+
 def check_chain_constants(max_bs: int, num_nodes: int, bs: int, num_drafts: int, needed_nodes: int) -> None:
-    """Constants fit the batch they are used for, and the steps that were drafted."""
     if bs > max_bs or not num_nodes == num_drafts + 1 == needed_nodes:
         raise ChainConstantsError(
             f"chain constants are those of {num_nodes - 1} steps and at most {max_bs} requests, got {num_drafts} "
@@ -216,6 +227,10 @@ def check_path(request: str, nodes: Sequence[int], parents: Sequence[int]) -> No
         )
 
 
+class AcceptanceError(InvariantError):
+    """Tokens that leave are not the drafts that were accepted, or a tree hangs on another token than the last."""
+
+
 def check_emitted(
     request: str, num_accepted: int, nodes: Sequence[int], drafted: Sequence[int], emitted: Sequence[int]
 ) -> None:
@@ -229,11 +244,14 @@ def check_emitted(
 
 
 def check_root(request: str, root: int, left: int) -> None:
-    """A tree hangs on the token that left last."""
     if root != left:
         raise AcceptanceError(
             f"{request}: its tree was drafted behind token {root}, but the last token that left is {left}"
         )
+
+
+class RecurrentStateError(InvariantError):
+    """A recurrent state would go on from something else than the last accepted node of its request."""
 
 
 def check_state_settled(row: int, pending: int) -> None:
@@ -245,8 +263,20 @@ def check_state_settled(row: int, pending: int) -> None:
 
 
 def check_state_commit(row: int, node: int, pending: int) -> None:
-    """The committed node is one of the row's open verify; each verify is committed once."""
     if not 0 <= node < pending:
         raise RecurrentStateError(
             f"row {row} must commit one of the {pending} nodes of its open verify, got node {node}"
+        )
+
+
+class MissingHooksError(InvariantError):
+    """A program was captured with a forward that has no hooks, and a canary is there that would never see it."""
+
+
+def check_hooked(forward: str, pool: str, size: int, has_hooks: bool) -> None:
+    """Where there is a canary, every forward of a program for ``size`` requests has its hooks in it."""
+    if not has_hooks:
+        raise MissingHooksError(
+            f"{forward} of the {pool} pool has no hooks in the captured program for {size} requests, the canary counts "
+            "on those of every forward: make each by StaticForwards.hook()"
         )

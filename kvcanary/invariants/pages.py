@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from kvcanary.invariants.errors import (
-    DoubleFreeError,
-    NullPageError,
-    PageAliasError,
-    PageLeakError,
-    PagesQuarantinedError,
-    PoolExhaustedError,
-    PoolSizeError,
-    PrefixLockError,
-    ReferenceCountError,
-    StalePageError,
-    WritablePageError,
-)
+from kvcanary.errors import InvariantError
+
+
+class PoolExhaustedError(InvariantError):
+    """More pages were asked for than are free: the admission estimate and the allocator disagree."""
 
 
 def check_pages_available(needed: int, free: int, total: int) -> None:
@@ -26,12 +18,28 @@ def check_pages_available(needed: int, free: int, total: int) -> None:
         )
 
 
+class PagesQuarantinedError(PoolExhaustedError):
+    """Enough pages are free, but some were freed in this very step: they may be handed out in the next one."""
+
+
 def check_pages_ready(needed: int, ready: int, quarantined: int) -> None:
     """Pages that were freed in this step are not handed out in it: a forward in flight may still touch them."""
     if needed > ready:
         raise PagesQuarantinedError(
             f"{needed} pages needed, {ready} ready and {quarantined} more in quarantine since this step: wait a step"
         )
+
+
+class NullPageError(InvariantError):
+    """Page 0 or request row 0 was handed out; padding writes there."""
+
+
+class PoolSizeError(InvariantError):
+    """A pool's tensors have another number of slots than the allocator's pages; the last page would lie outside."""
+
+
+class PageAliasError(InvariantError):
+    """A page was handed out that somebody owns; two requests would share it."""
 
 
 def check_pages_granted(pages: Sequence[int], taken: Collection[int], total: int) -> None:
@@ -47,8 +55,11 @@ def check_pages_granted(pages: Sequence[int], taken: Collection[int], total: int
         raise PageAliasError(f"pages {list(pages)} handed out, {len(pages)} in all, but {len(set(pages))} different")
 
 
+class DoubleFreeError(InvariantError):
+    """A page was freed that is not allocated."""
+
+
 def check_pages_freed(pages: Sequence[int], taken: Collection[int]) -> None:
-    """Pages about to be freed are taken, and named once."""
     stray = [page for page in pages if page not in taken]
     if stray or len(set(pages)) != len(pages):
         raise DoubleFreeError(f"pages {list(pages)} freed, but {stray or 'some of them twice'} not allocated")
@@ -64,8 +75,11 @@ def check_generations(pages: Sequence[int], expected: Sequence[int], found: Sequ
         )
 
 
+class StalePageError(InvariantError):
+    """A page was shared that nobody holds: the prefix tree, or a copy of a row, points at a free page."""
+
+
 def check_pages_shared(pages: Sequence[int], references: Mapping[int, int]) -> None:
-    """A page gets one more reference only while somebody holds it."""
     stale = [page for page in pages if page not in references]
     if stale:
         raise StalePageError(
@@ -73,14 +87,21 @@ def check_pages_shared(pages: Sequence[int], references: Mapping[int, int]) -> N
         )
 
 
+class ReferenceCountError(InvariantError):
+    """A page has another number of references than rows and prefix tree that name it."""
+
+
 def check_references(references: Mapping[int, int], named: Mapping[int, int]) -> None:
-    """Each page has one reference for each row that names it and one for the prefix tree."""
     for page in sorted(references.keys() | named.keys()):
         count, names = references.get(page, 0), named.get(page, 0)
         if count != names:
             raise ReferenceCountError(
                 f"references of page {page} are {count}, rows and prefix tree name it {names} times"
             )
+
+
+class PageLeakError(InvariantError):
+    """Free and owned pages no longer add up to the pool."""
 
 
 def check_pages_add_up(free: int, quarantined: int, owned: int, evictable: int, protected: int, total: int) -> None:
@@ -94,6 +115,10 @@ def check_pages_add_up(free: int, quarantined: int, owned: int, evictable: int, 
         )
 
 
+class WritablePageError(InvariantError):
+    """A page was published, or cached, that its request may still write."""
+
+
 def check_pages_final(request: str, num_pages: int, committed_len: int, page_size: int) -> None:
     """Only pages that lie wholly below the committed length are written no more."""
     if num_pages * page_size > committed_len:
@@ -104,7 +129,6 @@ def check_pages_final(request: str, num_pages: int, committed_len: int, page_siz
 
 
 def check_pages_uncached(pages: Sequence[int], cached: Collection[int]) -> None:
-    """A page stands for one prefix."""
     twice = [page for page in pages if page in cached]
     if twice or len(set(pages)) != len(pages):
         raise PageAliasError(
@@ -112,8 +136,11 @@ def check_pages_uncached(pages: Sequence[int], cached: Collection[int]) -> None:
         )
 
 
+class PrefixLockError(InvariantError):
+    """A prefix was locked that the tree has evicted, or unlocked more often than locked."""
+
+
 def check_prefix_lock(num_locks: int, is_cached: bool) -> None:
-    """What is locked or unlocked is in the tree, and no lock is taken back twice."""
     if not is_cached:
         raise PrefixLockError("a prefix that the tree has evicted was locked or unlocked: lock what was just matched")
     if num_locks < 0:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvcanary.invariants.errors import (
-    HostBlockError,
-    HostCapacityError,
-    PoolExhaustedError,
-    ResidencyError,
-    WindowMapError,
-)
+from kvcanary.errors import InvariantError
+from kvcanary.invariants.pages import PoolExhaustedError
 
 
 def check_window_pages(needed: int, free: int, total: int) -> None:
@@ -21,8 +16,11 @@ def check_window_pages(needed: int, free: int, total: int) -> None:
         )
 
 
+class WindowMapError(InvariantError):
+    """A window pool's map and its books disagree, or a position is read whose bytes have left the window."""
+
+
 def check_protected(request: str, protected_len: int, page_size: int) -> None:
-    """What a prefix cache holds of a row are whole pages."""
     if protected_len % page_size:
         raise WindowMapError(f"{request}: protected length {protected_len} must be whole pages of {page_size} slots")
 
@@ -48,8 +46,11 @@ def check_window_mapped(
             )
 
 
+class ResidencyError(InvariantError):
+    """A page of a split pool is used on the device that does not lie there, or more are wanted there than fit."""
+
+
 def check_resident(request: str, pages: Sequence[int], resident: Collection[int]) -> None:
-    """A forward reads and writes only what lies on the device."""
     absent = [page for page in pages if page not in resident]
     if absent:
         raise ResidencyError(
@@ -75,6 +76,10 @@ def check_device_pages(num_on_device: int, num_saved: int, num_held: int) -> Non
         )
 
 
+class HostCapacityError(InvariantError):
+    """Pages are offloaded to a host tier that cannot hold so many."""
+
+
 def check_host_capacity(needed: int, total: int) -> None:
     if not 1 <= needed <= total:
         raise HostCapacityError(
@@ -82,8 +87,11 @@ def check_host_capacity(needed: int, total: int) -> None:
         )
 
 
+class HostBlockError(InvariantError):
+    """A block of the host tier is restored that it does not hold, or into another number of pages."""
+
+
 def check_host_block(block: str, is_held: bool, held: int, wanted: int) -> None:
-    """A block that comes back is held, and comes back into as many pages as it left."""
     if not is_held:
         raise HostBlockError(f"{block} restored, but it was dropped or evicted: ask holds() first, or recompute it")
     if held != wanted:

@@ -6,16 +6,18 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain, islice
 
+import numpy as np
+
 from kvcanary.errors import LifetimeError, PageReferenceError
-from kvcanary.ledger.page_states import Array, Pages
+from kvcanary.ledger.page_states import Array, Pages, taken
 from kvcanary.ledger.quarantine import Quarantine
-from kvcanary.ledger.requests import NO_PAGE, Judged, Request, RequestBook, Role, TruthChain
+from kvcanary.ledger.requests import NO_PAGE, Judged, Request, RequestBook, Role
 from kvcanary.ledger.reread_queue import ReadQueue
 from kvcanary.ledger.rows import RowBook
 from kvcanary.ledger.step_book import StepBook
 from kvcanary_kernels.record.layout import SHARED, Keys
 
-__all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "Role", "TruthChain"]
+__all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "Role"]
 
 
 class Ledger:
@@ -38,7 +40,8 @@ class Ledger:
         self.generations, self.owners, self.states = pages.generations, pages.owners, pages.states
         self.refcounts, self.history = pages.refcounts, pages.history
         self.requests, self.batches, self.admit, self.forget = book.requests, book.batches, book.admit, book.forget
-        self.request, self.known, self.name, self.has_ended = book.request, book.known, book.name, book.has_ended
+        self.request, self.known = book.request, book.known
+        self.name, self.has_ended = book.uids.name, book.uids.has_ended
         self.truth, self.truths = book.truth, book.truths
         self.slot, self.slots, self.owner_of = self.rows.slot, self.rows.slots, self.rows.owner_of
         self.holder, self.holders, self.had = self.rows.holder, self.rows.holders, self.rows.had
@@ -68,10 +71,9 @@ class Ledger:
 
     def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """The pages leave the row: private ones are free, shared ones have one reference fewer."""
-        request, where = self.request(request_id), self.pages.numbers(pages)
-        self.rows.expect_held("freed", request, where)
+        request, where = self._held("freed", request_id, pages)
         shared = self.states[where] == SHARED
-        self.pages.free("freed", where[~shared], step, request_id)
+        self.pages.advance("freed", where[~shared], step, request_id)
         places = self.rows.replace(request, where, [NO_PAGE] * len(where))
         if self.page_size * min(places, default=request.committed_len) < request.committed_len:
             request.lacks_pages = 1
@@ -132,21 +134,20 @@ class Ledger:
                 f"a fork must take the head of the row of {request_id!r} to the empty row of {child_id!r}, "
                 f"got {len(where)} pages and {len(child.pages)} in the other row: fork before acquire and grant"
             )
-        self.pages.share("forked", where, step, child_id)
+        self.pages.advance("forked", where, step, child_id)
         self.rows.add(child, where)
         child.final_pages = min(request.final_pages, len(where))
 
     def copy_on_write(self, request_id: str, page: int, copy: int, step: int) -> None:
         """A shared page of the row is replaced by a private copy; the caller moves bytes and records."""
-        request, where, fresh = self.request(request_id), self.pages.numbers([page]), self.pages.numbers([copy])
-        self.rows.expect_held("released", request, where)
+        (request, where), fresh = self._held("released", request_id, [page]), self.pages.numbers([copy])
         place = request.pages.index(page)
         if place < request.final_pages - 1:
             raise LifetimeError(
                 f"a copied page must be the last final one of its row or behind it, page {page} is number {place} of "
                 f"{request.final_pages} in the row of {request_id!r}: final entries are not written again"
             )
-        self.pages.grant("copied", fresh, request.uid, step, request_id)
+        self.pages.advance("copied", fresh, step, request_id, request.uid)
         self.copies[copy] = page
         self.rows.replace(request, where, [copy])
         request.final_pages = min(request.final_pages, place)
@@ -166,7 +167,7 @@ class Ledger:
         self.pages.add_reference(cached, request.uid)
         self.pages.advance("acquired", cached, step, request_id)
         own = self.states[where] != SHARED
-        self.pages.free("freed", where[own], step, request_id)
+        self.pages.advance("freed", where[own], step, request_id)
         self._release(request, where[~own], step)
 
     def evict(self, pages: Sequence[int], step: int) -> None:
@@ -182,7 +183,7 @@ class Ledger:
                 page=page,
                 refcount=count,
             )
-        self.pages.free("evicted", where, step)
+        self.pages.advance("evicted", where, step)
 
     # loads
 
@@ -212,7 +213,7 @@ class Ledger:
                 self.rows.replace(self.requests[name], where[where == page], [NO_PAGE])
                 robbed.add(name)
         self.quarantined.remove(where)
-        self.pages.free("taken away", where, step)
+        self.pages.advance("taken away", where, step)
         return robbed
 
     # quarantine
@@ -242,12 +243,17 @@ class Ledger:
                 self.pages.expect(event, where, request_id)
                 for page in where.tolist():
                     if granted.setdefault(page, request_id) != request_id:
-                        raise self.pages.taken(event, page, request_id, granted[page])
+                        raise taken(event, page, request_id, granted[page])
         return self.pages.numbers(named)
 
-    def _advance_held(self, event: str, request_id: str, pages: Sequence[int], step: int) -> None:
+    def _held(self, event: str, request_id: str, pages: Sequence[int]) -> tuple[Request, Array]:
+        """A request and pages of its row, to which the event may happen."""
         request, where = self.request(request_id), self.pages.numbers(pages)
         self.rows.expect_held(event, request, where)
+        return request, where
+
+    def _advance_held(self, event: str, request_id: str, pages: Sequence[int], step: int) -> None:
+        _, where = self._held(event, request_id, pages)
         self.pages.advance(event, where, step, request_id)
 
     def _release(self, request: Request, pages: Array, step: int) -> None:
@@ -256,11 +262,10 @@ class Ledger:
             return
         self.pages.drop_reference(pages, request.uid)
         self.pages.advance("released", pages, step, request.request_id)
-        for page in pages[~self.pages.published[pages] & (self.refcounts[pages] == 1)]:
-            self._take_back(page.reshape(1), step)
-
-    def _take_back(self, page: Array, step: int) -> None:
-        request = self.requests[self.book.uids.live[self.pages.last_holder(page)]]
-        self.pages.take_back(page, step, request.request_id)
-        if request.pages.index(page.item()) < request.final_pages:
-            self.pages.advance("committed", page, step, request.request_id)
+        for number in pages[~self.pages.published[pages] & (self.refcounts[pages] == 1)].tolist():
+            page, owner = np.array([number]), int(self.pages.holder_sums[number])  # the uid of the only row left
+            last = self.requests[self.book.uids.live[owner]]
+            self.pages.owners[number] = owner
+            self.pages.advance("taken back", page, step, last.request_id)
+            if last.pages.index(number) < last.final_pages:
+                self.pages.advance("committed", page, step, last.request_id)

@@ -10,7 +10,6 @@ from kvcanary.ledger.ledger import NO_PAGE, Ledger
 from kvcanary.ledger.page_states import STATE_NAMES, Array
 from kvcanary_kernels.record.layout import SHARED_OWNER
 
-SHARED_NAME = "(shared)"
 NEVER = -1
 
 
@@ -24,15 +23,14 @@ def page_map(ledger: Ledger, cached_reads: Array, step: int) -> dict[str, Any]:
     references: rows that name the page; generation: grows when it is granted and when it is free again
     checked:    step in which all its final bytes were last known good; -1 where it holds none
     """
-    names = list(STATE_NAMES)
-    owners = [SHARED_NAME, *ledger.requests]
+    owners = ["(shared)", *ledger.requests]
     number = {request.uid: place for place, request in enumerate(ledger.requests.values(), 1)}
     return {
         "step": step,
         "page_size": ledger.page_size,
         "null_pages": ledger.null_pages,
-        "states": [STATE_NAMES[state] for state in names],
-        "state": [names.index(state) for state in ledger.states.tolist()],
+        "states": [*STATE_NAMES.values()],
+        "state": ledger.states.tolist(),
         "owners": owners,
         "owner": [0 if uid == SHARED_OWNER else number.get(uid, -1) for uid in ledger.owners.tolist()],
         "references": ledger.refcounts.tolist(),

@@ -46,22 +46,25 @@ Array = NDArray[Any]
 
 
 class Event(NamedTuple):
-    """What may happen to a page: the states in which it may, each with the state that follows, and what to do else."""
+    """What may happen to a page: the states in which it may, each with the state that follows, and what to do else.
+
+    change: of owner and generation, as `loops.follow_event` has it
+    """
 
     after: dict[int, int]
     remedy: str
+    change: int = STAYS
 
 
 _FREE_IT = "free it first, and let it leave its quarantine"
 EVENTS: dict[str, Event] = {
-    "granted": Event({FREE: RESERVED}, _FREE_IT),
-    "set aside": Event({FREE: NEVER_WRITTEN}, _FREE_IT),  # granted as the destination of a load
-    "copied": Event({FREE: WRITTEN}, _FREE_IT),  # granted as the private copy of a shared page
+    "granted": Event({FREE: RESERVED}, _FREE_IT, BEGINS),
+    "set aside": Event({FREE: NEVER_WRITTEN}, _FREE_IT, BEGINS),  # granted as the destination of a load
+    "copied": Event({FREE: WRITTEN}, _FREE_IT, BEGINS),  # granted as the private copy of a shared page
     "written": Event({RESERVED: WRITTEN, WRITTEN: WRITTEN, LOAD_FAILED: WRITTEN}, "grant it for writing first"),
     "committed": Event({WRITTEN: COMMITTED, COMMITTED: COMMITTED}, "commit only what was written or loaded"),
     "marked loading": Event(
-        {NEVER_WRITTEN: LOADING, LOAD_FAILED: LOADING},
-        "load only into pages that were granted with for_load",
+        {NEVER_WRITTEN: LOADING, LOAD_FAILED: LOADING}, "load only into pages that were granted with for_load"
     ),
     "loaded": Event({LOADING: WRITTEN}, "begin its load first, and end it once"),
     "marked load-failed": Event({LOADING: LOAD_FAILED, NEVER_WRITTEN: LOAD_FAILED}, "begin its load first"),
@@ -69,31 +72,24 @@ EVENTS: dict[str, Event] = {
     "published": Event(
         {COMMITTED: SHARED, SHARED: SHARED},
         "commit it first, a cache must not hold what may still be written",
+        CHANGES_OWNER,
     ),
-    "forked": Event({WRITTEN: SHARED, COMMITTED: SHARED, SHARED: SHARED}, "fork only what was written"),
+    "forked": Event(dict.fromkeys((WRITTEN, COMMITTED, SHARED), SHARED), "fork only what was written", CHANGES_OWNER),
     "acquired": Event({SHARED: SHARED}, "drop it from the prefix cache, which must name only pages that it holds"),
     "released": Event({SHARED: SHARED}, "release or copy only what is shared"),  # one reference fewer
     "taken back": Event({SHARED: WRITTEN}, "take back only what is shared"),  # by the last request of a fork
     "freed": Event(
-        {NEVER_WRITTEN: FREE, LOAD_FAILED: FREE, RESERVED: FREE, WRITTEN: FREE, COMMITTED: FREE, SHARED: FREE},
+        dict.fromkeys((NEVER_WRITTEN, LOAD_FAILED, RESERVED, WRITTEN, COMMITTED, SHARED), FREE),
         "free a page once, and never while it loads",
+        ENDS,
     ),
-    "evicted": Event({SHARED: FREE}, "evict only what was published"),
-    "taken away": Event(dict.fromkeys(range(SHARED + 1), FREE), "name a page of the pool"),  # granted to another
+    "evicted": Event({SHARED: FREE}, "evict only what was published", ENDS),
+    "taken away": Event(dict.fromkeys(range(SHARED + 1), FREE), "name a page of the pool", ENDS),  # granted to another
     "quarantined": Event({FREE: QUARANTINED}, "free it first"),
     "left quarantine": Event({QUARANTINED: FREE}, "quarantine it first"),
 }
-STATE_NAMES = {
-    FREE: "FREE",
-    QUARANTINED: "QUARANTINED",
-    NEVER_WRITTEN: "NEVER_WRITTEN",
-    LOADING: "LOADING",
-    LOAD_FAILED: "LOAD_FAILED",
-    RESERVED: "RESERVED",
-    WRITTEN: "WRITTEN",
-    COMMITTED: "COMMITTED",
-    SHARED: "SHARED",
-}
+_STATES = "FREE QUARANTINED NEVER_WRITTEN LOADING LOAD_FAILED RESERVED WRITTEN COMMITTED SHARED"
+STATE_NAMES = dict(enumerate(_STATES.split()))  # record.FREE is 0
 
 _NEXT = {
     name: np.array([event.after.get(state, ILLEGAL) for state in STATE_NAMES], dtype=np.uint8)
@@ -174,13 +170,18 @@ class Pages:
         """All of these pages are in a state in which the event is legal."""
         self._happen(event, pages, request_id, ASKS)
 
-    def advance(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
-        """The event happens to all of these pages, or is refused for all; owners and references stay."""
-        self._follow(event, pages, step, request_id, STAYS)
+    def advance(self, event: str, pages: Array, step: int, request_id: str | None = None, uid: int = NO_OWNER) -> None:
+        """The event happens to all of these pages, or is refused for all; references stay.
 
-    def grant(self, event: str, pages: Array, uid: int, step: int, request_id: str) -> None:
-        """Free pages become the private pages of one request: a new generation."""
-        self._follow(event, pages, step, request_id, BEGINS, uid)
+        uid: of the request whose private pages they become, where the event begins a grant. A new generation begins
+        with it, and when a page is nobody's any more, so that no record of the last one fits.
+        """
+        if not pages.size:
+            return
+        change = EVENTS[event].change
+        self._happen(event, pages, request_id, change, SHARED_OWNER if change == CHANGES_OWNER else uid)
+        self._note_changes(pages)
+        self.history.add(event, pages, step, request_id)
 
     def grant_all(self, event: str, pages: Array, batch: Batch, counts: array[int], step: int, page_size: int) -> None:
         """The same to several requests, each once, at the ends of their rows: so many of the pages each, in order."""
@@ -213,20 +214,11 @@ class Pages:
         self._note_changes(pages)
         self.history.add_all("committed", pages, step, map(name_of, uids.tolist()), repeat(1))
 
-    def free(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
-        """Nobody's any more: a new generation, so that no record of the last one fits."""
-        if pages.size:
-            self._follow(event, pages, step, request_id, ENDS, NO_OWNER)
-
     def publish(self, pages: Array, step: int, request_id: str) -> None:
         """A prefix cache holds these pages too, in which all is final: they are shared from now on."""
-        self.share("published", pages, step, request_id)
+        self.advance("published", pages, step, request_id)
         self.published[pages] = True
         self._count_published()
-
-    def share(self, event: str, pages: Array, step: int, request_id: str) -> None:
-        """Private pages may be read by many from now on, and written by nobody."""
-        self._follow(event, pages, step, request_id, CHANGES_OWNER, SHARED_OWNER)
 
     def add_reference(self, pages: Array, uid: int) -> None:
         self.refcounts[pages] += 1
@@ -235,15 +227,6 @@ class Pages:
     def drop_reference(self, pages: Array, uid: int) -> None:
         self.refcounts[pages] -= 1
         self.holder_sums[pages] -= uid
-
-    def take_back(self, page: Array, step: int, request_id: str) -> None:
-        """The one request that still holds an unpublished page owns it again, bytes and generation as they are."""
-        self.owners[page] = self.last_holder(page)
-        self.advance("taken back", page, step, request_id)
-
-    def last_holder(self, page: Array) -> int:
-        """The uid of the only row that names a page."""
-        return int(self.holder_sums[page].item())
 
     def wrote(self, slots: Array, page_size: int = 1) -> None:
         """A forward has written these slots; pages that it must not write stay as they are."""
@@ -267,11 +250,8 @@ class Pages:
         uids:  [entries] int64, uid of the entry's row, or one for all; NO_OWNER for padding, which may write null pages
                only
         """
-        wrong = self.writers.take(pages) != uids
-        if not wrong.any():
-            return {}
-        uids = np.broadcast_to(uids, pages.shape)
-        return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
+        wrong, uids = (self.writers.take(pages) != uids).nonzero()[0].tolist(), np.broadcast_to(uids, pages.shape)
+        return {entry: self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong}
 
     def changed_everywhere(self) -> None:
         """The arrays were filled from elsewhere."""
@@ -301,40 +281,29 @@ class Pages:
             return "W3"
         return "W8" if self.owners[page] == uid >= 0 else "W2"
 
-    def _follow(
-        self, event: str, pages: Array, step: int, request_id: str | None, change: int, owner: int = NO_OWNER
-    ) -> None:
-        """The event happens to all of them or to none, and is told of."""
-        self._happen(event, pages, request_id, change, owner)
-        self._note_changes(pages)
-        self.history.add(event, pages, step, request_id)
-
     def _happen(self, event: str, pages: Array, request_id: str | None, change: int, owner: int = NO_OWNER) -> None:
         """`loops.follow_event`; PageStateError names the first page to which it may not happen."""
         arguments = self.struct_at, pages.size, pages.ctypes.data, _NEXT_AT[event], change, owner
         if (wrong := self._loops.follow_event(*arguments)) != NOWHERE:
             raise self._refused(event, int(pages[wrong]), request_id)
 
-    def taken(self, event: str, page: int, request_id: str, other: str) -> PageStateError:
-        """Another request has had the same event of a free page before, in the same call."""
-        return self._refusal(event, page, request_id, EVENTS[event].after[FREE], f" ({phrase(event, other)} just now)")
-
     def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
         since = "".join(f" ({last}, {last.place})" for last in self.history.of(page)[-1:])
-        return self._refusal(event, page, request_id, int(self.states[page]), since)
-
-    def _refusal(self, event: str, page: int, request_id: str | None, state: int, since: str) -> PageStateError:
-        legal = [STATE_NAMES[state] for state in EVENTS[event].after]
-        return PageStateError(
-            f"page {page} must be {_either(legal)} to be {phrase(event, request_id)}, "
-            f"it is {STATE_NAMES[state]}{since}: {EVENTS[event].remedy}",
-            page=page,
-            state=STATE_NAMES[state],
-            event=event,
-        )
+        return _refusal(event, page, request_id, int(self.states[page]), since)
 
 
-def _either(names: Sequence[str]) -> str:
-    """`A`, or `A or B`, or `A, B or C`."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
+def taken(event: str, page: int, request_id: str, other: str) -> PageStateError:
+    """Another request has had the same event of a free page before, in the same call."""
+    return _refusal(event, page, request_id, EVENTS[event].after[FREE], f" ({phrase(event, other)} just now)")
+
+
+def _refusal(event: str, page: int, request_id: str | None, state: int, since: str) -> PageStateError:
+    *others, last = [STATE_NAMES[legal] for legal in EVENTS[event].after]
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    return PageStateError(
+        f"page {page} must be {wanted} to be {phrase(event, request_id)}, it is {STATE_NAMES[state]}{since}: "
+        f"{EVENTS[event].remedy}",
+        page=page,
+        state=STATE_NAMES[state],
+        event=event,
+    )

@@ -9,6 +9,8 @@ import numpy as np
 
 from kvcanary.ledger.page_states import Array
 
+_NONE = np.zeros(0, np.int64)
+
 
 class Quarantine:
     """Pages in the order in which they came.
@@ -46,21 +48,15 @@ class Quarantine:
         steps:  how long a page waits
         wanted: under pressure so many pages are needed: they go earlier, but never before `least` steps
         """
-        left, num_left = [_NONE], 0
+        left = list[Array]()
         while self.waiting:
             pages, since = self.waiting[0]
-            if step - since >= steps:
-                going = len(pages)
-            else:
-                going = min(len(pages), max(wanted - num_left, 0)) if step - since >= least else 0
-            if not going:
+            going = len(pages) if step - since >= steps else wanted if step - since >= least else 0
+            if going <= 0:
                 break
             self.waiting.popleft()
             if going < len(pages):
                 self.waiting.appendleft((pages[going:], since))
             left.append(pages[:going])
-            num_left += going
-        return np.concatenate(left) if len(left) > 2 else left[-1]
-
-
-_NONE = np.zeros(0, np.int64)
+            wanted -= len(left[-1])
+        return np.concatenate(left) if left else _NONE

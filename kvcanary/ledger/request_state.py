@@ -1,10 +1,10 @@
-"""Known: what steps change of a request, where compiled loops read and write it by one address."""
+"""RequestState: what steps change of a request, where compiled loops read and write it by one address."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from kvcanary.ledger.reread_queue import ReadQueue
 from kvcanary.native.layout import ALL, NOWHERE, REQUEST, ROW_CHAIN, UNCOLLECTED, filled
 from kvcanary_kernels.record.layout import Keys, signed, unsigned
 
+#: By pool: the value that position 0 continues, unsigned, the first token, and entries beyond the committed length.
+Chain = tuple[int, int, int]
 LEAST_ROOM = 64
 LEAST_UNCOLLECTED = 4
 TOKENS, STEPS, CHAINS = range(3)  # rows of a request's numbers; of every chain one
@@ -26,22 +28,43 @@ class UncollectedStep(NamedTuple):
     committed_len: int
 
 
-class Known:
+class _StructField:
+    """A number of a request that its struct holds, where compiled loops read and write it too (native/layout.py)."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    @overload
+    def __get__(self, request: None, owner: type[RequestState]) -> _StructField: ...
+    @overload
+    def __get__(self, request: RequestState, owner: type[RequestState]) -> int: ...
+    def __get__(self, request: RequestState | None, owner: type[RequestState]) -> int | _StructField:
+        return self if request is None else request.struct[self._place]
+
+    def __set__(self, request: RequestState, number: int) -> None:
+        request.struct[self._place] = number
+
+
+class RequestState:
     """Of one request; what is there stays, and moves when it needs more room.
 
     struct: [REQUEST.size + pools * ROW_CHAIN.size] int64 (native/layout.py);  at: its address, which stays
-    slots: [n] int64, in row order;  row: the same as bytes
-    row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
+    reads:  by pool, when the bytes of each committed position were last known good
+    committed_len: entries [0, committed_len) are final;  commit_step: step of the last commit
+    final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
+    in_flight:     captured forwards with its rows of which the host has not learned yet
+    lacks_pages:   1 where pages of what is final were given back, while the request goes on
+    pending_acceptances: captured steps with its rows that accept what the host has not learned yet
     """
 
-    __slots__ = ("_numbers", "_row", "_uncollected", "at", "reads", "row_lens", "struct")
+    committed_len = _StructField(REQUEST.committed_len)
+    final_pages = _StructField(REQUEST.final_pages)
+    commit_step = _StructField(REQUEST.commit_step)
+    in_flight = _StructField(REQUEST.num_in_flight)
+    pending_acceptances = _StructField(REQUEST.num_pending_acceptances)
+    lacks_pages = _StructField(REQUEST.row_lacks)
 
-    def __init__(
-        self, uid: int, tokens: Sequence[int], chains: Sequence[tuple[int, int, int]], keys: Keys, step: int = 0
-    ) -> None:
-        """`chains`: by pool the value that position 0 continues, unsigned, the first token of its chain, and entries
-        that a row holds beyond the committed length.
-        """
+    def __init__(self, uid: int, tokens: Sequence[int], chains: Sequence[Chain], keys: Keys, step: int = 0) -> None:
         self.reads = [ReadQueue() for _ in chains]
         hashes = {"multiplier": signed(keys.multiplier), "mix_key": signed(keys.mix_key)}
         self.struct = filled(REQUEST, uid=uid, num_chains=len(chains), is_live=True, owned_len=ALL, **hashes)
@@ -49,19 +72,39 @@ class Known:
             where = {"offset": offset, "ahead": ahead, "reads": queue.at, "tail_page": NOWHERE}
             self.struct += filled(ROW_CHAIN, root=signed(root), **where)
         self.at = self.struct.buffer_info()[0]
-        self.row_lens = memoryview(self.struct)[REQUEST.size + ROW_CHAIN.written :: ROW_CHAIN.size]
+        self._row_lens = memoryview(self.struct)[REQUEST.size + ROW_CHAIN.written :: ROW_CHAIN.size]
         self._numbers: NDArray[np.int64] = np.empty((CHAINS + len(chains), 0), np.int64)
         self._uncollected = array("q")
         self._row: NDArray[np.int64] = np.empty(0, np.int64)
         self.write(0, tokens, step)
 
     @property
+    def row_lens(self) -> memoryview:
+        """By pool, entries that a prefill, decode, verify or extend has written."""
+        return self._row_lens
+
+    @row_lens.setter
+    def row_lens(self, lens: Sequence[int]) -> None:
+        self._row_lens[:] = array("q", lens)
+
+    @property
+    def owned_len(self) -> int | None:
+        """Entries that are the request's own when it has ended inside what was accepted; None: all are."""
+        length = self.struct[REQUEST.owned_len]
+        return None if length == ALL else length
+
+    @owned_len.setter
+    def owned_len(self, length: int | None) -> None:
+        self.struct[REQUEST.owned_len] = ALL if length is None else length
+
+    @property
     def slots(self) -> NDArray[np.int64]:
-        """In place until there is no room for more."""
+        """[n], in row order; in place until there is no room for more."""
         return self._row[: self.struct[REQUEST.num_row]]
 
     @property
     def row(self) -> bytes:
+        """Slots in row order, as the bytes of an index array."""
         return self.slots.tobytes()
 
     @row.setter
@@ -81,7 +124,7 @@ class Known:
 
     def forget_tail(self, pool_id: int) -> None:
         """The end of the row is read again."""
-        self.struct[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.tail_page] = NOWHERE
+        self.struct[self._chain(pool_id, ROW_CHAIN.tail_page)] = NOWHERE
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -117,22 +160,17 @@ class Known:
         struct[REQUEST.tokens], struct[REQUEST.token_steps] = numbers[TOKENS].ctypes.data, numbers[STEPS].ctypes.data
         struct[REQUEST.tokens_room] = room
         for pool_id in range(struct[REQUEST.num_chains]):
-            struct[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.values] = numbers[CHAINS + pool_id].ctypes.data
+            struct[self._chain(pool_id, ROW_CHAIN.values)] = numbers[CHAINS + pool_id].ctypes.data
 
     @property
     def uncollected(self) -> list[UncollectedStep]:
-        """Steps that are in the ledger and that the engine has not declared yet, oldest first; their tokens are
-        last.
-        """
+        """Steps in the ledger that the engine has not declared yet, oldest first; their tokens are last."""
         numbers = self._uncollected[: UNCOLLECTED.size * self.struct[REQUEST.num_uncollected]]
         steps = list(zip(*[iter(numbers)] * UNCOLLECTED.size, strict=True))
-        first, uncollected = (
-            self.struct[REQUEST.num_tokens] - sum(count for count, *_ in steps),
-            list[UncollectedStep](),
-        )
-        for count, *lens in steps:
-            uncollected.append(UncollectedStep(self.tokens[first : first + count].tolist(), *lens))
-            first += count
+        end, uncollected = self.struct[REQUEST.num_tokens], list[UncollectedStep]()
+        for count, *lens in reversed(steps):
+            uncollected.insert(0, UncollectedStep(self.tokens[end - count : end].tolist(), *lens))
+            end -= count
         return uncollected
 
     @uncollected.setter
@@ -140,57 +178,31 @@ class Known:
         self.struct[REQUEST.num_uncollected] = 0
         for number, (tokens, *lens) in enumerate(steps):
             self.make_room(0)
-            self._uncollected[UNCOLLECTED.size * number : UNCOLLECTED.size * (number + 1)] = array(
-                "q", (len(tokens), *lens)
-            )
+            place = slice(UNCOLLECTED.size * number, UNCOLLECTED.size * (number + 1))
+            self._uncollected[place] = array("q", (len(tokens), *lens))
             self.struct[REQUEST.num_uncollected] = number + 1
 
-    def values(self, pool_id: int) -> NDArray[np.uint64]:
-        """Of a pool's chain, as many as have been asked for."""
-        count = self.struct[REQUEST.size + ROW_CHAIN.size * pool_id + ROW_CHAIN.count]
-        return self._numbers[CHAINS + pool_id, :count].view(np.uint64)
+    # by pool, the chain of its tokens: by position a value, as far as it has been asked for
 
+    def _chain(self, pool_id: int, field: int) -> int:
+        """Where its ROW_CHAIN has this field."""
+        return REQUEST.size + ROW_CHAIN.size * pool_id + field
 
-class TruthChain:
-    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned.
+    def chain(self, pool_id: int) -> NDArray[np.uint64]:
+        return self._numbers[CHAINS + pool_id, : self.struct[self._chain(pool_id, ROW_CHAIN.count)]].view(np.uint64)
 
-    token_offset: entry p holds token p + token_offset
-    count: of these;  values_at: their address, with room for one of every token
-    """
+    def root(self, pool_id: int) -> int:
+        """The chain value that position 0 continues, unsigned: role, salt and adapter."""
+        return unsigned(self.struct[self._chain(pool_id, ROW_CHAIN.root)])
 
-    __slots__ = ("_known", "_place", "_pool_id", "root", "signed_root", "token_offset")
-
-    def __init__(self, known: Known, pool_id: int) -> None:
-        self._known, self._pool_id, self._place = known, pool_id, REQUEST.size + ROW_CHAIN.size * pool_id
-        self.signed_root, self.token_offset = (
-            known.struct[self._place + ROW_CHAIN.root],
-            known.struct[self._place + ROW_CHAIN.offset],
-        )
-        self.root = unsigned(self.signed_root)
-
-    @property
-    def values(self) -> NDArray[np.uint64]:
-        """[count]"""
-        return self._known.values(self._pool_id)
-
-    @property
-    def count(self) -> int:
-        return self._known.struct[self._place + ROW_CHAIN.count]
-
-    @property
-    def values_at(self) -> int:
-        return self._known.struct[self._place + ROW_CHAIN.values]
-
-    def grown(self, length: int) -> None:
-        """A loop has filled the room up to here."""
-        self._known.struct[self._place + ROW_CHAIN.count] = max(self.count, length)
-
-    def forget_behind(self, length: int) -> None:
-        """Tokens behind these entries are others now."""
-        self._known.struct[self._place + ROW_CHAIN.count] = min(self.count, length)
-
-    def reaches(self, length: int) -> bool:
-        """Whether the tokens of so many entries are known; then it has at least as many values."""
+    def reaches(self, pool_id: int, length: int) -> bool:
+        """Whether the tokens of so many entries are known; then the chain has at least as many values."""
         from kvcanary.native.loops import grow_chain
 
-        return bool(grow_chain(self._known.at, self._place, length))
+        return bool(grow_chain(self.at, self._chain(pool_id, 0), length))
+
+    def forget_chains(self, first: int) -> None:
+        """Tokens from this one on are others now."""
+        for pool_id in range(self.struct[REQUEST.num_chains]):
+            offset, count = (self._chain(pool_id, field) for field in (ROW_CHAIN.offset, ROW_CHAIN.count))
+            self.struct[count] = min(self.struct[count], max(first - self.struct[offset], 0))

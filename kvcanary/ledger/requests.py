@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError, UnknownRequestError
 from kvcanary.ledger.request_ids import RequestIds
-from kvcanary.ledger.request_state import Known, TruthChain, UncollectedStep
-from kvcanary.ledger.reread_queue import ReadQueue
-from kvcanary.native.layout import ALL, REQUEST, ROWS
+from kvcanary.ledger.request_state import Chain, RequestState
+from kvcanary.native.layout import REQUEST, ROWS
 from kvcanary.pools.slot_maps import final_len
 from kvcanary_kernels.record.layout import Keys, chain_root
 
@@ -42,105 +40,24 @@ class Role(NamedTuple):
     ahead: int = 0
 
 
-class _StructField:
-    """A number of a request that its struct holds, where compiled loops read and write it too (native/layout.py)."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    @overload
-    def __get__(self, request: None, owner: type[Request]) -> _StructField: ...
-    @overload
-    def __get__(self, request: Request, owner: type[Request]) -> int: ...
-    def __get__(self, request: Request | None, owner: type[Request]) -> int | _StructField:
-        return self if request is None else request.known.struct[self._place]
-
-    def __set__(self, request: Request, number: int) -> None:
-        request.known.struct[self._place] = number
-
-
-@dataclass
-class Request:
+class Request(RequestState):
     """One request: what it is, what it owns, and how much of it is final.
 
-    known:         tokens, chain values, and all below that steps change, for the compiled loops
-    judged:        by pool, how much of the row was judged clean
-    ahead:         by pool, entries that its row may hold beyond the committed length
-    pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
-    is_damaged:    something was found in what it holds, and it may have computed NaN from that
-    brought_len:   entries that a load or restore is said to have brought: no forward need have written them
-    committed_len: entries [0, committed_len) are final
-    final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
-    commit_step:   step of the last commit
-    in_flight:    captured forwards with its rows of which the host has not learned yet
-    lacks_pages:   1 where pages of what is final were given back, while the request goes on
-    pending_acceptances:      captured steps with its rows that accept what the host has not learned yet
+    judged:      by pool, how much of the row was judged clean
+    ahead:       by pool, entries that its row may hold beyond the committed length
+    pages:       page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
+    is_damaged:  something was found in what it holds, and it may have computed NaN from that
+    brought_len: entries that a load or restore is said to have brought: no forward need have written them
     """
 
-    request_id: str
-    uid: int
-    known: Known
-    truths: list[TruthChain]
-    judged: list[Judged]
-    ahead: tuple[int, ...]
-    pages: list[int] = field(default_factory=list)
-    released: bool = False
-    is_damaged: bool = False
-    brought_len: int = 0
-
-    committed_len = _StructField(REQUEST.committed_len)
-    final_pages = _StructField(REQUEST.final_pages)
-    commit_step = _StructField(REQUEST.commit_step)
-    in_flight = _StructField(REQUEST.num_in_flight)
-    pending_acceptances = _StructField(REQUEST.num_pending_acceptances)
-    lacks_pages = _StructField(REQUEST.row_lacks)
-
-    @property
-    def tokens(self) -> NDArray[np.int64]:
-        """[n], all that are known."""
-        return self.known.tokens
-
-    @property
-    def row(self) -> bytes:
-        """Slots in row order, as the bytes of an index array."""
-        return self.known.row
-
-    @row.setter
-    def row(self, slots: bytes) -> None:
-        self.known.row = slots
-
-    @property
-    def owned_len(self) -> int | None:
-        """Entries that are the request's own when it has ended inside what was accepted; None: all are."""
-        length = self.known.struct[REQUEST.owned_len]
-        return None if length == ALL else length
-
-    @owned_len.setter
-    def owned_len(self, length: int | None) -> None:
-        self.known.struct[REQUEST.owned_len] = ALL if length is None else length
-
-    @property
-    def row_lens(self) -> memoryview:
-        """By pool, entries that a prefill, decode, verify or extend has written."""
-        return self.known.row_lens
-
-    @row_lens.setter
-    def row_lens(self, lens: Sequence[int]) -> None:
-        self.known.row_lens[:] = array("q", lens)
-
-    @property
-    def reads(self) -> list[ReadQueue]:
-        """By pool, when the bytes of each committed position were last known good."""
-        return self.known.reads
-
-    @property
-    def uncollected(self) -> list[UncollectedStep]:
-        """Steps that are in the ledger and that the engine has not declared yet, oldest first."""
-        return self.known.uncollected
-
-    @uncollected.setter
-    def uncollected(self, steps: Sequence[UncollectedStep]) -> None:
-        self.known.uncollected = steps
+    def __init__(
+        self, request_id: str, uid: int, tokens: Sequence[int], chains: Sequence[Chain], keys: Keys, step: int
+    ) -> None:
+        super().__init__(uid, tokens, chains, keys, step)
+        self.request_id, self.uid, self.ahead = request_id, uid, tuple(ahead for *_, ahead in chains)
+        self.judged, self.pages = [Judged()] * len(chains), list[int]()
+        self.released = self.is_damaged = False
+        self.brought_len = 0
 
     @property
     def collected_len(self) -> int:
@@ -159,10 +76,6 @@ class Request:
         """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""
         return (self.committed_len if committed_len is None else committed_len) + self.ahead[pool_id]
 
-    def root(self, pool_id: int) -> int:
-        """The chain value that position 0 of this request continues in a pool, unsigned: role, salt and adapter."""
-        return self.truths[pool_id].root
-
     def start_anew(self) -> None:
         """All pages are back: a request that goes on computes its rows again."""
         self.committed_len = 0
@@ -177,22 +90,22 @@ class Request:
     @property
     def growth(self) -> list[tuple[int, int]]:
         """(step, tokens known after it) of every step in which some became known."""
-        return growth_of(self.known.steps)
+        return growth_of(self.steps)
 
     @growth.setter
-    def growth(self, loop_arguments: Sequence[tuple[int, int]]) -> None:
+    def growth(self, steps: Sequence[tuple[int, int]]) -> None:
         first = 0
-        for step, end in loop_arguments:
-            self.known.steps[first:end] = step
+        for step, end in steps:
+            self.steps[first:end] = step
             first = end
 
     def tokens_since(self, step: int) -> int:
         """Tokens appended in steps after `step`."""
-        return int(np.count_nonzero(self.known.steps > step))
+        return int(np.count_nonzero(self.steps > step))
 
 
 def growth_of(steps: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """(step, tokens known after it) of every step in which some became known; `steps`: by token, in which it did."""
+    """`Request.growth` of tokens, by the step in which each became known."""
     ends = np.flatnonzero(np.diff(steps, append=steps[-1:] + 1)) + 1
     return list(zip(steps[ends - 1].tolist(), ends.tolist(), strict=True))
 
@@ -209,7 +122,7 @@ class Batch:
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = list(requests)
         self.names = tuple([request.request_id for request in self.requests])
-        self._structs = array("q", [request.known.at for request in requests])
+        self._structs = array("q", [request.at for request in requests])
         self.loop_arguments = len(self._structs), self._structs.buffer_info()[0]
         self.no_rows = array("q", bytes(8 * (ROWS.size * len(self._structs) + 1)))
 
@@ -219,14 +132,14 @@ class Batch:
     def make_room(self, counts: Iterable[int]) -> None:
         """For so many more tokens of each, and one more step."""
         for request, count in zip(self.requests, counts, strict=True):
-            request.known.make_room(len(request.tokens) + count)
+            request.make_room(len(request.tokens) + count)
             for queue in request.reads:
                 queue.make_room()
 
     def make_row_room(self, counts: Iterable[int]) -> None:
         """For so many more slots of each row."""
         for request, count in zip(self.requests, counts, strict=True):
-            request.known.make_row_room(len(request.known.slots) + count)
+            request.make_row_room(len(request.slots) + count)
 
 
 class Batches(dict[tuple[str, ...], Batch]):
@@ -263,24 +176,14 @@ class RequestBook:
         """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
         if request_id in self.requests:
             raise LifetimeError(f"request {request_id!r} is admitted already")
-        tokens = list(token_ids)
-        roots = [chain_root(self._keys, role.name, salt, adapter) for role in self._roles]
-        chains = [(root, role.token_offset, role.ahead) for root, role in zip(roots, self._roles, strict=True)]
-        uid = self.uids.new(request_id)
-        known = Known(uid, tokens, chains, self._keys, step)
-        truths = [TruthChain(known, pool_id) for pool_id in range(len(roots))]
-        ahead = tuple(role.ahead for role in self._roles)
-        request = Request(request_id, uid, known, truths, [Judged()] * len(roots), ahead)
-        self.requests[request_id] = request
+        keys, roles, uid = self._keys, self._roles, self.uids.new(request_id)
+        chains = [(chain_root(keys, role.name, salt, adapter), role.token_offset, role.ahead) for role in roles]
+        self.requests[request_id] = request = Request(request_id, uid, list(token_ids), chains, keys, step)
         return request
 
     def known(self, request_ids: Sequence[str]) -> list[Request]:
-        """The requests of these ids; LifetimeError for one that is not admitted."""
+        """LifetimeError for one that is not admitted."""
         return self.batches[tuple(request_ids)].requests
-
-    def batch(self, request_ids: Sequence[str]) -> Batch:
-        """The same as steps take them."""
-        return self.batches[tuple(request_ids)]
 
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
         """The engine declares tokens that the device has reported before; where they differ, the engine's word counts.
@@ -288,16 +191,15 @@ class RequestBook:
         What it has said goes out to its clients, and is what the next forwards must have been fed with.
         """
         uncollected, tokens = request.uncollected, [int(token) for token in token_ids]
-        loop_arguments = uncollected[0].tokens
-        if loop_arguments == tokens:
+        reported = uncollected[0].tokens
+        if reported == tokens:
             return
         first = len(request.tokens) - sum(len(step.tokens) for step in uncollected)
-        end = first + len(loop_arguments)
-        steps = [*[int(request.known.steps[first])] * len(tokens), *request.known.steps[end:].tolist()]
-        request.known.write(first, [*tokens, *request.tokens[end:].tolist()], steps)
+        end = first + len(reported)
+        steps = [*[int(request.steps[first])] * len(tokens), *request.steps[end:].tolist()]
+        request.write(first, [*tokens, *request.tokens[end:].tolist()], steps)
         request.uncollected = [uncollected[0]._replace(tokens=tokens), *uncollected[1:]]
-        for truth in request.truths:
-            truth.forget_behind(max(first - truth.token_offset, 0))
+        request.forget_chains(first)
 
     def request(self, request_id: str) -> Request:
         return _named(self.requests, request_id)
@@ -309,20 +211,8 @@ class RequestBook:
             raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
         self.uids.retire(request.uid)
         del self.requests[request_id]
-        request.known.struct[REQUEST.is_live] = False
+        request.struct[REQUEST.is_live] = False
         self.batches.clear()
-
-    def remember(self, uid: int, name: str) -> None:
-        """The request that had this uid, before anybody was told of it here."""
-        self.uids.remember(uid, name)
-
-    def has_ended(self, request_id: str) -> bool:
-        """Whether a request of this name was admitted, and has ended."""
-        return self.uids.has_ended(request_id)
-
-    def name(self, uid: int) -> str | None:
-        """The request that has this uid, or had it last."""
-        return self.uids.name(uid)
 
     def truth(self, request: Request, pool_id: int, length: int) -> int | None:
         """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""
@@ -333,8 +223,7 @@ class RequestBook:
 
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
-        truth = request.truths[pool_id]
-        return truth.values if truth.reaches(length) else None
+        return request.chain(pool_id) if request.reaches(pool_id, length) else None
 
 
 def _named(requests: Mapping[str, Request], request_id: str) -> Request:

@@ -51,12 +51,9 @@ class ReadQueue:
         from kvcanary.native.loops import take_ranges
 
         self.make_room()
-        taken = array("q", bytes(8 * TAKEN.size * self._struct[QUEUE.num_ranges]))
-        found = take_ranges(self.at, count, step + again, step, taken.buffer_info()[0])
-        return [
-            (start, end, read)
-            for _, start, end, read in zip(*[iter(taken[: TAKEN.size * found])] * TAKEN.size, strict=True)
-        ]
+        taken = np.empty((self._struct[QUEUE.num_ranges], TAKEN.size), np.int64)
+        found = take_ranges(self.at, count, step + again, step, taken.ctypes.data)
+        return [(start, end, read) for _, start, end, read in taken[:found].tolist()]
 
     def oldest_first(self) -> tuple[Range, ...]:
         """Ranges (start, end, step in which their bytes were last known good), oldest re-read first."""

@@ -10,6 +10,11 @@ from kvcanary.native.layout import ROWS
 from kvcanary.pools.slot_maps import Ints
 
 
+def _listed(row: int) -> property:
+    """One row of `RowTruth.numbers`, as a list."""
+    return property(lambda truth: truth.numbers[row].tolist())
+
+
 class RowTruth:
     """What the host knows of the rows that a captured forward is launched with, by request.
 
@@ -19,7 +24,7 @@ class RowTruth:
     prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
     truths:      chain value at that length, as int64
     roots:       chain value that position 0 continues, as int64
-    uncollected:     1 where the row goes on by what the last step has accepted, which the device alone knows
+    uncollected: 1 where the row goes on by what the last step has accepted, which the device alone knows
                  (`AcceptedTokens`): length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
@@ -37,22 +42,5 @@ class RowTruth:
         n = len(self._rows) // ROWS.size
         return np.frombuffer(self._rows, np.int64, ROWS.committed * n).reshape(ROWS.committed, n)
 
-    @property
-    def uids(self) -> list[int]:
-        return self.numbers[ROWS.uids].tolist()
-
-    @property
-    def prefix_lens(self) -> list[int]:
-        return self.numbers[ROWS.lengths].tolist()
-
-    @property
-    def truths(self) -> list[int]:
-        return self.numbers[ROWS.chains].tolist()
-
-    @property
-    def roots(self) -> list[int]:
-        return self.numbers[ROWS.roots].tolist()
-
-    @property
-    def uncollected(self) -> list[int]:
-        return self.numbers[ROWS.uncollected].tolist()
+    uids, prefix_lens, truths = _listed(ROWS.uids), _listed(ROWS.lengths), _listed(ROWS.chains)
+    roots, uncollected = _listed(ROWS.roots), _listed(ROWS.uncollected)

@@ -9,9 +9,7 @@ import numpy as np
 from kvcanary.errors import PageOwnerError, PageReferenceError
 from kvcanary.ledger.page_states import Array, Pages
 from kvcanary.ledger.requests import NO_PAGE, Request, RequestBook
-from kvcanary.pools.slot_maps import slots_of_pages
-
-SLOT_BYTES = 8  # of a slot number in `Request.row`
+from kvcanary.pools.slot_maps import SLOT_BYTES, slots_of_pages
 
 
 class RowBook:
@@ -31,7 +29,7 @@ class RowBook:
         """The slots granted for positions [start, end), without the freed and the not yet granted ones."""
         if self._page_size == 1:
             return [page for page in request.pages[start:end] if page != NO_PAGE]
-        granted = request.known.slots[start:end]
+        granted = request.slots[start:end]
         return granted[granted >= 0].tolist()
 
     def note_moved(self, pool_id: int, slots: Array, positions: Array) -> None:
@@ -46,19 +44,16 @@ class RowBook:
         for uid in furthest.keys() & self._book.uids.live.keys():
             request = self._book.requests[self._book.uids.live[uid]]
             if furthest[uid] >= request.row_lens[pool_id]:
-                own = owners == uid
-                self._pages.wrote(slots[own], self._page_size)
-                self._lengthen(request, pool_id, slots[own])
+                own = slots[owners == uid]
+                self._pages.wrote(own, self._page_size)
+                places = np.array(self._places(request, (own // self._page_size).tolist()), dtype=np.int64)
+                came = places * self._page_size + own % self._page_size
+                new = np.unique(came[came >= request.row_lens[pool_id]])
+                request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
 
     def reach(self, pool_id: int, position: int) -> bool:
         """Whether all rows of the pool are written so far, and an entry at this position lengthens none."""
         return all(position < request.row_lens[pool_id] for request in self._book.requests.values())
-
-    def _lengthen(self, request: Request, pool_id: int, slots: Array) -> None:
-        places = np.array(self._places(request, (slots // self._page_size).tolist()), dtype=np.int64)
-        positions = places * self._page_size + slots % self._page_size
-        new = np.unique(positions[positions >= request.row_lens[pool_id]])
-        request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
 
     def owner_of(self, page: int) -> str | None:
         """The request whose private page it is."""
@@ -83,9 +78,6 @@ class RowBook:
         """Shared pages at the end of the row, with a reference each."""
         self.expect_strange(request, pages)
         self._pages.add_reference(pages, request.uid)
-        self._extend(request, pages)
-
-    def _extend(self, request: Request, pages: Array) -> None:
         request.pages += pages.tolist()
         request.row += slots_of_pages(pages, self._page_size).tobytes()
 
@@ -151,4 +143,17 @@ class RowBook:
                 f"page {page} must be held by a prefix cache, only rows hold it: share it first",
                 page=page,
                 refcount=int(self._pages.refcounts[page]),
+            )
+
+    def audit(self) -> None:
+        """PageReferenceError for the first page that has not as many references as rows name it."""
+        named = [page for request in self._book.requests.values() for page in request.pages if page != NO_PAGE]
+        rows, refcounts = np.bincount(np.array(named, np.int64), minlength=len(self._pages)), self._pages.refcounts
+        for page in (rows != refcounts).nonzero()[0].tolist():
+            count = int(refcounts[page])
+            raise PageReferenceError(
+                f"page {page} must have a reference for each row that names it, it has {count} and {rows[page]} rows: "
+                "a row was changed without an event",
+                page=page,
+                refcount=count,
             )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import numpy as np
@@ -32,18 +32,20 @@ from kvcanary.ledger.page_states import EVENTS, STATE_NAMES
 from kvcanary.ledger.requests import Batch
 from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.manager.reporting import Reporting
-from kvcanary.manager.session import Session
-from kvcanary.manager.substep import Refusal
+from kvcanary.manager.session import Refusal, Session, Where
 from kvcanary.pools.plans import (
     ReadPlan,
     WritePlan,
 )
 from kvcanary.pools.slot_maps import locate_slots
+from kvcanary.records.state import PoolState
+from kvcanary.transfers.snapshots import PageSnapshot
 from kvcanary_kernels.record.layout import FREE, LOAD_FAILED, LOADING, NEVER_WRITTEN, QUARANTINED, SHARED
 
 EVENT_SITE = "event", 0
 Given = dict[str, Any]
 Follow = Callable[["Contradictions", Given], Any]
+T = TypeVar("T")
 
 
 class Contradictions:
@@ -84,8 +86,7 @@ class Contradictions:
     def refused_plan(
         self,
         error: Refusal,
-        site: tuple[str, int],
-        pool: str,
+        where: Where,
         read: ReadPlan,
         write: WritePlan,
     ) -> tuple[Tensor, Tensor] | None:
@@ -97,11 +98,11 @@ class Contradictions:
             self._bring_back(error, read.requests)
             return None
         culprits = getattr(error, "request_ids", ()) or read.requests
-        self._report_contradiction(error, culprits, (), site=site, pool=pool)
+        kind, index, pool = where
+        self._report_contradiction(error, culprits, (), (kind, index), pool)
         self._exclude(read.requests)
         self._session.coverage.skip("forwards whose plans contradict themselves", 1)
-        view = self._session.state.by_name[pool].view
-        safe = [ids.where(~locate_slots(view, ids)[1], 0) for ids in (read.indices, write.slots)]
+        safe = [ids.where(~locate_slots(pool.view, ids)[1], 0) for ids in (read.indices, write.slots)]
         return safe[0], safe[1]
 
     # what is told
@@ -112,18 +113,17 @@ class Contradictions:
         requests: Iterable[str],
         pages: Sequence[int],
         site: tuple[str, int] = EVENT_SITE,
-        pool: str | None = None,
+        pool: PoolState | None = None,
     ) -> None:
         """One L1 that names them and whoever holds these pages, unless one of them was set aside before."""
-        requests = list(dict.fromkeys(requests))
+        requests = list(requests)
         if self._excluded.is_known(requests, pages):
             return
-        state, page = self._session.state, getattr(error, "page", None)
+        state, page = self._session.state, getattr(error, "page", pages[0] if pages else None)
         names = list(dict.fromkeys([*requests, *(name for own in pages for name in self._ledger.holders(own))]))
-        page = page if page is not None else pages[0] if pages else None
         violation = Violation(
             "L1",
-            state.pools[0] if pool is None else state.by_name[pool],
+            state.pools[0] if pool is None else pool,
             NO_SLOT if page is None else page * state.page_size,
             None,
             names[0] if names else None,
@@ -162,15 +162,18 @@ class Contradictions:
         first, end = self._ledger.null_pages, len(self._ledger.pages)
         return [page for page in dict.fromkeys(map(int, pages)) if first <= page < end]
 
-    def _each(self, names: Iterable[Any], happen: Callable[[Any], None], refused: Callable[[Any], None]) -> None:
-        """An event that was refused for all happens to those to which it may; the first to which not was meant then."""
+    def _refused(self, names: Iterable[T], happen: Callable[[T], object]) -> Iterator[T]:
+        """An event that was refused for all happens to those to which it may; these are the others.
+
+        The first of them was meant by the error that there is already.
+        """
         is_first = True
         for name in names:
             try:
                 happen(name)
             except ENGINES_DOING as error:
                 self._error, is_first = self._error if is_first else error, False
-                refused(name)
+                yield name
 
     # how an event is followed all the same
 
@@ -183,46 +186,36 @@ class Contradictions:
         """A stand-in of a request that has ended makes room; a request that lives is judged no more."""
         name = given["request_id"]
         request = self._ledger.request(name)
-        if name in self._excluded.requests and request.released:
-            self._take_away([page for page in request.pages if page != NO_PAGE])
-            self._ledger.forget(name)
-            self._lifecycle.add(name, given["token_ids"], given["salt"], given["adapter"])
-        else:
-            self._exclude_all(given)
-
-    def _append(self, given: Given) -> None:
-        """Not as many tokens as requests: nobody knows whose they are."""
-        self._exclude_all(given)
+        if name not in self._excluded.requests or not request.released:
+            return self._exclude_all(given)
+        self._take_away([page for page in request.pages if page != NO_PAGE])
+        self._ledger.forget(name)
+        return self._lifecycle.add(name, given["token_ids"], given["salt"], given["adapter"])
 
     def _commit(self, given: Given) -> None:
-        if len(self._requests) != len(given["committed_lens"]):
+        lens = given["committed_lens"]
+        if len(self._requests) != len(lens):
             return self._exclude_all(given)
 
-        def happen(event: tuple[str, int]) -> None:
+        def commit(event: tuple[str, int]) -> None:
             self._checks.commit(Batch([self._ledger.request(event[0])]), array("q", event[1:]), self._session.step)
 
-        def refused(event: tuple[str, int]) -> None:
-            self._report_contradiction(self._error, event[:1], ())
-            self._exclude(event[:1])
-
-        self._each(zip(self._requests, given["committed_lens"], strict=True), happen, refused)
+        for name, _ in self._refused(zip(self._requests, lens, strict=True), commit):
+            self._report_contradiction(self._error, [name], ())
+            self._exclude([name])
         return None
 
     def _grant(self, given: Given) -> None:
-        is_one = "request_id" in given
-        pages = [given["pages"]] if is_one else given["pages"]
+        pages, for_load = [given["pages"]] if "request_id" in given else given["pages"], given.get("for_load", False)
         if len(pages) != len(self._requests):
             return self._exclude_all(given)
-        for_load = given.get("for_load", False)
 
-        def happen(event: tuple[str, Sequence[int]]) -> None:
+        def grant(event: tuple[str, Sequence[int]]) -> None:
             self._lifecycle.grant(event[:1], event[1:], for_load)
 
-        def refused(event: tuple[str, Sequence[int]]) -> None:
-            self._report_contradiction(self._error, event[:1], self._inside(event[1]))
-            self._grant_anyway(*event, for_load)
-
-        self._each(zip(self._requests, pages, strict=True), happen, refused)
+        for name, own in self._refused(zip(self._requests, pages, strict=True), grant):
+            self._report_contradiction(self._error, [name], self._inside(own))
+            self._grant_anyway(name, own, for_load)
         return None
 
     def _grant_anyway(self, name: str, pages: Sequence[int], for_load: bool = False) -> None:
@@ -261,12 +254,9 @@ class Contradictions:
 
     def _share(self, given: Given) -> None:
         name, step = given["request_id"], self._session.step
-
-        def refused(page: int) -> None:
+        for page in self._refused(self._pages, lambda page: self._ledger.share(name, [page], step)):
             self._report_contradiction(self._error, [name], [page])
             self._exclude((), [page])
-
-        self._each(self._pages, lambda page: self._ledger.share(name, [page], step), refused)
 
     def _acquire(self, given: Given) -> None:
         """The row is not known; pages that a cache really holds are."""
@@ -283,21 +273,15 @@ class Contradictions:
         self._grant_anyway(given["request_id"], [given["copy"]])
 
     def _evict(self, given: Given) -> None:
-        step, gone = self._session.step, list[int]()
-
-        def happen(page: int) -> None:
-            self._ledger.evict([page], step)
-            gone.append(page)
-
-        def refused(page: int) -> None:
+        step, refused = self._session.step, set[int]()
+        for page in self._refused(self._pages, lambda page: self._ledger.evict([page], step)):
+            refused.add(page)
             self._report_contradiction(self._error, (), [page])
             if self._ledger.states[page] not in (FREE, QUARANTINED):
                 self._exclude((), [page])
-
-        self._each(self._pages, happen, refused)
         if len(self._pages) < len(given["pages"]):
             self._report_contradiction(self._error, (), ())
-        self._lifecycle.leave(gone)
+        self._lifecycle.leave([page for page in self._pages if page not in refused])
         self._reporting.response.damaged_pages.difference_update(self._pages)
 
     def _load(self, given: Given) -> None:
@@ -305,17 +289,14 @@ class Contradictions:
         self._exclude_all(given)
         request = self._ledger.request(given["request_id"])
         loads = {NEVER_WRITTEN: "restored", LOADING: "loaded", LOAD_FAILED: "written"}
-        for page in self._pages:
+        for page in np.array(self._pages, np.int64):
             event = loads.get(int(self._ledger.states[page]))
             if event is not None and self._ledger.owners[page] == request.uid:
-                self._ledger.pages.advance(event, np.array([page]), self._session.step, request.request_id)
+                self._ledger.pages.advance(event, page.reshape(1), self._session.step, request.request_id)
 
-    def _pack(self, given: Given) -> Any:
+    def _pack(self, given: Given) -> PageSnapshot:
         self._exclude_all(given)
         return self._checks.pack(self._pages, self._session.step, given.get("group"))
-
-    def _pack_each(self, given: Given) -> Any:
-        return self._pack(given).each()
 
     def _move(self, given: Given) -> None:
         """Nobody knows what lies where it went."""
@@ -341,53 +322,44 @@ class Contradictions:
         self._exclude_all(given)
         return self._hook(given["request_id"])
 
-    def _acted(self, given: Given) -> Any:
+    def _act(self, given: Given) -> frozenset[str]:
         self._exclude_all(given)
         return self._reporting.act()
 
-    def _collected(self, given: Given) -> Any:
-        self._exclude_all(given)
-        return self._reporting.conclude()
-
-    def _ended(self, given: Given) -> InFlight:
+    def _end_step(self, given: Given) -> InFlight:
         self._exclude_all(given)
         flight = InFlight(self._session.step, None, [])
         flight.is_collected = True
         return flight
 
+    def _collect(self, given: Given) -> frozenset[str]:
+        self._exclude_all(given)
+        return self._reporting.conclude()
+
 
 #: By hook, how it is followed when it was refused.
 FOLLOW: dict[str, Follow] = {
     "admit": Contradictions._admit,
-    "append_all": Contradictions._append,
     "commit_all": Contradictions._commit,
-    "on_alloc": Contradictions._grant,
-    "on_alloc_all": Contradictions._grant,
     "on_free": Contradictions._free,
     "on_share": Contradictions._share,
     "on_acquire": Contradictions._acquire,
     "on_fork": Contradictions._fork,
     "on_copy": Contradictions._copy,
-    "on_deduplicate": Contradictions._exclude_all,
     "on_evict": Contradictions._evict,
-    "on_map": Contradictions._exclude_all,
-    "on_unmap": Contradictions._exclude_all,
-    "on_swap_out": Contradictions._pack_each,
-    "on_swap_in": Contradictions._exclude_all,
-    "on_load_begin": Contradictions._load,
-    "on_load_end": Contradictions._load,
-    "on_load_fail": Contradictions._load,
     "on_offload": Contradictions._pack,
-    "on_restore": Contradictions._load,
-    "before_move": Contradictions._exclude_all,
+    "on_swap_out": lambda self, given: self._pack(given).each(),
     "on_move": Contradictions._move,
     "launch_group": Contradictions._launch,
     "release": Contradictions._release,
-    "sweep_cached": Contradictions._acted,
-    "judge_copies": Contradictions._acted,
-    "drain": Contradictions._acted,
-    "end_step": Contradictions._ended,
-    "collect": Contradictions._collected,
+    "end_step": Contradictions._end_step,
+    "collect": Contradictions._collect,
+    **dict.fromkeys(("on_alloc", "on_alloc_all"), Contradictions._grant),
+    **dict.fromkeys(("on_load_begin", "on_load_end", "on_load_fail", "on_restore"), Contradictions._load),
+    **dict.fromkeys(("sweep_cached", "judge_copies", "drain"), Contradictions._act),
+    **dict.fromkeys(
+        ("append_all", "on_deduplicate", "on_map", "on_unmap", "on_swap_in", "before_move"), Contradictions._exclude_all
+    ),
 }
 
 

@@ -67,14 +67,17 @@ class DumpTrigger:
 
     def write(self, path: Path, findings: Sequence[Finding], trigger: str) -> Path:
         """DumpError where nothing is recorded, OSError where the file cannot be written."""
+        self._write(path, findings, trigger)
+        _tell(path, trigger)
+        return path
+
+    def _write(self, path: Path, findings: Sequence[Finding], trigger: str) -> None:
         source = self._source()
         if source is None or not self._recorder.is_on:
             raise DumpError("there is nothing to dump: give ring some steps, and dump after arm()")
         from kvcanary.dumps.writing import Source, write_dump
 
         write_dump(Source(**source(findings, trigger)), path)
-        _events.info("kvcanary.dump", path=str(path), trigger=trigger, bytes=path.stat().st_size)
-        return path
 
     def _into_folder(self, findings: Sequence[Finding], trigger: str, why: str) -> str | None:
         folder = self._config.dump_dir
@@ -82,15 +85,25 @@ class DumpTrigger:
             return None
         self._num_dumps += 1
         step = findings[0].step if findings else self._recorder.manager_state.checks.step
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            name = f"step{step}-{why}-{os.getpid()}-{self._num_dumps}{SUFFIX}"
-            return str(self.write(Path(folder) / name, findings, trigger))
-        except Exception as error:  # a dump must never be what stops an engine, or hides a finding
-            _events.error(
-                "kvcanary.dump_failed", folder=folder, trigger=trigger, error=f"{type(error).__name__}: {error}"
-            )
-            return None
+        name = f"step{step}-{why}-{os.getpid()}-{self._num_dumps}{SUFFIX}"
+        return write_into(folder, name, trigger, lambda path: self._write(path, findings, trigger))
+
+
+def write_into(folder: str, name: str, trigger: str, write: Callable[[Path], None]) -> str | None:
+    """The path of the file that `write` made in a folder; None, and an event, where that could not be done."""
+    path = Path(folder) / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except Exception as error:  # a dump must never be what stops an engine, or hides a finding
+        _events.error("kvcanary.dump_failed", folder=folder, trigger=trigger, error=f"{type(error).__name__}: {error}")
+        return None
+    _tell(path, trigger)
+    return str(path)
+
+
+def _tell(path: Path, trigger: str) -> None:
+    _events.info("kvcanary.dump", path=str(path), trigger=trigger, bytes=path.stat().st_size)
 
 
 def _ask(number: int, frame: Any) -> None:

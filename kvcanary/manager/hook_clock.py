@@ -65,5 +65,5 @@ class _TimedSubstep:
     __slots__ = ("close", "open", "put", "store")
 
     def __init__(self, substep: SubstepCanary | WarmupSubstep, timed: Callable[..., Any]) -> None:
-        self.open, self.store, self.close = timed(substep.open), timed(substep.store), timed(substep.close)
-        self.put = timed(lambda *values: substep.put(*values))  # another one when it was opened
+        for hook in self.__slots__:
+            setattr(self, hook, timed(getattr(substep, hook)))

@@ -13,6 +13,7 @@ from kvcanary.ledger.ledger import NO_PAGE, Judged, Request
 from kvcanary.ledger.step_book import in_a_row
 from kvcanary.manager.reporting import Reporting
 from kvcanary.manager.session import Session
+from kvcanary.manager.substep import ExpectedForwards
 from kvcanary.recorder.recorder import recorded
 from kvcanary_kernels.record.layout import FREE, QUARANTINED
 
@@ -22,8 +23,8 @@ HELD_BACK_STEPS = 1  # that a freed page waits at least, even under pressure: th
 class Lifecycle:
     """The part of a manager that speaks of lifetimes. An event happens to all its pages or is refused for all."""
 
-    def __init__(self, session: Session, reporting: Reporting) -> None:
-        self._session, self._reporting = session, reporting
+    def __init__(self, session: Session, reporting: Reporting, expected: ExpectedForwards) -> None:
+        self._session, self._reporting, self._expected = session, reporting, expected
         self._state, self._ledger, self._checks = session.state, session.ledger, session.checks
         self.recorder, self._log = session.recorder, session.recorder.log
 
@@ -111,10 +112,8 @@ class Lifecycle:
         self._checks.judge_pending()
         self._session.note_live_bytes()
         request = self._ledger.request(request_id)
-        if not request.released and self._unread_bytes(request, pages):  # preempted: read as if it ended
+        if self._count_unread(request, pages) and not request.released:  # preempted: read as if it ended
             self._checks.reread_request(request, self._session.step)
-        if self._session.config.content == "write":
-            self._session.coverage.freed_unread_bytes += self._unread_bytes(request, pages)
         self._session.async_tracker.freed(pages)
         is_damaged = request.is_damaged
         self._ledger.free(request_id, pages, self._session.step)
@@ -151,8 +150,8 @@ class Lifecycle:
         self._ledger.fork(request_id, child_id, pages, self._session.step)
         length = min(len(pages) * self._state.page_size, parent.committed_len, len(child.tokens))
         self._inherit(child, length)
-        for pool in self._state.pools:
-            if pool.view.ahead and length == parent.committed_len:  # what its pool holds ahead lies on these pages too
+        for pool in self._state.pools if length == parent.committed_len else ():
+            if pool.view.ahead:  # what its pool holds ahead lies on these pages too
                 within = min(len(pages) * self._state.page_size, len(child.tokens))
                 child.row_lens[pool.pool_id] = min(parent.final_len(pool.pool_id), within)
 
@@ -165,9 +164,7 @@ class Lifecycle:
         self._checks.judge_pending()
         self._release_early([copy])
         self._ledger.copy_on_write(request_id, page, copy, self._session.step)
-        if self._session.excluded:
-            self._session.excluded.granted((request_id,), ((copy,),))
-        self._checks.report(self._session.poisoner.granted([copy], self._session.step))
+        self._begin_grants((request_id,), ((copy,),), [copy])
         request = self._ledger.request(request_id)
         request.judged = [Judged()] * len(request.judged)
 
@@ -179,8 +176,7 @@ class Lifecycle:
         """
         request = self._ledger.request(request_id)
         self._checks.reread_request(request, self._session.step)
-        if self._session.config.content == "write":
-            self._session.coverage.freed_unread_bytes += self._unread_bytes(request, [page])
+        self._count_unread(request, [page])
         self._ledger.deduplicate(request_id, [page], [kept], self._session.step)
         self._session.async_tracker.freed([page])
         self._checks.reread_pages([kept], self._session.step)
@@ -211,10 +207,14 @@ class Lifecycle:
         self._checks.judge_writes_into(granted)
         self._release_early(granted)
         self._ledger.grant_all(request_ids, pages, self._session.step, for_load)
+        if for_load:
+            self._checks.snapshots.poisoned.update(self._session.poisoner.poisoned.intersection(granted))
+        self._begin_grants(request_ids, pages, granted)
+
+    def _begin_grants(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]], granted: Sequence[int]) -> None:
+        """Of `granted`, which are all of these pages, the poison is looked at."""
         if self._session.excluded:
             self._session.excluded.granted(request_ids, pages)
-        if for_load:
-            self._checks.expect_load(self._session.poisoner.poisoned.intersection(granted))
         self._checks.report(self._session.poisoner.granted(granted, self._session.step))
 
     def _inherit(self, request: Request, length: int) -> None:
@@ -237,7 +237,7 @@ class Lifecycle:
         if request.released and not request.pages:
             self._ledger.forget(request.request_id)
             self._session.excluded.forget(request.request_id)
-            self._session.expected.forget(request.uid)
+            self._expected.forget(request.uid)
 
     def leave(self, pages: Sequence[int], is_damaged: bool = False) -> None:
         """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten.
@@ -245,31 +245,28 @@ class Lifecycle:
         `is_damaged`: something was found in what their owner held; what the last re-read at them found says so too
         What was set aside may be somebody's all the same, and stays as it is.
         """
-        freed = [page for page in pages if page != NO_PAGE and self._ledger.states[page] == FREE]
-        if self._session.excluded.pages:
-            freed = [page for page in freed if page not in self._session.excluded.pages]
+        session, states, excluded = self._session, self._ledger.states, self._session.excluded.pages
+        freed = [page for page in pages if page != NO_PAGE and states[page] == FREE and page not in excluded]
         self._checks.forget(freed)
-        self._session.poisoner.freed(freed, is_damaged or len(self._checks.violations) > 0)
-        if self._session.mapped and self._session.config.poison != "off":
-            undeclared = sum(
-                len(self._state.pools_of(group))
-                for group, is_undeclared in self._session.undeclared.items()
-                if is_undeclared
-            )
-            self._session.coverage.skip("freed pages behind a slot map, not poisoned", undeclared * len(freed))
-        self._checks.cached.left(pages, self._session.step)
-        if self._session.quarantine:
-            self._ledger.quarantine(freed, self._session.step)
+        session.poisoner.freed(freed, is_damaged or len(self._checks.violations) > 0)
+        if session.config.poison != "off":
+            groups = [group for group, is_undeclared in session.undeclared.items() if is_undeclared]
+            undeclared = sum(len(self._state.pools_of(group)) for group in groups)
+            session.coverage.skip("freed pages behind a slot map, not poisoned", undeclared * len(freed))
+        self._checks.cached.left(pages, session.step)
+        if session.quarantine:
+            self._ledger.quarantine(freed, session.step)
 
-    def _unread_bytes(self, request: Request, pages: Sequence[int]) -> int:
-        """Committed bytes on those of these pages that are the request's own."""
+    def _count_unread(self, request: Request, pages: Sequence[int]) -> int:
+        """Committed bytes on those of these pages that are the request's own; nobody reads them where nothing is."""
         size, unread = self._state.page_size, 0
         places = {page: place for place, page in enumerate(request.pages) if page != NO_PAGE}
         own = [places[page] for page in pages if page in places and self._ledger.owners[page] == request.uid]
         for pool in self._state.pools:
             length = request.final_len(pool.pool_id)
-            slots = sum(max(0, min(length - place * size, size)) for place in own)
-            unread += slots * pool.view.slot_bytes
+            unread += sum(max(0, min(length - place * size, size)) for place in own) * pool.view.slot_bytes
+        if self._session.config.content == "write":
+            self._session.coverage.freed_unread_bytes += unread
         return unread
 
 

@@ -15,7 +15,6 @@ from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.checks.tokens import Oracle, TokenOf
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import CanaryConfigError, HookOrderError
-from kvcanary.ledger.accounting import audit
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.manager.contradictions import Contradictions
 from kvcanary.manager.forwards import Forwards, not_one_each
@@ -27,8 +26,11 @@ from kvcanary.manager.transfers import Transfers
 from kvcanary.pools.attachment import Attachment
 from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
+from kvcanary.records.mailbox import MAX_IN_FLIGHT
 from kvcanary.records.state import CanaryState
 from kvcanary.report.finding import Finding
+
+MOST_UNCOLLECTED = 4 * MAX_IN_FLIGHT  # steps that may end before an engine collects one of them, or one behind them
 
 
 class CanaryManager:
@@ -60,11 +62,12 @@ class CanaryManager:
         self.session, self.config = session, config
         self.async_tracker, self.recorder = session.async_tracker, session.recorder
         self.reporting = reporting = Reporting(session)
-        self.lifecycle = lifecycle = Lifecycle(session, reporting)
+        self.forwards = forwards = Forwards(session)
+        self.lifecycle = lifecycle = Lifecycle(session, reporting, forwards.expected)
         self.mapped_groups = groups = MappedGroups(session, reporting)
         self.transfers = transfers = Transfers(session)
-        self.forwards = forwards = Forwards(session)
         self._checks, self._ledger, self._log = session.checks, session.ledger, session.recorder.log
+        self._expected, self._num_untold = forwards.expected, 0  # steps that have ended since one was collected
 
         self.admit, self.release = lifecycle.admit, lifecycle.release
         self.append_all, self.commit_all = lifecycle.append_all, lifecycle.commit_all
@@ -90,7 +93,7 @@ class CanaryManager:
         if config.mode != "raise":
             contradictions = Contradictions(session, lifecycle, reporting)
             contradictions.guard(self)
-            forwards.follow = contradictions.refused_plan
+            session.follow = contradictions.refused_plan
 
     @property
     def step(self) -> int:
@@ -133,7 +136,10 @@ class CanaryManager:
         if session.is_armed:
             raise HookOrderError("arm() comes once: this canary is armed already")
         session.is_armed = True
-        self.forwards.arm()
+        if session.state.judges_on_device:
+            session.on_device()
+        if self._checks.captured is not None:  # no buffers are made from now on but for forwards that come once
+            self._checks.captured.registry.arm()
         self._checks.prepare()
         for poisoner in session.poisoners:
             poisoner.prepare()
@@ -150,7 +156,7 @@ class CanaryManager:
 
         The function gives None where it does not know. `judges_guesses`: draft forwards and tree nodes too.
         """
-        self._checks.oracle = None if token_of is None else Oracle(token_of, judges_guesses)
+        self._checks.rules.oracle = None if token_of is None else Oracle(token_of, judges_guesses)
 
     # the step
 
@@ -159,10 +165,14 @@ class CanaryManager:
         session = self.session
         if session.open:
             raise session.not_closed("begin_step()")
-        if step <= session.step and self._has_forwards():
-            raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {session.step}")
-        if session.expected.due:
-            self._checks.report(session.expected.missing())
+        if step <= session.step:
+            self.reporting.count_reads()
+            if session.coverage.forwards:
+                raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {session.step}")
+        if self._num_untold > MOST_UNCOLLECTED:
+            self._tell_uncollected()
+        if self._expected.due:
+            self._checks.report(self._expected.missing())
         self._log.append(("begin_step", step))
         session.step = session.async_tracker.step = step
         self._checks.begin_step(step)
@@ -189,12 +199,13 @@ class CanaryManager:
         session, checks = self.session, self._checks
         if session.open:
             raise session.not_closed("end_step()")
+        self._num_untold += 1
         self._log.append(("end_step", session.step))
         is_judged_here = checks.waits
         if is_judged_here:
             checks.judge_pending()
-        if missing := session.expected.due:
-            checks.report(session.expected.missing())
+        if missing := self._expected.due:
+            checks.report(self._expected.missing())
         flight = checks.send(is_waited_for)
         if is_judged_here or checks.has_nothing_there(flight):
             checks.collect(flight)
@@ -206,10 +217,12 @@ class CanaryManager:
     def collect(self, flight: InFlight) -> frozenset[str]:
         """Judge a step that has ended, and those before it, before a token of it leaves; waits for it alone.
 
+        A `begin_step` with more than MOST_UNCOLLECTED steps behind it of which none was collected is a HookOrderError.
         Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
         if self.session.open:
             raise self.session.not_closed("collect()")
+        self._num_untold = 0
         self._log.append(("collect", flight.step))
         flight.is_over = True  # but for re-reads
         if not flight.is_collected:
@@ -230,11 +243,11 @@ class CanaryManager:
         session = self.session
         if session.open:
             raise session.not_closed("check_forwards()")
-        if not session.expected.due:
+        if not self._expected.due:
             return self.aborted
         self._log.append(("check_forwards",))
         self._checks.judge_pending()
-        self._checks.report(session.expected.missing())
+        self._checks.report(self._expected.missing())
         return self.reporting.act()
 
     def judge_copies(self) -> frozenset[str]:
@@ -255,9 +268,10 @@ class CanaryManager:
         PageReferenceError where rows and reference counts disagree.
         """
         self.session.expect_closed("drain()")
+        self._num_untold = 0
         self._checks.judge_pending()
-        self._checks.report(self.session.expected.missing())
-        audit(self._ledger)
+        self._checks.report(self._expected.missing())
+        self._ledger.rows.audit()
         return self.reporting.act()
 
     def rest(self) -> frozenset[str]:
@@ -330,10 +344,15 @@ class CanaryManager:
 
     # helpers
 
-    def _has_forwards(self) -> bool:
-        """Whether any was judged."""
-        self.reporting.count_reads()
-        return self.session.coverage.forwards > 0
+    def _tell_uncollected(self) -> None:
+        """What was found in steps that nobody collects is told all the same; then HookOrderError."""
+        count, self._num_untold = self._num_untold, 0
+        self._checks.judge_pending()
+        self.reporting.act()
+        raise HookOrderError(
+            f"begin_step() must wait for collect(): {count} steps have ended since the last one that was collected, at "
+            f"most {MOST_UNCOLLECTED} may: call collect(flight) before a token of its step leaves"
+        )
 
     def _prepare_freed_pages(self) -> None:
         """For the next step, which then begins at once; the device still computes this one."""

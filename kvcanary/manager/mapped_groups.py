@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from kvcanary.errors import PlanError
 from kvcanary.manager.reporting import Reporting
@@ -31,7 +32,7 @@ class MappedGroups:
         """
         violations = self._of_group(group).granted(own_pages, self._session.step, pages)
         self._session.undeclared[group] = False
-        self._checks.enter(group, own_pages)
+        self._checks.window_eviction.enter(group, own_pages)
         self._checks.report(violations)
 
     @recorded
@@ -43,7 +44,8 @@ class MappedGroups:
         """
         poisoner = self._of_group(group)
         self._checks.judge_pending()
-        if fired := self._checks.reread_leaving(group, pages, self._session.step):
+        self._checks.snapshots.left.leave(group, pages)
+        if fired := self._checks.reread_leaving(group, pages):
             self._reporting.act()
         poisoner.freed(own_pages, fired or self._reporting.are_damaged(pages))
 
@@ -69,12 +71,12 @@ class MappedGroups:
         """
         self._of_group(group)
         if snapshots is not None:
-            self._checks.expect_own(snapshots, pages, group)
+            self._checks.snapshots.expect_own(snapshots, pages, group)
         self._checks.judge_pending()
         if snapshots is None:
             self._adopt_again(group, pages)
         else:
-            self._checks.unpack_group(group, snapshots, pages, self._session.step)
+            self._unpack(group, snapshots, pages)
 
     # helpers
 
@@ -84,6 +86,13 @@ class MappedGroups:
             groups = ", ".join(sorted(self._session.mapped)) or "there is none"
             raise PlanError(f"group must be one behind a slot map, {groups}, got {name!r}: name that of its view")
         return poisoner
+
+    @torch.inference_mode()
+    def _unpack(self, group: str, snapshots: Sequence[PageSnapshot], pages: Sequence[int]) -> None:
+        """Records follow bytes into pages that have kept their grants."""
+        checks = self._checks
+        checks.publish_pages()
+        checks.violations += checks.snapshots.unpack_group(group, snapshots, pages, self._session.step)
 
     def _adopt_again(self, group: str, pages: Sequence[int]) -> None:
         size = self._state.page_size

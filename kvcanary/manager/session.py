@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.set_aside import Excluded
+from kvcanary.captured.step import CapturedStep
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.errors import ContradictionError, HookOrderError, LifetimeError, PlanError
 from kvcanary.ledger.ledger import Ledger, Role
-from kvcanary.manager.expected_forwards import ExpectedForwards
 from kvcanary.manager.step import StepChecks
-from kvcanary.manager.substep import SubstepCanary
+from kvcanary.pools.launch_site import site_name
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.recorder.checkpoint import ManagerState
 from kvcanary.recorder.recorder import Recorder
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.scrub.poison import Poisoner
 from kvcanary.transfers.async_tracker import AsyncTracker
 
+Refusal = LifetimeError | ContradictionError  # of a plan
+Where = tuple[str, int, PoolState]  # kind, index and pool of a forward
+FollowPlan = Callable[[Refusal, Where, ReadPlan, WritePlan], tuple[Tensor, Tensor] | None]
+
 
 class Session:
     """The state of a canary, and where its step stands.
 
     step:      the number of the one that runs
-    open:      hooks that wait for their close; several where the layers of one model lie in pools of several groups
+    open:      forwards whose hooks wait for their close; several where the layers of one model lie in pools of several
+               groups
+    follow:    what a forward may use all the same whose plans were refused (`Contradictions`); None: that is an error
     async_tracker:   asynchronous operations, and who must wait for them
     poisoner:  of pages in pools that lie as plans name them; mapped: by group behind a slot map
     undeclared:    by such a group, whether no `on_map` has told of it
@@ -32,7 +43,8 @@ class Session:
         """`quarantine`: steps after which the engine grants a freed page again."""
         self.config, self.state, self.quarantine = config, state, quarantine
         self.step, self.is_armed, self.has_registry = 0, False, False
-        self.open: list[SubstepCanary] = []
+        self.open: list[Where] = []
+        self.follow: FollowPlan | None = None
         self.ledger = Ledger(
             num_pages=state.generations.shape[0],
             page_size=state.page_size,
@@ -44,7 +56,6 @@ class Session:
         self.coverage = Coverage()
         self.excluded = Excluded(self.coverage)
         self.checks = checks = StepChecks(state, self.ledger, config, self.coverage, self.excluded)
-        self.expected = ExpectedForwards(state.by_name)
         self.async_tracker = AsyncTracker(self.ledger, state.pools[0], checks.report)
         reported = config.poison, self.coverage, checks.rereads, checks.tails
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
@@ -62,7 +73,7 @@ class Session:
         )
         recorder = Recorder(manager_state, self.config.ring)
         checks.violations.watch = recorder.fired
-        checks.judged, checks.proved = recorder.judged, recorder.proved
+        checks.rules.judged, checks.proved = recorder.judged, recorder.proved
         checks.collecting = recorder.captured.collecting
         async_tracker.note, async_tracker.log = recorder.note, recorder.log
         return recorder
@@ -74,6 +85,15 @@ class Session:
             raise PlanError(f"pool must be one of {', '.join(self.state.by_name)}, got {name!r}")
         return pool
 
+    def on_device(self) -> CapturedStep:
+        """What judges forwards that judge themselves there: made for the first of them."""
+        checks = self.checks
+        if checks.captured is None:
+            checks.captured = captured = CapturedStep(self.state, self.ledger, self.coverage, self.recorder.captured)
+            captured.registry.compares_moves = checks.mover.compares_content
+            captured.registry.compares_reads = checks.is_full
+        return checks.captured
+
     def expect_closed(self, what: str) -> None:
         """HookOrderError while hooks are open."""
         if self.open:
@@ -81,7 +101,8 @@ class Session:
 
     def not_closed(self, what: str) -> HookOrderError:
         """What `expect_closed` raises, where a step looks at `open` itself: one call fewer."""
-        return HookOrderError(f"{what} must wait for close() of {self.open[-1]}")
+        kind, index, pool = self.open[-1]
+        return HookOrderError(f"{what} must wait for close() of {site_name(kind, index)} of the {pool.name} pool")
 
     def note_live_bytes(self) -> None:
         """Before they become fewer, and where somebody asks for the most that there were."""

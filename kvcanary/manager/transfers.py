@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import on_host
 from kvcanary.errors import PlanError
+from kvcanary.manager.rules import Rewritten
 from kvcanary.manager.session import Session
+from kvcanary.pools.slot_maps import slots_in
 from kvcanary.recorder.recorder import recorded
+from kvcanary.records.record_store import Move
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.imports import adopt
 from kvcanary.transfers.snapshots import PageSnapshot
@@ -52,13 +56,13 @@ class Transfers:
         were damaged on their way.
         """
         if snapshot is not None:
-            self._checks.expect_own([snapshot], pages)
+            self._checks.snapshots.expect_own([snapshot], pages)
         self._checks.judge_pending()
         self._ledger.load_end(request_id, pages, self._session.step)
         if snapshot is None:
             self._adopt(request_id, pages, length)
         else:
-            self._checks.unpack("load", snapshot, self._ledger.request(request_id), pages, length, self._session.step)
+            self._unpack("load", snapshot, request_id, pages, length)
 
     @recorded
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
@@ -72,10 +76,10 @@ class Transfers:
 
         As `on_load_begin` and `on_load_end` with a snapshot, where nothing can read the pages in between.
         """
-        self._checks.expect_own([snapshot], pages)
+        self._checks.snapshots.expect_own([snapshot], pages)
         self._checks.judge_pending()
         self._ledger.restore(request_id, pages, self._session.step)
-        self._checks.unpack("restore", snapshot, self._ledger.request(request_id), pages, length, self._session.step)
+        self._unpack("restore", snapshot, request_id, pages, length)
 
     @recorded
     def before_move(self) -> None:
@@ -91,13 +95,27 @@ class Transfers:
         content=full what pending forwards have read in `dst` is lost, where nobody called `before_move`.
         `guesses`: entries of draft forwards, which lengthen no row; their bytes are read under content "full" alone.
         """
-        self._session.expect_closed("on_move()")
-        source, target = self._session.pool(pool), self._session.pool(pool if to is None else to)
+        session, checks = self._session, self._checks
+        session.expect_closed("on_move()")
+        source, target = session.pool(pool), session.pool(pool if to is None else to)
         if source is not target:
             _expect_equal_rows(source, target)
-        self._checks.move(source, target, on_host(src), on_host(dst), self._session.step, guesses)
+        left, came = (np.ascontiguousarray(on_host(slots)) for slots in (src, dst))
+        move = Move(slots_in(source.view, left), slots_in(target.view, came), left, came)
+        if checks.waits:
+            move = move.of_entries(source, target)  # what a slot map sends nowhere has no records
+        checks.judge_pending(Rewritten(target, move.dst))
+        has_fingerprints = not guesses or session.config.content == "full"
+        checks.violations += checks.mover.apply(source, target, move, session.step, has_fingerprints, not guesses)
 
     # helpers
+
+    @torch.inference_mode()
+    def _unpack(self, how: str, snapshot: PageSnapshot, request_id: str, pages: Sequence[int], length: int) -> None:
+        """Bytes are back, and their records follow; nothing waits to be judged. `how`: what brought them."""
+        checks, request, step = self._checks, self._ledger.request(request_id), self._session.step
+        checks.publish_pages()
+        checks.violations += checks.snapshots.unpack(how, snapshot, request, pages, length, step)
 
     def _adopt(self, request_id: str, pages: Sequence[int], length: int) -> None:
         request = self._ledger.request(request_id)

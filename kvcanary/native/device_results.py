@@ -3,51 +3,13 @@
 The loop says only whether all is well; what is wrong is named by the rules that its docstring points to.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
-from kvcanary.native.jit import (
-    final_at,
-    flags_at,
-    line_at,
-    longs_at,
-    loop,
-    move_at,
-    pages_at,
-    pool_at,
-    quiet_at,
-    request_at,
-    run_at,
-    said_at,
-    tables_at,
-)
-from kvcanary.native.layout import (
-    ALL_DONE,
-    GUESSES,
-    HAS_MORE,
-    HAS_RUN,
-    IS_SHORT,
-    LACKS_ROOM,
-    LEFT_TO_RULES,
-    MESSAGE_BITS,
-    MOVE,
-    NO_ROOM,
-    NOT_QUIET,
-    NOT_WRITTEN,
-    NOWHERE,
-    PAGES_FRESH,
-    REWRITES,
-    ROWS,
-    RUN,
-    RUN_BITS,
-    SAID,
-    UNKNOWN,
-)
+from kvcanary.native import layout
+from kvcanary.native.jit import flags_at, longs_at, loop, nth, view
+from kvcanary.native.layout import BOOKS, FINAL, LINE, MOVE, PAGES, POOL, QUIET, REQUEST, ROWS, RUN, SAID
 from kvcanary.native.page_states import write_pages
-from kvcanary.native.request_lengths import accept_rows, finalise_runs, num_accepted, sum_committed, write_rows
+from kvcanary.native.request_lengths import accept_rows, finalise_runs, num_accepted, write_rows
 from kvcanary.native.request_tokens import chain_of
 from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 from kvcanary_kernels.record.layout import WRITTEN
@@ -58,7 +20,7 @@ def _learn(tables, row):
     """The device has sealed this record; REWRITES where the one that lay there was judged."""
     if tables.learned:
         flags_at(tables.learned + row, 1)[0] = 1
-    return REWRITES if flags_at(tables.judged + row, 1)[0] else 0
+    return layout.REWRITES if flags_at(tables.judged + row, 1)[0] else 0
 
 
 @loop()
@@ -69,14 +31,14 @@ def _scan(struct, tables, message, num_requests, requests):
     LEFT_TO_RULES where `DecodedForward.is_plan` is false, or `judge_tokens` or `judge_mask` would name an entry. Else
     pages PAGES_FRESH are still to be marked as written, REWRITES records that were judged; all are learned.
     """
-    own, world = line_at(struct), tables_at(tables)
-    pool, structs = pool_at(own.pool), longs_at(requests, num_requests)
+    own, world = view(LINE, struct), view(BOOKS, tables)
+    pool, structs = view(POOL, own.pool), longs_at(requests, num_requests)
     width, rows, nodes = own.width, num_requests * own.width, own.nodes
     bounds = longs_at(message + 8 * own.bounds, rows + 1)
     starts, ends = longs_at(message + 8 * own.starts, rows), longs_at(message + 8 * own.ends, rows)
     n = bounds[rows]
     if bounds[0] != 0 or not 0 <= n <= own.entries:
-        return LEFT_TO_RULES
+        return layout.LEFT_TO_RULES
     tokens, safe = longs_at(message + 8 * own.tokens, n), longs_at(message + 8 * own.safe, n)
     has_parents, has_mask = own.parents >= 0, own.mask >= 0
     parents = longs_at(message + 8 * own.parents, n if has_parents else 0)
@@ -85,10 +47,10 @@ def _scan(struct, tables, message, num_requests, requests):
         first, end = bounds[row], bounds[row + 1]
         begin = ends[row] - starts[row] - (end - first)
         if end < first or end > n or begin < 0 or (has_mask and end - first != nodes):
-            return LEFT_TO_RULES
-        request = request_at(structs[row // width])
+            return layout.LEFT_TO_RULES
+        request = view(REQUEST, structs[row // width])
         known, place = longs_at(request.tokens, request.num_tokens), begin + pool.token_offset
-        judged = 0 if own.kind == GUESSES else min(end - first, 1 if has_parents else end - first)
+        judged = 0 if own.kind == layout.GUESSES else min(end - first, 1 if has_parents else end - first)
         for entry in range(first, end):
             token = tokens[entry]
             wrong = pool.vocabulary and not 0 <= token < pool.vocabulary
@@ -102,17 +64,17 @@ def _scan(struct, tables, message, num_requests, requests):
                     is_seen = node == entry - first or (parent >= 0 and sees[parent * nodes + node] != 0)
                     wrong |= (sees[entry * nodes + node] != 0) != is_seen
             if wrong:
-                return LEFT_TO_RULES
+                return layout.LEFT_TO_RULES
     if has_mask and not has_parents:
-        return LEFT_TO_RULES
+        return layout.LEFT_TO_RULES
     seen, base = 0, pool.base
     for entry in range(n):
         slot = safe[entry]
         if slot >= pool.null_slots:
             if flags_at(world.states + slot // pool.page_size, 1)[0] != WRITTEN:
-                seen |= PAGES_FRESH
+                seen |= layout.PAGES_FRESH
             seen |= _learn(world, base + slot)
-    return n << MESSAGE_BITS | seen
+    return n << layout.MESSAGE_BITS | seen
 
 
 @loop("int64(int64, int64, int64, int64, int64, boolean)")
@@ -125,37 +87,39 @@ def read_runs(first, count, runs, tables, planned, proves):
     Behind one that is left to the rules, or IS_SHORT (NOT_WRITTEN), it stops, and before one that has no room.
     """
     for one in range(first, count):
-        run = run_at(runs + 8 * RUN.size * one)
-        own, n, structs = line_at(run.message_struct), run.requests, run.structs
+        run = nth(RUN, runs, one)
+        own, n, structs = view(LINE, run.message_struct), run.requests, run.structs
         has_run = longs_at(run.message + 8 * own.step, 1)[0] >> 32 == run.turn
         collected = longs_at(run.rows + 8 * ROWS.size * n, 1)[0]
-        is_behind, more, total, found = collected != UNKNOWN, sum_committed(n, structs) - collected, 0, 0
+        is_behind, more, total, found = collected != layout.UNKNOWN, -collected, 0, 0
+        for struct in longs_at(structs, n):
+            more += view(REQUEST, struct).committed_len
         counts = np.zeros(n, np.int64)
         if run.written:
             counts[:] = longs_at(run.written, n)
         else:
             accepted = run.accepted if has_run else 0
             found = accept_rows(n, structs, accepted, run.places, run.step)
-            if found == NO_ROOM:
+            if found == layout.NO_ROOM:
                 return one
             numbers = longs_at(accepted, n * run.places if accepted else 0)
             for number in range(n if accepted else 0):
                 counts[number] = num_accepted(numbers, number, run.places)
             total = counts.sum()
-        if own.number != NOWHERE:
+        if own.number != layout.NOWHERE:
             plan = longs_at(planned + 8 * NUM_RUNS * own.number, NUM_RUNS)
             plan[RUN_ROWS] += n * own.width
             plan[RUN_WRITTEN] += counts.sum() * own.width
             plan[RUN_READ] += run.reads + (more + total if is_behind else 0) * own.width
         if has_run and is_behind:
-            pool = pool_at(own.pool).pool_id
+            pool = view(POOL, own.pool).pool_id
             write_rows(n, structs, pool, own.kind, 0, np.int64(counts.ctypes.data))
-        seen = LEFT_TO_RULES
-        if has_run and proves and own.number != NOWHERE:
+        seen = layout.LEFT_TO_RULES
+        if has_run and proves and own.number != layout.NOWHERE:
             seen = _scan(run.message_struct, tables, run.message, n, structs)
-        is_short = found == NOT_WRITTEN
-        run.seen = seen << RUN_BITS | (IS_SHORT if is_short else 0) | (HAS_RUN if has_run else 0)
-        if is_short or (has_run and seen & LEFT_TO_RULES):
+        is_short = found == layout.NOT_WRITTEN
+        run.seen = seen << layout.RUN_BITS | (layout.IS_SHORT if is_short else 0) | (layout.HAS_RUN if has_run else 0)
+        if is_short or (has_run and seen & layout.LEFT_TO_RULES):
             return one + 1
     return count
 
@@ -172,10 +136,10 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
     sums = longs_at(totals, NUM_RUNS)
     for takes in (False, True):
         for one in range(n):
-            run = run_at(runs + 8 * RUN.size * one)
-            own = line_at(run.message_struct)
+            run = nth(RUN, runs, one)
+            own = view(LINE, run.message_struct)
             number, header = own.number, longs_at(run.message + 8 * own.header, size)
-            if number == NOWHERE:
+            if number == layout.NOWHERE:
                 continue
             last, plan = longs_at(seen + 8 * size * number, size), longs_at(planned + 8 * NUM_RUNS * number, NUM_RUNS)
             for i in range(counts if not takes else 0):
@@ -193,7 +157,6 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
 
 @loop()
 def _keep(kept, numbers, count):
-    """So many numbers are kept here; where the next ones are."""
     longs_at(kept, count)[:] = longs_at(numbers, count)
     return kept + 8 * count
 
@@ -202,24 +165,24 @@ def _keep(kept, numbers, count):
 def _keep_all(n, runs, count, moves, kept):
     """What is kept of n runs, then of moves."""
     for one in range(n):
-        run = run_at(runs + 8 * RUN.size * one)
+        run = nth(RUN, runs, one)
         accepted = run.requests * run.places if run.keep else 0
         kept = _keep(kept, run.message, run.keep - accepted)
         kept = _keep(kept, run.accepted, accepted)
     for one in range(count):
-        move = move_at(moves + 8 * MOVE.size * one)
+        move = nth(MOVE, moves, one)
         kept = _keep(kept, move.message, move.keep)
 
 
 @loop()
 def _write_pages(n, runs, page_size, final):
     """Pages that n runs have written first are WRITTEN, and are to be told of (FINAL.fresh)."""
-    pages = final_at(final)
+    pages = view(FINAL, final)
     for one in range(n):
-        run = run_at(runs + 8 * RUN.size * one)
-        own, seen = line_at(run.message_struct), run.seen >> RUN_BITS
-        if seen & PAGES_FRESH:
-            slots = longs_at(run.message + 8 * own.safe, seen >> MESSAGE_BITS)
+        run = nth(RUN, runs, one)
+        own, seen = view(LINE, run.message_struct), run.seen >> layout.RUN_BITS
+        if seen & layout.PAGES_FRESH:
+            slots = longs_at(run.message + 8 * own.safe, seen >> layout.MESSAGE_BITS)
             room = longs_at(pages.fresh, pages.fresh_room)[pages.num_fresh :]
             pages.num_fresh += write_pages(pages.struct, slots, page_size, room)
 
@@ -229,10 +192,10 @@ def _struct_of(uid, n, runs):
     """Address of the struct of a request that has rows in one of n runs; 0: none has."""
     last = 0
     for one in range(n):
-        run = run_at(runs + 8 * RUN.size * one)
+        run = nth(RUN, runs, one)
         structs = longs_at(run.structs, run.requests if run.structs != last else 0)
         for number in range(structs.shape[0]):
-            if request_at(structs[number]).uid == uid:
+            if view(REQUEST, structs[number]).uid == uid:
                 return structs[number]
         last = run.structs
     return 0
@@ -244,11 +207,11 @@ def _arrived(count, moves, n, runs, page_size, final):
 
     moves: address of their structs; else `CapturedStep.learn_moves` and `Mover.arrived` have something to do
     """
-    pages, struct, uid = pages_at(final_at(final).struct), 0, 0
+    pages, struct, uid = view(PAGES, view(FINAL, final).struct), 0, 0
     owners = longs_at(pages.owners, pages.num_pages)
     for one in range(count):
-        move = move_at(moves + 8 * MOVE.size * one)
-        size, pool = move.count, pool_at(move.pool)
+        move = nth(MOVE, moves, one)
+        size, pool = move.count, view(POOL, move.pool)
         message = longs_at(move.message, 5 * size + 1)
         if message[5 * size] >> 32 != move.turn or message[3 * size : 5 * size].any():
             return False
@@ -271,10 +234,10 @@ def _learn_moved(count, moves, tables):
     """Records that moves have brought are learned; REWRITES where one that lay there was judged."""
     found = 0
     for one in range(count):
-        move = move_at(moves + 8 * MOVE.size * one)
+        move = nth(MOVE, moves, one)
         for slot in longs_at(move.message, move.count):
             if slot >= 0:
-                found |= _learn(tables, pool_at(move.pool).base + slot)
+                found |= _learn(tables, view(POOL, move.pool).base + slot)
     return found
 
 
@@ -288,25 +251,25 @@ def collect_quiet(n, runs, count, moves, planned, proves, kept, quiet):
 
     kept: what is kept of runs and moves, one behind the other;  quiet: address of QUIET
     """
-    own, plain = quiet_at(quiet), HAS_RUN
-    numbers, page_size, final = said_at(own.said), own.page_size, own.final
+    own, plain = view(QUIET, quiet), layout.HAS_RUN
+    numbers, page_size, final = view(SAID, own.said), own.page_size, own.final
     numbers.seen = 0
     numbers.ran_rows = numbers.ran_written = numbers.ran_read = 0
     numbers.end = read_runs(numbers.end, n, runs, own.tables, planned, proves)
     for one in range(numbers.end):
-        bits = run_at(runs + 8 * RUN.size * one).seen
+        bits = nth(RUN, runs, one).seen
         plain &= bits
-        numbers.seen |= bits & (1 << RUN_BITS + MESSAGE_BITS) - 1
-    if not plain or numbers.seen & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
-        return NOT_QUIET
+        numbers.seen |= bits & (1 << layout.RUN_BITS + layout.MESSAGE_BITS) - 1
+    if not plain or numbers.seen & (layout.IS_SHORT | layout.LEFT_TO_RULES << layout.RUN_BITS):
+        return layout.NOT_QUIET
     if numbers.end != n:
-        return LACKS_ROOM
+        return layout.LACKS_ROOM
     if not _arrived(count, moves, n, runs, page_size, final):
-        return NOT_QUIET
+        return layout.NOT_QUIET
     if not take_quiet(n, runs, own.seen, planned, own.said + 8 * SAID.ran_rows, own.counts, own.header):
-        return NOT_QUIET
-    numbers.seen |= _learn_moved(count, moves, tables_at(own.tables)) << RUN_BITS
-    if numbers.seen >> RUN_BITS & PAGES_FRESH:
+        return layout.NOT_QUIET
+    numbers.seen |= _learn_moved(count, moves, view(BOOKS, own.tables)) << layout.RUN_BITS
+    if numbers.seen >> layout.RUN_BITS & layout.PAGES_FRESH:
         _write_pages(n, runs, page_size, final)
     numbers.place = finalise_runs(runs, n, 0, page_size, final)
     _keep_all(n, runs, count, moves, kept)
@@ -314,6 +277,6 @@ def collect_quiet(n, runs, count, moves, planned, proves, kept, quiet):
     numbers.entries += numbers.ran_written
     numbers.reads += numbers.ran_read
     numbers.writers += numbers.ran_written > 0
-    pages = final_at(final)
-    has_more = numbers.seen >> RUN_BITS or numbers.place != NOWHERE or pages.num_final or pages.num_fresh
-    return HAS_MORE if has_more else ALL_DONE
+    pages = view(FINAL, final)
+    has_more = numbers.seen >> layout.RUN_BITS or numbers.place != layout.NOWHERE or pages.num_final or pages.num_fresh
+    return layout.HAS_MORE if has_more else layout.ALL_DONE

@@ -1,18 +1,14 @@
 """Fingerprints of values and of slots, bit for bit those of `fingerprint_torch`, in one reading of the words.
 
 keys:    [layers, 2, words] uint32, of fingerprint a and fingerprint b
-layout:  [pieces, 2 + fields] int64: of each part of a row what `Piece` says of it
+layout:  [pieces, PIECE] int64: of each part of a row what `Piece` says of it
 address: [pieces, layers] int64, of slot 0
 Sums are mod 2^64; signed and unsigned ones have the same bits.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
-from kvcanary.native.jit import longs_at, loop, words_at
+from kvcanary.native.jit import longs_at, loop, nth, words_at
 from kvcanary.native.layout import HEADS, PIECE
 from kvcanary_kernels.record.layout import CONTENT_B
 
@@ -89,8 +85,7 @@ def sum_heads(k, v, count, keys, start, fingerprints):
 
 @loop("boolean(int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64)")
 def same_heads(k, v, batch, count, keys, start, fingerprints, side_bytes, row_bytes):
-    """Whether the fingerprints of entries [batch, n], as `sum_heads` gives them, are those that lie at `fingerprints`
-    [2, batch, n].
+    """Whether fingerprints of entries [batch, n], as of `sum_heads`, are those at this address, [2, batch, n].
 
     side_bytes, row_bytes: from fingerprint a to fingerprint b, and from row to row of the batch
     """
@@ -105,44 +100,48 @@ def same_heads(k, v, batch, count, keys, start, fingerprints, side_bytes, row_by
 
 
 @loop()
-def _row(address, layout, layer, slot, keys, words):
-    """Both sums of what lies in one slot of one layer."""
-    fingerprint_a = fingerprint_b = np.int64(0)
-    for i in range(layout.shape[0]):
-        piece = layout[i]
-        size, run = piece[PIECE.page_size], piece[PIECE.run]
-        offset = slot // size * piece[PIECE.page_stride] + slot % size * piece[PIECE.slot_stride]
-        for number in range(piece[PIECE.words] // max(run, 1)):
-            at = address[i, layer] + WORD_BYTES * (offset + number * piece[PIECE.run_stride])
-            key = keys + WORD_BYTES * (piece[PIECE.first] + number * run)
-            a, b = keyed(at, run, key, key + WORD_BYTES * words)
+def offset_of(piece, slot):
+    """From slot 0 of a layer to a part of this slot, in bytes."""
+    size = piece.page_size
+    return WORD_BYTES * (slot // size * piece.page_stride + slot % size * piece.slot_stride)
+
+
+@loop()
+def sum_part(at, piece, key, words, both):
+    """Keyed sums of one part of what lies in a slot: of fingerprint a, and of fingerprint b where `both`."""
+    fingerprint_a, fingerprint_b, run = np.int64(0), np.int64(0), piece.run
+    for number in range(piece.words // max(run, 1)):
+        place, own = at + WORD_BYTES * number * piece.run_stride, key + WORD_BYTES * number * run
+        if both:
+            a, b = keyed(place, run, own, own + WORD_BYTES * words)
             fingerprint_a += a
             fingerprint_b += b
+        else:
+            fingerprint_a += keyed_once(place, run, own)
     return fingerprint_a, fingerprint_b
 
 
 @loop("void(int64[:, ::1], int64[:, ::1], int64, int64, int64[::1], int64, int64[::1], int64[:, ::1], int64[::1])")
 def sum_slots(address, layout, keys, words, start_a, start_b, slots, fingerprint_a, fingerprint_b):
-    """Fingerprint a by layer [layers, n] and fingerprint b [n], both out, of the bytes that lie in n valid slots of the
-    pool.
-    """
+    """Fingerprint a by layer [layers, n] and fingerprint b [n], both out, of the bytes in n valid slots of the pool."""
     fingerprint_b[:] = start_b
     for layer in range(fingerprint_a.shape[0]):
+        fingerprint_a[layer] = start_a[layer]
         for i in range(slots.shape[0]):
-            a, b = _row(address, layout, layer, slots[i], keys + 2 * WORD_BYTES * words * layer, words)
-            fingerprint_a[layer, i] = start_a[layer] + a
-            fingerprint_b[i] += b
+            for part in range(layout.shape[0]):
+                piece = nth(PIECE, layout.ctypes.data, part)
+                at, key = address[part, layer] + offset_of(piece, slots[i]), keys + WORD_BYTES * piece.first
+                a, b = sum_part(at, piece, key + 2 * WORD_BYTES * words * layer, words, True)
+                fingerprint_a[layer, i] += a
+                fingerprint_b[i] += b
 
 
 @loop("void(int64[::1], int64[:, :, ::1], int64, int64[:, ::1], int64[:, ::1], int64[:, ::1])")
 def keep_fingerprints(slots, fingerprints, start_b, content_a, records, expected):
-    """Write fingerprints [layers, 2, n] of the values of n slots where they are kept; of equal slots the last
-    counts.
-    """
+    """Keep fingerprints [layers, 2, n] of the values of n slots; of equal slots the last counts."""
     for i in range(slots.shape[0]):
         slot, fingerprint_b = slots[i], start_b
         for layer in range(fingerprints.shape[0]):
             content_a[layer, slot] = fingerprints[layer, 0, i]
             fingerprint_b += fingerprints[layer, 1, i]
-        records[slot, CONTENT_B] = fingerprint_b
-        expected[slot, CONTENT_B] = fingerprint_b
+        records[slot, CONTENT_B] = expected[slot, CONTENT_B] = fingerprint_b

@@ -3,15 +3,13 @@
 A loop says only whether all is well; what is wrong is named by the rules that its docstring points to.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from collections import namedtuple
 from typing import Any, cast
 
-from kvcanary.native.jit import asked_at, flags_at, forward_at, longs_at, loop, pool_at
-from kvcanary.native.layout import ASKED, CONTRADICTS, FORWARD, GUESSES, REFUSES, PlanLayout, plan_layout
+from kvcanary.native.jit import flags_at, longs_at, loop, view
+from kvcanary.native.layout import ASKED, CONTRADICTS, FORWARD, GUESSES, POOL, REFUSES, PlanLayout, plan_layout
 from kvcanary.pools.slot_maps import first_visible
 
 Plan = cast(Any, namedtuple)("Plan", PlanLayout._fields[:-1])
@@ -32,7 +30,7 @@ def _part(plan, begin, end):
 @loop()
 def plan_of(head):
     """The arrays of a forward's plan and what lies behind it, as `PlanLayout` has them, by the address of its head."""
-    at, plan = layout_of(forward_at(head)), head + 8 * FORWARD.size
+    at, plan = layout_of(view(FORWARD, head)), head + 8 * FORWARD.size
     return Plan(
         _part(plan, at.slots, at.tokens),
         _part(plan, at.tokens, at.positions),
@@ -53,9 +51,7 @@ def plan_of(head):
 @loop()
 def _copy(source, target):
     if source:
-        values = longs_at(source, target.shape[0])
-        for i in range(target.shape[0]):
-            target[i] = values[i]
+        target[:] = longs_at(source, target.shape[0])
 
 
 @loop()
@@ -94,8 +90,8 @@ def take_plan(given, memory):
     `writes.judge_slots` would name a slot that is written twice, where a row is too short for what it must read and
     write, and where the loops do not know the pages. What a short row writes stands where its prefix says (R10).
     """
-    head, asked = memory.ctypes.data, asked_at(given)
-    forward, pool = forward_at(head), pool_at(asked.pool)
+    head, asked = memory.ctypes.data, view(ASKED, given)
+    forward, pool = view(FORWARD, head), view(POOL, asked.pool)
     _copy(given, longs_at(head, FORWARD.fingerprints))
     forward.fingerprints = forward.before = forward.num_before = forward.seen = 0
     plan = plan_of(head)

@@ -1,10 +1,8 @@
 """The decorator of compiled loops, and how they see memory that is given by its address.
 
 An address costs nothing to pass; an array costs as much as a short loop over it. A struct (layout.py) is seen by its
-fields: `request_at(address).num_tokens`.
+fields: `view(REQUEST, address).num_tokens`.
 """
-
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,12 +18,12 @@ import structlog
 from numba import carray, from_dtype, njit, types
 from numba.extending import intrinsic
 
-from kvcanary.native import layout
-
 SECONDS_TO_COMPILE = 25  # all loops, on one core of a server
 
 _events = structlog.get_logger("kvcanary")
 _OWN = Path(__file__).read_bytes()
+#: By name, those with a signature, which Python may call (native/loops.py).
+LOOPS: dict[str, Any] = {}
 
 
 def loop(signature: str | None = None) -> Callable[[Any], Any]:
@@ -34,8 +32,10 @@ def loop(signature: str | None = None) -> Callable[[Any], Any]:
     def compiled(function: Any) -> Any:
         function.__qualname__ += f"-{_digest(function)}"  # the name of its file on the disk
         made = njit(signature, nogil=True, cache=True, error_model="numpy")(function)
-        if signature is not None and made.stats.cache_misses:
-            _log_the_wait()
+        if signature is not None:
+            LOOPS[function.__name__] = made
+            if made.stats.cache_misses:
+                _log_the_wait()
         return made
 
     return compiled
@@ -46,8 +46,7 @@ def entry(made: Any) -> Callable[..., Any]:
     (signature,) = made.signatures
     if not all(isinstance(kind, types.Integer | types.Boolean) for kind in signature):
         return made
-    found: Callable[..., Any] = made.overloads[signature].entry_point
-    return found
+    return made.overloads[signature].entry_point
 
 
 def _digest(function: Any) -> str:
@@ -57,7 +56,8 @@ def _digest(function: Any) -> str:
     """
     code, known = function.__code__, function.__globals__
     own = [number for number in code.co_consts if not isinstance(number, CodeType)]
-    used = [(name, _reported(known[name])) for name in code.co_names if name in known]
+    modules = [vars(known[name]) for name in code.co_names if isinstance(known.get(name), ModuleType)]
+    used = [(name, _reported(names[name])) for names in (known, *modules) for name in code.co_names if name in names]
     return sha256(repr((code.co_code, own, used)).encode() + _OWN).hexdigest()[:12]
 
 
@@ -98,39 +98,26 @@ def longs_at(address, n):
     return carray(_pointer(address), n, np.int64)
 
 
-def struct_at(struct: Any) -> Any:
-    """The loop that gives a struct by its address."""
-    kind = from_dtype(np.dtype([(name, np.int64) for name in struct._fields[:-1]], align=True))
-
-    def at(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(kind))
-
-        return kind(types.int64), generate
-
-    at.__qualname__ = repr(struct)  # loops are compiled again where a field has another place
-    return intrinsic(at)
+@cache
+def _record_of(struct: Any) -> Any:
+    """The type of what lies at a struct's address, by the class of its fields' places."""
+    return from_dtype(np.dtype([(name, np.int64) for name in struct._fields[:-1]], align=True))
 
 
-pages_at = struct_at(layout.PAGES)
-asked_at = struct_at(layout.ASKED)
-tables_at = struct_at(layout.BOOKS)
-chain_at = struct_at(layout.ROW_CHAIN)
-fact_at = struct_at(layout.FACT)
-final_at = struct_at(layout.FINAL)
-forward_at = struct_at(layout.FORWARD)
-line_at = struct_at(layout.LINE)
-move_at = struct_at(layout.MOVE)
-piece_at = struct_at(layout.PIECE)
-pool_at = struct_at(layout.POOL)
-queue_at = struct_at(layout.QUEUE)
-quiet_at = struct_at(layout.QUIET)
-range_at = struct_at(layout.RANGE)
-request_at = struct_at(layout.REQUEST)
-row_end_at = struct_at(layout.ROW_END)
-run_at = struct_at(layout.RUN)
-slice_at = struct_at(layout.SLICE)
-spread_at = struct_at(layout.SPREAD)
-taken_at = struct_at(layout.TAKEN)
-uncollected_at = struct_at(layout.UNCOLLECTED)
-said_at = struct_at(layout.SAID)
+@intrinsic
+def nth(typing_context, struct, address, number):
+    """One of several structs that lie behind each other, with its fields to read and write."""
+    kind = _record_of(struct.instance_class)
+
+    def generate(context, builder, signature, arguments):
+        _, first, place = arguments
+        distance = builder.mul(place, place.type(kind.size))
+        return builder.inttoptr(builder.add(first, distance), context.get_value_type(kind))
+
+    return kind(struct, types.int64, types.int64), generate
+
+
+@loop()
+def view(struct, address):
+    """The struct at an address."""
+    return nth(struct, address, 0)

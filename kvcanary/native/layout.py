@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from kvcanary_kernels.record.rows import Piece
 def struct(name: str, fields: str) -> Any:
     """Places of a struct's fields by name, from 0 on, and its `size`: numbers, which loops take as constants.
 
-    Python reads `struct[REQUEST.num_tokens]`, loops read `request_at(struct).num_tokens` (native/jit.py).
+    Python reads `struct[REQUEST.num_tokens]`, loops read `view(REQUEST, struct).num_tokens` (native/jit.py).
     """
     names = fields.split()
     return namedtuple(name, [*names, "size"])(*range(len(names) + 1))  # type: ignore[misc]
@@ -57,8 +57,7 @@ HEADS = struct("Heads", "address batch_step head_step entry_step words heads")
 FORWARD = struct(
     "Head",
     "pool entries rows width requests kind index step site has_parents has_lineage ids num_ids mask nodes "
-    "fingerprints before "
-    "num_before seen",
+    "fingerprints before num_before seen",
 )
 #: What `loops.take_plan` makes such a plan of: fields of FORWARD as they become, then addresses of tensors, 0 where
 #: there is none; behind them of each request its uid and committed length.
@@ -205,7 +204,12 @@ BLANK = MISPLACED
 MOVED_BITS = 2
 
 
-class PlanLayout(NamedTuple):
+class PlanLayout(
+    namedtuple(
+        "PlanLayout",
+        "slots tokens positions parents bounds written starts owns begins skipped prefixes who chains end",
+    )
+):
     """Where arrays of int64 begin, one behind the other, counted from the plan's first number.
 
     slots, tokens, positions, parents:           [entries]
@@ -214,21 +218,6 @@ class PlanLayout(NamedTuple):
     prefixes:                                    [requests]; the plan ends behind them
     who:    [requests * 2] uids and committed lengths;  chains: [entries] values, once sealed; both behind the plan
     """
-
-    slots: int
-    tokens: int
-    positions: int
-    parents: int
-    bounds: int
-    written: int
-    starts: int
-    owns: int
-    begins: int
-    skipped: int
-    prefixes: int
-    who: int
-    chains: int
-    end: int
 
     def part(self, plan: NDArray[np.int64], name: str) -> NDArray[np.int64]:
         """The array of that name, in place."""

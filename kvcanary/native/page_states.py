@@ -1,11 +1,7 @@
 """Page states: what an event does to some pages, or to none where one is in no state for it (`page_states.EVENTS`)."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
-from kvcanary.native.jit import flags_at, longs_at, loop, pages_at, request_at
-from kvcanary.native.layout import ASKS, BEGINS, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, ROWS_FULL, STAYS
+from kvcanary.native.jit import flags_at, longs_at, loop, view
+from kvcanary.native.layout import ASKS, BEGINS, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, PAGES, REQUEST, ROWS_FULL, STAYS
 from kvcanary_kernels.record.layout import WRITTEN
 
 LOW_32 = (1 << 32) - 1
@@ -20,7 +16,7 @@ def follow_event(struct, n, pages, following, change, owner):
     change:    ASKS: nothing happens, it is only asked whether it may; STAYS: the state alone; CHANGES_OWNER; BEGINS,
                ENDS: a new generation too, named by the row of this owner or by no row and no cache
     """
-    struct, pages = pages_at(struct), longs_at(pages, n)
+    struct, pages = view(PAGES, struct), longs_at(pages, n)
     size, following = struct.num_pages, flags_at(following, struct.num_states)
     states = flags_at(struct.states, size)
     for i in range(n):
@@ -58,14 +54,14 @@ def grant_rows(n, structs, counts, pages, struct, following, page_size):
     """
     own, new, at = longs_at(structs, n), longs_at(counts, n), 0
     for number in range(n):
-        request = request_at(own[number])
+        request = view(REQUEST, own[number])
         if request.num_row + page_size * new[number] > request.row_room:
             return ROWS_FULL
     wrong = follow_event(struct, pages.size, pages.ctypes.data, following, ASKS, 0)
     if wrong != NOWHERE:
         return wrong
     for number in range(n):
-        request, count = request_at(own[number]), new[number]
+        request, count = view(REQUEST, own[number]), new[number]
         follow_event(struct, count, pages.ctypes.data + 8 * at, following, BEGINS, request.uid)
         end = request.num_row
         request.num_row = end + page_size * count
@@ -83,7 +79,7 @@ def write_pages(struct, slots, page_size, fresh):
 
     slots: [n];  fresh: out, these pages, as many as have room: the others stay as they are
     """
-    struct, found = pages_at(struct), 0
+    struct, found = view(PAGES, struct), 0
     states = flags_at(struct.states, struct.num_pages)
     is_writable = flags_at(struct.writable_states, struct.num_states)
     for slot in slots:
@@ -102,7 +98,7 @@ def describe_pages(struct, pages, numbers, room):
 
     numbers: address of [4, room] out: pages, generations, owners, states
     """
-    struct, numbers = pages_at(struct), longs_at(numbers, 4 * room)
+    struct, numbers = view(PAGES, struct), longs_at(numbers, 4 * room)
     size = struct.num_pages
     generations, owners = longs_at(struct.generations, size), longs_at(struct.owners, size)
     states = flags_at(struct.states, size)

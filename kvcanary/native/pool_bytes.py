@@ -1,26 +1,17 @@
 """Bytes of a pool in host memory: values that are stored, poison, what nobody has written, and what is not finite.
 
 Bit for bit what `kvcanary_kernels.content` gives. The pool's struct says where its rows lie (`layout`), the head of a
-forward's struct which slots were planned.
+forward's struct which slots were planned. `struct`: the address of the pool's.
 """
-
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.native.fingerprints import WORD_BYTES, keyed, keyed_once
-from kvcanary.native.jit import forward_at, longs_at, loop, piece_at, pool_at, words_at
-from kvcanary.native.layout import FORMAT, FORWARD, PIECE
+from kvcanary.native.fingerprints import WORD_BYTES, keyed, offset_of, sum_part
+from kvcanary.native.jit import longs_at, loop, nth, view, words_at
+from kvcanary.native.layout import FORMAT, FORWARD, PIECE, POOL
 from kvcanary_kernels.content.poison import FINITE_BITS, NAN_WORD
 from kvcanary_kernels.record.formulas import poison_of
-from kvcanary_kernels.record.layout import (
-    COLUMNS,
-    CONTENT_B,
-    MASK_32,
-    REQUEST_GENERATION,
-)
+from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, REQUEST_GENERATION
 
 _poison_of = loop()(poison_of)
 
@@ -33,17 +24,10 @@ def _copy_words(source, target, count):
 
 
 @loop()
-def piece_of(pool, part):
-    """How one part of the pool's rows lies."""
-    return piece_at(pool.layout + 8 * PIECE.size * part)
-
-
-@loop()
 def place_of(pool, part, layer, slot):
     """The address of one part of one row of a pool."""
-    piece = piece_of(pool, part)
-    size, first = piece.page_size, longs_at(pool.addresses + 8 * (part * pool.layers + layer), 1)[0]
-    return first + WORD_BYTES * (slot // size * piece.page_stride + slot % size * piece.slot_stride)
+    first = longs_at(pool.addresses + 8 * (part * pool.layers + layer), 1)[0]
+    return first + offset_of(nth(PIECE, pool.layout, part), slot)
 
 
 @loop()
@@ -51,17 +35,15 @@ def offsets_of(pool, slots):
     """[n, parts] int64: from slot 0 of a layer to these slots, in bytes; the same in every layer."""
     offsets = np.empty((slots.shape[0], pool.parts), np.int64)
     for part in range(pool.parts):
-        piece = piece_of(pool, part)
-        size, page_stride, slot_stride = piece.page_size, piece.page_stride, piece.slot_stride
         for i in range(slots.shape[0]):
-            offsets[i, part] = WORD_BYTES * (slots[i] // size * page_stride + slots[i] % size * slot_stride)
+            offsets[i, part] = offset_of(nth(PIECE, pool.layout, part), slots[i])
     return offsets
 
 
 @loop()
 def _put_part(source, pool, part, layer, slot, fingerprints):
     """One part of one row into its slot; both its keyed sums where `fingerprints`, else zeros."""
-    target, piece = place_of(pool, part, layer, slot), piece_of(pool, part)
+    target, piece = place_of(pool, part, layer, slot), nth(PIECE, pool.layout, part)
     run, words = piece.run, pool.words
     for number in range(piece.words // max(run, 1)):
         at = source + WORD_BYTES * number * run
@@ -79,8 +61,8 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
     first, second: addresses of the parts of row 0, rows are so many bytes apart, each part dense and in logical order
     False, and nothing was done, where the engine's slots are not those that were planned, or the values are no words.
     """
-    forward = forward_at(head)
-    n, pool = forward.entries, pool_at(forward.pool)
+    forward = view(FORWARD, head)
+    n, pool = forward.entries, view(POOL, forward.pool)
     planned, asked = longs_at(head + 8 * FORWARD.size, n), longs_at(slots, max(0, (n - 1) * slots_step + 1))
     if (first | second | first_step | second_step) % WORD_BYTES:
         return False
@@ -98,29 +80,10 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
     return True
 
 
-@loop()
-def _sum_part(at, piece, key, words, both):
-    """Keyed sums of one part of what lies in a slot: of fingerprint a, and of fingerprint b where `both`."""
-    fingerprint_a, fingerprint_b, run = np.int64(0), np.int64(0), piece.run
-    for number in range(piece.words // max(run, 1)):
-        place, own = at + WORD_BYTES * number * piece.run_stride, key + WORD_BYTES * number * run
-        if both:
-            a, b = keyed(place, run, own, own + WORD_BYTES * words)
-            fingerprint_a += a
-            fingerprint_b += b
-        else:
-            fingerprint_a += keyed_once(place, run, own)
-    return fingerprint_a, fingerprint_b
-
-
 @loop("boolean(int64, int64[::1], boolean)")
 def match_slots(struct, slots, both):
-    """Whether fingerprint a of the bytes in these slots is in every layer the one that is kept; `both`: and fingerprint
-    b.
-
-    struct: address of the pool's
-    """
-    pool, n = pool_at(struct), slots.shape[0]
+    """Whether bytes in these slots have the fingerprint a that is kept of every layer; `both`: and fingerprint b."""
+    pool, n = view(POOL, struct), slots.shape[0]
     layers, parts, size, words = pool.layers, pool.parts, pool.num_slots, pool.words
     for slot in slots:
         if not 0 <= slot < size:
@@ -134,9 +97,9 @@ def match_slots(struct, slots, both):
         for i in range(n):
             fingerprint_a = starts[layer]
             for part in range(parts):
-                piece = piece_of(pool, part)
+                piece = nth(PIECE, pool.layout, part)
                 at, key = firsts[part * layers + layer] + offsets[i, part], keys + WORD_BYTES * piece.first
-                a, b = _sum_part(at, piece, key, words, both)
+                a, b = sum_part(at, piece, key, words, both)
                 fingerprint_a += a
                 fingerprint_b[i] += b
             if content[layer * size + slots[i]] != fingerprint_a:
@@ -148,17 +111,11 @@ def match_slots(struct, slots, both):
 
 
 @loop()
-def _word(slot, number, nan):
-    """`poison_words` of one word of all a slot's layers."""
-    return np.uint32(NAN_WORD) if nan else np.uint32(_poison_of(slot, number) & FINITE_BITS)
-
-
-@loop()
 def _poison_run(target, first, count, slot, nan, fills):
-    """Fill so many words, or look whether they are the pattern."""
+    """Fill words of a slot as `poison_words`, or look whether they are so; `first`: of those of all its layers."""
     words, differs = words_at(target, count), np.uint32(0)
     for i in range(count):
-        word = _word(slot, first + i, nan)
+        word = np.uint32(NAN_WORD) if nan else np.uint32(_poison_of(slot, first + i) & FINITE_BITS)
         if fills:
             words[i] = word
         differs |= words[i] ^ word
@@ -167,16 +124,12 @@ def _poison_run(target, first, count, slot, nan, fills):
 
 @loop("boolean(int64, int64[::1], boolean, boolean)")
 def poison(struct, slots, nan, fills):
-    """Fill all rows of valid slots with the pattern, or tell whether they are the pattern; `struct`: its pool's
-    address.
-
-    nan: the same NaN in every word instead
-    """
-    pool, well = pool_at(struct), True
+    """Fill all rows of valid slots with the pattern, or tell whether they are it; `nan`: the same NaN in every word."""
+    pool, well = view(POOL, struct), True
     for layer in range(pool.layers):
         for slot in slots:
             for part in range(pool.parts):
-                target, piece = place_of(pool, part, layer, slot), piece_of(pool, part)
+                target, piece = place_of(pool, part, layer, slot), nth(PIECE, pool.layout, part)
                 run, first = piece.run, layer * pool.words + piece.first
                 for number in range(piece.words // max(run, 1)):
                     at = target + WORD_BYTES * number * piece.run_stride
@@ -201,11 +154,10 @@ def _find_in_run(at, first, count, form):
 def find_unwritten(struct, slots, names, page_size, generations, table, which):
     """Those of n slots that no forward has written since their pages were granted; how many these are.
 
-    struct:  address of the pool's;  names: [n] what plans call the slots
-    table: [rows, 8] the records of all pools as written
+    names: [n] what plans call the slots;  table: [rows, 8] the records of all pools as written
     which: [n] out; null slots, and those outside the pool, are not among them
     """
-    pool, count = pool_at(struct), 0
+    pool, count = view(POOL, struct), 0
     for i in range(slots.shape[0]):
         if pool.null_slots <= slots[i] < pool.num_slots:
             written = table[pool.base + slots[i], REQUEST_GENERATION] >> 32 & MASK_32
@@ -217,18 +169,14 @@ def find_unwritten(struct, slots, names, page_size, generations, table, which):
 
 @loop("boolean(int64, int64[::1], int64[:, ::1])")
 def are_finite(struct, slots, formats):
-    """Whether all elements of the rows of valid slots are finite.
-
-    struct:    address of the pool's
-    formats: [parts, fields] what each `Format` of a row says
-    """
-    pool, found = pool_at(struct), np.uint32(0)
+    """Whether all elements of the rows of valid slots are finite; `formats`: [parts, FORMAT]."""
+    pool, found = view(POOL, struct), np.uint32(0)
     layers, parts, offsets = pool.layers, pool.parts, offsets_of(pool, slots)
     firsts = longs_at(pool.addresses, parts * layers)
     for layer in range(layers):
         for i in range(slots.shape[0]):
             for part in range(parts):
-                form, piece = formats[part], piece_of(pool, part)
+                form, piece = formats[part], nth(PIECE, pool.layout, part)
                 run, target = piece.run, firsts[part * layers + layer] + offsets[i, part]
                 for number in range(piece.words // max(run, 1) if form[FORMAT.even] | form[FORMAT.odd] else 0):
                     at = target + WORD_BYTES * number * piece.run_stride

@@ -8,22 +8,19 @@ judged:    [rows] bool, entries that were found to be their requests' truth
 facts:     [requests, pools, FACTS] int64, what the host knows of every request of these forwards (native/layout.py)
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
+from kvcanary.native.fingerprints import keep_fingerprints
 from kvcanary.native.forward_plan import plan_of
-from kvcanary.native.jit import fact_at, flags_at, forward_at, longs_at, loop, pool_at
-from kvcanary.native.layout import FACT, GUESSES, LAGS, PLANS_WRONG, READS_WRONG, REWRITTEN, SEALED_BITS
-from kvcanary.native.records import are_written_at, mix, seal_entries, step_of
-from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MIX_KEY, MULTIPLIER
+from kvcanary.native.jit import flags_at, longs_at, loop, nth, view
+from kvcanary.native.layout import FACT, FORWARD, GUESSES, LAGS, PLANS_WRONG, POOL, READS_WRONG, REWRITTEN, SEALED_BITS
+from kvcanary.native.records import are_written, chain_tokens, match_records, seal_plan
+from kvcanary_kernels.record.layout import MIX_KEY, MULTIPLIER
 
 
 @loop()
 def _fact(facts, request, pool):
-    return fact_at(facts.ctypes.data + 8 * FACT.size * (request * facts.shape[1] + pool))
+    return nth(FACT, facts.ctypes.data, request * facts.shape[1] + pool)
 
 
 @loop()
@@ -80,10 +77,18 @@ def _mask_is_right(forward, plan):
 
 
 @loop()
+def _are_same(ids, others, n):
+    differs = np.int64(0)
+    for i in range(n):
+        differs |= ids[i] ^ others[i]
+    return differs == 0
+
+
+@loop()
 def _is_path(heads, before, forward, ids, first, own, uid, prefix):
     """Whether ids [first, own) of a row are the path of the draft node that wrote the last of them, the latest one."""
     for number in range(before - 1, -1, -1):
-        other = forward_at(heads[number])
+        other = view(FORWARD, heads[number])
         if other.kind != GUESSES or other.pool != forward.pool:
             continue
         plan, reads, entry = plan_of(heads[number]), longs_at(other.ids, other.num_ids), other.entries
@@ -95,10 +100,7 @@ def _is_path(heads, before, forward, ids, first, own, uid, prefix):
             begin = plan.bounds[row] + plan.prefixes[place]
             if plan.who[2 * place] != uid or plan.prefixes[place] != prefix or end - begin != own - first:
                 return False
-            differs = np.int64(0)
-            for place in range(own - first):
-                differs |= reads[begin + place] ^ ids[first + place]
-            return differs == 0
+            return _are_same(reads[begin:], ids[first:], own - first)
     return False
 
 
@@ -121,16 +123,12 @@ def _rows_are_right(heads, number, forward, pool, plan, facts):
             start, count, own = plan.bounds[row], plan.written[row], plan.owns[row]
             if plan.starts[row] != 0 or own - start != prefix + ancestors:
                 return False
-            differs = np.int64(0)
-            for position in range(prefix):
-                differs |= ids[start + position] ^ granted[position]
-            if differs:
+            if not _are_same(ids[start:], granted, prefix):
                 return False
             if ancestors and not _is_path(heads, number, forward, ids, start + prefix, own, uid, prefix):
                 return False
-            for entry in range(count):
-                if ids[own + entry] != plan.slots[first + entry]:
-                    return False
+            if not _are_same(ids[own:], plan.slots[first:], count):
+                return False
             first += count
         if prefix > fact.judged:
             fact.judged, fact.judged_step = prefix, forward.step
@@ -150,45 +148,35 @@ def _seal(head, forward, pool, plan, facts, generations, states, constants, tabl
         place = row // forward.width
         roots[row] = _fact(facts, _find(facts, plan.who[2 * place], place), pool.pool_id).root
     low, high = pool.low_layers, pool.high_layers
-    return seal_entries(head, plan.slots, reads, roots, generations, states, low, high, constants, table, live, judged)
+    return seal_plan(head, plan.slots, reads, roots, generations, states, low, high, constants, table, live, judged)
 
 
 @loop()
-def _keep(forward, pool, plan, table, live):
+def _keep(forward, pool, slots, table, live):
     """Fingerprints of what a forward has stored, as `keep_fingerprints`."""
-    n, layers, slots = forward.entries, pool.layers, pool.num_slots
-    fingerprints, content = longs_at(forward.fingerprints, 2 * layers * n), longs_at(pool.content_a, layers * slots)
-    for entry in range(n):
-        slot, fingerprint_b = plan.slots[entry], pool.start_b
-        for layer in range(layers):
-            content[layer * slots + slot] = fingerprints[2 * layer * n + entry]
-            fingerprint_b += fingerprints[(2 * layer + 1) * n + entry]
-        table[pool.base + slot, CONTENT_B] = live[pool.base + slot, CONTENT_B] = fingerprint_b
+    n, layers, base = forward.entries, pool.layers, pool.base
+    fingerprints = longs_at(forward.fingerprints, 2 * layers * n).reshape(layers, 2, n)
+    content = longs_at(pool.content_a, layers * pool.num_slots).reshape(layers, pool.num_slots)
+    keep_fingerprints(slots, fingerprints, pool.start_b, content, live[base:], table[base:])
 
 
 @loop()
-def _row_is_true(fact, pool, generations, constants, table, live, judged):
+def _row_is_true(fact, struct, generations, constants, table, live, judged):
     """`Reader._records_are_intact` and `_untrue` of the longest row of a request, whose truth grows as far."""
-    end, known, base = fact.judged, min(fact.known, fact.judged), pool.base
-    ids = longs_at(fact.first_id, end)
-    for position in range(end):
-        row, differs = base + ids[position], np.int64(0)
-        for column in range(COLUMNS):
-            differs |= live[row, column] ^ table[row, column]
-        if differs:
-            return False
+    end, known, pool = fact.judged, min(fact.known, fact.judged), view(POOL, struct)
+    if not match_records(fact.first_id, end, live[pool.base :], table[pool.base :]):
+        return False
     if known == end:
         return True
     if end + pool.token_offset > fact.num_tokens:
         return False
-    chains, tokens = longs_at(fact.truths, end), longs_at(fact.tokens, fact.num_tokens)
-    for position in range(fact.num_truths, end):
-        value = chains[position - 1] if position else fact.root
-        token = tokens[position + pool.token_offset]
-        chains[position] = step_of(value, mix(token, position, constants[MIX_KEY]), constants[MULTIPLIER])
-    fact.num_truths = max(fact.num_truths, end)
-    own = ids[known:end]
-    return are_written_at(own, own, chains[known:end], generations, pool, fact.judged_step, table, judged, True)
+    chains, first = longs_at(fact.truths, end), fact.num_truths
+    tokens = longs_at(fact.tokens, fact.num_tokens)[first + pool.token_offset : end + pool.token_offset]
+    before = chains[first - 1] if first else fact.root
+    chain_tokens(tokens, first, before, constants[MULTIPLIER], constants[MIX_KEY], chains[first:])
+    fact.num_truths = max(first, end)
+    own = fact.first_id + 8 * known
+    return are_written(own, own, chains[known:], generations, struct, fact.judged_step, table, judged, True)
 
 
 @loop(
@@ -206,8 +194,8 @@ def prove_forwards(heads, facts, structs, generations, states, constants, table,
     structs: addresses of the pools' structs
     """
     for number in range(heads.shape[0]):
-        forward, plan = forward_at(heads[number]), plan_of(heads[number])
-        pool = pool_at(forward.pool)
+        forward, plan = view(FORWARD, heads[number]), plan_of(heads[number])
+        pool = view(POOL, forward.pool)
         if not (
             _tokens_are_right(forward, pool, plan, facts)
             and _mask_is_right(forward, plan)
@@ -216,14 +204,14 @@ def prove_forwards(heads, facts, structs, generations, states, constants, table,
             return PLANS_WRONG
     seen = 0
     for head in heads:
-        forward, plan = forward_at(head), plan_of(head)
-        pool = pool_at(forward.pool)
+        forward, plan = view(FORWARD, head), plan_of(head)
+        pool = view(POOL, forward.pool)
         forward.seen = _seal(head, forward, pool, plan, facts, generations, states, constants, table, live, judged)
         seen |= forward.seen
     for head in heads:
-        forward = forward_at(head)
+        forward = view(FORWARD, head)
         if forward.fingerprints:
-            _keep(forward, pool_at(forward.pool), plan_of(head), table, live)
+            _keep(forward, view(POOL, forward.pool), plan_of(head).slots, table, live)
     if seen & REWRITTEN:
         for row in range(judged.shape[0]):
             judged[row] = False
@@ -234,6 +222,5 @@ def prove_forwards(heads, facts, structs, generations, states, constants, table,
             if seen & REWRITTEN:
                 fact.known = 0
             if fact.judged:
-                pool = pool_at(structs[pool_id])
-                well &= _row_is_true(fact, pool, generations, constants, table, live, judged)
+                well &= _row_is_true(fact, structs[pool_id], generations, constants, table, live, judged)
     return (0 if well else READS_WRONG) | seen << SEALED_BITS

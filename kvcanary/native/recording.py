@@ -1,11 +1,7 @@
 """Recording: what the flight recorder keeps of forwards that were proved clean, and of records."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 from kvcanary.native.forward_plan import layout_of, plan_of
-from kvcanary.native.jit import forward_at, longs_at, loop
+from kvcanary.native.jit import longs_at, loop, view
 from kvcanary.native.layout import FORWARD
 from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
 
@@ -14,15 +10,6 @@ from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
 def _tail_at(plan, row, width):
     """Where in the indices begins what a row holds behind the prefix that the plan believes."""
     return plan.bounds[row] + max(plan.prefixes[row // width] - plan.starts[row], 0)
-
-
-@loop()
-def _measured(head):
-    """Sizes of `Forward.plan`, and of what its rows hold behind the prefixes that it believes."""
-    forward, plan, tails = forward_at(head), plan_of(head), 0
-    for row in range(forward.rows):
-        tails += plan.bounds[row + 1] - _tail_at(plan, row, forward.width)
-    return layout_of(forward).who, tails
 
 
 @loop("int64(int64[::1], int32[::1], int64[:, ::1])")
@@ -34,13 +21,15 @@ def keep_plans(heads, values, ends):
     """
     total = 0
     for head in heads:
-        size, tails = _measured(head)
-        total += size + tails
+        forward, plan = view(FORWARD, head), plan_of(head)
+        total += layout_of(forward).who
+        for row in range(forward.rows):
+            total += plan.bounds[row + 1] - _tail_at(plan, row, forward.width)
     if total > values.shape[0]:
         return total
     at = 0
     for number in range(heads.shape[0]):
-        forward, plan = forward_at(heads[number]), plan_of(heads[number])
+        forward, plan = view(FORWARD, heads[number]), plan_of(heads[number])
         where, ids = layout_of(forward), longs_at(forward.ids, forward.num_ids)
         numbers = longs_at(heads[number] + 8 * FORWARD.size, where.who)
         has_parents, fits = (forward.has_parents | forward.has_lineage) != 0, True

@@ -6,35 +6,15 @@ table:     [rows, 8] int64, the records of all pools as the canary writes them; 
 judged:    [rows] bool, entries that were found to be their requests' truth
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 import numpy as np
 
+from kvcanary.native import layout
 from kvcanary.native.forward_plan import plan_of
-from kvcanary.native.jit import forward_at, longs_at, loop, pool_at
-from kvcanary.native.layout import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary.native.jit import longs_at, loop, view
+from kvcanary.native.layout import FORWARD, POOL
+from kvcanary_kernels.record import layout as at
 from kvcanary_kernels.record.formulas import chain_step, mix_of, seal_column
-from kvcanary_kernels.record.layout import (
-    CHAIN,
-    COLUMNS,
-    CONTENT_B,
-    LAYERS_HIGH,
-    LAYERS_LOW,
-    LOAD_FAILED,
-    MASK_32,
-    MIX_KEY,
-    MULTIPLIER,
-    REQUEST_GENERATION,
-    RESERVED,
-    SEAL,
-    SEAL_KEYS,
-    SEAL_SLOT_KEY,
-    SEAL_START,
-    STEP_SITE,
-    TOKEN_POSITION,
-)
+from kvcanary_kernels.record.layout import COLUMNS, LOAD_FAILED, MASK_32, RESERVED
 
 NODE_SHIFT = 48  # of a branch or node in STEP_SITE
 
@@ -53,12 +33,12 @@ def chain_tokens(tokens, first_position, value, multiplier, key, chains):
 @loop()
 def _write(row, record, pool_term, constants, table, live, judged):
     """One record, under `seal.seal_values` and what its pool adds; whether an entry is rewritten that was judged."""
-    seal = pool_term + constants[SEAL_START] + constants[SEAL_SLOT_KEY] * row
-    for i in range(TOKEN_POSITION, STEP_SITE + 1):
-        seal += _seal_column(record[i], constants[SEAL_KEYS + 2 * i], constants[SEAL_KEYS + 2 * i + 1])
-    for i in range(SEAL):
+    seal = pool_term + constants[at.SEAL_START] + constants[at.SEAL_SLOT_KEY] * row
+    for i in range(at.TOKEN_POSITION, at.STEP_SITE + 1):
+        seal += _seal_column(record[i], constants[at.SEAL_KEYS + 2 * i], constants[at.SEAL_KEYS + 2 * i + 1])
+    for i in range(at.SEAL):
         table[row, i] = live[row, i] = record[i]
-    table[row, SEAL] = live[row, SEAL] = seal
+    table[row, at.SEAL] = live[row, at.SEAL] = seal
     return judged[row]
 
 
@@ -67,15 +47,25 @@ def write_records(rows, records, constants, table, live, judged):
     """Seal records [n, 8] whose last column is what the pool adds to the seal; whether one was judged before."""
     rewritten = False
     for i in range(rows.shape[0]):
-        rewritten |= _write(rows[i], records[i], records[i, SEAL], constants, table, live, judged)
+        rewritten |= _write(rows[i], records[i], records[i, at.SEAL], constants, table, live, judged)
     return rewritten
 
 
-@loop()
-def seal_entries(head, names, reads, roots, generations, states, low, high, constants, table, live, judged):
-    """`seal_plan`; reads: the slots that it reads."""
-    forward, plan = forward_at(head), plan_of(head)
-    pool, drafted, chains = pool_at(forward.pool), longs_at(forward.before, forward.num_before), plan.chains
+@loop(
+    "int64(int64, int64[::1], int64[::1], int64[::1], int64[::1], uint8[::1], int64, int64, int64[::1], "
+    "int64[:, ::1], int64[:, ::1], boolean[::1])"
+)
+def seal_plan(head, names, reads, roots, generations, states, low, high, constants, table, live, judged):
+    """Seal all entries of one forward, each chained to its parent; what was seen (layout.py).
+
+    head:      address of `Forward.memory`, of which `chains` are filled
+    names:     [n] its slots as the plan calls them;  reads: the slots that it reads
+    roots:     [rows] chain that a row continues where it reads nothing
+    low, high: bitmap of the layers that it has stored
+    Null slots get a chain and no record.
+    """
+    forward, plan = view(FORWARD, head), plan_of(head)
+    pool, drafted, chains = view(POOL, forward.pool), longs_at(forward.before, forward.num_before), plan.chains
     tokens, positions, parents, owns = plan.tokens, plan.positions, plan.parents, plan.owns
     has_parents, width, base = forward.has_parents != 0, forward.width, pool.base
     record = np.zeros(COLUMNS, np.int64)
@@ -84,58 +74,42 @@ def seal_entries(head, names, reads, roots, generations, states, low, high, cons
         above, begin, last = roots[row], plan.begins[row], owns[row] - 1
         is_read = owns[row] > plan.bounds[row]
         if is_read and 0 <= reads[last] < pool.num_slots:
-            above = table[base + reads[last], CHAIN]
+            above = table[base + reads[last], at.CHAIN]
         if drafted.shape[0]:
             branch, read = parents[row], above
             above = drafted[row // width * width + branch] if 0 <= branch < width else np.int64(0)
             if above != read and is_read and pool.null_slots <= reads[last] < pool.num_slots:
-                seen |= ASTRAY
+                seen |= layout.ASTRAY
         for entry in range(first, first + plan.written[row]):
             parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
             before = above if parent < 0 else chains[parent]
-            mixed = mix(tokens[entry], positions[entry], constants[MIX_KEY])
-            chains[entry] = step_of(before, mixed, constants[MULTIPLIER])
+            mixed = mix(tokens[entry], positions[entry], constants[at.MIX_KEY])
+            chains[entry] = step_of(before, mixed, constants[at.MULTIPLIER])
             wanted = positions[parent] + 1 if has_parents and parent >= 0 else begin
             wanted += 0 if has_parents else entry - first
             if positions[entry] != wanted:
-                seen |= MISPLACED
+                seen |= layout.MISPLACED
         first += plan.written[row]
-    record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
+    record[at.LAYERS_LOW], record[at.LAYERS_HIGH], first = low, high, 0
     step_site = forward.step & MASK_32 | forward.site << 32
     for row in range(forward.rows):
         for entry in range(first, first + plan.written[row]):
             slot, page = plan.slots[entry], names[entry] // pool.page_size
-            table[base + slot, CHAIN] = chains[entry]
+            table[base + slot, at.CHAIN] = chains[entry]
             if states[page] == RESERVED or states[page] == LOAD_FAILED:
-                seen |= PAGE_FRESH
+                seen |= layout.PAGE_FRESH
             if slot < pool.null_slots:
-                seen |= NULL_WRITTEN
+                seen |= layout.NULL_WRITTEN
                 continue
             node = entry - first if has_parents else 0
-            record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
-            record[CHAIN] = chains[entry]
-            record[REQUEST_GENERATION] = plan.who[row // width * 2] & MASK_32 | generations[page] << 32
-            record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
+            record[at.TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
+            record[at.CHAIN] = chains[entry]
+            record[at.REQUEST_GENERATION] = plan.who[row // width * 2] & MASK_32 | generations[page] << 32
+            record[at.STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
             if _write(base + slot, record, pool.seal_term, constants, table, live, judged):
-                seen |= REWRITTEN
+                seen |= layout.REWRITTEN
         first += plan.written[row]
     return seen
-
-
-@loop(
-    "int64(int64, int64[::1], int64[::1], int64[::1], int64[::1], uint8[::1], int64, int64, int64[::1], "
-    "int64[:, ::1], int64[:, ::1], boolean[::1])"
-)
-def seal_plan(head, names, ids, roots, generations, states, low, high, constants, table, live, judged):
-    """Seal all entries of one forward, each chained to its parent; what was seen (layout.py).
-
-    head:      address of `Forward.memory`, of which `chains` are filled
-    names:     [n] its slots as the plan calls them;  ids: the slots that it reads
-    roots:     [rows] chain that a row continues where it reads nothing
-    low, high: bitmap of the layers that it has stored
-    Null slots get a chain and no record.
-    """
-    return seal_entries(head, names, ids, roots, generations, states, low, high, constants, table, live, judged)
 
 
 @loop(
@@ -168,7 +142,7 @@ def move_records(
     has written since its page was granted arrives as a slot that was never written; a damaged one stays damaged.
     """
     n, num_pages = src.shape[0], generations.shape[0]
-    source, pool = pool_at(origin), pool_at(target)
+    source, pool = view(POOL, origin), view(POOL, target)
     layers = pool.layers if source.content_a and pool.content_a else 0
     src_slots, dst_slots, src_base, dst_base = source.num_slots, pool.num_slots, source.base, pool.base
     src_content = longs_at(source.content_a, layers * src_slots)
@@ -191,22 +165,22 @@ def move_records(
     seen, furthest = 0, np.int64(0)
     for i in range(n):
         record, page, row = records[i], dst_names[i] // page_size, dst_base + dst[i]
-        if (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]:
+        if (record[at.REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]:
             record[:], fingerprints[i] = 0, 0
-            seen |= BLANK
+            seen |= layout.BLANK
         else:
-            furthest = max(furthest, (record[TOKEN_POSITION] >> 32) & MASK_32)
-            uid = owners[page] if owners[page] >= 0 else record[REQUEST_GENERATION] & MASK_32
-            record[REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
-            record[STEP_SITE] = step_site
-            record[CONTENT_B] = record[CONTENT_B] if has_fingerprints and layers else 0
+            furthest = max(furthest, (record[at.TOKEN_POSITION] >> 32) & MASK_32)
+            uid = owners[page] if owners[page] >= 0 else record[at.REQUEST_GENERATION] & MASK_32
+            record[at.REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
+            record[at.STEP_SITE] = step_site
+            record[at.CONTENT_B] = record[at.CONTENT_B] if has_fingerprints and layers else 0
         if _write(row, record, pool.seal_term, constants, table, live, judged):
-            seen |= REWRITTEN
+            seen |= layout.REWRITTEN
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
         for layer in range(layers if has_fingerprints else 0):
             dst_content[layer * dst_slots + dst[i]] = fingerprints[i, layer]
-    return furthest << MOVED_BITS | seen
+    return furthest << layout.MOVED_BITS | seen
 
 
 @loop("boolean(int64, int64, int64[:, ::1], int64[:, ::1])")
@@ -225,35 +199,28 @@ def match_records(slots, n, records, expected):
     return True
 
 
-@loop()
-def are_written_at(slots, names, chains, generations, pool, step, table, judged, marks):
-    """`are_written` of slots, and what plans call them."""
-    n, base = chains.shape[0], pool.base
+@loop("boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64[:, ::1], boolean[::1], boolean)")
+def are_written(slots, names, chains, generations, struct, step, table, judged, marks):
+    """Whether slots hold these chains, of every layer, under the current grants and of no later step.
+
+    slots, names: addresses of the slots and of what plans call them, as many as chains
+    struct:       address of the pool's;  marks: they are judged from now on
+    """
+    n, pool = chains.shape[0], view(POOL, struct)
+    slots, names, base = longs_at(slots, n), longs_at(names, n), pool.base
     for i in range(n):
         page = names[i] // pool.page_size
         if not (0 <= slots[i] < pool.num_slots and 0 <= page < generations.shape[0]):
             return False
         record = table[base + slots[i]]
         if (
-            record[CHAIN] != chains[i]
-            or (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[page]
-            or np.int32(step - record[STEP_SITE]) < 0
-            or record[LAYERS_LOW] != pool.low_layers
-            or record[LAYERS_HIGH] != pool.high_layers
+            record[at.CHAIN] != chains[i]
+            or (record[at.REQUEST_GENERATION] >> 32) & MASK_32 != generations[page]
+            or np.int32(step - record[at.STEP_SITE]) < 0
+            or record[at.LAYERS_LOW] != pool.low_layers
+            or record[at.LAYERS_HIGH] != pool.high_layers
         ):
             return False
-    if marks:
-        for i in range(n):
-            judged[base + slots[i]] = True
+    for i in range(n if marks else 0):
+        judged[base + slots[i]] = True
     return True
-
-
-@loop("boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64[:, ::1], boolean[::1], boolean)")
-def are_written(ids, names, chains, generations, struct, step, table, judged, marks):
-    """Whether slots hold these chains, of every layer, under the current grants and of no later step.
-
-    ids, names: addresses of the slots and of what plans call them, as many as chains
-    struct:       address of the pool's;  marks: they are judged from now on
-    """
-    own, full = longs_at(ids, chains.shape[0]), longs_at(names, chains.shape[0])
-    return are_written_at(own, full, chains, generations, pool_at(struct), step, table, judged, marks)

@@ -3,62 +3,13 @@
 n: requests;  structs: address of theirs, [n]
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
-from kvcanary.native.jit import (
-    final_at,
-    flags_at,
-    line_at,
-    longs_at,
-    loop,
-    pages_at,
-    pool_at,
-    queue_at,
-    request_at,
-    run_at,
-    spread_at,
-    uncollected_at,
-)
-from kvcanary.native.layout import (
-    GUESSES,
-    LACKING_BITS,
-    LAGS,
-    LEFT_TO_LEDGER,
-    NO_ROOM,
-    NOT_WRITTEN,
-    NOWHERE,
-    PAGES_FINAL,
-    PLACE_BITS,
-    RANGES_TO_SPARE,
-    ROWS,
-    RUN,
-    STAYS,
-    UNCOLLECTED,
-    UNKNOWN,
-)
+from kvcanary.native import layout
+from kvcanary.native.jit import flags_at, longs_at, loop, nth, view
+from kvcanary.native.layout import FINAL, LINE, PAGES, POOL, QUEUE, REQUEST, ROWS, RUN, SPREAD, UNCOLLECTED
 from kvcanary.native.page_states import follow_event
 from kvcanary.native.request_tokens import chain_of, describe_rows, final_len, put_tokens
-from kvcanary.native.reread_queue import extend
+from kvcanary.native.reread_queue import extend_queue
 from kvcanary_kernels.record.layout import SHARED
-
-
-@loop()
-def _collected_len(request):
-    """`Request.heard_len`."""
-    if request.num_uncollected == 0:
-        return request.committed_len
-    return uncollected_at(request.uncollected).before
-
-
-@loop()
-def _write_row(request, chain, kind, length):
-    """A forward of this kind writes the row up to here; guesses lengthen no row."""
-    if kind == LAGS:  # what lies beyond is junk
-        length = min(length, request.committed_len + chain.ahead)
-    if kind != GUESSES:
-        chain.written = length
 
 
 @loop("void(int64, int64, int64, int64, int64, int64)")
@@ -69,9 +20,12 @@ def write_rows(n, structs, pool, kind, before, written):
     """
     own, counts, lens = longs_at(structs, n), longs_at(written, n), longs_at(before, n if before else 0)
     for number in range(n):
-        request, chain = request_at(own[number]), chain_of(own[number], pool)
-        length = lens[number] if before else final_len(chain, request.committed_len)
-        _write_row(request, chain, kind, length + counts[number])
+        request, chain = view(REQUEST, own[number]), chain_of(own[number], pool)
+        length = counts[number] + (lens[number] if before else final_len(chain, request.committed_len))
+        if kind == layout.LAGS:  # what lies beyond is junk
+            length = min(length, request.committed_len + chain.ahead)
+        if kind != layout.GUESSES:  # which lengthen no row
+            chain.written = length
 
 
 @loop("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -88,25 +42,24 @@ def launch_rows(n, structs, pool, most, forwards, kind, written, rows):
     own, numbers, accepts = longs_at(structs, n), longs_at(rows, ROWS.size * n + 1), written == 0
     collected, is_behind, is_lacking = 0, accepts, 0
     for number in range(n):
-        request = request_at(own[number])
+        request = view(REQUEST, own[number])
         is_behind |= request.num_uncollected > 0 or request.num_pending_acceptances > 0
-        collected += _collected_len(request)
+        heard = request.num_uncollected == 0
+        collected += request.committed_len if heard else view(UNCOLLECTED, request.uncollected).before
         is_lacking |= request.row_lacks
         numbers[ROWS.committed * n + number] = request.committed_len
         request.num_in_flight += forwards
         request.num_pending_acceptances += accepts
-    numbers[ROWS.size * n] = collected if is_behind else UNKNOWN
+    numbers[ROWS.size * n] = collected if is_behind else layout.UNKNOWN
     if not is_behind:
         write_rows(n, structs, pool, kind, 0, written)
-    return unknown | is_lacking << LACKING_BITS
+    return unknown | is_lacking << layout.LACKING_BITS
 
 
 @loop("void(int64, int64, int64, int64)")
 def spread_rows(n, rows, where, step):
-    """The first parts of rows of n requests, and the number of the step, to a place (SPREAD): each part as often
-    as a request has rows, and zeros behind.
-    """
-    struct = spread_at(where)
+    """Parts of rows and the number of the step to a place (SPREAD): each as often as a request has rows, then zeros."""
+    struct = view(SPREAD, where)
     size, parts, width = struct.room, struct.parts, struct.width
     numbers, there = longs_at(rows, parts * n), longs_at(struct.at, parts * size)
     there[:] = 0
@@ -131,55 +84,46 @@ def launch_runs(n, structs, runs, parts, sizes, rows, written, turn, step, now, 
     counts, places = longs_at(sizes, parts), longs_at(where, parts if where else 0)
     unknown = is_lacking = 0
     for part in range(parts):
-        run = run_at(runs)
-        message, numbers = line_at(run.message_struct), 0 if run.places else written
-        pool = pool_at(message.pool).pool_id
+        run = view(RUN, runs)
+        message, numbers = view(LINE, run.message_struct), 0 if run.places else written
+        pool = view(POOL, message.pool).pool_id
         said = launch_rows(n, structs, pool, most, counts[part], message.kind, numbers, rows)
-        unknown += counts[part] * (said & (1 << LACKING_BITS) - 1)
-        is_lacking |= said >> LACKING_BITS
+        unknown += counts[part] * (said & (1 << layout.LACKING_BITS) - 1)
+        is_lacking |= said >> layout.LACKING_BITS
         for _ in range(counts[part]):
-            run = run_at(runs)
+            run = view(RUN, runs)
             run.requests, run.structs, run.rows = n, structs, rows
             run.turn, run.step, run.written = turn, step, numbers
-            line_at(run.message_struct).turn = turn
+            view(LINE, run.message_struct).turn = turn
             run.keep = run.keep + run.places * n if is_kept else 0
             runs += 8 * RUN.size
         if where:
             spread_rows(n, rows, places[part], now)
         rows, written = rows + 8 * (ROWS.size * n + 1), written + 8 * n
-    return unknown | is_lacking << LACKING_BITS
-
-
-@loop("int64(int64, int64)")
-def sum_committed(n, structs):
-    """Of committed lengths."""
-    own, total = longs_at(structs, n), 0
-    for number in range(n):
-        total += request_at(own[number]).committed_len
-    return total
+    return unknown | is_lacking << layout.LACKING_BITS
 
 
 @loop()
 def _has_room(struct, count):
     """For tokens, one more step and what becomes final."""
-    request = request_at(struct)
+    request = view(REQUEST, struct)
     has_room = request.num_tokens + count <= request.tokens_room
     has_room &= request.num_uncollected < request.uncollected_room
     for pool in range(request.num_chains):
-        queue = queue_at(chain_of(struct, pool).reads)
-        has_room &= queue.num_ranges + RANGES_TO_SPARE <= queue.room
+        queue = view(QUEUE, chain_of(struct, pool).reads)
+        has_room &= queue.num_ranges + layout.RANGES_TO_SPARE <= queue.room
     return has_room
 
 
 @loop()
 def _commit(struct, length, step):
     """Entries [0, length) are final, and what was final before joins the queue of re-reads; NOT_WRITTEN, or 0."""
-    request, found = request_at(struct), 0
+    request, found = view(REQUEST, struct), 0
     for pool in range(request.num_chains):
         chain = chain_of(struct, pool)
-        extend(queue_at(chain.reads), final_len(chain, request.committed_len), request.commit_step)
+        extend_queue(chain.reads, final_len(chain, request.committed_len), request.commit_step)
         if chain.offset == 0 and chain.ahead == 0 and chain.written < length:
-            found = NOT_WRITTEN
+            found = layout.NOT_WRITTEN
         chain.written = min(chain.written, length + chain.ahead)  # rejected nodes lie beyond
     request.committed_len, request.commit_step = length, step
     return found
@@ -188,7 +132,7 @@ def _commit(struct, length, step):
 @loop()
 def _final_pages(struct, committed_len, page_size):
     """That lie wholly in what is final in every pool, and the request's own."""
-    request = request_at(struct)
+    request = view(REQUEST, struct)
     least = request.owned_len
     for pool in range(request.num_chains):
         least = min(least, final_len(chain_of(struct, pool), committed_len))
@@ -204,19 +148,19 @@ def commit_rows(n, structs, lens, step, page_size, is_judged):
     """
     own, lengths, found = longs_at(structs, n), longs_at(lens, n), 0
     for number in range(n):
-        request = request_at(own[number])
+        request = view(REQUEST, own[number])
         if request.num_uncollected > 0:
-            is_odd = lengths[number] != uncollected_at(request.uncollected).after
+            is_odd = lengths[number] != view(UNCOLLECTED, request.uncollected).after
         else:
             is_odd = lengths[number] < request.committed_len
             if not _has_room(own[number], 0):
-                return NO_ROOM
+                return layout.NO_ROOM
         if is_odd and not is_judged:
-            found = LEFT_TO_LEDGER
+            found = layout.LEFT_TO_LEDGER
     if found:
         return found
     for number in range(n):
-        request = request_at(own[number])
+        request = view(REQUEST, own[number])
         if request.num_uncollected > 0:
             request.num_uncollected -= 1
             steps = longs_at(request.uncollected, UNCOLLECTED.size * (request.num_uncollected + 1))
@@ -226,7 +170,7 @@ def commit_rows(n, structs, lens, step, page_size, is_judged):
             found |= _commit(own[number], lengths[number], step)
             are_final = _final_pages(own[number], lengths[number], page_size) > request.final_pages
             if are_final and request.num_in_flight == 0:
-                found |= PAGES_FINAL
+                found |= layout.PAGES_FINAL
     return found
 
 
@@ -246,15 +190,15 @@ def accept_rows(n, structs, accepted, stride, step):
     own, numbers, found = longs_at(structs, n), longs_at(accepted, n * stride if accepted else 0), 0
     for number in range(n if accepted else 0):
         if not _has_room(own[number], num_accepted(numbers, number, stride)):
-            return NO_ROOM
+            return layout.NO_ROOM
     for number in range(n):
-        request = request_at(own[number])
+        request = view(REQUEST, own[number])
         request.num_pending_acceptances -= 1
         count, before = num_accepted(numbers, number, stride) if accepted else 0, request.committed_len
         if request.is_live and count > 0:
             put_tokens(request, numbers[number * stride + 1 :], count, step)
             found |= _commit(own[number], before + count, step)
-            uncollected = uncollected_at(request.uncollected + 8 * UNCOLLECTED.size * request.num_uncollected)
+            uncollected = nth(UNCOLLECTED, request.uncollected, request.num_uncollected)
             uncollected.tokens, uncollected.before, uncollected.after = count, before, before + count
             request.num_uncollected += 1
     return found
@@ -263,13 +207,13 @@ def accept_rows(n, structs, accepted, stride, step):
 @loop()
 def _finalise(request, full, page_size, final):
     """So many pages of its row are written no more; whether the rules have nothing to say of that."""
-    numbers = final_at(final)
+    numbers = view(FINAL, final)
     first, start = request.final_pages, numbers.num_final
     if full * page_size > request.num_row or full - first > numbers.room - start:
         return False
     row, room = longs_at(request.row, full * page_size), numbers.room
     pages, uids = longs_at(numbers.pages, room), longs_at(numbers.uids, room)
-    struct = pages_at(numbers.struct)
+    struct = view(PAGES, numbers.struct)
     states, end = flags_at(struct.states, struct.num_pages), start
     for number in range(first, full):
         page = row[number * page_size] // page_size
@@ -277,7 +221,7 @@ def _finalise(request, full, page_size, final):
             pages[end], uids[end] = page, request.uid
             end += 1
     fresh = numbers.pages + 8 * start
-    if follow_event(numbers.struct, end - start, fresh, numbers.following, STAYS, 0) != NOWHERE:
+    if follow_event(numbers.struct, end - start, fresh, numbers.following, layout.STAYS, 0) != layout.NOWHERE:
         return False
     numbers.num_final, request.final_pages = end, full
     return True
@@ -291,16 +235,16 @@ def finalise_runs(runs, count, first, page_size, final):
     runs: address of cards. Behind what was final at a launch, others that are in flight may be writing still.
     final: address of what is said of pages that have become final (native/layout.py)
     """
-    for one in range(first >> PLACE_BITS, count):
-        run = run_at(runs + 8 * RUN.size * one)
-        n, start = run.requests, first & (1 << PLACE_BITS) - 1 if one == first >> PLACE_BITS else 0
+    for one in range(first >> layout.PLACE_BITS, count):
+        run = nth(RUN, runs, one)
+        n, start = run.requests, first & (1 << layout.PLACE_BITS) - 1 if one == first >> layout.PLACE_BITS else 0
         own, lens = longs_at(run.structs, n), longs_at(run.rows + 8 * ROWS.committed * n, n)
-        is_last = one + 1 == count or run_at(runs + 8 * RUN.size * (one + 1)).rows != run.rows
+        is_last = one + 1 == count or nth(RUN, runs, one + 1).rows != run.rows
         for number in range(start, n):
-            request = request_at(own[number])
+            request = view(REQUEST, own[number])
             request.num_in_flight -= 1
             length = lens[number] if request.num_in_flight else request.committed_len
             full = _final_pages(own[number], length, page_size) if is_last and request.num_row else 0
             if full > request.final_pages and request.is_live and not _finalise(request, full, page_size, final):
-                return one << PLACE_BITS | number
-    return NOWHERE
+                return one << layout.PLACE_BITS | number
+    return layout.NOWHERE

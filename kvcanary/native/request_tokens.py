@@ -1,10 +1,6 @@
 """Request tokens: tokens and chain values of requests, by the addresses of their structs (native/layout.py)."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
-from kvcanary.native.jit import chain_at, longs_at, loop, request_at, uncollected_at
+from kvcanary.native.jit import longs_at, loop, nth, view
 from kvcanary.native.layout import LEFT_TO_LEDGER, NO_ROOM, REQUEST, ROW_CHAIN, ROWS, UNCOLLECTED, UNKNOWN
 from kvcanary.native.records import mix, step_of
 from kvcanary.pools import slot_maps
@@ -15,7 +11,7 @@ _final_of = loop()(slot_maps.final_len)
 @loop()
 def chain_of(request, pool):
     """What is known of a request's row in a pool, by the address of its struct."""
-    return chain_at(request + 8 * (REQUEST.size + ROW_CHAIN.size * pool))
+    return view(ROW_CHAIN, request + 8 * (REQUEST.size + ROW_CHAIN.size * pool))
 
 
 @loop()
@@ -43,20 +39,20 @@ def append_tokens(n, structs, counts, tokens, step):
     """
     own, new, total = longs_at(structs, n), longs_at(counts, n), 0
     for number in range(n):
-        request = request_at(own[number])
+        request = view(REQUEST, own[number])
         if request.num_uncollected == 0 and request.num_tokens + new[number] > request.tokens_room:
             return NO_ROOM
         total += new[number]
     numbers, at, found = longs_at(tokens, total), 0, 0
     for number in range(n):
-        request, count = request_at(own[number]), new[number]
+        request, count = view(REQUEST, own[number]), new[number]
         if request.num_uncollected == 0:
             put_tokens(request, numbers[at:], count, step)
         else:
             behind = 0
             for one in range(request.num_uncollected):
-                behind += uncollected_at(request.uncollected + 8 * UNCOLLECTED.size * one).tokens
-            is_same = uncollected_at(request.uncollected).tokens == count
+                behind += nth(UNCOLLECTED, request.uncollected, one).tokens
+            is_same = view(UNCOLLECTED, request.uncollected).tokens == count
             known = longs_at(request.tokens, request.num_tokens)
             for i in range(count if is_same else 0):
                 is_same = is_same and known[request.num_tokens - behind + i] == numbers[at + i]
@@ -69,13 +65,11 @@ def append_tokens(n, structs, counts, tokens, step):
 @loop()
 def _grown(request, chain, length):
     """Whether the tokens of so many entries are known: then the chain is as `chain_tokens` gives it; its last value."""
-    count, value, offset = chain.count, chain.root, chain.offset
+    count, offset = chain.count, chain.offset
     if length > count and length + offset > request.num_tokens:
         return False, 0
-    values = longs_at(chain.values, length)
-    tokens, first = longs_at(request.tokens, request.num_tokens), min(count, length)
-    if first:
-        value = values[first - 1]
+    values, first = longs_at(chain.values, length), min(count, length)
+    tokens, value = longs_at(request.tokens, request.num_tokens), values[first - 1] if first else chain.root
     for position in range(first, length):
         value = step_of(value, mix(tokens[position + offset], position, request.mix_key), request.multiplier)
         values[position] = value
@@ -89,7 +83,7 @@ def grow_chain(struct, place, length):
 
     place: in the request's struct, of the chain's own
     """
-    known, _ = _grown(request_at(struct), chain_at(struct + 8 * place), length)
+    known, _ = _grown(view(REQUEST, struct), view(ROW_CHAIN, struct + 8 * place), length)
     return known
 
 
@@ -113,7 +107,7 @@ def describe_rows(n, structs, pool, most, rows):
     """
     own, numbers, unknown = longs_at(structs, n), longs_at(rows, ROWS.size * n), 0
     for number in range(n):
-        request, chain = request_at(own[number]), chain_of(own[number], pool)
+        request, chain = view(REQUEST, own[number]), chain_of(own[number], pool)
         length = _known_len(request, chain, most)
         is_known, value = _grown(request, chain, max(length, 0))
         if not is_known:

@@ -1,12 +1,9 @@
 """Queues of re-reads: which bytes of rows are read again in a step, oldest first; where rows end; what was found."""
 
-# mypy: disable-error-code="no-untyped-def"
-
-from __future__ import annotations
-
 from kvcanary.config import share_of
-from kvcanary.native.jit import longs_at, loop, pool_at, queue_at, range_at, request_at, row_end_at, slice_at, taken_at
-from kvcanary.native.layout import ITS_SHARE, LEFT_TO_LEDGER, LISTED, NO_ROOM, RANGE, RANGES_TO_SPARE, ROW_END, TAKEN
+from kvcanary.native import layout
+from kvcanary.native.jit import longs_at, loop, nth, view
+from kvcanary.native.layout import LISTED, POOL, QUEUE, RANGE, REQUEST, ROW_END, SLICE, TAKEN
 from kvcanary.native.request_tokens import chain_of, final_len
 from kvcanary.pools.slot_maps import first_visible
 
@@ -15,7 +12,7 @@ _share, first_seen = loop()(share_of), loop()(first_visible)
 
 @loop()
 def _nth_range(queue, place):
-    return range_at(queue.ranges + 8 * RANGE.size * ((queue.first + place) % queue.room))
+    return nth(RANGE, queue.ranges, (queue.first + place) % queue.room)
 
 
 @loop()
@@ -24,14 +21,6 @@ def _join(queue, start, end, step):
     last = _nth_range(queue, queue.num_ranges)
     last.start, last.end, last.step = start, end, step
     queue.num_ranges += 1
-
-
-@loop()
-def extend(queue, length, step):
-    """Positions up to here are final; the queue has room."""
-    if length > queue.length:
-        _join(queue, queue.length, length, step)
-        queue.length = length
 
 
 @loop()
@@ -46,23 +35,26 @@ def _join_last(queue, start, end, step):
 
 @loop("void(int64, int64, int64)")
 def extend_queue(queue, length, step):
-    """`extend`, by the queue's address."""
-    extend(queue_at(queue), length, step)
+    """Positions up to here are final; the queue, which is given by its address, has room."""
+    queue = view(QUEUE, queue)
+    if length > queue.length:
+        _join(queue, queue.length, length, step)
+        queue.length = length
 
 
 @loop()
 def _put(taken, place, row, start, end, step):
-    there = taken_at(taken + 8 * TAKEN.size * place)
+    there = nth(TAKEN, taken, place)
     there.row, there.start, there.end, there.step = row, start, end, step
 
 
-@loop()
-def _take(queue, count, before, step, row, taken):
-    """So many positions, of re-reads before a step, are read in this one; how many ranges of this row they are.
+@loop("int64(int64, int64, int64, int64, int64)")
+def take_ranges(queue, count, before, step, taken):
+    """So many positions, of re-reads before a step, are read in this one; how many ranges they are.
 
-    taken: address of [ranges in the queue, TAKEN] out
+    queue: its address;  taken: address of [ranges in the queue, TAKEN] out, of row 0
     """
-    found = 0
+    found, queue = 0, view(QUEUE, queue)
     while count > 0 and queue.num_ranges > 0:
         first = _nth_range(queue, 0)
         start, end, read = first.start, first.end, first.step
@@ -75,22 +67,16 @@ def _take(queue, count, before, step, row, taken):
             queue.first = (queue.first + 1) % queue.room
             queue.num_ranges -= 1
         _join_last(queue, start, cut, step)
-        _put(taken, found, row, start, cut, read)
+        _put(taken, found, 0, start, cut, read)
         found += 1
         count -= cut - start
     return found
 
 
-@loop("int64(int64, int64, int64, int64, int64)")
-def take_ranges(queue, count, before, step, taken):
-    """`_take`, by addresses of the queue and of what is taken."""
-    return _take(queue_at(queue), count, before, step, 0, taken)
-
-
 @loop("int64(int64)")
 def oldest_read(queue):
     """The step of the position that waits longest, of a queue that has some, by its address."""
-    queue = queue_at(queue)
+    queue = view(QUEUE, queue)
     oldest = 0
     for place in range(queue.num_ranges):
         step = _nth_range(queue, place).step
@@ -102,7 +88,7 @@ def oldest_read(queue):
 def _count(queue, asked, stride):
     """Positions that are read."""
     length = queue.length
-    return _share(length, stride) if asked == ITS_SHARE else min(asked, length)
+    return _share(length, stride) if asked == layout.ITS_SHARE else min(asked, length)
 
 
 @loop("int64(int64, int64, int64, int64, int64, int64, int64, boolean, int64[::1], int64[:, ::1], int64)")
@@ -117,28 +103,28 @@ def take_slice(n, structs, pool, counts, stride, before, step, is_mapped, slots,
     NO_ROOM: a queue has none. LEFT_TO_LEDGER: slots or ranges have none for as many as `said` has. Nothing was looked
              at
     """
-    own, asked, pool = longs_at(structs, n), longs_at(counts, n if counts else 0), pool_at(pool)
-    said, taken = slice_at(said), ranges.ctypes.data
+    own, asked, pool = longs_at(structs, n), longs_at(counts, n if counts else 0), view(POOL, pool)
+    said, taken = view(SLICE, said), ranges.ctypes.data
     said.slots, said.ranges, said.wait = 0, 0, 0
     for number in range(n):
-        request, chain = request_at(own[number]), chain_of(own[number], pool.pool_id)
-        queue = queue_at(chain.reads)
-        if queue.num_ranges + RANGES_TO_SPARE > queue.room:
-            return NO_ROOM
-        extend(queue, final_len(chain, request.committed_len), request.commit_step)
-        said.slots += _count(queue, asked[number] if counts else ITS_SHARE, stride)
+        request, chain = view(REQUEST, own[number]), chain_of(own[number], pool.pool_id)
+        queue = view(QUEUE, chain.reads)
+        if queue.num_ranges + layout.RANGES_TO_SPARE > queue.room:
+            return layout.NO_ROOM
+        extend_queue(chain.reads, final_len(chain, request.committed_len), request.commit_step)
+        said.slots += _count(queue, asked[number] if counts else layout.ITS_SHARE, stride)
         said.ranges += queue.num_ranges
     if said.slots > slots.shape[0] or said.ranges > ranges.shape[0]:
-        return LEFT_TO_LEDGER
+        return layout.LEFT_TO_LEDGER
     num_slots, num_ranges, wait = 0, 0, 0
     for number in range(n):
-        request, chain = request_at(own[number]), chain_of(own[number], pool.pool_id)
-        queue, row = queue_at(chain.reads), longs_at(request.row, request.num_row)
-        count = _count(queue, asked[number] if counts else ITS_SHARE, stride)
+        request, chain = view(REQUEST, own[number]), chain_of(own[number], pool.pool_id)
+        queue, row = view(QUEUE, chain.reads), longs_at(request.row, request.num_row)
+        count = _count(queue, asked[number] if counts else layout.ITS_SHARE, stride)
         first = first_seen(final_len(chain, request.committed_len), pool.window) if pool.window else 0
-        found, kept = _take(queue, count, before, step, number, taken + 8 * TAKEN.size * num_ranges), num_ranges
+        found, kept = take_ranges(chain.reads, count, before, step, taken + 8 * TAKEN.size * num_ranges), num_ranges
         for one in range(num_ranges, num_ranges + found):
-            own_range = taken_at(taken + 8 * TAKEN.size * one)
+            own_range = nth(TAKEN, taken, one)
             start, end, read = max(own_range.start, first), own_range.end, own_range.step
             if end <= first:
                 continue
@@ -163,10 +149,10 @@ def end_rows(n, structs, pool, generations, again, always, ends):
     ends:   [n, ROW_END] out: number of the row, its final length, its last page
     """
     own, hurried = longs_at(structs, n), longs_at(always, n if always else 0)
-    pool, found = pool_at(pool), 0
+    pool, found = view(POOL, pool), 0
     size = pool.page_size
     for number in range(n):
-        request, chain = request_at(own[number]), chain_of(own[number], pool.pool_id)
+        request, chain = view(REQUEST, own[number]), chain_of(own[number], pool.pool_id)
         length = final_len(chain, request.committed_len)
         first = length - length % size
         if first == length or first >= request.num_row:
@@ -178,7 +164,7 @@ def end_rows(n, structs, pool, generations, again, always, ends):
         if not again and not (always and hurried[number]) and chain.tail_page == page and chain.tail_grant == grant:
             continue
         chain.tail_page, chain.tail_grant = page, grant
-        end = row_end_at(ends + 8 * ROW_END.size * found)
+        end = nth(ROW_END, ends, found)
         end.row, end.length, end.page = number, length, page
         found += 1
     return found
@@ -209,7 +195,7 @@ def list_ends(n, ends, page_size, generations, listed):
     positions, rows = listed[LISTED.positions], listed[LISTED.rows]
     found = 0
     for i in range(n):
-        end = row_end_at(ends + 8 * ROW_END.size * i)
+        end = nth(ROW_END, ends, i)
         page, length = end.page, end.length
         grant = longs_at(generations, page + 1)[page]
         for position in range(length, length - length % page_size + page_size):

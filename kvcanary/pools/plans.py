@@ -47,7 +47,9 @@ class ReadPlan:
             and len(indices.shape) == 1
             and self.indptr.dtype is self.prefix_lens.dtype is indices.dtype is torch.int64
         ):
-            self._refuse(rows)
+            _expect_int64("indptr", self.indptr, rows + 1)
+            _expect_int64("indices", indices)
+            _expect_int64("prefix_lens", self.prefix_lens, requests)
         if isinstance(written, Tensor):
             _expect_int64("num_written", written, rows)
         elif written < 0:
@@ -57,11 +59,6 @@ class ReadPlan:
         mask = self.tree_mask
         if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 3 or mask.shape[1] != mask.shape[2]):
             raise PlanError(f"tree_mask must be [requests, N, N] bool, got {list(mask.shape)} {mask.dtype}")
-
-    def _refuse(self, rows: int) -> None:
-        _expect_int64("indptr", self.indptr, rows + 1)
-        _expect_int64("indices", self.indices)
-        _expect_int64("prefix_lens", self.prefix_lens, len(self.requests))
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +88,8 @@ class WritePlan:
             and shape == tokens.shape == positions.shape
             and slots.dtype is tokens.dtype is positions.dtype is torch.int64
         ):
-            self._refuse()
+            for name, values in (("slots", slots), ("tokens", tokens), ("positions", positions)):
+                _expect_int64(name, values, None if values is slots else shape[0])
         if self.parents is not None:
             _expect_int64("parents", self.parents, shape[0])
         if self.lineage is not None:
@@ -100,11 +98,6 @@ class WritePlan:
                 raise PlanError(
                     "parents and lineage must not be given together: a row of a tree's nodes has no lineage"
                 )
-
-    def _refuse(self) -> None:
-        _expect_int64("slots", self.slots)
-        _expect_int64("tokens", self.tokens, self.slots.shape[0])
-        _expect_int64("positions", self.positions, self.slots.shape[0])
 
 
 def wrong_values(view: PoolView, n: int, values: Sequence[Tensor]) -> str:

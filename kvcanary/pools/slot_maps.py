@@ -18,6 +18,7 @@ from kvcanary.pools.views import FULL_GROUP, PoolView
 
 Ints = NDArray[np.int64]
 NOWHERE = -1  # in a slot map, and in what is translated by one
+SLOT_BYTES = 8  # of a slot id in an index array
 
 
 def to_pool_slots(view: PoolView, full_slots: Tensor) -> Tensor:

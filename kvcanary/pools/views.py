@@ -137,11 +137,12 @@ def _check_numbers(view: PoolView) -> None:
         ("token_offset", 0, "1 for a draft that is one token ahead"),
         ("ahead", 0, "1 for a draft that is fed the newest token before the next step"),
         ("null_slots", -1, "leave it out where page 0 is padding's"),
+        ("vocab_size", 1, "leave it out where it is not known"),
+        ("window", 1, "leave it out where attention sees all"),
     ):
-        if getattr(view, name) < low:
-            raise PlanError(f"{name} must be at least {low}, got {getattr(view, name)}: {remedy}")
-    if view.vocab_size is not None and view.vocab_size < 1:
-        raise PlanError(f"vocab_size must be at least 1, got {view.vocab_size}: leave it out where it is not known")
+        number = getattr(view, name)
+        if number is not None and number < low:
+            raise PlanError(f"{name} must be at least {low}, got {number}: {remedy}")
     if view.null_slots == 0:
         raise PlanError(
             "null_slots must be at least 1, got 0: refused ids and padding need a slot that nobody owns, take page 0 "
@@ -159,14 +160,12 @@ def _rows(view: PoolView) -> PoolRows:
 
 
 def _check_memory(view: PoolView) -> None:
-    overlap = first_overlap(view.memory())
-    if overlap is None:
-        return
-    first, second = overlap
-    if first == second:
+    first, second = first_overlap(view.memory()) or ("", "")
+    if first and first == second:
         strides = dict(view.memory())[first].stride()
         raise PlanError(f"slots of {first} overlap, got strides of {strides} words: every slot needs its own bytes")
-    raise PlanError(f"{first} and {second} share memory: give a layer once, and a latent row without v")
+    if first:
+        raise PlanError(f"{first} and {second} share memory: give a layer once, and a latent row without v")
 
 
 def _check_capacity(view: PoolView) -> None:
@@ -181,9 +180,7 @@ def _check_capacity(view: PoolView) -> None:
 
 
 def _check_group(view: PoolView) -> None:
-    """PlanError where a view's group, map and window do not fit together."""
-    if view.window is not None and view.window < 1:
-        raise PlanError(f"window must be at least 1, got {view.window}: leave it out where attention sees all")
+    """PlanError where a view's group and map do not fit together."""
     slot_map = view.slot_map
     if slot_map is None:
         return

@@ -22,7 +22,10 @@ NOBODY = -1
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """What left together: its number, from 1, the step in which it left, and the pages of the pool that it was."""
+    """What left together: its number, from 1, the step in which it left, and the pages of the pool that it was.
+
+    Number 0 is no snapshot: what a connector loads is judged by what the same prefix was when it was written here.
+    """
 
     number: int
     step: int
@@ -70,9 +73,7 @@ class ArrivedSlots:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose bytes a slot of the trip holds: of which snapshot, and the slot's number in it; `detail`: of other
-    kinds.
-    """
+    """Whose bytes a slot of the trip holds: of which snapshot, and its number in it; `detail`: of other kinds."""
 
     kind: str
     sent: Sent | None = None

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvcanary.provenance.slipped_rows import reordered, ways_back
+from kvcanary.provenance.slipped_rows import reordered, row_of, span, ways_back
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.content.poison import poison_words
 from kvcanary_kernels.record.layout import MASK_32, TOKEN_POSITION
@@ -69,8 +69,7 @@ class Scene:
         return tuple(view[self.search // view.shape[1], self.search % view.shape[1]] for view in views)
 
     def part(self, number: int) -> slice:
-        piece = self.pool.rows.pieces[number]
-        return slice(piece.first, piece.first + piece.words)
+        return span(self.pool.rows.pieces[number])
 
 
 Hypothesis = Callable[[Scene], Provenance | None]
@@ -88,10 +87,8 @@ def find_provenance(
     `first`: slots to search first, such as those of the reader's row; then those around the slot
     `hypotheses`: that are tested, in this order; None: all
     """
-    device = pool.records.device
-    row = pool.rows.gather_layer(layer, torch.tensor([slot], device=device))[0]
-    search = torch.tensor(_searched(pool, slot, first), dtype=torch.int64, device=device)
-    scene = Scene(pool, slot, layer, row, search)
+    search = torch.tensor(_searched(pool, slot, first), dtype=torch.int64, device=pool.records.device)
+    scene = Scene(pool, slot, layer, row_of(pool, layer, slot), search)
     answers: list[Provenance] = []
     for hypothesis in HYPOTHESES if hypotheses is None else hypotheses:
         answer = hypothesis(scene)
@@ -110,8 +107,8 @@ def fingerprints_of_rows(pool: PoolState, layer: int, rows: Tensor) -> Tensor:
 
 def holds_its_own(pool: PoolState, layer: int, slot: int) -> bool:
     """Whether the slot's bytes of the layer are those that its fingerprint names."""
-    row = pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))
-    return bool(fingerprints_of_rows(pool, layer, row)[0] == pool.content_a[layer, slot])
+    fingerprints = fingerprints_of_rows(pool, layer, row_of(pool, layer, slot)[None])
+    return bool(fingerprints[0] == pool.content_a[layer, slot])
 
 
 # the hypotheses
@@ -137,18 +134,13 @@ def poisoned(scene: Scene) -> Provenance | None:
     return None
 
 
-def of_the_next_slot(scene: Scene) -> Provenance | None:
-    """By name: the row before or after this one, as when a block slipped by one slot."""
+def of_another_slot(scene: Scene) -> Provenance | None:
+    """By name: the row before or after this one, as when a block slipped by one slot, or of anywhere in the pool."""
     content = scene.pool.content_a[scene.layer]
     for other, where in ((scene.slot - 1, "before"), (scene.slot + 1, "after")):
         if 0 <= other < len(content) and int(content[other]) == scene.name:
             return Provenance("slot", f"the bytes of slot {other}, the one {where} it", "derived", other, scene.layer)
-    return None
-
-
-def of_another_slot(scene: Scene) -> Provenance | None:
-    """By name: the layer's bytes as they were written for another slot, anywhere in the pool."""
-    same = (scene.pool.content_a[scene.layer] == scene.name).nonzero().flatten()
+    same = (content == scene.name).nonzero().flatten()
     others = [slot for slot in same[: NAMED_SLOTS + 2].tolist() if slot != scene.slot]
     if not others:
         return None
@@ -161,16 +153,15 @@ def of_another_slot(scene: Scene) -> Provenance | None:
 def scales_of_another(scene: Scene) -> Provenance | None:
     """What lies beside K and V is one number throughout, or that of the slot before or after."""
     pieces = scene.pool.rows.pieces[scene.num_parts :]
-    beside = [scene.row[piece.first : piece.first + piece.words] for piece in pieces]
-    if not beside:
+    if not pieces:
         return None
-    words = torch.cat(beside)
+    words = torch.cat([scene.row[span(piece)] for piece in pieces])
     if len(words) > 1 and bool((words == words[0]).all()):
         return _inferred("scale", f"{_names(scene)} hold one number throughout")
     for other in (scene.slot - 1, scene.slot + 1):
         if scene.pool.view.null_slots <= other < scene.pool.view.num_slots:
-            row = scene.pool.rows.gather_layer(scene.layer, scene.search.new_tensor([other]))[0]
-            if torch.equal(torch.cat([row[piece.first : piece.first + piece.words] for piece in pieces]), words):
+            row = row_of(scene.pool, scene.layer, other)
+            if torch.equal(torch.cat([row[span(piece)] for piece in pieces]), words):
                 return _inferred("scale", f"{_names(scene)} are those of slot {other}", other, scene.layer)
     return None
 
@@ -224,14 +215,16 @@ def part_of_a_slot(scene: Scene) -> Provenance | None:
     return None
 
 
-def slipped_by_a_head(scene: Scene) -> Provenance | None:
-    view = scene.pool.view
-    size = view.head_dim * view.k[0].element_size()
-    return _slipped(scene, size, "head")
-
-
-def slipped_by_an_element(scene: Scene) -> Provenance | None:
-    return _slipped(scene, scene.pool.view.k[0].element_size(), "element")
+def slipped(scene: Scene) -> Provenance | None:
+    """Its own, moved by one head or one element: undone, it is what was written."""
+    size = scene.pool.view.k[0].element_size()
+    for step, unit in ((scene.pool.view.head_dim * size, "head"), (size, "element")):
+        ways = list(ways_back(scene.pool, scene.layer, scene.slot, scene.row, scene.num_parts, step))
+        place = _was_written(scene, torch.stack([row for _, row in ways])) if ways else None
+        if place:
+            what = " and ".join(PARTS[part] for part in ways[place[0]][0])
+            return _inferred("shift", f"its own {what}, slipped by one {unit}")
+    return None
 
 
 def not_finite(scene: Scene) -> Provenance | None:
@@ -245,15 +238,13 @@ def not_finite(scene: Scene) -> Provenance | None:
         if len(bad):
             place = int(bad[0])
             where = f"{PARTS[number]}, head {place // view.head_dim}, dim {place % view.head_dim}"
-            return _inferred(
-                "not_finite", f"NaN or Inf in {len(bad)} elements of {PARTS[number]}, the first at {where}"
-            )
+            text = f"NaN or Inf in {len(bad)} elements of {PARTS[number]}, the first at {where}"
+            return _inferred("not_finite", text)
     return None
 
 
 #: In the order in which they are tested; a derived answer ends the search.
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    of_the_next_slot,
     of_another_slot,
     scales_in_another_order,
     scales_of_another,
@@ -262,10 +253,11 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     exchanged,
     part_of_a_slot,
     of_another_layer,
-    slipped_by_a_head,
-    slipped_by_an_element,
+    slipped,
     not_finite,
 )
+#: Those that a fingerprint alone answers.
+BY_NAME: tuple[Hypothesis, ...] = (of_another_slot,)
 #: Of bytes that nobody has written.
 UNWRITTEN_HYPOTHESES: tuple[Hypothesis, ...] = (poisoned, not_finite)
 
@@ -296,16 +288,6 @@ def _slots_with(scene: Scene, words: Tensor, part: int, same_part: bool) -> list
     alike = alike[:COMPARED_SLOTS]
     rows = pool.rows.gather_layer(scene.layer, alike)
     return alike[(rows[:, scene.part(part)] == words).all(1)][:1].tolist()
-
-
-def _slipped(scene: Scene, size: int, unit: str) -> Provenance | None:
-    """Undo a slip by `size` bytes: the row is explained when what comes out is what was written."""
-    ways = list(ways_back(scene.pool, scene.layer, scene.slot, scene.row, scene.num_parts, size))
-    place = _was_written(scene, torch.stack([row for _, row in ways])) if ways else None
-    if not place:
-        return None
-    what = " and ".join(PARTS[part] for part in ways[place[0]][0])
-    return _inferred("shift", f"its own {what}, slipped by one {unit}")
 
 
 def _was_written(scene: Scene, rows: Tensor) -> list[int]:

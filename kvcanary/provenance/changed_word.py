@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.pools.parts import Part
+from kvcanary.provenance.slipped_rows import row_of, span
 from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import CONTENT_B, MASK_32, Keys
@@ -55,9 +56,7 @@ def locate_word(pool: PoolState, slot: int, layer: int) -> ChangedWord | None:
 
 
 def fingerprint_differences(pool: PoolState, slot: int) -> tuple[list[int], int]:
-    """Bytes as they lie in the pool minus record, mod 2^64 and signed: fingerprint a by layer, fingerprint b over all
-    layers.
-    """
+    """Bytes as they lie there minus record, mod 2^64 and signed: fingerprint a by layer, fingerprint b over all."""
     fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, torch.tensor([slot], device=pool.records.device))
     differs_a = fingerprint_a[:, 0] - pool.content_a[:, slot]
     return differs_a.tolist(), int(fingerprint_b[0] - pool.records[slot, CONTENT_B])
@@ -68,31 +67,26 @@ def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, diff
 
     Da = key_a * d gives d = Da / key_a for each word; it fits where |d| < 2^32, key_b * d = Db and word - d is a word.
     """
-    return fitting_words(pool.keys, layer, _words(pool, slot, layer), differs_a, differs_b)
+    return fitting_words(pool.keys, layer, row_of(pool, layer, slot), differs_a, differs_b)
 
 
 def fitting_words(keys: Keys, layer: int, row: Tensor, differs_a: int, differs_b: int) -> list[WordChange]:
     """`fitting_changes` of a row [words] int32 that lies in no pool."""
-    key_a, key_b = _unsigned(keys.fingerprint_a[layer]), _unsigned(keys.fingerprint_b[layer])
-    words = _unsigned(row)
-    difference = _inverse(key_a) * differs_a
-    old = words - difference
-    fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference)
-    fits &= (key_b * difference == differs_b) & (old >= 0) & (old <= MASK_32)
-    return [WordChange(layer, n, int(old[n]), int(words[n])) for n in fits.nonzero().flatten().tolist()]
+    words, difference, fits = _explained(keys, layer, row, differs_a)
+    fits &= _unsigned(keys.fingerprint_b[layer]) * difference == differs_b
+    return [
+        WordChange(layer, n, int(words[n] - difference[n]), int(words[n])) for n in fits.nonzero().flatten().tolist()
+    ]
 
 
 def single_words(keys: Keys, layer: int, rows: Tensor, differs_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row [n, words] int32 the one word whose change explains fingerprint a alone: its number, -1 where that is
-    none.
+    """Of each row [n, words] int32 the one word whose change explains fingerprint a alone, [n] int64 each.
 
-    Besides what it changed by, and what that adds to fingerprint b: [n] int64 each. Fingerprint b over all layers must
-                                                                     confirm it.
+    Its number, -1 where that is none, what it changed by, and what that adds to fingerprint b: fingerprint b over all
+    layers must confirm it.
     """
-    key_a, key_b = _unsigned(keys.fingerprint_a[layer]), _unsigned(keys.fingerprint_b[layer])
-    difference = _inverse(key_a) * differs_a[:, None]
-    old = _unsigned(rows) - difference
-    fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference) & (old >= 0) & (old <= MASK_32)
+    _, difference, fits = _explained(keys, layer, rows, differs_a[:, None])
+    key_b = _unsigned(keys.fingerprint_b[layer])
     number = fits.to(torch.uint8).argmax(1)
     changed = difference.gather(1, number[:, None])[:, 0]
     return torch.where(fits.sum(1) == 1, number, -1), changed, key_b[number] * changed
@@ -101,7 +95,7 @@ def single_words(keys: Keys, layer: int, rows: Tensor, differs_a: Tensor) -> tup
 def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWord:
     """Where in the row a change of the bytes that lie in the pool now stands, and what it means."""
     part, piece = part_of_word(pool, change.number)
-    words = _words(pool, slot, change.layer)[piece.first : piece.first + piece.words]
+    words = row_of(pool, change.layer, slot)[span(piece)]
     return describe_word(part, piece.first, words, change)
 
 
@@ -137,9 +131,12 @@ def part_of_word(pool: PoolState, number: int) -> tuple[Part, Piece]:
     return next((part, piece) for part, piece in pairs if number < piece.first + piece.words)
 
 
-def _words(pool: PoolState, slot: int, layer: int) -> Tensor:
-    """[words] int32: the row of one slot and layer."""
-    return pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))[0]
+def _explained(keys: Keys, layer: int, rows: Tensor, differs_a: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Unsigned words, what each must have changed by to explain fingerprint a alone, and whether it may have."""
+    words, difference = _unsigned(rows), _inverse(_unsigned(keys.fingerprint_a[layer])) * differs_a
+    old = words - difference
+    fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference) & (old >= 0) & (old <= MASK_32)
+    return words, difference, fits
 
 
 def _unsigned(words: Tensor) -> Tensor:

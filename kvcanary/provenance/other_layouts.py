@@ -1,5 +1,4 @@
-"""Other layouts: bytes that came back whole, but by another axis, order or stride. Each is undone, and proved by
-fingerprints.
+"""Other layouts: bytes that came back whole, by another axis, order or stride; undone, and proved by fingerprints.
 
 Tried at the first few slots that nothing else explains; an answer holds for all of these, or is none.
 """
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kvcanary.pools.slot_maps import Ints
 from kvcanary.provenance.bytes_of import find_provenance, fingerprints_of_rows
+from kvcanary.provenance.slipped_rows import span
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
@@ -58,13 +58,15 @@ class _Scene:
 
     def keys(self, part: int) -> Tensor:
         """[words] int64, of a part."""
-        piece = self.arrived_slots.pool.rows.pieces[part]
-        keys = self.arrived_slots.pool.keys.fingerprint_a[self.layer, piece.first : piece.first + piece.words]
-        return keys.cpu().to(torch.int64) & MASK_32
+        pool = self.arrived_slots.pool
+        return pool.keys.fingerprint_a[self.layer, span(pool.rows.pieces[part])].cpu().to(torch.int64) & MASK_32
 
     def part(self, rows: Tensor, part: int) -> Tensor:
-        piece = self.arrived_slots.pool.rows.pieces[part]
-        return rows[:, piece.first : piece.first + piece.words]
+        return rows[:, span(self.arrived_slots.pool.rows.pieces[part])]
+
+    def adds(self, rows: Tensor, *parts: int) -> Ints:
+        """[n] int64: what these parts of rows [n, words] add to fingerprint a."""
+        return np.sum([(self.part(rows, part) * self.keys(part)).sum(1).numpy() for part in parts], axis=0)
 
     def name(self, part: int) -> str:
         return self.arrived_slots.pool.view.parts[part].name
@@ -74,13 +76,10 @@ def other_layout(arrived_slots: ArrivedSlots, layer: int, numbers: Ints, page_si
     """What explains the bytes of these compared slots in this layer; None: nothing that is known."""
     sample = numbers[:SAMPLE]
     lacks = arrived_slots.expected[0][layer, sample] - arrived_slots.found[0][layer, sample]
-    scene = _Scene(
-        arrived_slots, layer, page_size, sample, _rows(arrived_slots, layer, arrived_slots.slots[sample]), lacks
-    )
-    guesses = (
-        look(scene) for look in (_of_other_layers, _part_elsewhere, _by_another_axis, _heads, _page_axes, _named)
-    )
-    return next((guess for guess in guesses if guess is not None), None)
+    rows = _rows(arrived_slots, layer, arrived_slots.slots[sample])
+    scene = _Scene(arrived_slots, layer, page_size, sample, rows, lacks)
+    looks = (_of_other_layers, _part_elsewhere, _by_another_axis, _heads, _page_axes, _named)
+    return next((guess for look in looks if (guess := look(scene)) is not None), None)
 
 
 def first_places(known: Ints, wanted: Ints) -> tuple[Ints, Ints]:
@@ -127,23 +126,14 @@ def _part_elsewhere(scene: _Scene) -> Guess | None:
     """One part alone, or all extras, are those of another slot that came back with it."""
     compared, view = _compared(scene), scene.arrived_slots.pool.view
     extras = tuple(range(2 if view.v else 1, scene.num_parts))
-    for parts in dict.fromkeys([*((part,) for part in range(scene.num_parts)), extras]):
-        own, every = (_sum_of(scene, rows, parts) for rows in (scene.rows, compared))
-        which, places = first_places(every, own + scene.lacks)
+    for parts in [*((part,) for part in range(scene.num_parts)), *([extras] if len(extras) > 1 else [])]:
+        which, places = first_places(scene.adds(compared, *parts), scene.adds(scene.rows, *parts) + scene.lacks)
         if len(which) == len(scene.sample):
             here, there = (scene.arrived_slots.places[[scene.sample[0], places[0]]] // scene.page_size).tolist()
-            names, those = " and ".join(map(scene.name, parts)), "that" if len(parts) == 1 else "those"
-            lies = "lies" if len(parts) == 1 else "lie"
+            those, lies = ("that", "lies") if len(parts) == 1 else ("those", "lie")
+            names = " and ".join(map(scene.name, parts))
             return Guess(ELSEWHERE, f"{names} alone: {those} of page {here} {lies} in page {there}")
     return None
-
-
-def _sum_of(scene: _Scene, rows: Tensor, parts: tuple[int, ...]) -> Ints:
-    """[n] int64: what these parts of rows [n, words] add to fingerprint a."""
-    total = np.zeros(len(rows), np.int64)
-    for part in parts:
-        total += (scene.part(rows, part) * scene.keys(part)).sum(1).numpy()
-    return total
 
 
 def _by_another_axis(scene: _Scene) -> Guess | None:
@@ -155,9 +145,8 @@ def _by_another_axis(scene: _Scene) -> Guess | None:
     as_k, as_v = (
         np.concatenate([(scene.part(compared, part) * key).sum(1).numpy() for part in (0, 1)]) for key in keys
     )
-    own = scene.lacks + _sum_of(scene, scene.rows, (0, 1))
     found = []
-    for wanted in own:
+    for wanted in scene.lacks + scene.adds(scene.rows, 0, 1):
         which, places = first_places(as_v, wanted - as_k)
         if not len(which):
             return None
@@ -181,7 +170,7 @@ def _heads(scene: _Scene) -> Guess | None:
     parts = scene.arrived_slots.pool.view.parts
     sums: dict[int, Ints] = {}  # by part [orders, n]: what each order would add
     heads = parts[0].heads
-    orders = np.array(list(_orders(heads)), np.int64).reshape(-1, heads)
+    orders = np.array(list(orders_of(heads)), np.int64).reshape(-1, heads)
     for number, part in enumerate(parts):
         keys = scene.keys(number)
         if part.heads == heads and len(keys) % heads == 0 and len(orders):
@@ -198,8 +187,8 @@ def _heads(scene: _Scene) -> Guess | None:
     return None
 
 
-def _orders(heads: int) -> Iterator[tuple[int, ...]]:
-    """Orders of heads that a copy may make, but the right one: all of few; else rotations, exchanges and strides."""
+def orders_of(heads: int) -> Iterator[tuple[int, ...]]:
+    """Orders that a copy may make of heads or layers, but the right one: all of few; else shifts, swaps, strides."""
     right = tuple(range(heads))
     if heads <= FEW_HEADS:
         yield from (order for order in permutations(right) if order != right)
@@ -218,45 +207,35 @@ def _page_axes(scene: _Scene) -> Guess | None:
     """Heads and slots of a page exchanged: HND read as NHD, or the other way round."""
     arrived_slots, size = scene.arrived_slots, scene.page_size
     first = int(scene.sample[0])
-    page, own = (
-        arrived_slots.places[first] // size,
-        np.flatnonzero(arrived_slots.places // size == arrived_slots.places[first] // size),
-    )
+    page = arrived_slots.places[first] // size
+    own = np.flatnonzero(arrived_slots.places // size == page)
     slots = arrived_slots.slots[own]
     if size == 1 or (slots % size != arrived_slots.places[own] % size).any() or len(set((slots // size).tolist())) > 1:
         return None
     rows = _rows(arrived_slots, scene.layer, int(slots[0]) // size * size + np.arange(size))
     wanted = arrived_slots.expected[0][scene.layer, own]
-    for turn in (_turned, _turned_back):
-        undone = torch.cat(
-            [
-                turn(scene.part(rows, number).unflatten(1, (part.heads, -1)))
-                if part.heads > 1
-                else scene.part(rows, number)
-                for number, part in enumerate(arrived_slots.pool.view.parts)
-                if len(scene.keys(number)) % part.heads == 0
-            ],
-            dim=1,
-        )
-        if undone.shape == rows.shape:
-            words = undone[slots % size].to(torch.int32).to(arrived_slots.pool.records.device)
-            if (fingerprints_of_rows(arrived_slots.pool, scene.layer, words).cpu().numpy() == wanted).all():
-                return Guess(
-                    LAYOUT, f"heads and slots of page {page} are exchanged: HND was read as NHD, or NHD as HND"
-                )
+    parts = arrived_slots.pool.view.parts
+    if any(len(scene.keys(number)) % part.heads for number, part in enumerate(parts)):
+        return None
+    by_head = [scene.part(rows, number).unflatten(1, (part.heads, -1)) for number, part in enumerate(parts)]
+    for turn in (turned, turned_back):
+        undone = torch.cat([turn(values) if values.shape[1] > 1 else values.flatten(1) for values in by_head], dim=1)
+        words = undone[slots % size].to(torch.int32).to(arrived_slots.pool.records.device)
+        if (fingerprints_of_rows(arrived_slots.pool, scene.layer, words).cpu().numpy() == wanted).all():
+            text = f"heads and slots of page {page} are exchanged: HND was read as NHD, or NHD as HND"
+            return Guess(LAYOUT, text)
     return None
 
 
-def _turned(values: Tensor) -> Tensor:
+def turned(values: Tensor) -> Tensor:
     """[slots, heads, words] that lie as [heads, slots, words], as [slots, heads * words]."""
     slots, heads, words = values.shape
     return values.reshape(heads, slots, words).transpose(0, 1).flatten(1)
 
 
-def _turned_back(values: Tensor) -> Tensor:
+def turned_back(values: Tensor) -> Tensor:
     """The other way round."""
-    slots, heads, words = values.shape
-    return values.transpose(0, 1).reshape(slots, heads * words)
+    return values.transpose(0, 1).reshape(len(values), -1)
 
 
 def _named(scene: _Scene) -> Guess | None:

@@ -1,4 +1,7 @@
-"""Slipped rows: as they were before a part slipped or came into another order, to be tried against what was written."""
+"""Rows of one slot and layer, and as they were before a part slipped or came into another order.
+
+What comes out is tried against what was written.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,19 @@ import torch
 from torch import Tensor
 
 from kvcanary.records.state import PoolState
-from kvcanary_kernels.record.rows import WORD_BYTES
+from kvcanary_kernels.record.rows import WORD_BYTES, Piece
 
 MOST_ROTATIONS = 32  # of the elements of a part
+
+
+def row_of(pool: PoolState, layer: int, slot: int) -> Tensor:
+    """[words] int32, as it lies there now."""
+    return pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))[0]
+
+
+def span(piece: Piece) -> slice:
+    """The words of a part within its row."""
+    return slice(piece.first, piece.first + piece.words)
 
 
 def ways_back(
@@ -26,9 +39,10 @@ def ways_back(
     single = [(part,) for part in range(num_parts)]
     for parts in [*single, tuple(range(num_parts))] if num_parts > 1 else single:
         for step in (-size, size):
-            for other in (row, _neighbour(pool, layer, slot + (1 if step < 0 else -1))):
-                if other is not None:
-                    yield parts, _slid(pool, row, other, parts, step)
+            yield parts, _slid(pool, row, row, parts, step)
+            neighbour = slot + (1 if step < 0 else -1)
+            if 0 <= neighbour < pool.view.num_slots:
+                yield parts, _slid(pool, row, row_of(pool, layer, neighbour), parts, step)
 
 
 def reordered(pool: PoolState, row: Tensor, num_parts: int) -> Iterator[tuple[str, Tensor]]:
@@ -40,15 +54,13 @@ def reordered(pool: PoolState, row: Tensor, num_parts: int) -> Iterator[tuple[st
     for (here, one), (there, other) in combinations(beside, 2):
         if here.words == there.words:
             before = row.clone()
-            before[here.first : here.first + here.words] = row[there.first : there.first + there.words]
-            before[there.first : there.first + there.words] = row[here.first : here.first + here.words]
+            before[span(here)], before[span(there)] = row[span(there)], row[span(here)]
             yield f"its own {one.name} and {other.name}, exchanged", before
     for piece, part in beside:
-        where = slice(piece.first, piece.first + piece.words)
-        elements = row[where].view(torch.uint8).view(-1, part.dtype.itemsize)
+        elements = row[span(piece)].view(torch.uint8).view(-1, part.dtype.itemsize)
         for order in _orders(len(elements)):
             before = row.clone()
-            before[where] = elements[order].reshape(-1).view(torch.int32)
+            before[span(piece)] = elements[order].reshape(-1).view(torch.int32)
             yield f"its own {part.name}, in another order", before
 
 
@@ -64,19 +76,10 @@ def _orders(count: int) -> Iterator[Tensor]:
         yield places.roll(-by)
 
 
-def _neighbour(pool: PoolState, layer: int, slot: int) -> Tensor | None:
-    """The row of a slot, where the pool has it."""
-    if not 0 <= slot < pool.view.num_slots:
-        return None
-    return pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))[0]
-
-
 def _slid(pool: PoolState, row: Tensor, other: Tensor, parts: tuple[int, ...], step: int) -> Tensor:
     """A row whose parts are moved by `step` bytes; what is missing comes from the other's far end."""
     moved = row.clone()
-    for part in parts:
-        piece = pool.rows.pieces[part]
-        where = slice(piece.first, piece.first + piece.words)
+    for where in (span(pool.rows.pieces[part]) for part in parts):
         here, there = row[where].view(torch.uint8), other[where].view(torch.uint8)
         ends = (here[-step:], there[:-step]) if step < 0 else (there[-step:], here[:-step])
         moved[where] = torch.cat(ends).view(torch.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,8 @@ from kvcanary.recorder.kept_forwards import MOST_UNPACKED, RecordedGroup, Record
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
-    from kvcanary.captured.decoded import DecodedForward, Launch, Launched
-    from kvcanary.captured.launch_group import LaunchGroup
+    from kvcanary.captured.decoded import DecodedForward
+    from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup
     from kvcanary.captured.moves import LaunchedMove
     from kvcanary.captured.readback import CapturedViolation
     from kvcanary.recorder.segment import Segment
@@ -70,27 +70,19 @@ class CapturedEvents:
         self._collecting = step
 
     def event_of(self, pool: str, site: Site, step: int) -> Place | None:
-        """Where the event lies in which a check has fired that fires now: the launch of its forward or move, or its
-        departure.
-
-        None: it is the last one.
-        """
-        found = self._last_launch(pool, site, step) or self._last_move(pool, site, step)
+        """Where the launch of a forward or move lies, or the end of a step, whose check fires now; None: at the end."""
+        found = self._last_launch(pool, site, step)
+        if found is None and site == MOVE_SITE:
+            found = self._last(step, lambda name, *fields: name == "captured_move" and fields[0].pool == pool)
         if found is None and self._collecting is not None:
-            found = next((place for place, event in self._of_step(self._collecting) if event[0] == "end_step"), None)
+            found = self._last(self._collecting, lambda name, *_: name == "end_step")
         return found
 
     def _last_launch(self, pool: str, site: Site, step: int) -> Place | None:
-        for place, (name, *fields) in self._of_step(step):
-            if name == "launch" and fields[0].is_of(fields[1], pool, site):
-                return place
-        return None
+        return self._last(step, lambda name, *fields: name == "launch" and fields[0].is_of(fields[1], pool, site))
 
-    def _last_move(self, pool: str, site: Site, step: int) -> Place | None:
-        for place, (name, *fields) in self._of_step(step) if site == MOVE_SITE else ():
-            if name == "captured_move" and fields[0].pool == pool:
-                return place
-        return None
+    def _last(self, step: int, is_it: Callable[..., bool]) -> Place | None:
+        return next((place for place, event in self._of_step(step) if is_it(*event)), None)
 
     def _of_step(self, step: int) -> list[tuple[Place, Event]]:
         """The events of a step of which somebody may still ask, the last ones first."""
@@ -156,7 +148,7 @@ class CapturedEvents:
             return
         segment, number = place
         _, launched, which = segment.events[number]
-        launch = launched[which]
+        launch = launched.launches[which]
         if violation.code == "W9":
             launch.padding += ((violation.row, violation.entry, violation.slot),)
         elif violation.row >= 0 and violation.place >= 0:

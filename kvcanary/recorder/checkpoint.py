@@ -13,7 +13,7 @@ from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW
 if TYPE_CHECKING:
     from kvcanary.captured.step import CapturedStep
     from kvcanary.ledger.ledger import Ledger, Request
-    from kvcanary.ledger.requests import UncollectedStep
+    from kvcanary.ledger.request_state import UncollectedStep
     from kvcanary.records.record_store import RecordStore
     from kvcanary.records.state import CanaryState, PoolState
     from kvcanary.scrub.poison import Poisoner
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 RECORD_BYTES = 32  # that are kept of a record
-PAGE_ARRAYS = ("generations", "states", "owners", "refcounts", "published", "writers")
+PAGE_ARRAYS = ("generations", "states", "owners", "refcounts", "published", "writers", "holder_sums")
+#: What is true of a request and goes into a dump, and back into a ledger, as it is.
+REQUEST_FACTS = ("committed_len", "final_pages", "commit_step", "released", "owned_len", "is_damaged")
 
 
 class Checks(Protocol):
@@ -31,15 +33,9 @@ class Checks(Protocol):
 
     step: int
     captured: CapturedStep | None
-
-    @property
-    def record_store(self) -> RecordStore: ...
-
-    @property
-    def scrubber(self) -> Scrubber: ...
-
-    @property
-    def cached(self) -> PrefixScrubber: ...
+    record_store: RecordStore
+    scrubber: Scrubber
+    cached: PrefixScrubber
 
 
 class ManagerState(NamedTuple):
@@ -55,9 +51,8 @@ class ManagerState(NamedTuple):
 
     def poisoners(self) -> dict[str | None, Poisoner]:
         """By group behind a slot map; None: of all pools without one."""
-        groups: dict[str | None, Poisoner] = {None: self.poisoner}
-        groups.update(self.mapped)
-        return groups
+        own: dict[str | None, Poisoner] = {None: self.poisoner}
+        return own | self.mapped
 
     def poisoner_of(self, pool: PoolState) -> Poisoner:
         return self.poisoner if pool.view.slot_map is None else self.mapped[pool.view.group]
@@ -78,33 +73,25 @@ class RequestState:
     """One live request; `tokens`: those that were known then, and `steps`, in which each became so, where they lie.
 
     roots: by pool, what stands for role, salt and adapter; reads: by pool, [n, 3] int64 ranges of `ReadQueue.numbers`
-    judged: by pool, (length, step, whether the epoch is the record store's)
+    facts: REQUEST_FACTS, and by pool `row_lens` and `judged`: length, step, whether the epoch is the record store's
     """
 
     request_id: str
-    uid: int
     tokens: Array
     steps: Array
     num_tokens: int
     roots: tuple[int, ...]
     pages: tuple[int, ...]
-    row_lens: tuple[int, ...]
     reads: tuple[Array, ...]
-    judged: tuple[tuple[int, int, bool], ...]
-    committed_len: int
-    final_pages: int
-    commit_step: int
-    released: bool
-    owned_len: int | None
-    is_damaged: bool
     uncollected: tuple[UncollectedStep, ...]
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """All of it, behind the check of a step, when nothing waits to be judged.
 
-    pages:    the arrays of `Pages` by name, and `holder_sums`
+    pages:    the arrays of `Pages` by name, PAGE_ARRAYS
     records:  [slots of all pools, 4] uint64, token and position, chain, request and generation, step and site; None
               where they would take too many bytes
     partial:  [n, 3] uint64: rows of records that not every layer has written, with both words of their bitmaps
@@ -154,8 +141,7 @@ def take_checkpoint(manager_state: ManagerState, step: int, room: Array | None) 
     return Checkpoint(
         step=step,
         requests=tuple(_request(request, checks.record_store.epoch) for request in ledger.requests.values()),
-        pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
-        | {"holder_sums": ledger.pages.holder_sums.copy()},
+        pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS},
         records=None if room is None else room.view(np.uint64),
         partial=np.column_stack([partial.astype(np.uint64), table[partial][:, [LAYERS_LOW, LAYERS_HIGH]]]),
         judged=checks.record_store.judged.copy(),
@@ -191,20 +177,16 @@ def _copy_records(manager_state: ManagerState, room: Array | None) -> Array:
 def _request(request: Request, epoch: int) -> RequestState:
     return RequestState(
         request.request_id,
-        request.uid,
         request.tokens,
-        request.known.steps,
+        request.steps,
         len(request.tokens),
-        tuple(truth.root for truth in request.truths),
+        tuple(map(request.root, range(len(request.ahead)))),
         tuple(request.pages),
-        tuple(request.row_lens.tolist()),
         tuple(queue.numbers() for queue in request.reads),
-        tuple((judged.length, judged.step, judged.epoch == epoch) for judged in request.judged),
-        request.committed_len,
-        request.final_pages,
-        request.commit_step,
-        request.released,
-        request.owned_len,
-        request.is_damaged,
         tuple(request.uncollected),
+        {
+            **{name: getattr(request, name) for name in REQUEST_FACTS},
+            "row_lens": request.row_lens.tolist(),
+            "judged": [(judged.length, judged.step, judged.epoch == epoch) for judged in request.judged],
+        },
     )

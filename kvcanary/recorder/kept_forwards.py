@@ -29,28 +29,9 @@ class RecordedForward:
     plan:   as `Forward.plan`, with the ids that were asked for where some were refused; int32 where that holds them
     tails:  [entries] of every row, one after another, what comes behind the prefix that the plan believes
     wholes: by row, all its ids, where it does not name what its request was granted
-    mask:   the bits of the tree mask, packed, and its shape; None: there is none
+    mask:   the bits of the tree mask, packed; None: there is none
     stored: bitmap of the layers that have stored
     """
-
-    __slots__ = (
-        "_forward",
-        "has_lineage",
-        "has_parents",
-        "has_starts",
-        "index",
-        "kind",
-        "mask",
-        "num_entries",
-        "num_rows",
-        "plan",
-        "pool",
-        "requests",
-        "stored",
-        "tails",
-        "wholes",
-        "width",
-    )
 
     def __init__(self, forward: Forward | DecodedForward) -> None:
         self._forward: Any = forward
@@ -60,11 +41,11 @@ class RecordedForward:
     @property
     def layout(self) -> PlanLayout:
         """Of `plan`."""
-        return plan_layout(self.num_entries, self.num_rows, len(self.requests))
+        return plan_layout(self.entries, self.rows, len(self.requests))
 
     @property
     def num_bytes(self) -> int:
-        mask = 0 if self.mask is None else self.mask[0].nbytes
+        mask = 0 if self.mask is None else self.mask.nbytes
         return self.plan.nbytes + self.tails.nbytes + mask + sum(row.nbytes for row in self.wholes.values())
 
     def keep(self, forward: Forward, suspects: Iterable[int]) -> None:
@@ -113,20 +94,16 @@ class RecordedForward:
             self.keep(forward, range(forward.num_rows))
             self._forward = forward
 
-    def keep_wholes(self, rows: Sequence[Ints]) -> None:
-        """All ids of all rows, in their order."""
-        self.wholes = {number: _small(row) for number, row in enumerate(rows)}
-
     def _keep_rest(self, forward: Forward | DecodedForward, stored: int, request_ids: tuple[str, ...]) -> None:
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
-        self.requests = request_ids
-        self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
-        self.has_parents, self.has_starts, self.stored = forward.has_parents, forward.has_starts, stored
-        self.has_lineage = forward.has_lineage
-        self.mask: tuple[Ints, tuple[int, ...]] | None = None
+        self.requests, self.stored, self.has_starts = request_ids, stored, forward.has_starts
+        self.width, self.entries, self.rows = forward.width, forward.num_entries, forward.num_rows
+        self.has_parents, self.has_lineage = forward.has_parents, forward.has_lineage
+        self.mask: Ints | None = None
+        self.mask_shape: tuple[int, ...] | None = None
         if forward.tree_mask is not None:
             bits = forward.tree_mask.cpu().numpy()
-            self.mask = np.packbits(bits), bits.shape
+            self.mask, self.mask_shape = np.packbits(bits), bits.shape
         self._forward = None
 
 
@@ -139,16 +116,6 @@ class RecordedGroup:
               each stored, in their order
     """
 
-    __slots__ = (
-        "_launches",
-        "collected",
-        "launch_group",
-        "num_kept",
-        "reads",
-        "requests",
-        "written",
-    )
-
     def __init__(
         self, launch_group: LaunchGroup, requests: tuple[str, ...], written: Sequence[int], reads: Sequence[int]
     ) -> None:
@@ -156,9 +123,6 @@ class RecordedGroup:
         self.num_kept = launch_group.num_kept + len(requests) * launch_group.places
         self.collected: tuple[int, array[int], int, tuple[tuple[int, ...], ...]] | None = None
         self._launches: list[RecordedLaunch] | None = None
-
-    def __getitem__(self, number: int) -> RecordedLaunch:
-        return self.launches[number]
 
     def __iter__(self) -> Iterator[RecordedLaunch]:
         return iter(self.launches)
@@ -181,11 +145,8 @@ class RecordedGroup:
             (step, numbers, first, layers), self.collected = self.collected, None
             for launch, (substep, entries), stored in zip(self._launches, of_each, layers, strict=True):
                 end = first + substep.num_kept + (n * self.launch_group.places if entries is None else 0)
-                launch.collected, launch.layers, first = (
-                    CollectedRun(substep, step, n, numbers, first, end),
-                    stored,
-                    end,
-                )
+                launch.collected = CollectedRun(substep, step, n, numbers, first, end)
+                launch.layers, first = stored, end
         return self._launches
 
 
@@ -202,18 +163,6 @@ class RecordedLaunch:
     padding: (row, entry, slot) of W9, one of them -1
     """
 
-    __slots__ = (
-        "accepted",
-        "again",
-        "collected",
-        "layers",
-        "number",
-        "padding",
-        "reads",
-        "requests",
-        "strays",
-        "written",
-    )
     layers: tuple[int, ...]
     again: Sequence[int]
     strays: tuple[tuple[int, int, int], ...]
@@ -251,18 +200,13 @@ class RecordedLaunch:
         if forward.num_entries > MOST_UNPACKED or rows is not None:
             packed = self.forward
             if packed is not None and rows is not None:
-                packed.keep_wholes(rows)
+                packed.wholes = {number: _small(row) for number, row in enumerate(rows)}
         else:
             forward.keep()
 
 
 class RecordedMove:
-    """A captured move in a pool.
-
-    places: once the host has collected it, as `LaunchedMove` has them
-    """
-
-    __slots__ = ("number", "places", "pool")
+    """A captured move in a pool; `places`: as `LaunchedMove` has them, once the host has collected it."""
 
     def __init__(self, number: int, pool: str) -> None:
         self.number, self.pool = number, pool

@@ -61,9 +61,6 @@ class Recorder:
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self.log = EventLog()
         self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
-        self._closings: dict[str, Event] = {
-            pool.view.name: ("close", pool.view.name) for pool in manager_state.state.pools
-        }
         self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self.captured = CapturedEvents(self.segments, self.log)
         self._waiting: dict[int, RecordedForward] = {}
@@ -113,9 +110,7 @@ class Recorder:
         return step >= newest.end_step or newest.num_bytes > newest.end_bytes
 
     def begin_segment(self, step: int) -> None:
-        """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go, and
-        leave their memory to it.
-        """
+        """What comes can be followed from the state of now; segments that nobody needs go, and leave their memory."""
         self._count_arrays()
         while len(self.segments) > 1 and step - self.segments[1].checkpoint.step >= self.steps:
             gone = self.segments.popleft().checkpoint.records
@@ -168,13 +163,11 @@ class Recorder:
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
-        if self.segments:
-            self._add(self._closings[pool])
+        self._add(("close", pool))
 
     def stored_again(self, pool: str, layer: int) -> None:
         """A layer of the open forward of this pool has stored before, and does again."""
-        if self.segments:
-            self._add(("store", pool, layer))
+        self._add(("store", pool, layer))
 
     def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
         """These forwards were judged: their plans are kept, and the rows that are not as granted."""
@@ -216,7 +209,7 @@ class Recorder:
         if not self.segments or violation.code not in _DAMAGE:
             return
         place = self.captured.event_of(violation.pool.name, violation.site, violation.step)
-        segment, number = (self.segments[-1], None) if place is None else place
+        segment, number = place or (self.segments[-1], max(len(self.segments[-1].events) - 1, 0))
         violations = (
             [violation.violation(n) for n in range(min(len(violation), MOST_DAMAGED))]
             if isinstance(violation, ViolationBatch)
@@ -224,7 +217,6 @@ class Recorder:
         )
         damage = _damage([one for one in violations if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
-            number = max(len(segment.events) - 1, 0) if number is None else number
             segment.add_damage(number, damage)
             self._limit_newest()
 
@@ -247,11 +239,10 @@ class Recorder:
             while len(self._snapshots) > MOST_SNAPSHOTS:
                 del self._snapshots[next(iter(self._snapshots))]
 
-    def wait_over(self) -> list[RecordedForward]:
+    def wait_over(self) -> None:
         """Forwards that were not judged yet, with the rows that they have now; for a dump in mid-step."""
         for recorded in self._waiting.values():
             recorded.keep_unjudged()
-        return list(self._waiting.values())
 
     # helpers
 
@@ -262,8 +253,9 @@ class Recorder:
         self.log.ints = 0
 
     def _add(self, event: Event) -> None:
-        """With slot maps as they were noted last; somebody records."""
-        self.segments[-1].events.append(event)
+        """With slot maps as they were noted last, where somebody records."""
+        if self.segments:
+            self.segments[-1].events.append(event)
 
     def _noted(self, event: Event) -> None:
         """Behind what has changed in slot maps."""
@@ -281,29 +273,24 @@ class Recorder:
         return self._snapshots.get(id(snapshot), (snapshot, -1))[1]
 
     def _kept(self, value: Any) -> Any:
-        """An argument that nobody can change any more."""
+        """An argument that nobody can change any more; of snapshots their numbers."""
         kind = type(value)
         if kind in _PLAIN:
             return value
         if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
             return tuple(value)
+        if isinstance(value, PageSnapshot):
+            return self._number_of(value)
         if isinstance(value, list) and value and isinstance(value[0], PageSnapshot):
             value = [self._number_of(snapshot) for snapshot in value]
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             return tuple(value)
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
-        if isinstance(value, PageSnapshot):
-            return ("parcel", self._number_of(value))
-        return self._ints(value)
-
-    def _ints(self, values: Sequence[int] | NDArray[Any]) -> tuple[int, ...] | NDArray[np.int64]:
-        """A copy, of many as an array."""
-        if len(values) < LONG:
-            return tuple(map(int, values))
-        kept = np.array(values, np.int64)
-        if self.segments:
-            self.segments[-1].array_bytes += kept.nbytes
+        if len(value) < LONG:
+            return tuple(map(int, value))
+        kept = np.array(value, np.int64)
+        self.segments[-1].array_bytes += kept.nbytes
         return kept
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcanary.pools.slot_maps import Ints
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.content.fingerprint import fingerprint, join, keyed_sums
 from kvcanary_kernels.record.layout import CONTENT_B, Keys
@@ -27,17 +26,10 @@ def fingerprints_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tenso
     return fingerprint_a, fingerprint_b
 
 
-def numbers_are_right(pool: PoolState, slots: Ints, both_fingerprints: bool = False) -> bool:
-    """`slots_are_right` of a pool in host memory."""
-    return pool.loops.match_slots(pool.struct_at, slots, both_fingerprints)
-
-
 def slots_are_right(pool: PoolState, slots: Tensor, both_fingerprints: bool = False) -> bool:
-    """Whether fingerprint a of every layer is the one that is kept, for all of these slots; `both_fingerprints`: and
-    fingerprint b.
-    """
+    """Whether fingerprint a of every layer, or both fingerprints, are those that are kept, for all of these slots."""
     if pool.host is not None:
-        return numbers_are_right(pool, slots.contiguous().numpy(), both_fingerprints)
+        return pool.loops.match_slots(pool.struct_at, slots.contiguous().numpy(), both_fingerprints)
     fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, slots)
     is_right = torch.equal(fingerprint_a, pool.content_a.index_select(1, slots))
     return is_right and (

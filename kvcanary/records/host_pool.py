@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -44,19 +43,11 @@ class Steps(dict[Geometry, tuple[int, int] | None]):
     def __missing__(self, geometry: Geometry) -> tuple[int, int] | None:
         if len(self) == MOST_GEOMETRIES:
             self.clear()
-        steps = self[geometry] = self._steps(*geometry)
+        steps = self[geometry] = self._steps(geometry)
         return steps
 
-    def _steps(
-        self,
-        k_shape: Shape,
-        k_stride: Shape,
-        k_type: object,
-        v_shape: Shape,
-        v_stride: Shape,
-        v_type: object,
-        is_cpu: bool,
-    ) -> tuple[int, int] | None:
+    def _steps(self, geometry: Geometry) -> tuple[int, int] | None:
+        k_shape, k_stride, k_type, v_shape, v_stride, v_type, is_cpu = geometry
         if len(self._parts) != 2 or not is_cpu:
             return None
         own, other = self._parts
@@ -66,7 +57,6 @@ class Steps(dict[Geometry, tuple[int, int] | None]):
         return k_stride[0] * own.size, v_stride[0] * other.size
 
 
-@dataclass(frozen=True, eq=False)
 class HostPool:
     """Arrays over the memory of one pool's tensors, and numbers that loops are given by value; all int64.
 
@@ -80,42 +70,21 @@ class HostPool:
     records, expected: [num_slots, 8]
     """
 
-    parts: tuple[DensePart, ...]
-    steps: Steps
-    address: Longs
-    layout: Longs
-    keys: Tensor
-    layer_keys: list[int]
-    words: int
-    start_a: Longs
-    starts: list[int]
-    start_b: int
-    content_a: Longs
-    records: Longs
-    expected: Longs
-
-
-def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, expected: Tensor) -> HostPool | None:
-    """None where the pool is not in host memory."""
-    if not records.is_cpu:
-        return None
-    both = torch.stack([keys.fingerprint_a, keys.fingerprint_b], 1)
-    parts = tuple(_dense_part(part.shape, part.dtype) for part in view.parts)
-    return HostPool(
-        parts=parts,
-        steps=Steps(parts),
-        address=view.rows.ptrs.numpy(),
-        layout=np.array(view.rows.pieces, np.int64),
-        keys=both,
-        layer_keys=[layer.data_ptr() for layer in both],
-        words=view.rows.words_per_row,
-        start_a=keys.start_a.numpy(),
-        starts=keys.start_a.tolist(),
-        start_b=signed(keys.start_b),
-        content_a=content_a.numpy(),
-        records=records.numpy(),
-        expected=expected.numpy(),
-    )
+    def __init__(self, view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, expected: Tensor) -> None:
+        """All in host memory."""
+        self.parts = tuple(_dense_part(part.shape, part.dtype) for part in view.parts)
+        self.steps = Steps(self.parts)
+        self.address: Longs = view.rows.ptrs.numpy()
+        self.layout = np.array(view.rows.pieces, np.int64)
+        self.keys = torch.stack([keys.fingerprint_a, keys.fingerprint_b], 1)
+        self.layer_keys = [layer.data_ptr() for layer in self.keys]
+        self.words = view.rows.words_per_row
+        self.start_a: Longs = keys.start_a.numpy()
+        self.starts: list[int] = keys.start_a.tolist()
+        self.start_b = signed(keys.start_b)
+        self.content_a: Longs = content_a.numpy()
+        self.records: Longs = records.numpy()
+        self.expected: Longs = expected.numpy()
 
 
 def pool_struct(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **numbers: int) -> Longs:
@@ -133,6 +102,4 @@ def pool_struct(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], 
 
 def _dense_part(shape: tuple[int, ...], dtype: torch.dtype) -> DensePart:
     value = torch.empty((1, *shape), dtype=dtype, device="meta")
-    return DensePart(
-        dtype, tuple(shape), value.stride()[1:], dtype.itemsize, value.numel() * dtype.itemsize // WORD_BYTES
-    )
+    return DensePart(dtype, tuple(shape), value.stride()[1:], dtype.itemsize, value.nbytes // WORD_BYTES)

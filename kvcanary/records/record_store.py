@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcanary.native.layout import BLANK, MOVED_BITS, REWRITTEN
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary_kernels.record.layout import COLUMNS, MASK_32
+from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, REQUEST_GENERATION, SEAL, STEP_SITE
 
 Words = NDArray[np.uint64]
 Rows = NDArray[np.int64]
@@ -77,6 +77,18 @@ class RecordStore:
         if not self._is_host:
             self.fresh.append(rows)
 
+    def load(self, pool: PoolState, slots: Rows, records: Words, step: int) -> None:
+        """As `write`, of slots whose bytes were loaded in this step; a device has the records at once."""
+        records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
+        records[:, CONTENT_B], records[:, SEAL] = 0, pool.seal_term
+        self.write(pool.base + slots, records)
+        self.flush()
+
+    def are_of(self, rows: Rows, grants: Rows) -> NDArray[np.bool_]:
+        """[n] whether each of these rows was written under its grant."""
+        is_current: NDArray[np.bool_] = self.table[rows, REQUEST_GENERATION] >> 32 == grants.view(np.uint64)
+        return is_current
+
     def sealed(self, pool: PoolState, slots: Rows, seen: int) -> None:
         """A loop has written the records of a forward's slots; `seen`: what it has seen (native/layout.py)."""
         self._note(seen & REWRITTEN)
@@ -124,8 +136,7 @@ class RecordStore:
     def collected(self, rewritten: int) -> None:
         """As `learn`, of rows that a loop has marked; `rewritten`: not 0 where one of them was judged."""
         self._is_behind = not self._is_host
-        if rewritten:
-            self._note(rewritten)
+        self._note(rewritten)
 
     def learn(self, rows: Rows) -> None:
         """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,16 @@ from kvcanary.native.layout import POOL
 from kvcanary.pools.aliasing import first_overlap
 from kvcanary.pools.slot_maps import check_groups, full_group_slots
 from kvcanary.pools.views import PoolView
-from kvcanary.records.host_pool import HostPool, host_pool, pool_struct
+from kvcanary.records.host_pool import HostPool, pool_struct
 from kvcanary.records.mailbox import to_device
 from kvcanary.records.page_updates import PageUpdates
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
-from kvcanary_kernels.record.rows import PoolRows
 from kvcanary_kernels.record.seal import seal_offset, seal_torch
 
 
-@dataclass(frozen=True, eq=False)
 class PoolState:
-    """One pool: what the engine gave, and what the canary keeps beside it.
+    """One pool: what the engine gave, and what the canary keeps beside it; nothing of it changes.
 
     base:       row of its slot 0 in the records of all pools
     root:       chain value that position 0 continues, unsigned
@@ -39,34 +36,35 @@ class PoolState:
     expected:   [num_slots, 8] int64, the same records as the canary wrote them: any difference is damage
     content_a:  [layers, num_slots] int64
     seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
-                count from its base;  signed_term: the same as a signed number
-    all_layers: the two columns of a record that every layer has written, signed
+                count from its base
+    full_layers, all_layers: bitmap of all layers; the same as the two columns of a record, signed
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
     seen:       [num_slots] bool, all False: a loop's own
-    struct:       POOL, the same for loops that read by address (native/layout.py); `struct_at`: its address
+    struct:     POOL, the same for loops that read by address (native/layout.py); `struct_at`: its address
     """
 
-    view: PoolView
-    pool_id: int
-    keys: Keys
-    rows: PoolRows
-    base: int
-    root: int
-    records: Tensor
-    expected: Tensor
-    content_a: Tensor
-    layers: Tensor
-    full_layers: int
-    bit_of: Callable[[int, int], int]
-    seal_term: int
-    signed_term: int
-    all_layers: tuple[int, int]
-    host: HostPool | None
-    loops: ModuleType
-    seen: NDArray[np.bool_]
-    struct: NDArray[np.int64]
-    struct_at: int
+    def __init__(self, view: PoolView, pool_id: int, base: int, seed: int, records: Tensor, expected: Tensor) -> None:
+        """`records`, `expected`: those of all pools, zeros here."""
+        from kvcanary.native import loops
+
+        keys = make_keys(seed, view.num_layers, view.rows.words_per_row, device=records.device)
+        self.view, self.pool_id, self.keys, self.base = view, pool_id, keys, base
+        self.rows, self.root = view.rows, chain_root(keys, view.root_name)
+        self.records, self.expected = (values[base : base + view.num_slots] for values in (records, expected))
+        _seal_as_never_written(self.records, pool_id, keys)
+        self.expected.copy_(self.records)
+        self.content_a = torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device)
+        self.layers, self.full_layers = layers_bitmap(view.num_layers, records.device), (1 << view.num_layers) - 1
+        self.all_layers = low, high = stored_columns(self.full_layers)
+        self.bit_of: Callable[[int, int], int] = {layer: 1 << layer for layer in range(view.num_layers)}.get
+        self.seal_term, self.loops = seal_offset(keys, pool_id, base), loops
+        own = keys, self.content_a, self.records, self.expected
+        self.host = HostPool(view, *own) if records.is_cpu else None
+        self.seen: NDArray[np.bool_] = np.zeros(view.num_slots, np.bool_)
+        numbers = {"pool_id": pool_id, "base": base, "seal_term": signed(self.seal_term)}
+        self.struct = pool_struct(view, self.host, self.seen, low_layers=low, high_layers=high, **numbers)
+        self.struct_at: int = self.struct.ctypes.data
 
     def write_fingerprints(self, slots: Tensor, fingerprint_a: Tensor, fingerprint_b: Tensor) -> None:
         """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
@@ -103,17 +101,19 @@ class CanaryState:
             self.owners.fill_(record.NO_OWNER)
             self.page_states.fill_(record.FREE)
             self.arange = torch.arange(self.num_slots + 1, device=device)
-            self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
+            bases = accumulate((view.num_slots for view in views), initial=0)
+            self.pools = tuple(
+                PoolState(view, number, base, seed, self.records, self.expected)
+                for number, (view, base) in enumerate(zip(views, bases, strict=False))
+            )
         self.by_name = {pool.name: pool for pool in self.pools}
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
-        columns = self.generations, self.owners, self.page_states
-        self._host_pages = [column.numpy() for column in columns] if self.records.is_cpu else []
+        self._host_pages = [column.numpy() for column in self._page_truth] if self.records.is_cpu else []
 
     @property
     def num_bytes(self) -> int:
         """What the canary keeps beside the pools, in bytes."""
-        pages = (self.generations, self.owners, self.page_states)
-        tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
+        tensors = self.records, self.expected, self._page_truth, *(pool.content_a for pool in self.pools)
         return sum(tensor.nbytes for tensor in tensors)
 
     @property
@@ -138,14 +138,12 @@ class CanaryState:
         names: [n] int64, what plans call the slots; behind a slot map every slot counts as a page of its own
         """
         columns = {"generations": self.generations, "states": self.page_states, "owners": self.owners}
+        size = self.page_size
         if pool.view.slot_map is None:
-            return {name: values[: pool.view.num_pages] for name, values in columns.items()} | {
-                "page_size": self.page_size
-            }
-        pages = names // self.page_size
+            return {name: values[: pool.view.num_pages] for name, values in columns.items()} | {"page_size": size}
         spread = {name: values.new_zeros(pool.view.num_slots) for name, values in columns.items()}
         for name, values in columns.items():
-            spread[name].index_copy_(0, slots, values.index_select(0, pages))
+            spread[name].index_copy_(0, slots, values.index_select(0, names // size))
         return spread | {"page_size": 1}
 
     def bind(self, pages: Pages) -> None:
@@ -166,44 +164,6 @@ class CanaryState:
         else:
             self._deltas.send(len(where), partial(self.pools[0].loops.describe_pages, pages.struct_at, where))
 
-    def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
-        from kvcanary.native import loops
-
-        view = views[number]
-        keys = make_keys(seed, view.num_layers, view.rows.words_per_row, device=self.records.device)
-        base = sum(other.num_slots for other in views[:number])
-        records = self.records[base : base + view.num_slots]
-        _seal_as_never_written(records, number, keys)
-        expected = self.expected[base : base + view.num_slots].copy_(records)
-        content_a = torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device)
-        seal_term = seal_offset(keys, number, base)
-        low, high = stored_columns((1 << view.num_layers) - 1)
-        host, seen = host_pool(view, keys, content_a, records, expected), np.zeros(view.num_slots, np.bool_)
-        numbers = {"pool_id": number, "base": base, "seal_term": signed(seal_term)}
-        struct = pool_struct(view, host, seen, low_layers=low, high_layers=high, **numbers)
-        return PoolState(
-            view=view,
-            pool_id=number,
-            keys=keys,
-            rows=view.rows,
-            base=base,
-            root=chain_root(keys, view.root_name),
-            records=records,
-            expected=expected,
-            content_a=content_a,
-            layers=layers_bitmap(view.num_layers, records.device),
-            full_layers=(1 << view.num_layers) - 1,
-            bit_of={layer: 1 << layer for layer in range(view.num_layers)}.get,
-            seal_term=seal_term,
-            signed_term=signed(seal_term),
-            all_layers=(low, high),
-            host=host,
-            loops=loops,
-            seen=seen,
-            struct=struct,
-            struct_at=struct.ctypes.data,
-        )
-
 
 def stored_columns(layers: int) -> tuple[int, int]:
     """`bitmap_columns` as signed numbers."""
@@ -215,20 +175,9 @@ def _seal_as_never_written(records: Tensor, pool_id: int, keys: Keys) -> None:
     """Generation 0 is never granted: a slot that nobody has written is R12, a zeroed record R3."""
     slots = torch.arange(records.shape[0], device=records.device)
     zero = torch.zeros_like(slots)
-    one = zero[:1]
-    seal_torch(
-        records,
-        slots,
-        tokens=zero,
-        positions=zero,
-        chains=zero,
-        requests=one,
-        generations=one,
-        step=one,
-        sites=one,
-        pool_id=pool_id,
-        keys=keys,
-    )
+    never: dict[str, Any] = {"tokens": zero, "positions": zero, "chains": zero}
+    never |= dict.fromkeys(("requests", "generations", "step", "sites"), zero[:1])
+    seal_torch(records, slots, **never, pool_id=pool_id, keys=keys)
 
 
 def _check_pools(views: Sequence[PoolView]) -> None:
@@ -255,12 +204,8 @@ def _check_pools(views: Sequence[PoolView]) -> None:
 def _check_memory(views: Sequence[PoolView]) -> None:
     """Pools that share slots share no bytes; groups may lie in the same memory, since their pages never do."""
     for group in {view.group for view in views}:
-        owned = [
-            (f"{name} of {view.name!r}", words)
-            for view in views
-            if view.group == group
-            for name, words in view.memory()
-        ]
+        own = [view for view in views if view.group == group]
+        owned = [(f"{name} of {view.name!r}", words) for view in own for name, words in view.memory()]
         overlap = first_overlap(owned)
         if overlap is not None:
             raise PlanError(f"{overlap[0]} and {overlap[1]} share memory: watch it as one pool")

@@ -14,10 +14,7 @@ from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.dumps.reading import Call
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native.layout import ROWS
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.records.state import PoolState
 from kvcanary.replay.stage import Stage
 from kvcanary_kernels.record.layout import chain_host, signed
@@ -90,11 +87,7 @@ def run_captured(stage: Stage, substep: CapturedSubstep, event: Call, batch: Bat
     is_stored = (slots >= 0) & (torch.arange(len(slots)) < batch.num_entries)
     layers = [layer for layer in range(pool.view.num_layers) if event["stored"] >> layer & 1]
     for layer in (*layers, *event["again"].tolist()):
-        values = stage.values(pool, len(slots))
-        stage.put(pool, layer, slots[is_stored], [value[is_stored] for value in values])
-        k, *others = values
-        v = others.pop(0) if pool.view.v else None
-        substep.store(layer, k, v, *others)
+        stage.store(substep.store, pool, layer, slots, is_stored)
     if substep.judges_bytes:
         _attend(substep, buffers.indices[: int(buffers.indptr[-1])])
     substep.close()

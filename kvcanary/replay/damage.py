@@ -36,18 +36,20 @@ class Damager:
                 _fill_with_nan(pool, damage["layers"], slot)
                 continue
             for layer in damage["layers"]:
-                place = pool.name, slot, layer
-                if place not in self._stage.damaged:
-                    self._stage.damaged.add(place)
+                if self._is_new(pool, slot, layer):
                     _flip(pool, layer, slot, damage.get("word") if self._stage.is_exact else None)
+
+    def _is_new(self, pool: PoolState, slot: int, layer: int) -> bool:
+        """Whether nobody has damaged this place before: several rows may have seen the same."""
+        before = len(self._stage.damaged)
+        self._stage.damaged.add((pool.name, slot, layer))
+        return len(self._stage.damaged) > before
 
     def _damage_record(self, pool: PoolState, damage: dict[str, Any]) -> None:
         slot, words = damage["slot"], damage["words"]
         if damage["fingerprint"]:
             for layer in damage["layers"]:
-                place = pool.name, slot, fingerprint_of(layer)
-                if place not in self._stage.damaged:  # several rows may have seen the same
-                    self._stage.damaged.add(place)
+                if self._is_new(pool, slot, fingerprint_of(layer)):
                     pool.content_a[layer, slot] ^= 1
         elif damage["halves"]:
             found, expected = (rows[slot].numpy().view(np.uint32) for rows in (pool.records, pool.expected))
@@ -56,14 +58,11 @@ class Damager:
                 if damage["halves"] >> half & 1 and found[half] == expected[half]:
                     found[half] = public.get(half, int(found[half]) ^ 1)
         elif words:  # whole in itself: somebody has written it with the canary's keys
-            self._write_record(pool, slot, words)
-
-    def _write_record(self, pool: PoolState, slot: int, words: list[int]) -> None:
-        record_store = self._stage.manager_state.checks.record_store
-        record = record_store.table[[pool.base + slot]]
-        record.view(np.uint32)[0, list(PUBLIC_WORDS)] = words
-        record[0, SEAL] = pool.seal_term
-        record_store.write(np.array([pool.base + slot]), record)
+            record_store, row = self._stage.manager_state.checks.record_store, pool.base + slot
+            record = record_store.table[[row]]
+            record.view(np.uint32)[0, list(PUBLIC_WORDS)] = words
+            record[0, SEAL] = pool.seal_term
+            record_store.write(np.array([row]), record)
 
 
 def _fill_with_nan(pool: PoolState, layers: list[int], slot: int) -> None:

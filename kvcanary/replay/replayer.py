@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import structlog
@@ -14,15 +14,13 @@ from torch import Tensor
 
 from kvcanary.calls.forward import Ints
 from kvcanary.captured.in_flight import InFlight
-from kvcanary.dumps.event_schema import by_request, plan_part
+from kvcanary.dumps.container import told
+from kvcanary.dumps.event_schema import OF_SEVERAL, by_request, plan_part
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
 from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.pools.slot_maps import slots_in, slots_of_pages
 from kvcanary.records.state import PoolState
 from kvcanary.replay.captured import advanced, captured_batch, read_mask, record_accepted, run_captured
@@ -33,9 +31,15 @@ from kvcanary.transfers.async_ops import AsyncOp
 from kvcanary.transfers.async_tracker import Resources
 from kvcanary.transfers.snapshots import PageSnapshot
 
+#: Of a forward between open and close the slots of the pool, [n] int64, that it writes; -1: none there.
+Open = tuple[SubstepCanary | WarmupSubstep, Tensor]
+#: What was put away: the canary's snapshot, and by pool, layer and part the bytes.
+Put = tuple[PageSnapshot, dict[str, list[list[Tensor]]]]
 #: What makes two findings one and the same.
 PLACE = ("code", "pool", "page", "slot", "offset", "position", "layers", "site", "step", "reader", "writer")
 WORD = ("part", "head", "dim", "byte", "bit")
+#: Calls before which bytes come to other places: what was found damaged there is so from then on.
+DAMAGED_LATER = frozenset({"captured_move", "on_move", "on_swap_in", "on_load_end", "on_restore"})
 #: Findings of hooks that a recording does not hold.
 NOT_RECORDED = {
     "H1": "the counters of captured graphs",
@@ -86,9 +90,9 @@ class Replayer:
             raise _contradiction(dump, error) from error
         self.manager, self._manager_state = self._stage.manager, self._stage.manager_state
         self._damage = Damager(self._stage).bring_about
-        self._open: dict[str, _Open] = {}
-        self._snapshots: dict[int, _Put] = {}
-        self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
+        self._open: dict[str, Open] = {}
+        self._snapshots: dict[int, Put] = {}
+        self._new_puts: deque[Put] = deque()  # whose numbers the next events tell
         self._async_ops: dict[tuple[str, int], AsyncOp] = {}
         self._flights: dict[int, InFlight] = {}
         self._accepted: dict[str, list[int]] = {}  # by request, in its last captured step
@@ -109,9 +113,15 @@ class Replayer:
         return outcome
 
     def _survives(self, event: Call, outcome: Outcome) -> bool:
-        """Run one event; whether the engine went on after it."""
+        """Run one event, as a method here or of the manager; whether the engine went on after it."""
         try:
-            self._run(event)
+            if event["call"] not in DAMAGED_LATER:
+                self._damage(event)
+            own: Callable[[Call], None] | None = getattr(self, f"_{event['call']}", None)
+            if own is None:
+                getattr(self.manager, event["call"])(*_arguments(event))
+            else:
+                own(event)
         except KVCorruptionError:
             return False
         except KVCanaryError as error:
@@ -120,27 +130,10 @@ class Replayer:
             raise _contradiction(self._dump, error) from error
         return True
 
-    def _run(self, event: Call) -> None:
-        own: Callable[[Call], None] | None = getattr(self, f"_{event['call']}", None)
-        if own is None:
-            self._damage(event)
-            getattr(self.manager, event["call"])(*_arguments(event))
-        else:
-            own(event)
-
     # events that are more than a call
 
     def _admit(self, event: Call) -> None:
-        self._damage(event)
         self.manager.admit(event["request_id"], event["token_ids"].tolist(), salt_of(event["root"]))
-
-    def _append_all(self, event: Call) -> None:
-        self._damage(event)
-        self.manager.append_all(event["request_ids"], by_request(event["counts"], event["token_ids"]))
-
-    def _on_alloc_all(self, event: Call) -> None:
-        self._damage(event)
-        self.manager.on_alloc_all(event["request_ids"], by_request(event["counts"], event["pages"]))
 
     def _map(self, event: Call) -> None:
         slot_map = self._stage.pool(event["pool"]).view.slot_map
@@ -149,12 +142,11 @@ class Replayer:
         slot_map[_tensor(event["slots"])] = _tensor(event["places"])
 
     def _forward(self, event: Call) -> None:
-        self._damage(event)
         read, write = self._plans(event)
         pool = self._stage.pool(event["pool"])
         substep = self.manager.forward(event["kind"], event["index"], event["pool"])
         _, slots = substep.open(read, write)
-        self._open[pool.name] = _Open(substep, _tensor(slots_in(pool.view, slots.numpy())))
+        self._open[pool.name] = substep, _tensor(slots_in(pool.view, slots.numpy()))
         for layer in range(pool.view.num_layers):
             if event["stored"] >> layer & 1:
                 self._store({"pool": pool.name, "layer": layer})
@@ -164,7 +156,6 @@ class Replayer:
         self.manager.expect([*forwards], event["request_ids"])
 
     def _launch(self, event: Call) -> None:
-        self._damage(event)
         read, write = self._plans(event)
         substep, names, counts = self._stage.captured[event["number"]], event["requests"], event["counts"]
         acceptance = self._stage.acceptance if "accepted" in event else None
@@ -180,16 +171,13 @@ class Replayer:
             record_accepted(acceptance, accepted)
 
     def _check(self, event: Call) -> None:
-        self._damage(event)
         self.manager.collect(self.manager.end_step())
 
     def _end_step(self, event: Call) -> None:
-        self._damage(event)
         self._flights[event["step"]] = self.manager.end_step()
 
     def _collect(self, event: Call) -> None:
         """What ended before the recording has landed in its beginning."""
-        self._damage(event)
         flight = self._flights.get(event["step"])
         if flight is None:
             flight = InFlight(event["step"], None, [])
@@ -210,15 +198,10 @@ class Replayer:
 
     def _store(self, event: Call) -> None:
         pool, (substep, slots) = self._stage.pool(event["pool"]), self._open[event["pool"]]
-        values = self._stage.values(pool, len(slots))
-        lies = slots >= 0
-        self._stage.put(pool, event["layer"], slots[lies], [value[lies] for value in values])
-        k, *others = values
-        v = others.pop(0) if pool.view.v else None
-        substep.store(event["layer"], k, v, *others)
+        self._stage.store(substep.store, pool, event["layer"], slots, slots >= 0)
 
     def _close(self, event: Call) -> None:
-        self._open.pop(event["pool"]).substep.close()
+        self._open.pop(event["pool"])[0].close()
 
     def _on_move(self, event: Call) -> None:
         source = self._stage.pool(event["pool"])
@@ -234,18 +217,14 @@ class Replayer:
         )
 
     def _on_offload(self, event: Call) -> None:
-        self._damage(event)
         pages = event["pages"]
         snapshot = self.manager.on_offload(pages.tolist())
-        self._new_puts.append(_Put(snapshot, self._values(self._manager_state.state.pools, pages)))
+        self._new_puts.append((snapshot, self._values(self._manager_state.state.pools, pages)))
 
     def _on_swap_out(self, event: Call) -> None:
-        self._damage(event)
         pages, pools = event["pages"], self._manager_state.state.pools_of(event["group"])
         snapshots = self.manager.on_swap_out(event["group"], pages.tolist())
-        self._new_puts += [
-            _Put(snapshot, self._values(pools, pages[n : n + 1])) for n, snapshot in enumerate(snapshots)
-        ]
+        self._new_puts += [(snapshot, self._values(pools, pages[n : n + 1])) for n, snapshot in enumerate(snapshots)]
 
     def _on_swap_in(self, event: Call) -> None:
         """Pages that left before the recording are adopted as they lie."""
@@ -257,7 +236,7 @@ class Replayer:
                 strange.append(int(page))
             else:
                 self._bring_back(put, np.array([page]))
-                known.append((int(page), put.snapshot))
+                known.append((int(page), put[0]))
         self._damage(event)
         if strange:
             self.manager.on_swap_in(event["group"], strange, None)
@@ -268,11 +247,19 @@ class Replayer:
         if self._new_puts:
             self._snapshots[event["number"]] = self._new_puts.popleft()
 
-    def _on_load_end(self, event: Call) -> None:
-        self._come_back(event, self.manager.on_load_end)
+    def _come_back(self, event: Call) -> None:
+        """Bytes that were put away lie in other pages; what left before the recording is adopted as it lies."""
+        put, pages = self._snapshots.get(event.get("parcel", -1)), event["pages"]
+        if put is not None:
+            self._bring_back(put, pages)
+        self._damage(event)
+        arrived = event["request_id"], pages.tolist(), event["length"]
+        if put is None:
+            self.manager.on_load_end(*arrived)
+        else:
+            getattr(self.manager, event["call"])(*arrived, put[0])
 
-    def _on_restore(self, event: Call) -> None:
-        self._come_back(event, self.manager.on_restore)
+    _on_load_end = _on_restore = _come_back
 
     def _ticket_issue(self, event: Call) -> None:
         reads = _resources(event["reads"], event["read_names"], event.get("read_grants"))
@@ -299,24 +286,12 @@ class Replayer:
 
     # helpers
 
-    def _come_back(self, event: Call, arrive: Callable[..., None]) -> None:
-        """Bytes that were put away lie in other pages; what left before the recording is adopted as it lies."""
-        put = self._snapshots.get(event.get("parcel", -1))
-        pages = event["pages"]
-        if put is not None:
-            self._bring_back(put, pages)
-        self._damage(event)
-        snapshot = None if put is None else put.snapshot
-        if snapshot is None:
-            self.manager.on_load_end(event["request_id"], pages.tolist(), event["length"])
-        else:
-            arrive(event["request_id"], pages.tolist(), event["length"], snapshot)
-
     def _values(self, pools: Iterable[PoolState], pages: Ints) -> dict[str, list[list[Tensor]]]:
         return {pool.name: self._stage.take(pool, self._slots(pool, pages)) for pool in pools}
 
-    def _bring_back(self, put: _Put, pages: Ints) -> None:
-        for name, layers in put.values.items():
+    def _bring_back(self, put: Put, pages: Ints) -> None:
+        _, by_pool = put
+        for name, layers in by_pool.items():
             pool = self._stage.pool(name)
             for layer, values in enumerate(layers):
                 self._stage.put(pool, layer, self._slots(pool, pages), values)
@@ -371,7 +346,7 @@ class Replayer:
                 parts.append(whole_rows[row])
                 continue
             request = self._manager_state.ledger.request(event["requests"][row // event["width"]])
-            parts += [request.known.slots[start : start + known], tail]
+            parts += [request.slots[start : start + known], tail]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _is_same(self, reported: dict[str, Any], here: dict[str, Any]) -> bool:
@@ -385,23 +360,11 @@ def _taken_along(event: Call, source: PoolState, leaving: Ints) -> list[dict[str
     return [damage for damage in reported if damage["slot"] in leaving]
 
 
-class _Open(NamedTuple):
-    """A forward between open and close. `slots`: of the pool, [n] int64, that it writes; -1: none there."""
-
-    substep: SubstepCanary | WarmupSubstep
-    slots: Tensor
-
-
-@dataclass(frozen=True)
-class _Put:
-    """What was put away: the canary's snapshot, and by pool, layer and part the bytes."""
-
-    snapshot: PageSnapshot
-    values: dict[str, list[list[Tensor]]]
-
-
 def _arguments(event: Call) -> list[Any]:
-    """Those of a call, in its order."""
+    """Those of a call, in its order; of several requests what each of them gets."""
+    if event["call"] in OF_SEVERAL:
+        field, _ = OF_SEVERAL[event["call"]]
+        return [event["request_ids"], by_request(event["counts"], event[field])]
     values = [value for key, value in event.items() if key not in ("n", "call", "damage")]
     return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
 
@@ -424,5 +387,4 @@ def _tensor(values: Ints) -> Tensor:
 
 
 def _contradiction(dump: Dump, error: Exception) -> DumpError:
-    what = f"{type(error).__name__} {error}".splitlines()[0][:120]
-    return DumpError(f"{dump.path} is damaged: its events contradict each other, {what}")
+    return DumpError(f"{dump.path} is damaged: its events contradict each other, {told(error)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,16 @@ from kvcanary.captured.buffers import StaticBuffers
 from kvcanary.captured.registry import SubstepRegistry
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.config import CanaryConfig
+from kvcanary.dumps.manifest import SETTINGS, VIEW_SETTINGS
 from kvcanary.dumps.reading import Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError
-from kvcanary.ledger.ledger import Judged, Request
-from kvcanary.ledger.requests import UncollectedStep
+from kvcanary.ledger.ledger import Judged
+from kvcanary.ledger.request_state import UncollectedStep
 from kvcanary.manager.manager import CanaryManager
 from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary.pools.views import PoolView
-from kvcanary.recorder.checkpoint import PAGE_ARRAYS
+from kvcanary.recorder.checkpoint import PAGE_ARRAYS, REQUEST_FACTS
 from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import no_records
 from kvcanary.records.state import PoolState
@@ -64,7 +65,8 @@ class Stage:
                 f"{dump.path} has no records of its beginning, they were too many: it can be read, not replayed"
             )
         self.random = torch.Generator().manual_seed(0)
-        self.is_exact = _pool_bytes(dump) <= MOST_POOL_BYTES
+        pool_bytes = sum(pool["num_slots"] * pool["slot_bytes"] for pool in dump.manifest["pools"])
+        self.is_exact = pool_bytes <= MOST_POOL_BYTES
         self.damaged: set[tuple[str, int, int]] = set()
         _check_size(dump, self.is_exact)
         maps = _maps(dump)
@@ -79,7 +81,7 @@ class Stage:
         registry = self.manager.registry if dump.manifest["captured"] else None
         self.captured = [] if registry is None else [_captured(registry, one) for one in dump.manifest["captured"]]
         self.moves = [] if registry is None else [registry.add_move(**one) for one in dump.manifest["captured_moves"]]
-        seats = dump.manifest.get("seats")
+        seats = dump.manifest["seats"]
         self.acceptance = (
             None
             if registry is None or seats is None
@@ -93,9 +95,13 @@ class Stage:
     def pool(self, name: str) -> PoolState:
         return self.manager_state.state.by_name[name]
 
-    def values(self, pool: PoolState, n: int) -> list[Tensor]:
-        """By part, [n, ...] small finite numbers."""
-        return [self._random(n, part.shape, part.dtype) for part in pool.view.parts]
+    def store(self, tell: Callable[..., None], pool: PoolState, layer: int, slots: Tensor, lies: Tensor) -> None:
+        """A forward stores made-up numbers in slots [n], of which some lie in the pool, and `tell` is told them."""
+        values = [self._random(len(slots), part.shape, part.dtype) for part in pool.view.parts]
+        self.put(pool, layer, slots[lies], [value[lies] for value in values])
+        k, *others = values
+        v = others.pop(0) if pool.view.v else None
+        tell(layer, k, v, *others)
 
     def put(self, pool: PoolState, layer: int, slots: Tensor, values: Sequence[Tensor]) -> None:
         """Write values to slots of the pool, [n] int64."""
@@ -115,24 +121,20 @@ class Stage:
     # helpers
 
     def _view(self, pool: dict[str, Any], page_size: int, maps: dict[str, Tensor]) -> StandInView:
-        n, layers = pool["num_slots"], pool["layers"]
-        parts = [_Part(part, self.is_exact) for part in pool["parts"]]
-        if not self.is_exact:
-            parts = [part for part in parts if part.name in ("K", "V")]
-        tensors = {part.name: [self._random(n, part.shape, part.dtype) for _ in range(layers)] for part in parts}
+        tensors = {}
+        for part in pool["parts"]:
+            if self.is_exact or part["name"] in ("K", "V"):
+                shape = tuple(part["shape"]) if self.is_exact else (1, SHORT_ROW)
+                values = (pool["num_slots"], shape, getattr(torch, part["dtype"]))
+                tensors[part["name"]] = [self._random(*values) for _ in range(pool["layers"])]
         return StandInView(
             pool["name"],
             tensors.pop("K"),
             tensors.pop("V", None),
             page_size,
-            token_offset=pool["token_offset"],
-            null_slots=pool["null_slots"],
+            **{name: pool[name] for name in VIEW_SETTINGS},
             extras=tensors,
-            group=pool["group"],
             slot_map=maps.get(pool["group"]),
-            window=pool["window"],
-            ahead=pool["ahead"],
-            vocab_size=pool["vocab_size"],
             role=pool["root_name"],
             true_bytes=pool["slot_bytes"],
         )
@@ -144,14 +146,14 @@ class Stage:
     def _set_the_scene(self, dump: Dump) -> None:
         ledger, checks = self.manager_state.ledger, self.manager.session.checks
         start, step = dump.manifest["start"], dump.manifest["first_step"]
-        for name in (*PAGE_ARRAYS, "holder_sums"):
+        for name in PAGE_ARRAYS:
             getattr(ledger.pages, name)[:] = dump.arrays[f"start.{name}"]
         ledger.pages.changed_everywhere()
+        self._write_records(dump)
         for line in dump.start:
             self._admit(line, step)
         for uid, name in dump.manifest["names"].items():
-            ledger.book.remember(int(uid), name)
-        self._write_records(dump)
+            ledger.book.uids.remember(int(uid), name)
         for poisoned in start["poisoners"]:
             self._set_poison(poisoned, BUDGETS.get(dump.manifest["device"], BUDGETS["cuda"]))
         self.manager_state.async_tracker.buffers.update((name, generation) for name, generation in start["buffers"])
@@ -170,19 +172,14 @@ class Stage:
         request.pages = line["pages"].tolist()
         request.row = slots_of_pages(line["pages"], ledger.page_size).tobytes()
         request.row_lens = list(line["row_lens"])
-        for name in ("committed_len", "final_pages", "commit_step", "released", "owned_len"):
+        for name in (*REQUEST_FACTS, "growth"):
             setattr(request, name, line[name])
-        request.growth = line["growth"]
-        request.is_damaged = line.get("is_damaged", False)
-        first = len(request.tokens) - sum(count for count, *_ in line.get("unheard", ()))
+        first = len(request.tokens) - sum(count for count, *_ in line["unheard"])
         uncollected = list[UncollectedStep]()
-        for count, *lens in line.get("unheard", ()):
+        for count, *lens in line["unheard"]:
             uncollected.append(UncollectedStep(request.tokens[first : first + count].tolist(), *lens))
             first += count
         request.uncollected = uncollected
-        self._set_reads(request, line)
-
-    def _set_reads(self, request: Request, line: dict[str, Any]) -> None:
         epoch = self.manager_state.checks.record_store.epoch
         for queue, ranges in zip(request.reads, line["reads"], strict=True):
             queue.put([(first, end, at) for first, end, at in ranges])
@@ -201,7 +198,7 @@ class Stage:
     def _write_records(self, dump: Dump) -> None:
         """What was known of every slot, over the stand-in bytes that lie there."""
         record_store, table = self.manager_state.checks.record_store, dump.arrays["start.records"].view(np.uint64)
-        partial = dump.arrays["start.partial"].view(np.uint64)
+        partial = dump.arrays["start.partial"]
         for pool in self.manager_state.state.pools:
             own = table[pool.base : pool.base + pool.view.num_slots]
             slots = np.flatnonzero(own[:, STEP_SITE] >> np.uint64(32))
@@ -209,37 +206,18 @@ class Stage:
             records[:, :4] = own[slots]
             records[:, CONTENT_B], records[:, SEAL] = 0, pool.seal_term
             records[:, [LAYERS_LOW, LAYERS_HIGH]] = np.array(bitmap_columns(pool.full_layers), np.uint64)
-            rows = dict(zip((slots + pool.base).tolist(), range(len(slots)), strict=True))
-            for row, low, high in partial.tolist():
-                if row in rows:
-                    records[rows[row], [LAYERS_LOW, LAYERS_HIGH]] = np.array([low, high], np.uint64)
+            _, rows, which = np.intersect1d(slots + pool.base, partial[:, 0], return_indices=True)
+            records[rows[:, None], [LAYERS_LOW, LAYERS_HIGH]] = partial[which, 1:].view(np.uint64)
             record_store.write(slots + pool.base, records)
             where = torch.from_numpy(slots)
             if len(slots):
                 pool.write_fingerprints(where, *fingerprints_of_slots(pool, where))
         record_store.judged[:] = dump.arrays["start.judged"]
-        for request in self.manager_state.ledger.requests.values():
-            request.judged = [
-                judged._replace(epoch=record_store.epoch) if judged.epoch >= 0 else judged for judged in request.judged
-            ]
 
 
 def fingerprint_of(layer: int) -> int:
     """What stands for a layer's fingerprint among the layers that are damaged."""
     return -1 - layer
-
-
-class _Part:
-    """What the rows of one part look like here."""
-
-    def __init__(self, part: dict[str, Any], is_exact: bool) -> None:
-        self.name: str = part["name"]
-        self.dtype: torch.dtype = getattr(torch, part["dtype"])
-        self.shape = tuple(part["shape"]) if is_exact else (1, SHORT_ROW)
-
-
-def _pool_bytes(dump: Dump) -> int:
-    return sum(pool["num_slots"] * pool["slot_bytes"] for pool in dump.manifest["pools"])
 
 
 def _check_size(dump: Dump, is_exact: bool) -> None:
@@ -258,27 +236,17 @@ def _check_size(dump: Dump, is_exact: bool) -> None:
 def _captured(registry: SubstepRegistry, one: dict[str, Any]) -> CapturedSubstep:
     """A forward over buffers as large as those that it ran over."""
     sizes, nodes = (one["rows"], one["entries"], one["indices"]), one["nodes"]
-    feeds = {"is_tree": one["has_parents"], "has_truths": one["has_truths"]}
-    feeds |= {name: one.get(name, False) for name in ("has_roots", "has_lineage")}
-    buffers = StaticBuffers.allocate(*sizes, ancestors=one["ancestors"], **feeds)
+    feeds = {name: one[name] for name in ("ancestors", "has_truths", "has_roots", "has_lineage")}
+    buffers = StaticBuffers.allocate(*sizes, is_tree=one["has_parents"], **feeds)
     mask = None if nodes is None else torch.zeros(one["rows"] // one["width"], nodes, nodes, dtype=torch.bool)
-    settings = {"width": one["width"], "max_depth": one["depth"], "tree_mask": mask}
-    settings |= {"attends": one.get("judges_bytes", False)}
+    settings = {"width": one["width"], "max_depth": one["depth"], "tree_mask": mask, "attends": one["judges_bytes"]}
     return registry.add(one["pool"], one["kind"], one["index"], buffers, **settings)
 
 
 def _config(dump: Dump) -> CanaryConfig:
     settings = dump.manifest["config"]
-    return CanaryConfig(
-        mode=settings["mode"],
-        content=settings["content"],
-        budget=settings["budget"],
-        poison=settings["poison"],
-        disable=frozenset(settings["disable"]),
-        quarantine=dump.manifest["quarantine"],
-        seed=dump.manifest["seed"],
-        ring=0,
-    )
+    own = {name: settings[name] for name in SETTINGS} | {name: dump.manifest[name] for name in ("quarantine", "seed")}
+    return CanaryConfig(**own, disable=frozenset(settings["disable"]), ring=0)
 
 
 def _maps(dump: Dump) -> dict[str, Tensor]:

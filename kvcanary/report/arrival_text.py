@@ -8,7 +8,6 @@ from typing import Any
 from kvcanary.provenance.arrival import (
     MISROUTED,
     ONE_WORD,
-    OTHER_LAYOUT,
     SHORT,
     STALE,
     UNKNOWN,
@@ -24,30 +23,39 @@ MOST_LINES = 3
 def sentence_of(arrival: Arrival, kind: str) -> str:
     """What the trip did to the slots of this kind, in one plain sentence."""
     pool, origins = arrival.first(kind)
-    return f"{kind}: {_SENTENCES[kind](arrival, pool, origins)}{_where(arrival)}"
+    text = origins[min(origins)].detail or "the bytes that came back are those of nothing that is known"
+    if kind in _SENTENCES:
+        text = _SENTENCES[kind](arrival, pool, origins)
+    return f"{kind}: {text}{_where(arrival)}"
 
 
 def evidence_of(arrival: Arrival, kind: str) -> tuple[str, ...]:
     """What was read that speaks for it: of the kind of most slots also the way of the pages."""
+    trip = arrival.trip
+    places = {p for pool in arrival.pools for p, origin in pool.origins.items() if origin.kind == kind}
+    pages = len({place // trip.page_size for place in places})
+    lines = [f"{arrival.kinds[kind]} slots, on {pages} of {len(trip.pages)} pages that came back"]
     if kind != arrival.kind:
-        return (_count(arrival, kind),)
+        return tuple(lines)
     _, origins = arrival.first(kind)
-    lines = [_count(arrival, kind), *_way(arrival.trip, origins)]
-    if kind == UNKNOWN:
+    lines += _way(trip, origins)
+    if kind == UNKNOWN and trip.pages[0][0].number:
         forgotten = f", {arrival.num_forgotten} older ones are forgotten" if arrival.num_forgotten else ""
         lines.append(f"compared with zeros, poison, what lay there before and {arrival.num_known} snapshots{forgotten}")
-    return *lines, _journey(arrival.trip, min(origins) // arrival.trip.page_size)
+    sent, number, into = trip.pages[min(origins) // trip.page_size]
+    if not sent.number:
+        return *lines, f"{_page(trip, min(origins))} was loaded into block {into} by {trip.how} in step {trip.step}"
+    left = f"{_page(trip, min(origins))} left from page {sent.pages[number]} in step {sent.step}"
+    return *lines, f"{left}, and came back by {trip.how} into page {into} in step {trip.step}"
 
 
 def expected_of(arrival: Arrival, place: int) -> dict[str, Any]:
     """Of the slot with this number among those of the trip."""
     sent, page, _ = arrival.trip.pages[place // arrival.trip.page_size]
-    return {
-        "parcel": sent.number,
-        "page_of_parcel": page,
-        "left_from_page": sent.pages[page],
-        "left_in_step": sent.step,
-    }
+    if not sent.number:
+        return {"block_of_row": page, "bytes": "those written here under the same prefix"}
+    left = {"left_from_page": sent.pages[page], "left_in_step": sent.step}
+    return {"parcel": sent.number, "page_of_parcel": page} | left
 
 
 def found_of(arrival: Arrival, place: int) -> dict[str, Any]:
@@ -56,14 +64,14 @@ def found_of(arrival: Arrival, place: int) -> dict[str, Any]:
     own = [pool for pool in arrival.pools if place in pool.origins] or list(arrival.pools)
     origin = own[0].origins.get(place, Origin(arrival.kind))
     wrong, compared = sum(len(pool.origins) for pool in arrival.pools), sum(len(p.compared) for p in arrival.pools)
-    found: dict[str, Any] = {
+    whose = {}
+    if origin.sent is not None:
+        whose = {"bytes_of_parcel": origin.sent.number, "bytes_of_page": origin.place // size}
+    return {
         "verdict": arrival.kind,
         "came_back_by": trip.how,
         "into_page": trip.pages[place // size][2],
-    }
-    if origin.sent is not None:
-        found |= {"bytes_of_parcel": origin.sent.number, "bytes_of_page": origin.place // size}
-    return found | {
+        **whose,
         "came_back_in_step": trip.step,
         "slots_wrong": f"{wrong} of {compared}",
         "pages_wrong": f"{arrival.num_pages} of {len(trip.pages)}",
@@ -78,32 +86,30 @@ def found_of(arrival: Arrival, place: int) -> dict[str, Any]:
 def _one_word(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> str:
     count, words = arrival.kinds[ONE_WORD], list(arrival.words.values())
     if count > 1 or not words:
-        parts = " and ".join(
-            dict.fromkeys(o.detail for p in arrival.pools for o in p.origins.values() if o.kind == ONE_WORD)
-        )
+        every = [origin for pool in arrival.pools for origin in pool.origins.values()]
+        parts = " and ".join(dict.fromkeys(origin.detail for origin in every if origin.kind == ONE_WORD))
         return f"one word of {parts} differs in each wrong layer of {count} slots, all else came back as it left"
-    word, pages = words[0], _page(arrival.trip, min(origins) // arrival.trip.page_size)
+    word, page = words[0], _page(arrival.trip, min(origins))
     unit = "word" if word.bit is None else f"bit, bit {word.bit},"
-    place = f"of {word.part}, head {word.head}, dim {word.dim}, on {pages}"
+    place = f"of {word.part}, head {word.head}, dim {word.dim}, on {page}"
     return f"one {unit} {place} changed on the way or before it left, all else came back as it left"
 
 
 def _misrouted(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> str:
     known = {place: origin for place, origin in origins.items() if origin.sent is not None}
+    trip, size = arrival.trip, arrival.trip.page_size
     if not known:
         return origins[min(origins)].detail
-    trip, size = arrival.trip, arrival.trip.page_size
-    shifted = _shifted(trip, known)
-    if shifted:
+    if shifted := _shifted(trip, known):
         return shifted
     first = min(known)
-    origin = known[first]
-    if origin.place % size != first % size:
-        return f"{_slot(trip, first)} came back with the bytes of {_name(trip, origin)}, slot {origin.place % size}"
-    here = _page(trip, first // size)
+    here, there = _page(trip, first), _name(trip, known[first])
+    slot, other = first % size, known[first].place % size
+    if slot != other:
+        return f"{here}, slot {slot} came back with the bytes of {there}, slot {other}"
     more = len({place // size for place in known}) - 1
     others = "" if not more else f", and {more} more page{'s'[: more - 1]} with those of others"
-    return f"{here} came back with the bytes of {_name(trip, origin)}{others}"
+    return f"{here} came back with the bytes of {there}{others}"
 
 
 def _shifted(trip: Trip, known: dict[int, Origin]) -> str:
@@ -124,40 +130,26 @@ def _shifted(trip: Trip, known: dict[int, Origin]) -> str:
 
 
 def _short(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> str:
-    trip, size = arrival.trip, arrival.trip.page_size
-    details = " or ".join(dict.fromkeys(origin.detail for origin in origins.values()))
-    first, total, pages = min(origins), len(trip.pages), {place // size for place in origins}
-    hold = f"{len(pages)} of {total} pages hold {details}"
+    trip, first = arrival.trip, min(origins)
+    pages = len({place // trip.page_size for place in origins})
+    where = f" behind offset {first}" if first > pool.compared[0] else ""
     if sorted(origins) != pool.compared[pool.compared >= first].tolist():
-        return f"nothing arrived in {_page(trip, first // size)}{' and others' if len(pages) > 1 else ''}: {hold}"
-    return f"nothing arrived behind offset {first}: {hold}" if first > pool.compared[0] else f"nothing arrived: {hold}"
+        where = f" in {_page(trip, first)}{' and others' if pages > 1 else ''}"
+    details = " or ".join(dict.fromkeys(origin.detail for origin in origins.values()))
+    return f"nothing arrived{where}: {pages} of {len(trip.pages)} pages hold {details}"
 
 
 def _stale(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> str:
-    first = min(origins)
-    here, origin = _page(arrival.trip, first // arrival.trip.page_size), origins[first]
+    here, origin = _page(arrival.trip, min(origins)), origins[min(origins)]
     if origin.detail and origin.sent is not None:
         return f"{here} came back as it was saved in step {origin.sent.step}, and it was {origin.detail}"
-    left = "" if origin.sent is None else f", an earlier one, which left in step {origin.sent.step}"
+    if origin.sent is None:
+        return f"{here} was not overwritten, others behind it were: it holds {origin.detail}"
+    left = f", an earlier one, which left in step {origin.sent.step}"
     return f"{here} came back with the bytes of {_name(arrival.trip, origin)}{left}"
 
 
-def _other_layout(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> str:
-    return origins[min(origins)].detail
-
-
-def _unknown(arrival: Arrival, pool: PoolArrival, origins: dict[int, Origin]) -> str:
-    return "the bytes that came back are those of nothing that is known"
-
-
-_SENTENCES = {
-    ONE_WORD: _one_word,
-    MISROUTED: _misrouted,
-    SHORT: _short,
-    STALE: _stale,
-    OTHER_LAYOUT: _other_layout,
-    UNKNOWN: _unknown,
-}
+_SENTENCES = {ONE_WORD: _one_word, MISROUTED: _misrouted, SHORT: _short, STALE: _stale}
 
 
 # helpers
@@ -187,12 +179,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def _count(arrival: Arrival, kind: str) -> str:
-    places = {p for pool in arrival.pools for p, origin in pool.origins.items() if origin.kind == kind}
-    pages = len({place // arrival.trip.page_size for place in places})
-    return f"{arrival.kinds[kind]} slots, on {pages} of {len(arrival.trip.pages)} pages that came back"
-
-
 def _way(trip: Trip, origins: dict[int, Origin]) -> Iterable[str]:
     """Page by page whose bytes they are."""
     size, named = trip.page_size, dict[int, str]()
@@ -201,24 +187,15 @@ def _way(trip: Trip, origins: dict[int, Origin]) -> Iterable[str]:
         here = trip.pages[place // size][:2]
         if origin.sent is not None and place // size not in named and here != (origin.sent, origin.place // size):
             left = f"left from page {origin.sent.pages[origin.place // size]} in step {origin.sent.step}"
-            named[place // size] = f"{_page(trip, place // size)} holds {_name(trip, origin)}, which {left}"
+            named[place // size] = f"{_page(trip, place)} holds {_name(trip, origin)}, which {left}"
     return list(named.values())[:MOST_LINES]
 
 
-def _journey(trip: Trip, page: int) -> str:
-    sent, number, into = trip.pages[page]
-    return (
-        f"page {number} of snapshot {sent.number} left from page {sent.pages[number]} in step {sent.step}, "
-        f"and came back by {trip.how} into page {into} in step {trip.step}"
-    )
-
-
-def _slot(trip: Trip, place: int) -> str:
-    return f"{_page(trip, place // trip.page_size)}, slot {place % trip.page_size}"
-
-
-def _page(trip: Trip, page: int) -> str:
-    sent, number, _ = trip.pages[page]
+def _page(trip: Trip, place: int) -> str:
+    """That of the slot with this number among those of the trip."""
+    sent, number, _ = trip.pages[place // trip.page_size]
+    if not sent.number:
+        return f"block {number} of the row"
     return f"page {number} of snapshot {sent.number}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import asdict
 from typing import Any
 
 from kvcanary.calls.coverage import Coverage
@@ -43,25 +44,16 @@ def certificate(
     fed: Set[str] = FED,
 ) -> dict[str, Any]:
     """The keys are stable; values are plain JSON."""
+    counted = asdict(coverage)
+    del counted["unproved_stores"]  # told as `store`
     return {
         "mode": config.mode,
         "content": config.content,
-        "forwards": coverage.forwards,
-        "slots_checked": coverage.slots_checked,
-        "slots_sealed": coverage.slots_sealed,
-        "bytes_checked": coverage.bytes_checked,
-        "finite_bytes_checked": coverage.finite_bytes_checked,
+        **counted,
         "live_bytes": live_bytes,
-        "peak_live_bytes": coverage.peak_live_bytes,
-        "max_unread_steps": coverage.max_unread_steps,
-        "freed_unread_bytes": coverage.freed_unread_bytes,
         "classes": active_classes(config, fed),
         "inactive_classes": inactive_classes(config, fed),
         "disabled": sorted(config.disable),
-        "unchecked": dict(coverage.unchecked),
-        "fired": dict(coverage.fired),
-        "only_counted": coverage.only_counted,
-        "untold_incidents": coverage.untold_incidents,
         "announced": coverage.announced or "forwards not announced by the engine",
         "store": "proved" if coverage.is_store_proved else "not proved",
         "seed_id": seed_id,

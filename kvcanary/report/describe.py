@@ -50,7 +50,7 @@ class Describer:
     def finding(self, incident: Sequence[Violation], number: int, action: str = "", place: int = 0) -> Finding:
         """The finding of one incident."""
         facts = self._read(incident, place)
-        violation, word = facts.violation, facts.word
+        violation = facts.violation
         writes = violation.code.startswith("W")
         expected, seen = expected_and_found(facts)
         if self._show_tokens:
@@ -67,11 +67,7 @@ class Describer:
             position=violation.position,
             layer=violation.layers[0] if violation.layers else None,
             layers=violation.layers,
-            part=word.part if word else None,
-            head=word.head if word else None,
-            dim=word.dim if word else None,
-            byte=word.byte if word else None,
-            bit=word.bit if word else None,
+            **{name: getattr(facts.word, name, None) for name in ("part", "head", "dim", "byte", "bit")},
             site=violation.site,
             step=violation.step,
             reader=None if writes else violation.request_id,

@@ -16,7 +16,6 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import site_name, unpack_site
 from kvcanary.pools.slot_maps import slots_in
-from kvcanary.provenance.arrival import Arrival
 from kvcanary.provenance.bytes_of import Provenance, holds_its_own
 from kvcanary.provenance.changed_word import ChangedWord
 from kvcanary.report.arrival_text import expected_of, found_of
@@ -102,21 +101,28 @@ class Evidence:
         return self.violation.last_good in (None, self.write_step)
 
     @property
+    def is_own_write(self) -> bool:
+        """Whether the forward that found it is the one that wrote there last."""
+        return (self.violation.site, self.violation.step) == (self.write_site, self.write_step)
+
+    @property
     def is_first_read(self) -> bool:
-        """Whether the forward that wrote the entry is the one that found it, and nothing ran in between.
+        """Whether that is so, and nothing ran in between.
 
         A forward is judged before the tokens of its step leave; extend runs behind that, and waits for the next step.
         """
-        return (self.violation.site, self.violation.step) == (self.write_site, self.write_step) and self.violation.site[
-            0
-        ] != "extend"
+        return self.is_own_write and self.violation.site[0] != "extend"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the position is one of which the reader's token is final."""
+        position = self.violation.position
+        return self.reader is not None and position is not None and position < self.reader.committed_len
 
     @cached_property
     def granted_slot(self) -> int | None:
         """The slot that the reader was granted for this position; None where it was granted none."""
-        if self.violation.position is None:
-            return None
-        return self._slot_of(self.violation.position)
+        return None if self.violation.position is None else self.slot_of(self.violation.position)
 
     @property
     def held_by(self) -> str:
@@ -138,7 +144,7 @@ class Evidence:
         slot = self.violation.slot if self.violation.named is None else self.violation.named
         return self.reader.pages.index(self.violation.page) * size + slot % size
 
-    def _slot_of(self, position: int) -> int | None:
+    def slot_of(self, position: int) -> int | None:
         if self.reader is None or not 0 <= position < len(self.reader.pages) * self.violation.pool.view.page_size:
             return None
         name = np.array([self.ledger.slot(self.reader, position)])
@@ -149,7 +155,7 @@ class Evidence:
         """Of the first entry of the row that holds another token (R6), where that lies in the row's own place."""
         if self.first_difference is None:
             return None
-        slot = self._slot_of(self.first_difference)
+        slot = self.slot_of(self.first_difference)
         begin = (self.violation.position or 0) + 1 - len(self.violation.row_slots)
         if slot is None or slot != int(self.violation.row_slots[self.first_difference - begin]):
             return None
@@ -160,12 +166,11 @@ class Evidence:
         """Whether the bytes of the entry that lies wrong are those that its record names; never where R9 says so."""
         slot: int | None = self.violation.slot if self.violation.code in ("R4", "R5") else None
         if self.violation.code == "R6" and self.first_difference is not None:
-            slot = self._slot_of(self.first_difference)
+            slot = self.slot_of(self.first_difference)
         if slot is None:
             return self.violation.code != "R9"
-        return all(
-            holds_its_own(self.violation.pool, layer, slot) for layer in range(self.violation.pool.view.num_layers)
-        )
+        pool = self.violation.pool
+        return all(holds_its_own(pool, layer, slot) for layer in range(pool.view.num_layers))
 
     @cached_property
     def first_difference(self) -> int | None:
@@ -200,16 +205,17 @@ def expected_and_found(facts: Evidence) -> tuple[Values, Values]:
 
 
 def _both_sides(facts: Evidence) -> tuple[Values, Values]:
-    if facts.violation.expected is not None:
-        expected, found = _content(facts) if facts.word is not None else ({}, {})
-        return facts.violation.expected | expected, (facts.violation.found or {}) | found
-    if facts.violation.arrival is not None:
-        return _arrival(facts, facts.violation.arrival)
-    if facts.violation.is_unwritten:
-        return {"elements": "finite"}, {"layers_not_finite": list(facts.violation.layers)}
-    table = _WITHOUT_RECORD if facts.record is None else _WITHOUT_RECORD | _WITH_RECORD
-    sides = table.get(facts.violation.code)
-    return sides(facts) if sides is not None else ({}, {})
+    violation = facts.violation
+    expected, found = _content(facts) if facts.word is not None else ({}, {})
+    if violation.expected is not None:
+        return violation.expected | expected, (violation.found or {}) | found
+    if violation.arrival is not None:
+        place = violation.arrived_as
+        return expected | expected_of(violation.arrival, place), found | found_of(violation.arrival, place)
+    if violation.is_unwritten:
+        return {"elements": "finite"}, {"layers_not_finite": list(violation.layers)}
+    sides = next((sides for codes, sides in _SIDES if facts.violation.code in codes.split()), None)
+    return sides(facts) if sides in _NEED_NO_RECORD or (sides and facts.record is not None) else ({}, {})
 
 
 def tokens_of(facts: Evidence) -> tuple[Values, Values]:
@@ -222,22 +228,12 @@ def tokens_of(facts: Evidence) -> tuple[Values, Values]:
     return {"token": int(reader.tokens[place])} if place < len(reader.tokens) else {}, found
 
 
-def _range(facts: Evidence) -> tuple[Values, Values]:
-    return {"slot": f"0 to {facts.violation.pool.view.num_slots - 1}"}, _slot(facts)
-
-
-def _not_null(facts: Evidence) -> tuple[Values, Values]:
-    return {"slot": f"{facts.violation.pool.view.null_slots} or more"}, _slot(facts)
-
-
-def _slot(facts: Evidence) -> Values:
+def _slot(facts: Evidence) -> tuple[Values, Values]:
     """The slot, and where a slot map led to it the slot of the full group."""
-    violation = facts.violation
-    return (
-        {"slot": violation.slot}
-        if violation.named is None
-        else {"slot": violation.slot, "slot_map_of": violation.named}
-    )
+    violation, view = facts.violation, facts.violation.pool.view
+    right = f"{view.null_slots} or more" if violation.code == "R2" else f"0 to {view.num_slots - 1}"
+    named = {} if violation.named is None else {"slot_map_of": violation.named}
+    return {"slot": right}, {"slot": violation.slot} | named
 
 
 def _one_write(facts: Evidence) -> tuple[Values, Values]:
@@ -296,9 +292,8 @@ def _continued_chain(facts: Evidence, found: Record) -> int | None:
         return None
     before = reader.root(violation.pool.pool_id)
     if violation.position:
-        name = np.array([facts.ledger.slot(reader, violation.position - 1)])
-        slot = int(slots_in(violation.pool.view, name)[0])
-        if slot < violation.pool.view.null_slots:
+        slot = facts.slot_of(violation.position - 1)
+        if slot is None or slot < violation.pool.view.null_slots:
             return None
         before = record.read_record(violation.pool.records, slot).chain
     return chain_host([found.token], found.position, before, violation.pool.keys)[0]
@@ -309,10 +304,7 @@ def _truth(facts: Evidence) -> tuple[Values, Values]:
     if reader is None:
         return {}, {"chain": _hex(found.chain)}
     truth = facts.ledger.truth(reader, violation.pool.pool_id, (violation.position or 0) + 1)
-    return {"chain": _hex(truth)}, {
-        "chain": _hex(found.chain),
-        "first_different_position": facts.first_difference,
-    }
+    return {"chain": _hex(truth)}, {"chain": _hex(found.chain), "first_different_position": facts.first_difference}
 
 
 def _step(facts: Evidence) -> tuple[Values, Values]:
@@ -329,53 +321,34 @@ def _grant(facts: Evidence) -> tuple[Values, Values]:
 def _content(facts: Evidence) -> tuple[Values, Values]:
     word, violation = facts.word, facts.violation
     if word is None:
-        return {"layers": "as written"}, {"layers_changed": list(violation.layers)}
+        right = "poison" if violation.code == "P1" else "as written"
+        return {"layers": right}, {"layers_changed": list(violation.layers)}
     digits = 2 * word.size
     expected = {"bits": f"0x{word.old:0{digits}x}", "value": _number(word.old_value)}
     return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
 
 
-def _arrival(facts: Evidence, arrival: Arrival) -> tuple[Values, Values]:
-    expected, found = _content(facts) if facts.word is not None else ({}, {})
-    place = facts.violation.arrived_as
-    return expected | expected_of(arrival, place), found | found_of(arrival, place)
-
-
-def _poison(facts: Evidence) -> tuple[Values, Values]:
-    return {"layers": "poison"}, {"layers_changed": list(facts.violation.layers)}
-
-
-_WITHOUT_RECORD: dict[str, Callable[[Evidence], tuple[Values, Values]]] = {
-    "R1": _range,
-    "W1": _range,
-    "R2": _not_null,
-    "W4": _one_write,
-    "W5": _after_parent,
-}
-_WITH_RECORD: dict[str, Callable[[Evidence], tuple[Values, Values]]] = {
-    "R3": _seal,
-    "R7": _page,
-    "R8": _page,
-    "W2": _owner,
-    "W3": _owner,
-    "W7": _owner,
-    "R4": _position,
-    "R5": _chain,
-    "R6": _truth,
-    "R11": _step,
-    "R12": _grant,
-    "R9": _content,
-    "T1": _content,
-    "P1": _poison,
-}
+#: By codes, both sides of what they check; what reads the record says nothing where there is none.
+_SIDES: tuple[tuple[str, Callable[[Evidence], tuple[Values, Values]]], ...] = (
+    ("R1 W1 R2", _slot),
+    ("W4", _one_write),
+    ("W5", _after_parent),
+    ("R3", _seal),
+    ("R4", _position),
+    ("R5", _chain),
+    ("R6", _truth),
+    ("R7 R8", _page),
+    ("W2 W3 W7", _owner),
+    ("R9 T1 P1", _content),
+    ("R11", _step),
+    ("R12", _grant),
+)
+_NEED_NO_RECORD = (_slot, _one_write, _after_parent)
 
 
 def _record(facts: Evidence) -> Record:
-    if facts.record is None:
-        raise ValueError(
-            f"a record must have been read for {facts.violation.code}, slot {facts.violation.slot} has none"
-        )
-    return facts.record
+    """For sides that are asked only where there is one."""
+    return cast("Record", facts.record)
 
 
 def _number(value: float | None) -> float | str | None:

@@ -51,9 +51,6 @@ class Cause:
         if self.family not in FAMILIES:
             raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"evidence": list(self.evidence)}
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -114,16 +111,14 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""
-        return asdict(self) | {
-            "layers": list(self.layers),
-            "site": list(self.site),
-            "write_site": None if self.write_site is None else list(self.write_site),
-            "history": list(self.history),
-            "readers": list(self.readers),
-            "bytes_of": [asdict(answer) for answer in self.bytes_of],
-            "causes": [cause.to_dict() for cause in self.causes],
-            "evidence": list(self.evidence),
-        }
+        return {name: _listed(value) for name, value in asdict(self).items()}
+
+
+def _listed(value: Any) -> Any:
+    """With lists in the place of tuples, as JSON has them."""
+    if isinstance(value, dict):
+        return {name: _listed(inner) for name, inner in value.items()}
+    return [_listed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def log_finding(finding: Finding, rank: int | None = None) -> None:

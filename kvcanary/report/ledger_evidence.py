@@ -41,10 +41,8 @@ class LedgerEvidence:
         """`place`: of the incident among those of its check; less is looked for in later ones."""
         violation, ledger = incident[0], self._ledger
         is_inside = 0 <= violation.slot < violation.pool.view.num_slots
-        owner, reader = (
-            ledger.owner_of(violation.page) if is_inside else None,
-            ledger.requests.get(violation.request_id or ""),
-        )
+        owner = ledger.owner_of(violation.page) if is_inside else None
+        reader = ledger.requests.get(violation.request_id or "")
         touched, good = self._touched(incident, owner), violation.last_good
         facts = Evidence(
             incident,
@@ -81,9 +79,10 @@ class LedgerEvidence:
         """Where bytes are at stake and no single word explains them."""
         if violation.code not in _CONTENT or not violation.layers or violation.fingerprint_violation:
             return ()
-        end = 0 if reader is None else min(len(reader.pages) * violation.pool.view.page_size, SEARCHED_SLOTS)
-        names = [] if reader is None else self._ledger.slots(reader, 0, end)
-        row = [slot for slot in slots_in(violation.pool.view, np.array(names, np.int64)).tolist() if slot >= 0]
+        view, names = violation.pool.view, np.empty(0, np.int64)
+        if reader is not None:
+            names = np.array(self._ledger.slots(reader, 0, min(len(reader.pages) * view.page_size, SEARCHED_SLOTS)))
+        row = [slot for slot in slots_in(view, names).tolist() if slot >= 0]
         hypotheses = UNWRITTEN_HYPOTHESES if violation.is_unwritten else HYPOTHESES
         return find_provenance(violation.pool, violation.slot, violation.layers[0], first=row, hypotheses=hypotheses)
 

@@ -28,9 +28,7 @@ class Report:
 
     def text(self, colour: bool = False) -> str:
         """One screen, the class and the place first."""
-        lines: list[str] = []
-        for finding in self.findings[:SHOWN_FINDINGS]:
-            lines += _finding_lines(finding, colour)
+        lines = [line for finding in self.findings[:SHOWN_FINDINGS] for line in _finding_lines(finding, colour)]
         others = self.findings[SHOWN_FINDINGS:]
         lines += [f"kvcanary: ERROR: {_headline(finding)}" for finding in others[:SHOWN_HEADLINES]]
         if len(others) > SHOWN_HEADLINES:
@@ -66,7 +64,7 @@ def _headline(finding: Finding) -> str:
         return f"{finding.name} ({finding.code}): {finding.found['resource']}"
     if finding.code in PLACELESS:
         places.append(site_name(*finding.site))
-    elif not _is_placeless(finding):
+    elif finding.code != "L1" or finding.slot >= 0:  # an event may name requests alone
         places.append(f"slot {finding.slot} (page {finding.page}, offset {finding.offset})")
     if finding.layer is not None:
         places.append(f"layer {finding.layer}" if len(finding.layers) == 1 else f"layers {_few(finding.layers)}")
@@ -76,35 +74,29 @@ def _headline(finding: Finding) -> str:
     return f"{finding.name} ({finding.code}): {', '.join(places)}"
 
 
-def _is_placeless(finding: Finding) -> bool:
-    """An event may name requests alone."""
-    return finding.code in PLACELESS or (finding.code == "L1" and finding.slot < 0)
-
-
 def _finding_lines(finding: Finding, colour: bool) -> list[str]:
     head = f"kvcanary: ERROR: {_headline(finding)}"
-    lines = [f"{BOLD}{RED}{head}{PLAIN}" if colour else head]
-    lines.append(_line("meaning", finding.sentence))
-    lines.append(_line("expected", _pairs(finding.expected)))
-    lines.append(_line("found", _pairs(finding.found)))
-    lines += [_line("bytes", f"{answer.text} ({answer.basis})") for answer in finding.bytes_of[:1]]
-    lines.append(_line("reader", _reader(finding)))
-    lines.append(_line("writer", _writer(finding)))
-    lines.append(_line("owner", _owner(finding)))
-    lines.append(_line("launch", f"{site_name(*finding.site)}, step {finding.step}; {_since(finding)}"))
-    lines.append(_line("blast", _blast(finding)))
-    lines += _cause_lines(finding)
-    for number, text in enumerate(finding.evidence):
-        lines.append(_line("" if number else "evidence", text))
-    return [line for line in lines if line]
-
-
-def _cause_lines(finding: Finding) -> list[str]:
-    lines = []
+    causes = []
     for rank, cause in enumerate(finding.causes, 1):
-        lines.append(_line("cause" if rank == 1 else "", f"{rank}. {cause.text} ({cause.family}, {cause.basis})"))
-        lines += [_line("", f"   {text}") for text in cause.evidence]
-    return lines
+        causes.append(f"{rank}. {cause.text} ({cause.family}, {cause.basis})")
+        causes += [f"   {text}" for text in cause.evidence]
+    labelled: dict[str, Sequence[str]] = {
+        "meaning": [finding.sentence],
+        "expected": [_pairs(finding.expected)],
+        "found": [_pairs(finding.found)],
+        "bytes": [f"{answer.text} ({answer.basis})" for answer in finding.bytes_of[:1]],
+        "reader": [_reader(finding)],
+        "writer": [_writer(finding)],
+        "owner": [_owner(finding)],
+        "launch": [f"{site_name(*finding.site)}, step {finding.step}; {_since(finding)}"],
+        "blast": [_blast(finding)],
+        "cause": causes,
+        "evidence": finding.evidence,
+    }
+    lines = [
+        _line("" if number else label, text) for label, texts in labelled.items() for number, text in enumerate(texts)
+    ]
+    return [f"{BOLD}{RED}{head}{PLAIN}" if colour else head, *filter(None, lines)]
 
 
 def _line(label: str, text: str) -> str:
@@ -120,9 +112,7 @@ def _reader(finding: Finding) -> str:
 
 def _writer(finding: Finding) -> str:
     if finding.write_site is None:
-        if _has_no_slot(finding):
-            return ""
-        return "nobody has declared a write of this slot"
+        return "" if _has_no_slot(finding) else "nobody has declared a write of this slot"
     nobody = "padding" if finding.code == "W9" else "a request that ended long ago"
     name = nobody if finding.writer is None else repr(finding.writer)
     last = f"{name}, {site_name(*finding.write_site)}, step {finding.write_step}"
@@ -148,9 +138,7 @@ def _since(finding: Finding) -> str:
 def _blast(finding: Finding) -> str:
     if not finding.readers:
         return ""
-    names = ", ".join(repr(name) for name in finding.readers[:4])
-    more = f" and {len(finding.readers) - 4} more" if len(finding.readers) > 4 else ""
-    return f"{names}{more}; {finding.exposed_tokens} tokens exposed"
+    return f"{_few([repr(name) for name in finding.readers])}; {finding.exposed_tokens} tokens exposed"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -158,9 +146,9 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
 
 
-def _few(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:4])
-    return shown if len(numbers) <= 4 else f"{shown} and {len(numbers) - 4} more"
+def _few(values: Sequence[object]) -> str:
+    shown = ", ".join(map(str, values[:4]))
+    return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"
 
 
 def _summary(findings: int, counters: Mapping[str, int]) -> str:

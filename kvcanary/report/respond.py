@@ -17,6 +17,8 @@ from kvcanary.report.finding import Finding, FindingLog, log_finding
 from kvcanary.report.render import Report
 
 REMEMBERED_INCIDENTS = 65536
+#: Findings about what lies in a page, whoever reads it.
+DAMAGE = frozenset({"R3", "R9", "R12", "T1"})
 
 
 class Response:
@@ -73,50 +75,33 @@ class Response:
         self.act(intake.take(), step, coverage)
 
     def _marked(self, groups: Sequence[ViolationGroup]) -> frozenset[str]:
-        """Those that end, of all requests that are damaged from now on."""
-        touched = self._touched(groups)
+        """Those that end, of all that are damaged from now on: they read or wrote wrongly, or hold a damaged page."""
+        kept = [violation for group in groups for violation in group.kept if violation.code in DAMAGE]
+        pages = {violation.page for violation in kept if 0 <= violation.slot < violation.pool.view.num_slots}
+        touched = {name for group in groups for name in group.request_ids if name in self._requests}
+        touched |= {name for name, request in self._requests.items() if not pages.isdisjoint(request.pages)}
         for name in touched:
             self._requests[name].is_damaged = True
-        self.damaged_pages |= self._cached(groups)
-        return touched if self._config.mode == "abort" else frozenset()
+        if self._ledger is not None:
+            self.damaged_pages |= {page for page in pages if page >= 0 and self._ledger.pages.published[page]}
+        return frozenset(touched) if self._config.mode == "abort" else frozenset()
 
     def _decide(self, groups: Sequence[ViolationGroup], aborted: frozenset[str], step: int) -> tuple[bool, str]:
         """Whether the engine stops, and what is done, in words."""
-        mode = self._config.mode
-        is_blind = (
-            mode == "abort" and not aborted and any(violation.code == "H1" for g in groups for violation in g.kept)
-        )
-        if mode == "raise" or is_blind:  # a canary that does not run protects nobody
+        mode, is_blind = self._config.mode, any(violation.code == "H1" for group in groups for violation in group.kept)
+        if aborted:
+            return False, f"ended {', '.join(sorted(aborted))}; the others go on"
+        if mode == "raise" or (mode == "abort" and is_blind):  # a canary that does not run protects nobody
             return True, f"raised KVCorruptionError; no token of step {step} leaves the engine"
-        return (
-            False,
-            f"ended {', '.join(sorted(aborted))}; the others go on" if aborted else "logged; the engine goes on",
-        )
-
-    def _touched(self, groups: Sequence[ViolationGroup]) -> frozenset[str]:
-        """Requests that read or wrote wrongly, and those that hold a page whose bytes or records are damaged."""
-        touched = {name for group in groups for name in group.request_ids}
-        touched |= {name for group in groups for violation in group.kept for name in self._holders(violation)}
-        return frozenset(name for name in touched if name in self._requests)
-
-    def _holders(self, violation: Violation) -> list[str]:
-        if not _is_damage(violation):
-            return []
-        return [name for name, request in self._requests.items() if violation.page in request.pages]
-
-    def _cached(self, groups: Sequence[ViolationGroup]) -> set[int]:
-        """Pages with damage that a prefix cache has."""
-        if self._ledger is None:
-            return set()
-        damaged = {violation.page for group in groups for violation in group.kept if _is_damage(violation)}
-        return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
+        return False, "logged; the engine goes on"
 
     def _number(self, incident: Sequence[Violation]) -> int:
         """The number of an incident; a slot, or forward without hooks, that was seen before keeps its number.
 
         What follows from such a forward in rows of its requests has its number, but for another such forward.
         """
-        known = [self._incidents[violation.place] for violation in incident if violation.place in self._incidents]
+        places = [place for violation in incident for place in violation.places]
+        known = [self._incidents[place] for place in places if place in self._incidents]
         if self._unhooked and not (incident[0].is_unhooked and incident[0].position is None):
             rows = [row for violation in incident if violation.code in FOLLOWING for row in self._rows(violation)]
             known += [self._unhooked[row] for row in rows if row in self._unhooked]
@@ -125,9 +110,10 @@ class Response:
             self._num_contradictions += 1
             return new
         number = known[0] if known else new
-        for violation in incident:
+        for place in places:
             if len(self._incidents) < REMEMBERED_INCIDENTS:
-                self._incidents.setdefault(violation.place, number)
+                self._incidents.setdefault(place, number)
+        for violation in incident:
             if violation.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
                 self._unhooked |= dict.fromkeys(self._rows(violation), number)
         return number
@@ -136,11 +122,3 @@ class Response:
         """Pool and request of those of its rows whose requests live."""
         requests = self._requests
         return [(pool_id, requests[name].uid) for pool_id, name in violation.rows if name in requests]
-
-
-#: Findings about what lies in a page, whoever reads it.
-DAMAGE = frozenset({"R3", "R9", "R12", "T1"})
-
-
-def _is_damage(violation: Violation) -> bool:
-    return violation.code in DAMAGE and 0 <= violation.slot < violation.pool.view.num_slots

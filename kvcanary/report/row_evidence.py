@@ -57,8 +57,9 @@ class RowEvidence:
         """Another live request in whose row an entry stands, or behind whose row it was guessed."""
         before = (entry.chain - mix_host(entry.token, entry.position, self._pool.keys)) * self._pool.keys.inverse
         wanted = ((entry.position + 1, entry.chain), (entry.position, before & MASK_64))
+        truth, pool_id = self._ledger.truth, self._pool.pool_id
         for name, request in self._ledger.requests.items():
-            if request is not self._reader and any(self._truth(request, end) == chain for end, chain in wanted):
+            if request is not self._reader and any(truth(request, pool_id, end) == chain for end, chain in wanted):
                 return name
         return None
 
@@ -73,7 +74,7 @@ class RowEvidence:
 
     def was_given(self, position: int) -> bool:
         """Whether the token of an entry was known when the request came: no step has changed it since."""
-        steps = [] if self._reader is None else self._reader.known.steps.tolist()
+        steps = [] if self._reader is None else self._reader.steps.tolist()
         place = position + self._pool.view.token_offset
         return place < len(steps) and steps[place] == steps[0]
 
@@ -109,17 +110,10 @@ class RowEvidence:
     @cached_property
     def fed(self) -> dict[int, int]:
         """By position of this row, the token of every entry that was fed a wrong one (W6), as its record has it."""
-        own = [
-            violation for violation in self._incident if violation.code == "W6" and violation.row == self._violation.row
-        ]
-        spans = [
-            (violation.position, violation.until or violation.position)
-            for violation in own
-            if violation.position is not None
-        ]
-        positions = sorted({p for first, last in spans for p in range(first, last + 1)})[:MOST_ENTRIES]
-        entries = {position: self.at(position) for position in positions}
-        return {position: entry.token for position, entry in entries.items() if entry is not None}
+        own = [one for one in self._incident if one.code == "W6" and one.row == self._violation.row]
+        spans = [range(one.position, (one.until or one.position) + 1) for one in own if one.position is not None]
+        positions = sorted(set().union(*spans))[:MOST_ENTRIES]
+        return {position: entry.token for position in positions if (entry := self.at(position)) is not None}
 
     @cached_property
     def shift(self) -> int:
@@ -153,8 +147,8 @@ class RowEvidence:
     def first_of(self) -> str | None:
         """A request, the row's own or another, that begins with the token of the entry that was found."""
         entry = self.at(self._violation.position)
-        names = self._ledger.requests.items()
-        return next((n for n, r in names if entry is not None and len(r.tokens) and r.tokens[0] == entry.token), None)
+        names = [] if entry is None else [n for n, r in self._ledger.requests.items() if entry.token in r.tokens[:1]]
+        return names[0] if names else None
 
     @cached_property
     def guesses(self) -> list[tuple[int, Record]]:
@@ -176,10 +170,7 @@ class RowEvidence:
 
     def _is_of(self, request: Request, position: int) -> bool:
         entry = self._of(request, position)
-        return entry is not None and entry.chain == self._truth(request, position + 1)
-
-    def _truth(self, request: Request, length: int) -> int | None:
-        return self._ledger.truth(request, self._pool.pool_id, length)
+        return entry is not None and entry.chain == self._ledger.truth(request, self._pool.pool_id, position + 1)
 
     def _of(self, request: Request, position: int) -> Record | None:
         name = self._ledger.slot(request, position) if position >= 0 else -1

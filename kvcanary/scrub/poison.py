@@ -101,9 +101,9 @@ class Poisoner:
         `full_pages`: those of the full group that a slot map sends there; None: the pages are these themselves
         """
         poisoned = [*filter(self.poisoned.__contains__, pages)]
-        full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
         unknown = [*filterfalse(self.poisoned.__contains__, pages)] if poisoned else pages
-        self._tails.granted(self._pools, unknown, None if full is None else self._names(unknown, full))
+        full = None if full_pages is None else dict(zip(pages, full_pages, strict=True))
+        self._tails.granted(self._pools, unknown, self._names(unknown, full))
         if self._is_off or not (self.waiting or poisoned):
             return []
         waiting = [*filter(self.waiting.__contains__, unknown)]
@@ -113,10 +113,8 @@ class Poisoner:
         if not poisoned:
             return []
         self.poisoned.difference_update(poisoned)
-        names = None if full is None else self._names(poisoned, full)
-        first = (
-            np.array(poisoned, np.int64) if names is None else names[:: self._state.page_size] // self._state.page_size
-        )
+        names, size = self._names(poisoned, full), self._state.page_size
+        first = np.array(poisoned, np.int64) if names is None else names[::size] // size
         self._tails.found_finite(first, step)  # poison is, or is zeroed now
         violations = [violation for pool in self._pools for violation in self._check(pool, poisoned, step, names)]
         if self._nan:
@@ -156,9 +154,9 @@ class Poisoner:
         self._tails.found_otherwise(where if named is None else named)
         return [ViolationBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]
 
-    def _names(self, pages: Sequence[int], full: Mapping[int, int]) -> Ints:
+    def _names(self, pages: Sequence[int], full: Mapping[int, int] | None) -> Ints | None:
         """What plans call the slots of these pages, where that is not what the pools call them."""
-        return on_host(self._slots([full[page] for page in pages]))
+        return None if full is None else slots_of_pages([full[page] for page in pages], self._state.page_size)
 
     def _zero(self, pages: Sequence[int]) -> None:
         """NaN must not be read from the part of a page that is not written yet."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +48,7 @@ class PrefixScrubber:
         self.read_at = np.zeros(len(ledger.pages), np.int64)
         self._seconds_at = np.zeros(len(ledger.pages))  # the same by the clock
         self._asked_at = clock()
-        self.bytes_read = 0
-        self.longest_wait = 0
+        self.bytes_read = self.longest_wait = 0
 
     def slice(self, step: int, stride: int) -> list[Violation | ViolationBatch]:
         """So many pages that with a slice every `stride` steps each is read once in a rotation.
@@ -105,15 +103,11 @@ class PrefixScrubber:
         slots, names, nobody = slots[held], names[held], np.full(int(held.sum()), -1)
         self.bytes_read += len(slots) * pool.view.slot_bytes
         entries = Entries(slots, nobody, nobody, (), self.read_at[names // self._state.page_size], named(pool, names))
-        judge = partial(
-            find_changed, pool, entries_of=lambda: entries, site=("sweep", 1), step=step, both_fingerprints=False
-        )
-        return pool, slots, judge
+        label = ("sweep", 1), step
+        return pool, slots, lambda own: find_changed(pool, own, lambda: entries, *label, both_fingerprints=False)
 
     def left(self, pages: Sequence[int], step: int) -> None:
-        """Rows have left these pages after a last re-read at their bytes: what a cache still holds waits from now
-        on.
-        """
+        """Rows have left these pages after a last re-read of them: what a cache still holds waits from now on."""
         self._note([page for page in pages if page >= 0], step)
 
     def waiting(self, step: int) -> int:

@@ -6,7 +6,6 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.pools.slot_maps import Ints
 from kvcanary.records.dispatch import ops_for
-from kvcanary.records.fingerprints import numbers_are_right, slots_are_right
+from kvcanary.records.fingerprints import slots_are_right
 from kvcanary.records.graph_cache import Replays
 from kvcanary.records.mailbox import NUM_MESSAGES
 from kvcanary.records.side_stream import LAST, SideStream
@@ -46,7 +45,7 @@ class Numbers:
     def __init__(self, device: torch.device) -> None:
         """`device`: reaches them."""
         self._device = device
-        self._full: list[tuple[Tensor, int]] = []
+        self._full: list[Tensor] = []
         self._block, self.used = _reached(ROOM, device), 0
 
     def take(self, count: int) -> Tensor:
@@ -54,7 +53,7 @@ class Numbers:
         first = self.used
         self.used += count + -count % ALIGNMENT
         if self.used > len(self._block):
-            self._full.append((self._block, first))
+            self._full.append(self._block)
             self._block, first = _reached(max(2 * len(self._block), count + ALIGNMENT), self._device), 0
             self.used = count + -count % ALIGNMENT
         return self._block[first : first + count]
@@ -71,7 +70,10 @@ class Place:
     live, slots, grants: [1], [room], [room] int64, as the host tells them: how many slots, these, and a generation each
     found, answers:      [numbers] int64, as kernels tell them to the host, and the host reads them
     at:                  where all this is, as `loops.put_slots` takes it;  where: the address of the answers, how many
+    launch:              the kernels that read what lies there
     """
+
+    launch: Callable[[], None]
 
     def __init__(self, room: int, numbers: int, device: torch.device) -> None:
         """`device`: reaches all of them, in memory of the host."""
@@ -91,13 +93,6 @@ class Place:
         return judge(self.found[2 * first : 2 * end].view(-1, 2))
 
 
-class CapturedRead(NamedTuple):
-    """A re-read that is launched again and again, over its place."""
-
-    place: Place
-    launch: Callable[[], None]
-
-
 class StepRereads:
     """Re-reads behind one step, and their memory: what each has found, once it is over, and who then says where.
 
@@ -111,8 +106,8 @@ class StepRereads:
         from kvcanary.native.loops import are_zero
 
         self._numbers, self._are_zero = Numbers(device), are_zero
-        self.free = defaultdict[Hashable, list[CapturedRead]](list)
-        self.taken: list[tuple[list[CapturedRead], CapturedRead]] = []
+        self.free = defaultdict[Hashable, list[Place]](list)
+        self.taken: list[tuple[list[Place], Place]] = []
         self.answers = array("q")
         self.asked: list[tuple[NDArray[np.int64], Judge]] = []
         self.is_sent = False
@@ -125,19 +120,14 @@ class StepRereads:
 
     def violations(self) -> list[Violation | ViolationBatch]:
         """What fired; the step is over."""
-        if self.is_quiet():
+        if self._are_zero(len(self.answers) // 2, self.answers.buffer_info()[0]):
             return []
         with torch.inference_mode():
             return [violation for found, judge in self.asked if found.any() for violation in judge()]
 
-    def is_quiet(self) -> bool:
-        """Whether no re-read has found anything."""
-        quiet: bool = self._are_zero(len(self.answers) // 2, self.answers.buffer_info()[0])
-        return quiet
-
     def clear(self) -> None:
-        for free, read in self.taken:
-            free.append(read)
+        for free, place in self.taken:
+            free.append(place)
         self.taken, self.answers, self.asked, self.is_sent = [], array("q"), [], False
         if self._numbers.used:
             self._numbers.clear()
@@ -165,8 +155,8 @@ class Rereads:
         """What looks at this pool launch is launched over no slots, and the last re-read of a request over one."""
         if self._at_once:
             return
-        for read in (self._content(pool, LEAST_SLOTS), self._finite(pool, LEAST_SLOTS)):
-            read.launch()
+        for place in (self._content(pool, LEAST_SLOTS), self._finite(pool, LEAST_SLOTS)):
+            place.launch()
         slots_are_right(pool, torch.full((1,), pool.view.num_slots - 1, device=self._device), both_fingerprints=True)
 
     def reread(self, pool: PoolState, slots: Ints, judge: Callable[[Ints], Found]) -> Found:
@@ -175,11 +165,11 @@ class Rereads:
         judge: names it by the slots, where bytes differ
         """
         if self._at_once:
-            return [] if numbers_are_right(pool, slots) else judge(slots)
+            return [] if pool.loops.match_slots(pool.struct_at, slots, False) else judge(slots)
         count = len(slots)
-        place, launch = self._take("content", self._content, pool, count)
+        place = self._take("content", self._content, pool, count)
         pool.loops.put_slots(*place.at, 0, slots, _NO_GRANTS)
-        self._replays.run(place, launch)
+        self._replays.run(place, place.launch)
         self._by_step[0].asked.append((place.answers, partial(place.name, count, judge)))
         return []
 
@@ -187,17 +177,14 @@ class Rereads:
         """The same of elements that are not finite, in all parts at once."""
         if self._at_once:
             return [violation for slots, _, judge in parts for violation in self._not_finite(pool, slots, judge)]
-        room = 0
-        for slots, _, _ in parts:
-            room += len(slots)
-        place, launch = self._take("finite", self._finite, pool, room)
+        place = self._take("finite", self._finite, pool, sum([len(slots) for slots, _, _ in parts]))
         asked, first = self._by_step[0].asked, 0
         for slots, grants, judge in parts:
             end = first + len(slots)
             pool.loops.put_slots(*place.at, first, slots, _NOBODYS if grants is None else grants)
             asked.append((place.answers[2 * first : 2 * end], partial(place.name_part, first, end, judge)))
             first = end
-        self._replays.run(place, launch)
+        self._replays.run(place, place.launch)
         return []
 
     def room(self, count: int) -> Tensor:
@@ -207,7 +194,7 @@ class Rereads:
         return self._current.room(count)
 
     def ask(self, found: Tensor, judge: Judge) -> Found:
-        """As `read`, of what a kernel says in `room`: whether a number of it is not zero."""
+        """As `reread`, of what a kernel says in `room`: whether a number of it is not zero."""
         if self._at_once:
             return judge() if found.any() else []
         self._by_step[0].asked.append((found.numpy(), judge))
@@ -227,22 +214,20 @@ class Rereads:
         self._ops.finite_check(pool.rows, torch.from_numpy(slots), mismatch=mismatch)
         return judge(mismatch) if mismatch.any() else []
 
-    def _take(
-        self, kind: str, make: Callable[[PoolState, int], CapturedRead], pool: PoolState, count: int
-    ) -> CapturedRead:
-        """A re-read whose kernels run over as many slots as there is room for, and leave the idle ones at once."""
+    def _take(self, kind: str, make: Callable[[PoolState, int], Place], pool: PoolState, count: int) -> Place:
+        """For a re-read whose kernels run over as many slots as there is room for, and leave the idle ones at once."""
         room = max(LEAST_SLOTS, 1 << (count - 1).bit_length())
         key, current = (kind, pool.pool_id, room), self._current
         free = current.free[key]
         if not free:
             for own in self._by_step:  # each step has as many, and memory has grown once for all
                 own.free[key].append(make(pool, room))
-        read = free.pop()
-        current.taken.append((free, read))
-        current.answers.extend(read.place.where)
-        return read
+        place = free.pop()
+        current.taken.append((free, place))
+        current.answers.extend(place.where)
+        return place
 
-    def _content(self, pool: PoolState, room: int) -> CapturedRead:
+    def _content(self, pool: PoolState, room: int) -> Place:
         """Many programs ask for the same slots, which they find on the device therefore."""
         place, check = Place(room, 1, self._device), self._ops.check_content
         with torch.inference_mode(False):
@@ -254,12 +239,14 @@ class Rereads:
             of_pool = pool.rows, there[ALIGNMENT:], pool.keys, pool.content_a
             check(*of_pool, differs=place.found, num_live=there[:1])
 
-        return CapturedRead(place, launch)
+        place.launch = launch
+        return place
 
-    def _finite(self, pool: PoolState, room: int) -> CapturedRead:
+    def _finite(self, pool: PoolState, room: int) -> Place:
         place, check = Place(room, 2 * room, self._device), self._ops.finite_check
         settings = {"num_live": place.live, "records": pool.expected, "grants": place.grants}
-        return CapturedRead(place, partial(check, pool.rows, place.slots, mismatch=place.found.view(-1, 2), **settings))
+        place.launch = partial(check, pool.rows, place.slots, mismatch=place.found.view(-1, 2), **settings)
+        return place
 
     @property
     def _current(self) -> StepRereads:

@@ -10,7 +10,6 @@ from operator import attrgetter
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvcanary.calls.entries import Entries, named
 from kvcanary.calls.violation import Violation
@@ -47,9 +46,7 @@ class Scrubber:
         self._batch = Batch([])
         self._slots, self._ranges = np.empty(0, np.int64), np.empty((0, TAKEN.size), np.int64)
         self._said = array("q", bytes(8 * SLICE.size))
-        self._said_at = self._said.buffer_info()[0]
-        self.bytes_read = 0
-        self.longest_wait = 0
+        self.bytes_read = self.longest_wait = 0
 
     def reread_soon(self, request_ids: Iterable[str]) -> None:
         """Something was found near these requests' bytes: the next slice reads all of them."""
@@ -87,7 +84,8 @@ class Scrubber:
             slots, taken = self._take(pool, Batch([request]), array("q", [ALL]), step, again=True)
             self.credit.pop((request.uid, pool.pool_id), None)
             self._attended.pop((request.uid, pool.pool_id), None)
-            if len(slots) and not slots_are_right(pool, self._to_device(slots), both_fingerprints=True):
+            where = to_device(torch.from_numpy(slots), self._state.records.device)
+            if len(slots) and not slots_are_right(pool, where, both_fingerprints=True):
                 entries = partial(_entries_of, pool, [request], taken)
                 violations += find_changed(pool, slots, entries, ("release", 0), step, both_fingerprints=True)
         return violations
@@ -117,20 +115,18 @@ class Scrubber:
         return max((step - read for read in oldest), default=0)
 
     def _count(self, request: Request, pool: PoolState, step: int, total: int) -> int:
-        """Slots of this request to read now."""
-        if self._attended.get((request.uid, pool.pool_id)) == step:
+        """Slots of this request and pool to read now: all, its share, or what a budget of bytes has come to."""
+        key = request.uid, pool.pool_id
+        if self._attended.get(key) == step:
             return 0
         if request.request_id in self.hurried:
             return ALL
-        return ITS_SHARE if self._budget is None else self._credit(request, pool, self._budget, total)
-
-    def _credit(self, request: Request, pool: PoolState, budget: int, total: int) -> int:
-        """Slots of this request and pool that a budget of bytes has come to."""
+        if self._budget is None:
+            return ITS_SHARE
         length = self.commit(request, pool)
         if not length:
             return 0
-        key = request.uid, pool.pool_id
-        credit = min(self.credit.get(key, 0.0) + length * budget / total, float(length))
+        credit = min(self.credit.get(key, 0.0) + length * self._budget / total, float(length))
         self.credit[key] = credit - int(credit)
         return int(credit)
 
@@ -162,16 +158,9 @@ class Scrubber:
         again: also what was read in this very step
         """
         at, said = 0 if counts is None else counts.buffer_info()[0], self._said
-        arguments = (
-            *batch.loop_arguments,
-            pool.struct_at,
-            at,
-            self.stride,
-            step + again,
-            step,
-            pool.view.slot_map is not None,
-        )
-        while found := pool.loops.take_slice(*arguments, self._slots, self._ranges, self._said_at):
+        when = self.stride, step + again, step
+        arguments = *batch.loop_arguments, pool.struct_at, at, *when, pool.view.slot_map is not None
+        while found := pool.loops.take_slice(*arguments, self._slots, self._ranges, said.buffer_info()[0]):
             if found == NO_ROOM:
                 batch.make_room(repeat(0, len(batch)))
             else:
@@ -184,9 +173,6 @@ class Scrubber:
             slots = slots[slots >= pool.view.null_slots]
         self.bytes_read += len(slots) * pool.view.slot_bytes
         return slots, taken
-
-    def _to_device(self, slots: Ints) -> Tensor:
-        return to_device(torch.from_numpy(slots), self._state.records.device)
 
 
 def _entries_of(pool: PoolState, requests: Sequence[Request], taken: Ints) -> Entries:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -53,8 +54,8 @@ class UnwrittenTails:
         coverage: Coverage,
         rereads: Rereads,
     ) -> None:
-        self._asked = rereads
         self._state, self._ledger, self._record_store, self._coverage = state, ledger, record_store, coverage
+        self._rereads = rereads
         self.is_on = config.content != "write" and "R9" not in config.disable
         self._is_full = config.content == "full"
         self._is_host = state.records.device.type == "cpu"
@@ -62,9 +63,9 @@ class UnwrittenTails:
         self._granted: dict[int, Granted] = {}  # by pool
         self.has_new_pages = False
         self._parts: dict[int, list[Part]] = {}  # of the check that comes next, by pool
-        self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, from the first on to an end
         self._room = array("q")  # for ends of rows
         self._generations_at = ledger.generations.ctypes.data
+        self.found_finite = ledger.pages.found_finite  # pages as plans call them; `found_otherwise` takes it back
 
     def granted(self, pools: Iterable[PoolState], pages: Sequence[int], names: Ints | None) -> None:
         """Pages of these pools have an owner from now on, and nothing else vouches for what lies there.
@@ -76,9 +77,7 @@ class UnwrittenTails:
             return
         self.has_new_pages = True
         for pool in pools:
-            if pool.pool_id not in self._granted:
-                self._granted[pool.pool_id] = array("q"), []
-            own, renamed = self._granted[pool.pool_id]
+            own, renamed = self._granted.setdefault(pool.pool_id, (array("q"), []))
             if names is not None:
                 renamed.append((self._state.page_size * len(own), names))
             own.extend(pages)
@@ -104,7 +103,7 @@ class UnwrittenTails:
         """A request ends, or its row changes hands; what is known at once."""
         for pool in self._state.pools if self.is_on else ():
             self._check_tails(pool, Batch([request]), RELEASE_SITE, step, {request.request_id})
-            request.known.forget_tail(pool.pool_id)
+            request.forget_tail(pool.pool_id)
         return self._launch()
 
     def _check_granted(self, pool: PoolState, granted: Granted, step: int) -> None:
@@ -124,10 +123,6 @@ class UnwrittenTails:
         slots, names = slots[which], names[which]
         self._check(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
 
-    def found_finite(self, pages: Ints, step: int) -> None:
-        """These pages, as plans call them, were looked at when they were granted; `found_otherwise` takes it back."""
-        self._ledger.pages.found_finite(pages, step)
-
     def found_otherwise(self, names: Ints) -> None:
         """In pages of these slots, as plans call them, lay something else."""
         self._ledger.pages.looked_at[0, names // self._state.page_size] = 0
@@ -141,10 +136,7 @@ class UnwrittenTails:
         parts = 1 if whole else max(1, count // max(stride, share_of(count, stride)))
         share = -(-count // parts) if self._is_host else count  # then no other part has any
         first = number % parts * share
-        key = pool.pool_id, first, min(first + share, count)
-        slots = self._null_slots.get(key)
-        if slots is None:
-            slots = self._null_slots[key] = np.arange(*key[1:])
+        slots = np.arange(first, min(first + share, count))
         self._check(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
 
     def _check_tails(self, pool: PoolState, batch: Batch, site: tuple[str, int], step: int, always: set[str]) -> None:
@@ -156,8 +148,8 @@ class UnwrittenTails:
             self._room = array("q", bytes(8 * ROW_END.size * batch.loop_arguments[0]))
         hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
         again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
-        arguments = pool.struct_at, self._generations_at, *again, self._room.buffer_info()[0]
-        found = pool.loops.end_rows(*batch.loop_arguments, *arguments)
+        arguments = *batch.loop_arguments, pool.struct_at, self._generations_at, *again
+        found = pool.loops.end_rows(*arguments, self._room.buffer_info()[0])
         if not found:
             return
         size, ends = self._state.page_size, self._room[: ROW_END.size * found]
@@ -216,10 +208,8 @@ class UnwrittenTails:
     def _launch(self) -> list[Violation | ViolationBatch]:
         """One check a pool at all that was asked for; what it has found, where that is known at once."""
         parts, self._parts = self._parts, {}
-        violations: list[Violation | ViolationBatch] = []
-        for pool_id, own in parts.items():
-            violations += self._asked.check_finite(self._state.pools[pool_id], own)
-        return violations
+        found = (self._rereads.check_finite(self._state.pools[pool_id], own) for pool_id, own in parts.items())
+        return [*chain.from_iterable(found)]
 
 
 def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:

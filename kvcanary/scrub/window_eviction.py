@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.entries import Entries
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.checks.content import find_changed
 from kvcanary.ledger.ledger import Ledger, Request
-from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
+from kvcanary.pools.slot_maps import slots_in, slots_of_pages, window_start
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary_kernels.record.layout import COLUMNS, REQUEST_GENERATION, SEAL
+from kvcanary_kernels.record.layout import COLUMNS, SEAL
 
 
 class WindowEviction:
@@ -36,15 +35,12 @@ class WindowEviction:
 
     def reread(self, group: str, pages: Sequence[int], step: int) -> list[ViolationBatch]:
         """R9 and R3 for the final entries on these full pages, in the pools of the group; the map still names them."""
-        violations: list[ViolationBatch] = []
-        for pool in self._state.pools_of(group):
-            violations += self._reread_in(pool, pages, step)
-        return violations
+        return [found for pool in self._state.pools_of(group) for found in self._reread_in(pool, pages, step)]
 
     def _reread_in(self, pool: PoolState, pages: Sequence[int], step: int) -> list[ViolationBatch]:
         size = self._state.page_size
         holders = [self._ledger.holder(page) for page in pages]
-        held_by = list(zip(pages, holders, strict=True))
+        held_by = zip(pages, holders, strict=True)
         firsts = [0 if holder is None else holder.pages.index(page) * size for page, holder in held_by]
         counts = [_num_unread(pool, holder, first, size) for holder, first in zip(holders, firsts, strict=True)]
         offsets = np.concatenate([np.arange(count) for count in counts])
@@ -52,7 +48,8 @@ class WindowEviction:
         names = np.array(pages, np.int64)[rows] * size + offsets
         slots = slots_in(pool.view, names)
         held = np.flatnonzero(slots >= pool.view.null_slots)
-        held = held[self._is_current(pool, slots[held], names[held])]
+        # what came back from elsewhere may lack what no window showed: that is of an earlier grant
+        held = held[self._record_store.are_of(pool.base + slots[held], self._ledger.generations[names[held] // size])]
         if not len(held):
             return []
         self._coverage.bytes_checked += len(held) * pool.view.slot_bytes
@@ -61,11 +58,6 @@ class WindowEviction:
         ids = ["" if holder is None else holder.request_id for holder in holders]
         entries = Entries(slots, positions, np.where(is_row, rows, -1), ids, names=names).at(held)
         return find_changed(pool, entries.slots, lambda: entries, ("release", 1), step, both_fingerprints=True)
-
-    def _is_current(self, pool: PoolState, slots: Ints, names: Ints) -> NDArray[np.bool_]:
-        """Written under the grant that the page has: what came back from elsewhere may lack what no window showed."""
-        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
-        return self._record_store.table[pool.base + slots, REQUEST_GENERATION] >> 32 == grants
 
 
 def _num_unread(pool: PoolState, holder: Request | None, first: int, page_size: int) -> int:

@@ -1,9 +1,8 @@
 """Arrivals: bytes that came back and are not those that left. Whose are they? Asked once a transfer that failed.
 
 Each slot and layer has a fingerprint, which is a name: it is looked up among those of the snapshot itself, of snapshots
-                                                        that left
-before, of zeros, of poison, and of what lay in the slot before. What has no name is tried for one changed word, and for
-another layout. The answer for most slots is the transfer's.
+that left before, of zeros, of poison, and of what lay in the slot before. What has no name is tried for one changed
+word, and for another layout. The answer for most slots is the transfer's.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from kvcanary.provenance.arrival import (
 )
 from kvcanary.provenance.bytes_of import fingerprints_of_rows
 from kvcanary.provenance.changed_word import ChangedWord, WordChange, describe_change, part_of_word, single_words
-from kvcanary.provenance.other_layouts import ELSEWHERE, REORDERED, Guess, first_places, other_layout
+from kvcanary.provenance.other_layouts import ELSEWHERE, REORDERED, first_places, other_layout
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.recent_snapshots import RecentSnapshots
 from kvcanary.transfers.stale_snapshots import Outdated
@@ -55,9 +54,9 @@ def judge(
 ) -> Arrival:
     """Whose bytes came back, by pool; None: those of the snapshot. `outdated`: entries of which it has older ones.
 
-    Every pool's fingerprints are those of the snapshot by now. poisoned: by page of the trip, whether its poison
-    vouched
-    for it when it was granted: nothing that had lain there before lies there now.
+    Every pool's fingerprints are those of the snapshot by now.
+    poisoned: by page of the trip, whether its poison vouched for it when it was granted: nothing that had lain there
+    before lies there now.
     """
     words: dict[tuple[int, int], ChangedWord] = {}
     pools, intact = [], []
@@ -70,7 +69,7 @@ def judge(
     for pool, place, _, _, step in outdated:
         _add_outdated(trip, pools, intact, pool, place, step)
     kinds = Counter(origin.kind for pool in pools for origin in pool.origins.values())
-    kind = max(KINDS, key=lambda kind: (kinds[kind], -KINDS.index(kind)))
+    kind = max(KINDS, key=kinds.__getitem__)  # the first of those with most
     known = len(recent.last), recent.num_forgotten
     return Arrival(trip, kind, kinds, tuple(pools), tuple(intact), words, *known)
 
@@ -90,7 +89,9 @@ class _Comparison:
         self._was_filled, self._words = was_filled, words
         self._differs = arrived_slots.differs
         self._wrong = np.flatnonzero(self._differs.any(0))
-        self._layer = self._differs.argmax(0)  # [n] the first wrong layer of each
+        self._layer = self._differs.argmax(0)  # [n] the first wrong layer of each, and fingerprint a there
+        in_layer = self._layer, np.arange(len(self._layer))
+        self._found, self._before = arrived_slots.found[0][in_layer], arrived_slots.before[in_layer]
         self._origins: dict[int, Origin] = {}  # by number among those compared
 
     def arrival(self) -> PoolArrival:
@@ -109,8 +110,7 @@ class _Comparison:
     def _nothing(self, left: Ints) -> None:
         """Zeros, whose fingerprint is its start, or poison."""
         starts = self._arrived_slots.pool.keys.start_a.cpu().numpy()
-        layers = self._layer[left]
-        self._explain(left[self._arrived_slots.found[0][layers, left] == starts[layers]], Origin(SHORT, detail=ZERO))
+        self._explain(left[self._found[left] == starts[self._layer[left]]], Origin(SHORT, detail=ZERO))
         left = self._left()
         if len(left) and self._is_poison(left[:POISON_SAMPLE]).any():
             left = left[:POISON_SLOTS]
@@ -122,10 +122,9 @@ class _Comparison:
         for layer in np.unique(layers).tolist():
             own = layers == layer
             slots = torch.from_numpy(self._arrived_slots.slots[numbers[own]]).to(pool.records.device)
-            found = torch.from_numpy(self._arrived_slots.found[0][layer, numbers[own]])
             for nan in (False, True):
                 pattern = poison_words(slots, layer * words, words, nan)
-                same[own] |= (fingerprints_of_rows(pool, layer, pattern).cpu() == found).numpy()
+                same[own] |= fingerprints_of_rows(pool, layer, pattern).cpu().numpy() == self._found[numbers[own]]
         return same
 
     def _by_name(self, left: Ints) -> None:
@@ -133,7 +132,8 @@ class _Comparison:
 
         Where all that another snapshot, or another page, could explain lay there before, nothing arrived.
         """
-        lay_there = set(self._lay_there(left).tolist())
+        # what the canary knew before lies there now, and no poison came between
+        lay_there = {*left[(self._found[left] == self._before[left]) & ~self._was_filled[left]].tolist()}
         named = self._named(left)
         has_arrived = not lay_there.issuperset(named)
         for n in left.tolist():
@@ -141,12 +141,6 @@ class _Comparison:
                 self._origins[n] = named[n]
             elif n in lay_there:
                 self._origins[n] = Origin(SHORT, detail=BEFORE)
-
-    def _lay_there(self, left: Ints) -> Ints:
-        """Of which the canary knew before what lies there now, and no poison came between."""
-        layers = self._layer[left]
-        same = self._arrived_slots.found[0][layers, left] == self._arrived_slots.before[layers, left]
-        return left[same & ~self._was_filled[left]]
 
     def _named(self, left: Ints) -> dict[int, Origin]:
         """First of the slots that came back, then of the snapshots that left last."""
@@ -168,19 +162,15 @@ class _Comparison:
     def _matches(self, numbers: Ints, known: Ints, current: NDArray[np.bool_]) -> list[tuple[int, int]]:
         """Which of these hold the bytes of a known slot [layers, m] in their first wrong layer, and which slot's."""
         matches: list[tuple[int, int]] = []
-        layers = self._layer[numbers]
-        for layer in np.unique(layers).tolist():
-            own = numbers[layers == layer]
-            found = self._arrived_slots.found[0][layer, own]
-            which, places = first_places(np.where(current, known[layer], 0), found)
+        for layer in np.unique(self._layer[numbers]).tolist():
+            own = numbers[self._layer[numbers] == layer]
+            which, places = first_places(np.where(current, known[layer], 0), self._found[own])
             is_written = current[places]
             matches += zip(own[which][is_written].tolist(), places[is_written].tolist(), strict=True)
         return matches
 
     def _one_word(self, left: Ints) -> None:
-        """One word in each layer that differs: fingerprint a names them, and fingerprint b says whether they are
-        all.
-        """
+        """One word in each layer that differs: fingerprint a names them, fingerprint b says whether they are all."""
         arrived_slots, left = self._arrived_slots, left[:WORD_SLOTS]
         lacks_b = arrived_slots.found[1][left] - arrived_slots.expected[1][left]
         changes: dict[int, list[WordChange]] = {n: [] for n in left.tolist()}
@@ -196,9 +186,7 @@ class _Comparison:
             self._name_words(n, changes[n])
 
     def _words_of(self, layer: int, numbers: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Of these slots in one layer [n]: number of the word, its bits, what it changed by, and what fingerprint b
-        lacks.
-        """
+        """Of these slots in a layer [n]: number of the word, its bits, what it changed by, what fingerprint b lacks."""
         arrived_slots, pool = self._arrived_slots, self._arrived_slots.pool
         slots = torch.from_numpy(arrived_slots.slots[numbers]).to(pool.records.device)
         rows = pool.rows.gather_layer(layer, slots)
@@ -222,7 +210,7 @@ class _Comparison:
         if guess is not None:
             if guess.kind == REORDERED:
                 left = self._wrong  # slots that found their own layer are of the same order
-            self._explain(left, _origin_of(guess))
+            self._explain(left, Origin(MISROUTED if guess.kind == ELSEWHERE else OTHER_LAYOUT, detail=guess.text))
 
     def _explain(self, numbers: Ints, origin: Origin) -> None:
         self._origins |= dict.fromkeys(numbers.tolist(), origin)
@@ -241,7 +229,3 @@ def _add_outdated(
     sent, page, _ = trip.pages[place // trip.page_size]
     number = page * trip.page_size + place % trip.page_size
     own.origins.setdefault(place, Origin(STALE, sent, number, detail=f"written again in step {step}"))
-
-
-def _origin_of(guess: Guess) -> Origin:
-    return Origin(MISROUTED if guess.kind == ELSEWHERE else OTHER_LAYOUT, detail=guess.text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcanary.ledger.page_states import Array
 
@@ -31,7 +31,7 @@ UNORDERED, OUTDATED, FREED = "not waited for", "old grant", "freed in flight"
 
 @dataclass(frozen=True)
 class UnorderedAccess:
-    """One access that came too early, or to a page that is granted anew.
+    """O1: one access that came too early, or to a page that is granted anew.
 
     resource:  the page or the buffer
     stream:    on which the access runs
@@ -47,25 +47,30 @@ class UnorderedAccess:
     op: AsyncOp | None
     sentence: str
     hazard: str = UNORDERED
-    code: str = "O1"
     what: str = ""
     writes: bool = False
     planned: int | None = None
     now: int | None = None
 
     @property
-    def place(self) -> str:
-        """The resource in words."""
-        return _name(self.resource)
+    def expected(self) -> dict[str, Any]:
+        """What it should have come behind, what that does there, and who should have waited; or its generation."""
+        op = self.op
+        if op is None or self.planned is not None:
+            return {"behind": "nothing" if op is None else str(op), "generation": self.planned}
+        does = "fills" if self.resource in op.writes else "reads"
+        return {"behind": str(op), "which": f"{does} {_name(self.resource)}", "waiting": self._where}
 
     @property
-    def access(self) -> str:
-        """Who uses it, in words."""
-        return f"{self.what!r} on {self.where}"
+    def found(self) -> dict[str, Any]:
+        """Which resource was used, by whom, and how."""
+        used = {"resource": _name(self.resource), "reader": f"{self.what!r} on {self._where}"}
+        used |= {"used_to": "write" if self.writes else "read"}
+        generation = {} if self.planned is None else {"generation": self.now}
+        return used | generation | {"access": self.sentence, "hazard": self.hazard}
 
     @property
-    def where(self) -> str:
-        """The stream in words; of it, or of the host, it is that it should have waited."""
+    def _where(self) -> str:
         return "the host" if self.stream == HOST else f"stream {self.stream}"
 
 
@@ -185,10 +190,7 @@ class AsyncOps:
         for buffer in op.writes:
             del self._writes[buffer]
         own, seen = self._clocks[0], op.clock
-        if len(own) > len(seen):
-            self.waits(HOST, op)
-        else:
-            self._clocks[0] = [*map(max, own, seen)]  # as that does, without a call
+        self._clocks[0] = [*map(max, own, seen), *own[len(seen) :]]  # as `waits` does, without a call
         return True
 
     def complete(self, op: AsyncOp) -> list[UnorderedAccess]:
@@ -258,13 +260,7 @@ class AsyncOps:
 
 
 def _too_late(
-    access: str,
-    what: str,
-    stream: Stream,
-    resource: Resource,
-    planned: int,
-    now: int | None,
-    op: AsyncOp | None = None,
+    access: str, what: str, stream: Stream, resource: Resource, planned: int, now: int | None, op: AsyncOp | None = None
 ) -> UnorderedAccess:
     sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
     return UnorderedAccess(resource, stream, op, sentence, OUTDATED, what=what, planned=planned, now=now)

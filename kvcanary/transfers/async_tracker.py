@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from kvcanary.transfers.async_ops import HOST, NOTHING, AsyncOp, AsyncOps, Resou
 
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
-Note = Callable[..., None]
 FILL = "fill"  # what the host does with a buffer that it takes
 #: The same where nobody can change it any more.
 Named = tuple[Resource, ...] | dict[Resource, int | None]
@@ -35,7 +33,7 @@ class AsyncTracker:
         self._async_ops = AsyncOps(ledger.generations)
         self.is_used = self.has_reported = False  # told: a violation since somebody has judged it
         self.step = 0
-        self.note: Note = _nobody
+        self.note: Callable[..., None] = lambda *event: None
         self.log = EventLog()
 
     def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> AsyncOp:
@@ -156,20 +154,11 @@ class AsyncTracker:
     def _violation(self, unordered: UnorderedAccess, requests: Sequence[str]) -> Violation:
         page = unordered.resource if isinstance(unordered.resource, int) else None
         slot, name = (NO_SLOT, None) if page is None else self._slot(page)
-        owners = requests if page is None else _names(self._ledger.owner_of(page)) or requests
-        return Violation(
-            "O1",
-            self._pool,
-            slot,
-            None,
-            owners[0] if owners else None,
-            ("stream", 0),
-            self.step,
-            named=name,
-            others=tuple(owners[1:]),
-            expected=_due(unordered),
-            found=_done(unordered),
-        )
+        owner = None if page is None else self._ledger.owner_of(page)
+        owners = requests if owner is None else (owner,)
+        first, others = owners[0] if owners else None, tuple(owners[1:])
+        own = "O1", self._pool, slot, None, first, ("stream", 0), self.step
+        return Violation(*own, named=name, others=others, expected=unordered.expected, found=unordered.found)
 
     def _slot(self, page: int) -> tuple[int, int | None]:
         """The page's first slot in the pool, and how plans call it where that is another number."""
@@ -178,70 +167,40 @@ class AsyncTracker:
         return (name, None) if view.slot_map is None else (int(slots_in(view, np.array([name]))[0]), name)
 
 
-def _due(unordered: UnorderedAccess) -> dict[str, Any]:
-    """What the access should have come behind, what that does there, and who should have waited; or its generation."""
-    op = unordered.op
-    behind = "nothing" if op is None else str(op)
-    if op is None or unordered.planned is not None:
-        return {"behind": behind, "generation": unordered.planned}
-    does = "fills" if unordered.resource in op.writes else "reads"
-    return {"behind": behind, "which": f"{does} {unordered.place}", "waiting": unordered.where}
-
-
-def _done(unordered: UnorderedAccess) -> dict[str, Any]:
-    """Which resource was used, by whom, and how."""
-    used = {"resource": unordered.place, "reader": unordered.access, "used_to": "write" if unordered.writes else "read"}
-    generation = {} if unordered.planned is None else {"generation": unordered.now}
-    return used | generation | {"access": unordered.sentence, "hazard": unordered.hazard}
+# calls as a dump has them, by the name under which the tracker tells of them
 
 
 def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> list[Event]:
-    """An `issue` as a dump has it."""
     return [("ticket_issue", what, str(stream), sequence, *_sorted(reads), *_sorted(writes))]
 
 
 def used(what: str, stream: Stream, resources: Named, writes: bool, requests: tuple[str, ...]) -> list[Event]:
-    """A `use` as a dump has it."""
     return [("ticket_use", what, str(stream), *_sorted(resources), writes, requests)]
 
 
 def took(what: str, stream: Stream, buffer: str, generation: int) -> list[Event]:
-    """A `take` as a dump has it."""
     return [("ticket_renew", buffer, generation), *used(what, stream, {buffer: generation}, True, ())]
 
 
 def followed(stream: Stream, other: Stream, sequence: int) -> list[Event]:
-    """A `follow` as a dump has it."""
     return [*issued("mark", other, sequence, (), ()), ("ticket_waits", str(stream), str(other), sequence)]
 
 
 def fetched(
     what: str, stream: Stream, behind: Stream, buffer: str, generation: int, mark: int, sequence: int
 ) -> list[Event]:
-    """A `fetch` as a dump has it."""
     taken = took(FILL, HOST, buffer, generation)
     return [*taken, *followed(stream, behind, mark), *issued(what, stream, sequence, (), {buffer: generation})]
 
 
 def received(what: str, op: AsyncOp, requests: tuple[str, ...]) -> list[Event]:
-    """A `receive` as a dump has it."""
     used_by_host = used(what, HOST, dict(op.writes), False, requests)
     return [("ticket_complete", str(op.stream), op.sequence), *used_by_host]
 
 
-#: By the name under which the tracker tells of a call, which calls a dump has instead.
 LAID_OUT: dict[str, Callable[..., list[Event]]] = {
-    "issued": issued,
-    "used": used,
-    "took": took,
-    "followed": followed,
-    "fetched": fetched,
-    "received": received,
+    layout.__name__: layout for layout in (issued, used, took, followed, fetched, received)
 }
-
-
-def _names(owner: str | None) -> Sequence[str]:
-    return () if owner is None else (owner,)
 
 
 def _named(resources: Resources) -> Named:
@@ -259,7 +218,3 @@ def _sorted(resources: Named) -> tuple[tuple[int, ...], tuple[str, ...], tuple[i
     order: list[Resource] = [*pages, *names]
     planned = [resources[resource] for resource in order]
     return pages, names, tuple([-1 if generation is None else int(generation) for generation in planned])
-
-
-def _nobody(*event: Any) -> None:
-    """Who is called where nobody asked to be."""

@@ -7,19 +7,15 @@ import torch
 from numpy.typing import NDArray
 
 from kvcanary.ledger.ledger import Ledger, Request
-from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import RecordStore, no_records, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import (
     CHAIN,
-    CONTENT_B,
     LAYERS_HIGH,
     LAYERS_LOW,
     REQUEST_GENERATION,
-    SEAL,
-    STEP_SITE,
     TOKEN_POSITION,
     bitmap_columns,
 )
@@ -52,11 +48,7 @@ def adopt(
     records[:, TOKEN_POSITION] = two_words(tokens, positions.view(np.uint64))
     records[:, CHAIN] = chains[positions]
     records[:, REQUEST_GENERATION] = two_words(request.uid, generations)
-    records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
-    records[:, CONTENT_B] = 0
     records[:, [LAYERS_LOW, LAYERS_HIGH]] = np.array(bitmap_columns(pool.full_layers), np.uint64)
-    records[:, SEAL] = pool.seal_term
-    record_store.write(pool.base + slots, records)
-    record_store.flush()
+    record_store.load(pool, slots, records, step)
     where = torch.from_numpy(slots).to(pool.records.device)
     pool.write_fingerprints(where, *fingerprints_of_slots(pool, where))

@@ -11,10 +11,10 @@ from kvcanary.calls.forward import Ints
 from kvcanary.calls.violation import Violation
 from kvcanary.errors import ContradictionError
 from kvcanary.ledger.ledger import Ledger
-from kvcanary.records.fingerprints import fingerprints_of_slots, numbers_are_right, slots_are_right
+from kvcanary.records.fingerprints import fingerprints_of_slots, slots_are_right
 from kvcanary.records.record_store import NOT_ALL, Move, RecordStore
 from kvcanary.records.state import CanaryState, PoolState
-from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
+from kvcanary_kernels.record.layout import CONTENT_B, TOKEN_POSITION
 
 
 class Mover:
@@ -68,9 +68,8 @@ class Mover:
         return self._arrived(pool, slots, slots, step)
 
     def _are_written(self, pool: PoolState, move: Move) -> NDArray[np.bool_]:
-        """[n] bool, of entries that have moved."""
-        grants = self._ledger.generations[move.dst_names // self._state.page_size].view(np.uint64)
-        return self._record_store.table[pool.base + move.dst, REQUEST_GENERATION] >> 32 == grants
+        grants = self._ledger.generations[move.dst_names // self._state.page_size]
+        return self._record_store.are_of(pool.base + move.dst, grants)
 
     def _follow(
         self, origin: PoolState, pool: PoolState, move: Move, step: int, has_fingerprints: bool
@@ -113,7 +112,7 @@ class Mover:
         """
         if not self.compares_content or not len(places):
             return []
-        if pool.host is not None and numbers_are_right(pool, places):
+        if pool.host is not None and pool.loops.match_slots(pool.struct_at, places, False):
             return []
         slots = torch.from_numpy(places).to(pool.records.device)
         if pool.host is None and slots_are_right(pool, slots):

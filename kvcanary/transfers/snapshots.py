@@ -15,7 +15,6 @@ from torch import Tensor
 from kvcanary.calls.violation import Violation, speaks_first
 from kvcanary.errors import ContradictionError, ForeignSnapshotError
 from kvcanary.ledger.ledger import Ledger, Request
-from kvcanary.pools.launch_site import pack_site
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
 from kvcanary.provenance.arrival import Arrival, ArrivedSlots, Sent, Trip
 from kvcanary.records.fingerprints import fingerprints_of_slots
@@ -24,7 +23,7 @@ from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
 from kvcanary.transfers.recent_snapshots import RecentSnapshots, SentSnapshot, SnapshotFingerprints
 from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
-from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, SEAL, STEP_SITE, TOKEN_POSITION
+from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,39 +88,33 @@ class PageSnapshots:
         self._compares_content = compares_content
         self._recent, self.left = RecentSnapshots(), LeftRecords(state, record_store, ledger)
         self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
-        self._layouts: dict[str | None, tuple[str, ...]] = {}  # by group, None: of all pools
 
     def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> PageSnapshot:
         """What is known of these pages now, in all pools or in those of a group."""
-        names = self._slots(self._ledger.pages.numbers(pages))
-        pools = self._state.pools if group is None else self._state.pools_of(group)
+        names, pools = self._slots(self._ledger.pages.numbers(pages)), self._pools(group)
         if group is not None:
             self.left.save(group, pages)
         sent = self._recent.number(step, tuple(pages))
         contents = tuple(self._contents(pool, names) for pool in pools)
-        snapshot = PageSnapshot(len(pages), contents, self._state.keys.seed_id, self._layouts_of(group), sent)
         if self._compares_content:
-            fingerprints = (
-                SnapshotFingerprints(contents.fingerprint_a, contents.current) for contents in snapshot.contents
-            )
-            self._recent.remember(
-                SentSnapshot(sent, {p.pool_id: own for p, own in zip(pools, fingerprints, strict=True)})
-            )
-        return snapshot
+            own = (SnapshotFingerprints(one.fingerprint_a, one.current) for one in contents)
+            self._recent.remember(SentSnapshot(sent, dict(zip([pool.pool_id for pool in pools], own, strict=True))))
+        return PageSnapshot(len(pages), contents, self._state.keys.seed_id, tuple(map(_layout, pools)), sent)
 
-    def _layouts_of(self, group: str | None) -> tuple[str, ...]:
-        layouts = self._layouts.get(group)
-        if layouts is None:
-            pools = self._state.pools if group is None else self._state.pools_of(group)
-            layouts = self._layouts[group] = tuple(map(_layout, pools))
-        return layouts
+    def _pools(self, group: str | None) -> Sequence[PoolState]:
+        return self._state.pools if group is None else self._state.pools_of(group)
 
     def expect_own(self, snapshots: Sequence[PageSnapshot], pages: Sequence[int], group: str | None = None) -> None:
-        """ContradictionError unless snapshots come back into as many pages as left; ForeignParcelError for other keys
+        """ContradictionError unless snapshots come back into as many pages as left; ForeignSnapshotError for other keys
         or pools, with both sides.
         """
-        expect_fits(snapshots, pages)
-        seed_id, layouts = self._state.keys.seed_id, self._layouts_of(group)
+        num_pages = sum(snapshot.num_pages for snapshot in snapshots)
+        if num_pages != len(pages):
+            raise ContradictionError(
+                f"a snapshot must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
+                "pack and load the same pages, in row order"
+            )
+        seed_id, layouts = self._state.keys.seed_id, tuple(map(_layout, self._pools(group)))
         for snapshot in snapshots:
             if snapshot.seed_id != seed_id:
                 raise ForeignSnapshotError(
@@ -148,7 +141,7 @@ class PageSnapshots:
         how: what brought them, in the words of a report
         """
         names = self._slots(np.array(pages, dtype=np.int64))
-        positions = self._positions(request, pages)
+        positions = self._slots(np.array([request.pages.index(page) for page in pages], dtype=np.int64))  # in the row
         request.brought_len = max(request.brought_len, length)
         arrived_slots: dict[str, ArrivedSlots | None] = {}
         for pool, contents in zip(self._state.pools, snapshot.contents, strict=True):
@@ -157,7 +150,9 @@ class PageSnapshots:
             if len(chosen):
                 seen = window_start(pool.view, length)  # nobody misses what comes before
                 request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
-                records = self._granted_anew(contents.records[chosen], request, names[chosen])
+                grants = self._ledger.generations[names[chosen] // self._state.page_size].view(np.uint64)
+                records = contents.records[chosen]
+                records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
                 if self._compares_content:
                     arrived_slots[pool.name] = self._compare(pool, contents, chosen, names[chosen])
                 self._write(pool, contents, chosen, records, names[chosen], step)
@@ -196,11 +191,6 @@ class PageSnapshots:
             records[:, REQUEST_GENERATION] >> 32 == grants,  # null slots never are: nobody is granted them
         )
 
-    def _granted_anew(self, records: Words, request: Request, names: Ints) -> Words:
-        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
-        records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
-        return records
-
     def _write(
         self,
         pool: PoolState,
@@ -214,16 +204,9 @@ class PageSnapshots:
         slots = slots_in(pool.view, names)
         device, taken = pool.records.device, torch.from_numpy(chosen)
         where = torch.from_numpy(slots).to(device)
-        records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
-        records[:, CONTENT_B] = 0
-        records[:, SEAL] = pool.seal_term
-        self._record_store.write(pool.base + slots, records)
-        self._record_store.flush()
-        fingerprints = (
-            contents.fingerprint_a.index_select(1, taken).to(device),
-            contents.fingerprint_b.index_select(0, taken).to(device),
-        )
-        pool.write_fingerprints(where, *fingerprints)
+        self._record_store.load(pool, slots, records, step)
+        fingerprint_a = contents.fingerprint_a.index_select(1, taken).to(device)
+        pool.write_fingerprints(where, fingerprint_a, contents.fingerprint_b.index_select(0, taken).to(device))
         damage = contents.damage.index_select(0, taken).to(device)  # a damaged record stays damaged
         pool.records.index_copy_(0, where, pool.records.index_select(0, where) + damage)
 
@@ -261,22 +244,16 @@ class PageSnapshots:
         self.poisoned.difference_update(pages)
         if not any(arrived_slots.values()) and not outdated:
             return []
-        origins = [
-            (snapshot.sent, snapshot.first + page) for snapshot in snapshots for page in range(snapshot.num_pages)
-        ]
-        ways = [(*origin, page) for origin, page in zip(origins, pages, strict=True)]
-        trip = Trip(how, step, self._state.page_size, ways)
+        left = [(snapshot.sent, snapshot.first + page) for snapshot in snapshots for page in range(snapshot.num_pages)]
+        trip = Trip(how, step, self._state.page_size, [(*one, page) for one, page in zip(left, pages, strict=True)])
         arrival = judge(trip, arrived_slots, self._recent, poisoned, outdated)
-        violations = [
-            violation
-            for one in arrived_slots.values()
-            if one is not None
-            for violation in self._violations(one, arrival)
-        ]
+        violations = [found for one in arrived_slots.values() if one for found in self._violations(one, arrival)]
         known = {(violation.pool.pool_id, violation.arrived_as) for violation in violations}
-        for pool, place, slot, position, _ in outdated:
-            if (pool.pool_id, place) not in known:
-                violations.append(self._violation(pool, arrival, place, slot, position, range(pool.view.num_layers)))
+        violations += [
+            self._violation(pool, arrival, place, slot, position, range(pool.view.num_layers))
+            for pool, place, slot, position, _ in outdated
+            if (pool.pool_id, place) not in known
+        ]
         return _one_of_each_page_first(violations)
 
     def _violations(self, arrived_slots: ArrivedSlots, arrival: Arrival) -> Iterator[Violation]:
@@ -291,46 +268,19 @@ class PageSnapshots:
     ) -> Violation:
         trip = arrival.trip
         name = trip.pages[place // trip.page_size][2] * trip.page_size + place % trip.page_size
-        return Violation(
-            "T1",
-            pool,
-            slot,
-            position,
-            self._reader(name),
-            ("load", 0),
-            trip.step,
-            tuple(layers),
-            named=None if pool.view.slot_map is None else name,
-            arrival=arrival,
-            arrived_as=place,
-        )
-
-    def _reader(self, name: int) -> str | None:
-        holder = self._ledger.holder(name // self._state.page_size)
-        return None if holder is None else holder.request_id
+        named, holder = None if pool.view.slot_map is None else name, self._ledger.holder(name // trip.page_size)
+        reader = None if holder is None else holder.request_id
+        own = "T1", pool, slot, position, reader, ("load", 0), trip.step, tuple(layers)
+        return Violation(*own, named=named, arrival=arrival, arrived_as=place)
 
     def _slots(self, pages: Ints) -> Ints:
         return slots_of_pages(pages, self._state.page_size)
-
-    def _positions(self, request: Request, pages: Sequence[int]) -> Ints:
-        """By slot of these pages, where it stands in the row."""
-        return self._slots(np.array([request.pages.index(page) for page in pages], dtype=np.int64))
 
 
 def _layout(pool: PoolState) -> str:
     """`target: 2 layers of 32 words, pages of 4`: what a pool's contents fit into."""
     view = pool.view
     return f"{view.name}: {view.num_layers} layers of {pool.rows.words_per_row} words, pages of {view.page_size}"
-
-
-def expect_fits(snapshots: Sequence[PageSnapshot], pages: Sequence[int]) -> None:
-    """ContradictionError unless snapshots come back into as many pages as left."""
-    num_pages = sum(snapshot.num_pages for snapshot in snapshots)
-    if num_pages != len(pages):
-        raise ContradictionError(
-            f"a snapshot must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
-            "pack and load the same pages, in row order"
-        )
 
 
 def _one_of_each_page_first(violations: list[Violation]) -> list[Violation]:

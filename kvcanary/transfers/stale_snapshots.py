@@ -71,9 +71,8 @@ class LeftRecords:
 
     def _is_final(self, pool: PoolState, page: int, left: Words, positions: Ints) -> NDArray[np.bool_]:
         """Written under the grant that the page has, and final by now."""
-        is_current = left[:, REQUEST_GENERATION] >> 32 == np.uint64(self._ledger.generations[page])
+        is_current: NDArray[np.bool_] = left[:, REQUEST_GENERATION] >> 32 == np.uint64(self._ledger.generations[page])
         holder = self._ledger.holder(page)
-        final: NDArray[np.bool_] = (
-            is_current if holder is None else is_current & (positions < holder.final_len(pool.pool_id))
-        )
-        return final
+        if holder is not None:
+            is_current &= positions < holder.final_len(pool.pool_id)
+        return is_current

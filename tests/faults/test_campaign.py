@@ -14,7 +14,7 @@ from kvcanary.dumps.reading import read_dump
 from kvcanary.faults import catalogue
 from kvcanary.faults.catalogue import faults
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.strike import UNDECLARED
+from kvcanary.faults.strike import UNDECLARED, NotNow
 from kvcanary.faults.target import Setup
 from kvcanary.replay.replayer import replay
 from kvcanary_tools.campaign import runner, runs, traffic
@@ -113,7 +113,12 @@ def test_a_fault_that_ends_otherwise_is_not_found(monkeypatch):
 def test_a_fault_that_strikes_nothing_is_untried(monkeypatch):
     """It is asked again before each step; it says nothing about the canary."""
     asked = []
-    result = strike_with(monkeypatch, lambda target: asked.append(target.step))
+
+    def not_now(target):
+        asked.append(target.step)
+        raise NotNow
+
+    result = strike_with(monkeypatch, not_now)
     assert not result.struck
     assert len(asked) > 3
     assert asked == sorted(set(asked))
@@ -184,7 +189,7 @@ def test_what_a_campaign_runs():
     clean twins, one a setup and seed; needs are set; none pending.
     """
     wide = Fault("bits.wide", "s", "R9", "a", strike=flip, needs={"batch": 3}, applies=lambda setup: setup.topk > 1)
-    pending = Fault("bits.later", "s", "R9", "a", state="pending", reason="no beams")
+    pending = Fault("bits.later", "s", "R9", "a", reason="no beams")
     plan = Plan({"a": Setup(), "b": Setup(topk=1), "c": Setup(page_size=1)}, runs=4, quiet=1, disabled=2)
     planned = runner.runs_of([wide, pending], plan, None, seed=1)
     by_kind = {kind: [(run.config, run.seed) for run in planned if run.kind == kind] for kind in KINDS}
@@ -218,10 +223,7 @@ def test_rows_are_by_configuration(monkeypatch):
     [
         ({}, "0 ways"),
         ({"strike": flip, "perturb": flip}, "2 ways"),
-        ({"state": "pending"}, "says why it is pending"),
-        ({"strike": flip, "state": "pending", "reason": "r"}, "1 ways"),
-        ({"strike": flip, "reason": "r"}, "says why it is pending"),
-        ({"strike": flip, "state": "soon"}, "must be ready or pending"),
+        ({"strike": flip, "reason": "r"}, "pending and has 1 ways"),
     ],
 )
 def test_an_entry_that_contradicts_itself_is_refused(more, message):

@@ -10,8 +10,8 @@ import pytest
 
 PACKAGES = ("kvcanary", "kernels/kvcanary_kernels", "tools/kvcanary_tools")  # an engine's mock models mix as they like
 FORMULAS = "kernels/kvcanary_kernels/record/formulas.py"
-#: Torch references, which compute in place, take the same numbers by their names.
-TWINS = {"kernels/kvcanary_kernels/record/layout.py", "kernels/kvcanary_kernels/content/poison.py"}
+#: A torch reference that computes in place takes the same numbers by their names.
+TWINS = {"kernels/kvcanary_kernels/record/layout.py"}
 FACTORS = {0xBF58476D1CE4E5B9, 0x94D049BB133111EB}
 NUMBERS = FACTORS | {(1 << 64) - factor for factor in FACTORS} | {(1 << bits) - 1 for bits in (33, 34, 37)}
 

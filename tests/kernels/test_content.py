@@ -10,6 +10,7 @@ from kvcanary_kernels.content.check import check_content, check_content_torch, m
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
+from stored_pool import dense_words
 
 POISON = -77
 both = pytest.mark.parametrize("operation", [check_content, check_content_torch], ids=["triton", "torch"])
@@ -34,7 +35,12 @@ def test_check_content_names_the_layers(operation, layout: str, pool, tensor) ->
     """Flipped bits in layers 0, 63, 64 and 66 set these bits of their slots; clean slots have none."""
     rows, keys = pool(layout, torch.float16, layers=67, slots=8)
     content_a = stored_fingerprints(rows, keys)
-    for slot, layer, tensors in ((7, 0, rows.k), (2, 63, rows.v), (2, 64, rows.k), (2, 66, rows.v)):
+    for slot, layer, tensors in (
+        (7, 0, dense_words(rows, 0)),
+        (2, 63, dense_words(rows, 1)),
+        (2, 64, dense_words(rows, 0)),
+        (2, 66, dense_words(rows, 1)),
+    ):
         tensors[layer][slot, 1] ^= 1 << 30
     mismatch = run(operation, rows, tensor([7, 3, 2]), keys, content_a)
     assert mismatch.tolist() == [[1, 0], [0, 0], [-(2**63), 0b101]]
@@ -71,7 +77,7 @@ def test_check_content_says_only_whether_something_differs(
     """In one number, which stays as it is where nothing does; padding and slots outside are nobody's."""
     rows, keys = pool("fused", torch.float16, layers=67, slots=8)
     content_a = stored_fingerprints(rows, keys)
-    rows.k[66][7, 1] ^= 1
+    dense_words(rows, 0)[66][7, 1] ^= 1
     found = tensor([0])
     operation(rows, tensor(slots), keys, content_a, differs=found, num_live=tensor([live]))
     assert found.tolist() == [differs]
@@ -85,7 +91,7 @@ def test_a_number_of_the_host_tells_whether_something_differs(pool, tensor) -> N
     rows, keys = pool()
     content_a, found = stored_fingerprints(rows, keys), torch.zeros(1, dtype=torch.int64, pin_memory=True)
     for wanted in (0, 1):
-        rows.v[0][5, 0] ^= wanted
+        dense_words(rows, 1)[0][5, 0] ^= wanted
         check_content(rows, tensor([4, 5]), keys, content_a, differs=found)
         torch.cuda.synchronize()
         assert int(found) == wanted
@@ -95,7 +101,7 @@ def test_a_number_of_the_host_tells_whether_something_differs(pool, tensor) -> N
 def test_zeroed_bytes_under_zeroed_fingerprints_are_a_mismatch(operation, pool, tensor) -> None:
     """A pool and a canary that were both wiped do not vouch for each other."""
     rows, keys = pool()
-    for row in (*rows.k, *rows.v):
+    for row in (*dense_words(rows, 0), *dense_words(rows, 1)):
         row.zero_()
     content_a = torch.zeros(3, 32, dtype=torch.int64, device=rows.ptrs.device)
     assert run(operation, rows, tensor([4]), keys, content_a).tolist() == [[0b111, 0]]

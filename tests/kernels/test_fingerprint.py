@@ -12,6 +12,7 @@ from kvcanary_kernels.content import fingerprint as module
 from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
 from kvcanary_kernels.record.layout import Keys, make_keys
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
+from stored_pool import dense_words
 
 MASK = 2**64 - 1
 POISON = -77
@@ -30,7 +31,7 @@ def plain_fingerprint(words: tuple[int, ...], keys: Tensor, start: int) -> int:
 def oracle(rows: PoolRows, slots: list[int], keys: Keys) -> tuple[list[list[int]], list[int]]:
     fingerprint_a, fingerprint_b = [], [keys.start_b] * len(slots)
     for layer in range(rows.num_layers):
-        words = [row_words(rows.k[layer][s]) + row_words(rows.v[layer][s]) for s in slots]
+        words = [row_words(dense_words(rows, 0)[layer][s]) + row_words(dense_words(rows, 1)[layer][s]) for s in slots]
         fingerprint_a.append([plain_fingerprint(w, keys.fingerprint_a[layer], int(keys.start_a[layer])) for w in words])
         fingerprint_b = [
             (b + plain_fingerprint(w, keys.fingerprint_b[layer], 0)) & MASK
@@ -112,7 +113,7 @@ def test_fingerprint_of_values_on_their_way_into_the_pool(operation, pool, tenso
     """Stacked values with slots 0 to n - 1 give what the pool's rows give after the store."""
     rows, keys = pool()
     slots = tensor([3, 30])
-    stored = pool_rows([k[slots] for k in rows.k], [v[slots] for v in rows.v])
+    stored = pool_rows([k[slots] for k in dense_words(rows, 0)], [v[slots] for v in dense_words(rows, 1)])
     assert run(operation, stored, tensor([0, 1]), keys) == run(operation, rows, slots, keys)
 
 
@@ -123,7 +124,12 @@ def test_every_flipped_bit_changes_its_layer_alone(pool, tensor) -> None:
     rows, keys = pool(layers=2)
     slots = tensor([6])
     fingerprint_a, fingerprint_b = run(fingerprint_torch, rows, slots, keys)
-    for row, word in ((rows.k[1], 0), (rows.k[1], 11), (rows.v[1], 0), (rows.v[1], 11)):
+    for row, word in (
+        (dense_words(rows, 0)[1], 0),
+        (dense_words(rows, 0)[1], 11),
+        (dense_words(rows, 1)[1], 0),
+        (dense_words(rows, 1)[1], 11),
+    ):
         for bit in range(32):
             flip = (1 << bit) - (1 << 32 if bit == 31 else 0)
             row[6, word] ^= flip
@@ -139,8 +145,8 @@ def test_two_flipped_top_bits_do_not_cancel(operation, pool, tensor) -> None:
     """The sums are 64 bits wide: the top bits of two words differ by keys, not by 2^31 twice."""
     rows, keys = pool(layers=1)
     before = run(operation, rows, tensor([6]), keys)
-    rows.k[0][6, 2] ^= -(2**31)
-    rows.v[0][6, 3] ^= -(2**31)
+    dense_words(rows, 0)[0][6, 2] ^= -(2**31)
+    dense_words(rows, 1)[0][6, 3] ^= -(2**31)
     after = run(operation, rows, tensor([6]), keys)
     assert before[0] != after[0]
     assert before[1] != after[1]
@@ -149,7 +155,7 @@ def test_two_flipped_top_bits_do_not_cancel(operation, pool, tensor) -> None:
 def test_a_zeroed_row_has_its_layers_constant(pool, tensor) -> None:
     """Zero bytes do not have a zero fingerprint, and two layers of zeros differ."""
     rows, keys = pool()
-    for row in (*rows.k, *rows.v):
+    for row in (*dense_words(rows, 0), *dense_words(rows, 1)):
         row.zero_()
     fingerprint_a, fingerprint_b = run(fingerprint, rows, tensor([6]), keys)
     assert len({0, fingerprint_b[0], *(layer[0] for layer in fingerprint_a)}) == 5

@@ -8,6 +8,7 @@ import torch
 from kvcanary_kernels.content.check import mismatched_layers
 from kvcanary_kernels.content.finite import finite_check, finite_check_torch, format_of
 from kvcanary_kernels.record.rows import pool_rows
+from stored_pool import dense_words
 
 SENTINEL = -77
 WIDE = [torch.float64, torch.float32]
@@ -75,11 +76,16 @@ def test_integers_are_always_finite(check, dtype: torch.dtype, device: str, tens
 def test_a_layer_is_named_in_every_layout(check, layout: str, pool, tensor) -> None:
     """K of layer 0, V of layer 2, both of layer 1; a slot that nobody asked for says nothing."""
     rows, _ = pool(layout, torch.float16, slots=9)
-    for words in (*rows.k, *rows.v):
+    for words in (*dense_words(rows, 0), *dense_words(rows, 1)):
         words.fill_(0x3C003C00)
-    for slot, tensors, layer, word in ((8, rows.k, 0, 0), (5, rows.v, 2, 5), (3, rows.k, 1, 5), (3, rows.v, 1, 0)):
+    for slot, tensors, layer, word in (
+        (8, dense_words(rows, 0), 0, 0),
+        (5, dense_words(rows, 1), 2, 5),
+        (3, dense_words(rows, 0), 1, 5),
+        (3, dense_words(rows, 1), 1, 0),
+    ):
         tensors[layer][slot, word] |= 0x7C00
-    rows.k[0][2, 1] |= 0x7C000000
+    dense_words(rows, 0)[0][2, 1] |= 0x7C000000
     assert mismatch_of(check, rows, tensor([8, 0, 5, 3])) == [[1, 0], [0, 0], [4, 0], [2, 0]]
 
 
@@ -116,10 +122,10 @@ def test_latent_rows_and_rows_longer_than_a_block(check, device: str, tensor) ->
 def test_layers_beyond_64(check, pool, tensor) -> None:
     """Layers 0, 63, 64 and 66 are bits of two words, as in the content check."""
     rows, _ = pool("fused", torch.float32, layers=67, slots=4)
-    for words in (*rows.k, *rows.v):
+    for words in (*dense_words(rows, 0), *dense_words(rows, 1)):
         words.fill_(0)
     for layer in (0, 63, 64, 66):
-        rows.v[layer][3, 2] = 0x7F800001
+        dense_words(rows, 1)[layer][3, 2] = 0x7F800001
     found = torch.tensor(mismatch_of(check, rows, tensor([1, 3])))
     assert mismatched_layers(found, 67).nonzero().tolist() == [[0, 1], [63, 1], [64, 1], [66, 1]]
 
@@ -128,7 +134,7 @@ def test_layers_beyond_64(check, pool, tensor) -> None:
 def test_padding_and_bad_slots_keep_their_outputs(check, pool, tensor) -> None:
     """Entries at and after the live count, and ids outside the pool."""
     rows, _ = pool(slots=9)
-    for words in (*rows.k, *rows.v):
+    for words in (*dense_words(rows, 0), *dense_words(rows, 1)):
         words.fill_(-1)
     found = mismatch_of(check, rows, tensor([-1, 4, 9, 6, 5]), num_live=tensor([4]))
     assert found == [[SENTINEL] * 2, [7, 0], [SENTINEL] * 2, [7, 0], [SENTINEL] * 2]
@@ -155,9 +161,9 @@ def test_a_format_has_as_many_fingerprints_as_a_word_has_elements() -> None:
 def test_what_was_written_in_a_grant_is_not_asked(check, device: str, pool, tensor) -> None:
     """A record of another generation, whoever wrote it, vouches for nothing; outputs of the others stay as they are."""
     rows, _ = pool("fused", torch.float32, slots=5)
-    for words in (*rows.k[1:], *rows.v):
+    for words in (*dense_words(rows, 0)[1:], *dense_words(rows, 1)):
         words.fill_(0)
-    rows.k[0].fill_(0x7F800000)
+    dense_words(rows, 0)[0].fill_(0x7F800000)
     records = torch.zeros(5, 8, dtype=torch.int64, device=device)
     records[:, 2] = tensor([7 << 32 | 3, 6 << 32 | 7, 7 << 32, 7, -1])
     unasked, infinite = [SENTINEL, SENTINEL], [1, 0]
@@ -171,9 +177,9 @@ def test_what_was_written_in_a_grant_is_not_asked(check, device: str, pool, tens
 def test_slots_and_grants_may_lie_in_pinned_memory(pool, tensor) -> None:
     """A kernel reads them there, and nobody copies them first."""
     rows, _ = pool("fused", torch.float32, slots=3)
-    for words in (*rows.k[1:], *rows.v):
+    for words in (*dense_words(rows, 0)[1:], *dense_words(rows, 1)):
         words.fill_(0)
-    rows.k[0].fill_(0x7F800000)
+    dense_words(rows, 0)[0].fill_(0x7F800000)
     reported = torch.tensor([[0, 1, 2], [5, 6, 7]]).pin_memory()
     mismatch = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
     records = torch.zeros(3, 8, dtype=torch.int64, device="cuda")

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvcanary_kernels.content.check import mismatched_layers
 from kvcanary_kernels.content.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
+from stored_pool import dense_words
 
 MASK = 2**64 - 1
 POISON = -77
@@ -29,7 +30,8 @@ def pattern(slot: int, offset: int) -> int:
 def words_of(rows: PoolRows) -> list[list[list[int]]]:
     """[layers][slots] the K words, then the V words."""
     return [
-        [[*a, *b] for a, b in zip(k.tolist(), v.tolist(), strict=True)] for k, v in zip(rows.k, rows.v, strict=True)
+        [[*a, *b] for a, b in zip(k.tolist(), v.tolist(), strict=True)]
+        for k, v in zip(dense_words(rows, 0), dense_words(rows, 1), strict=True)
     ]
 
 
@@ -85,12 +87,12 @@ def test_poison_is_small_and_finite_in_every_type(fill, dtype: torch.dtype, pool
     """At most 8 whatever the bytes are read as, so that a masked-out score times it is no NaN."""
     rows, _ = pool("fused", dtype, slots=16)
     fill(rows, tensor(list(range(16))))
-    for words in (*rows.k, *rows.v):
+    for words in (*dense_words(rows, 0), *dense_words(rows, 1)):
         values = words.contiguous().view(dtype).float()
         assert values.isfinite().all()
         assert float(values.abs().max()) <= 8
     fill(rows, tensor([3]), nan=True)
-    assert rows.k[2][3].contiguous().view(dtype).float().isnan().all()
+    assert dense_words(rows, 0)[2][3].contiguous().view(dtype).float().isnan().all()
 
 
 def test_no_bytes_at_all_make_the_pattern_large() -> None:
@@ -127,7 +129,12 @@ def test_poison_check_names_the_layers(check, layout: str, nan: bool, pool, tens
     slots = tensor([8, 0, 5, 3])
     poison_fill_torch(rows, slots, nan=nan)
     assert mismatch_of(check, rows, slots, nan=nan).tolist() == [[0, 0]] * 4
-    for slot, tensors, layer, word in ((8, rows.k, 0, 0), (5, rows.v, 2, 5), (3, rows.k, 1, 5), (3, rows.v, 1, 0)):
+    for slot, tensors, layer, word in (
+        (8, dense_words(rows, 0), 0, 0),
+        (5, dense_words(rows, 1), 2, 5),
+        (3, dense_words(rows, 0), 1, 5),
+        (3, dense_words(rows, 1), 1, 0),
+    ):
         tensors[layer][slot, word] ^= 1 << 31
     assert mismatch_of(check, rows, slots, nan=nan).tolist() == [[1, 0], [0, 0], [4, 0], [2, 0]]
 
@@ -139,7 +146,7 @@ def test_poison_check_names_layers_beyond_64(check, pool, tensor) -> None:
     slots = tensor([1, 3])
     poison_fill_torch(rows, slots)
     for layer in (0, 63, 64, 66):
-        rows.v[layer][3, 2] += 1
+        dense_words(rows, 1)[layer][3, 2] += 1
     mismatch = mismatch_of(check, rows, slots)
     assert mismatch.tolist() == [[0, 0], [-(2**63) + 1, 0b101]]
     assert mismatched_layers(mismatch, 67).nonzero().tolist() == [[0, 1], [63, 1], [64, 1], [66, 1]]
@@ -151,7 +158,7 @@ def test_rows_of_other_slots_are_not_poison(check, pool, tensor) -> None:
     rows, _ = pool(slots=9)
     slots = tensor([1, 2, 3])
     poison_fill_torch(rows, slots)
-    for words in (*rows.k, *rows.v):
+    for words in (*dense_words(rows, 0), *dense_words(rows, 1)):
         words[2] = words[1].clone()
         words[3] = 0
     assert mismatch_of(check, rows, tensor([1, 2, 3, 4])).tolist() == [[0, 0], [7, 0], [7, 0], [7, 0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -117,7 +118,11 @@ SAID = {("settle", "expected"): "records"}
 
 
 def call(case: str, **changes: object) -> None:
-    operation, given = CASES[case]
+    perform(CASES[case][0], case, **changes)
+
+
+def perform(operation: Callable[..., None], case: str, **changes: object) -> None:
+    given = CASES[case][1]
     if case in ("plan", "settle"):
         forward = a_forward()
         operation(forward, changes.pop("planned", new_planned(forward)), **given | changes)
@@ -129,6 +134,27 @@ def words_of(case: str, **changes: object) -> str:
     with pytest.raises(ValueError) as caught:
         call(case, **changes)
     return str(caught.value)
+
+
+class LaunchedError(Exception):
+    """A kernel was given a grid."""
+
+
+class Kernel:
+    def __getitem__(self, grid: object) -> None:
+        raise LaunchedError
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_reference_launches_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the operation without its kernels, which by itself launches one."""
+    operation = CASES[case][0].func
+    names = operation.__globals__
+    for name in [name for name in names if name.endswith("_kernel")]:
+        monkeypatch.setitem(names, name, Kernel())
+    call(case)
+    with pytest.raises(LaunchedError):
+        perform(operation, case)
 
 
 @pytest.mark.parametrize(("case", "name"), ARRAYS, ids=str)

@@ -202,14 +202,6 @@ def test_layers_of_one_storage_in_any_order(operation, k: tuple, v: tuple, make_
     assert fingerprints(operation, rows, [3, 0], keys_of(rows)) == oracle(content, [3, 0], keys_of(rows))
 
 
-def test_rows_shows_dense_rows_alone(device: str) -> None:
-    """K and V as [num_slots, words] where they are that, and a refusal where a head would pass for a row."""
-    pages = torch.zeros(2, 3, 4, 8, device=device)
-    assert pool_rows([pages], [pages], page_size=3).v[0].shape == (6, 32)
-    with pytest.raises(ValueError, match=r"k rows are not dense, got views \[2, 4, 3, 8\]"):
-        _ = pool_rows([pages], [pages], layout="HND", page_size=4).k
-
-
 def test_pool_rows_refuses_heads_that_are_not_words(device: str) -> None:
     """Six bytes of a head that stands alone would straddle words; beside each other they are fine."""
     pages = torch.zeros(2, 2, 4, 6, dtype=torch.uint8, device=device)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import kvcanary
-from kvcanary.advice import ADVICE
 from kvcanary.codes import CODES, DEVICE, FED, HOST, KINDS, NOT_FINITE, OBSERVED, Code
 from kvcanary_kernels.judge.settle import settle
+from kvcanary_tools.advice import ADVICE
 from kvcanary_tools.cli import COMMANDS
 
 PACKAGE = Path(kvcanary.__file__).parent

@@ -56,8 +56,8 @@ def test_a_delta_goes_by_itself_where_the_device_is_behind():
 def test_what_is_true_of_pages_is_told_column_by_column():
     """Some of them, in any order and twice; the first of them fills what is left."""
     pages = Pages(9, 1)
-    pages.grant("granted", np.array([3, 5]), 7, 1, "one")
-    pages.free("freed", np.array([3]), 2, "one")
+    pages.advance("granted", np.array([3, 5]), 1, "one", uid=7)
+    pages.advance("freed", np.array([3]), 2, "one")
     reported, asked = np.full((5, 6), -9), np.array([5, 3, 5, 8])
     loops.describe_pages(pages.struct_at, asked, reported.ctypes.data, 6)
     every = np.array([5, 3, 5, 8, 5, 5])
@@ -74,9 +74,9 @@ def test_pages_are_published_as_they_are(device):
     kv = torch.zeros(2, 96, 1, 4, device=device)
     state = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3)
     pages, state._host_pages = Pages(24, 1), []
-    pages.grant("granted", np.arange(2, 21), 7, 1, "one")
+    pages.advance("granted", np.arange(2, 21), 1, "one", uid=7)
     pages.wrote(np.array([3, 9]))
-    pages.free("freed", np.array([5, 2]), 2, "one")
+    pages.advance("freed", np.array([5, 2]), 2, "one")
     state.publish(pages)
     truth = (state.generations, pages.generations), (state.owners, pages.owners), (state.page_states, pages.states)
     for there, here in truth:

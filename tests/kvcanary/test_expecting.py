@@ -226,7 +226,7 @@ def test_an_announcement_of_what_there_is_not_is_refused(engine):
         engine.canary.expect([("vrify", 0, "target")])
     with pytest.raises(PlanError, match="pool must be one of target, draft, got 'drafts'"):
         engine.canary.expect([("draft", 0, "drafts")])
-    assert engine.canary.session.expected.due == []
+    assert engine.canary.forwards.expected.due == []
 
 
 def test_before_arm_nothing_is_expected(make_fake_pool):
@@ -250,9 +250,9 @@ def test_the_certificate_says_whether_forwards_were_announced(engine):
 
 def test_what_is_known_of_a_request_goes_with_it(engine):
     """Numbers of its drafts are forgotten when it is."""
-    assert len(engine.canary.session.expected._drafted) == 2
+    assert len(engine.canary.forwards.expected._drafted) == 2
     engine.finish("a")
-    assert len(engine.canary.session.expected._drafted) == 1
+    assert len(engine.canary.forwards.expected._drafted) == 1
 
 
 def test_switched_off_nothing_is_said(make_engine):

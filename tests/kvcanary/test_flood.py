@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 import kvcanary.checks.content
-import kvcanary.manager.step
+import kvcanary.manager.rules
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
 from kvcanary.checks.rows import Reader
 
@@ -122,7 +122,7 @@ class Detection:
         (Reader, "_codes"),
         (Reader, "_records_are_intact"),
         (kvcanary.checks.content, "_differences"),
-        (kvcanary.manager.step, "slots_are_right"),
+        (kvcanary.manager.rules, "slots_are_right"),
     )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

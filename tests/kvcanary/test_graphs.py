@@ -7,12 +7,12 @@ import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.decoded import runs_of
-from kvcanary.faults.static_replay import StaticReplay
+from kvcanary.captured.launch_group import runs_of
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary.native.layout import RUN
 from kvcanary.records.mailbox import MAX_IN_FLIGHT, NUM_MESSAGES
 from kvcanary_kernels.record import layout as record
+from static_replay import StaticReplay
 from static_tree import TOKENS, StaticTree
 
 
@@ -32,7 +32,7 @@ class Run:
         self.canary.arm()
         self.canary.admit("ann", TOKENS)
         self.canary.on_alloc("ann", [1, 2])
-        self.uid = self.canary.forwards.requests_of(["ann"])[0].uid
+        self.uid = self.canary.session.ledger.known(["ann"])[0].uid
 
     def step(self, number: int, length: int, count: int) -> None:
         """A forward that writes the last `count` of `length` entries."""
@@ -163,7 +163,7 @@ def test_the_host_learns_what_launched_forwards_have_written(tree):
     tree.canary.commit("ann", 3)
     verify(tree, [[1, 0], [1, 1]])
     assert tree.fired() == []
-    request = tree.canary.forwards.requests_of(["ann"])[0]
+    request = tree.canary.session.ledger.known(["ann"])[0]
     assert request.row_lens.tolist() == [5]
     assert [STATE_NAMES[state] for state in tree.canary.session.ledger.states[[1, 2]]] == ["WRITTEN", "WRITTEN"]
     certificate = tree.canary.certificate()
@@ -268,7 +268,7 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
             truth = truths[0]
         else:
             truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6]).numbers.tolist()
-        (request,) = canary.forwards.requests_of(["ann"])
+        (request,) = canary.session.ledger.known(["ann"])
         launched = [(run.substep.site, run.committed) for run in runs_of(canary.session.checks.captured.launched)]
         reads = canary.session.checks.captured.send(1).pending.structs[RUN.reads :: RUN.size].tolist()
         assert reads == [4, 5, 6]

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kvcanary import PoolView
-from kvcanary.captured.decoded import CollectedRun, DecodedForward, Launched
+from kvcanary.captured.decoded import CollectedRun, DecodedForward
 from kvcanary.captured.kernel_launches import HEADER
+from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.moves import LaunchedMove
 from kvcanary.captured.pending import RunReader
 from kvcanary.captured.step import CapturedStep
@@ -262,7 +263,7 @@ class Steps:
         """All that a step that lands changes."""
         pages, record_store = self.ledger.pages, self.world.record_store
         requests = [
-            (request.in_flight, request.known.struct.tolist()[9:13], request.row_lens.tolist())
+            (request.in_flight, request.struct.tolist()[9:13], request.row_lens.tolist())
             for request in self.ledger.requests.values()
         ]
         return [

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcanary.calls.violation import Violation, fair_share, join_violations
+from kvcanary.calls.violation import Lineage, Violation, fair_share, join_violations
 from kvcanary.calls.violation_log import KEPT_VIOLATIONS, ViolationBatch, ViolationGroup, ViolationLog
 from kvcanary.codes import CODES
 from kvcanary.report.causes.rows import exchanged_pages
@@ -180,6 +180,13 @@ def test_an_entry_becomes_a_violation_with_its_evidence(pool):
     assert (first.found_position, first.parent_position, first.fingerprint_violation) == (12, 2, False)
     assert (second.position, second.request_id, second.layers, second.last_good) == (None, None, (), None)
     assert (second.found_position, second.parent_position, second.fingerprint_violation) == (0, -1, True)
+
+
+def test_entries_keep_their_evidence_when_others_are_left_out(pool):
+    """What is left of a batch when some of it is set aside says of each entry what was found there."""
+    lineages, columns = np.array([[0, 1, 2], [3, 4, 5]]), map(np.array, ([8, 9], [4, 5], [0, 1]))
+    batch = ViolationBatch("R5", pool, ("draft", 1), 9, *columns, ["first", "second"], lineages=lineages)
+    assert batch.at(np.array([1])).violation(0).lineage == Lineage(3, 4, 5)
 
 
 def test_a_run_is_one_incident_however_long(pool):

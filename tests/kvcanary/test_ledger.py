@@ -51,14 +51,14 @@ def test_requests_that_steps_name_together_are_one_batch():
         ledger.admit(name, [5, 6], 0)
     once = ledger.batches.once(("one", "two"))
     assert not ledger.batches
-    batch = ledger.book.batch(["one", "two"])
+    batch = ledger.batches[("one", "two")]
     assert (once.names, once.requests) == (batch.names, batch.requests)
-    assert ledger.book.batch(("one", "two")) is batch is ledger.batches.once(("one", "two"))
-    assert refused(ledger.book.batch, ["one", "nobody"]) == "request 'nobody' is not admitted: call admit() first"
+    assert ledger.batches["one", "two"] is batch is ledger.batches.once(("one", "two"))
+    assert refused(ledger.known, ["one", "nobody"]) == "request 'nobody' is not admitted: call admit() first"
     ledger.forget("two")
-    assert refused(ledger.book.batch, ["one", "two"]) == "request 'two' is not admitted: call admit() first"
+    assert refused(ledger.known, ["one", "two"]) == "request 'two' is not admitted: call admit() first"
     for count in range(3 * MOST_BATCHES):
-        assert len(ledger.book.batch(["one"] * count)) == count
+        assert len(ledger.batches[tuple(["one"] * count)]) == count
         assert len(ledger.batches) <= MOST_BATCHES
 
 
@@ -98,7 +98,7 @@ def test_truth_follows_appended_tokens():
     ledger = make_ledger()
     request = ledger.admit("only", [5, 6], 0)
     assert ledger.truth(request, 0, 2) == plain_chain([5, 6], ROOTS[0])
-    ledger.steps.append(ledger.book.batch(["only"]), *in_a_row([[7, 8]]), 1)
+    ledger.steps.append(ledger.batches[("only",)], *in_a_row([[7, 8]]), 1)
     assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
 
 
@@ -107,7 +107,7 @@ def test_tokens_for_which_there_is_no_room_yet_are_appended_once():
     ledger = make_ledger()
     requests, new = [ledger.admit(name, [5, 6], 0) for name in ("few", "many")], [[7], [*range(5000)]]
     for step in (1, 2):
-        ledger.steps.append(ledger.book.batch(["few", "many"]), *in_a_row(new), step)
+        ledger.steps.append(ledger.batches[("few", "many")], *in_a_row(new), step)
     assert [request.tokens.tolist() for request in requests] == [[5, 6, *tokens, *tokens] for tokens in new]
     assert [request.growth for request in requests] == [[(0, 2), (1, 3), (2, 4)], [(0, 2), (1, 5002), (2, 10_002)]]
 
@@ -162,8 +162,8 @@ def test_tokens_since_counts_what_was_appended_after_a_step():
     """Exposure is the tokens of later steps."""
     ledger = make_ledger()
     request = ledger.admit("only", [1, 2, 3], 1)
-    ledger.steps.append(ledger.book.batch(["only"]), *in_a_row([[4]]), 2)
-    ledger.steps.append(ledger.book.batch(["only"]), *in_a_row([[5, 6]]), 4)
+    ledger.steps.append(ledger.batches[("only",)], *in_a_row([[4]]), 2)
+    ledger.steps.append(ledger.batches[("only",)], *in_a_row([[5, 6]]), 4)
     assert [request.tokens_since(step) for step in (0, 1, 2, 3, 4)] == [6, 3, 2, 2, 0]
 
 

@@ -321,7 +321,7 @@ def test_a_private_copy_bears_the_name_of_its_owner(make_engine):
         engine.pools[pool].kv[:, dst] = engine.pools[pool].kv[:, src]
         engine.canary.on_move(pool, src, dst)
     engine.canary.drain()
-    uids = [request.uid for request in engine.canary.forwards.requests_of(["one", "child"])]
+    uids = [request.uid for request in engine.canary.session.ledger.known(["one", "child"])]
     records = engine.canary.session.state.by_name["target"].records
     assert [int(records[page * 4, 2]) & 0xFFFFFFFF for page in (shared[2], copy)] == uids
     assert int(records[copy * 4, 2]) >> 32 == engine.canary.session.ledger.generations[copy]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
-from kvcanary.ledger.accounting import Accounting, account, audit
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary_kernels.record.layout import NO_OWNER, SHARED_OWNER, make_keys
@@ -359,34 +358,13 @@ def test_quarantine_shrinks_under_pressure():
     assert states(ledger, 5, 8) == ["FREE", "QUARANTINED"]
 
 
-# accounting
-
-
-def test_accounting_counts_every_page_once():
-    """Free, quarantined, owned and shared pages add up to the pool without its null page."""
-    ledger = with_row(make_ledger("a"), "a", [5, 3], final=1)
-    ledger.share("a", [5], 2)
-    ledger.quarantine([9], 2)
-    assert account(ledger) == Accounting(free=8, quarantined=1, owned=1, shared=1, total=11)
+# what is recounted
 
 
 def test_an_audit_counts_references_in_rows():
     """A row that was changed behind the ledger's back is told with both counts."""
     ledger = with_row(make_ledger("a"), "a", [5, 3], final=1)
-    audit(ledger)
+    ledger.rows.audit()
     ledger.request("a").pages.append(7)
     with pytest.raises(PageReferenceError, match=r"page 7 must have a reference for each row .* 0 and 1 rows"):
-        audit(ledger)
-
-
-def test_an_audit_compares_the_prefix_cache():
-    """A tree that points at a free page, or forgot one that it holds, is told with the page's last event."""
-    ledger = with_row(make_ledger("a"), "a", [5, 3], final=2)
-    ledger.share("a", [5, 3], 2)
-    audit(ledger, cached=[3, 5])
-    with pytest.raises(PageReferenceError, match="it does not name page 3 and holds it, last published by 'a'"):
-        audit(ledger, cached=[5])
-    ledger.free("a", [5, 3], 3)
-    ledger.evict([3], 4)
-    with pytest.raises(PageReferenceError, match="it names page 3 and does not hold it, last evicted at step 4"):
-        audit(ledger, cached=[5, 3])
+        ledger.rows.audit()

@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 import kvcanary.calls.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.calls.forward import Forward, refuse_contradiction
-from kvcanary.checks import admission as refusing
+from kvcanary.checks import writes as refusing
 from kvcanary.ledger.ledger import Ledger, Role
-from kvcanary.ledger.request_state import Known, TruthChain
+from kvcanary.ledger.request_state import RequestState
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native import jit as memory
 from kvcanary.native import loops
@@ -178,12 +178,12 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
     keys, rng = make_keys(7, 1, 2), random.Random(2)
     tokens = [rng.randrange(1 << 31) for _ in range(40)]
-    known = Known(9, tokens, [(5, 0, 0), (keys.root_key, 1, 0)], keys)
-    truth, expected = TruthChain(known, 1), chain_host(tokens[1:], 0, keys.root_key, keys)
+    known = RequestState(9, tokens, [(5, 0, 0), (keys.root_key, 1, 0)], keys)
+    expected = chain_host(tokens[1:], 0, keys.root_key, keys)
     for length in (0, 1, 2, 9, 8, 39):
-        assert truth.reaches(length)
-        assert truth.values[:length].tolist() == expected[:length]
-    assert (truth.reaches(40), truth.count) == (False, 39)
+        assert known.reaches(1, length)
+        assert known.chain(1)[:length].tolist() == expected[:length]
+    assert (known.reaches(1, 40), len(known.chain(1))) == (False, 39)
 
 
 def test_rows_are_told_as_the_host_knows_them():
@@ -196,7 +196,7 @@ def test_rows_are_told_as_the_host_knows_them():
     one, other = (ledger.admit(name, tokens, 0) for name in ("a", "b"))
     for request, committed_len in ((one, 9), (other, 4)):
         request.committed_len, request.row_lens = committed_len, [committed_len, committed_len + 1]
-    batch, roots = ledger.book.batch(["a", "b"]), [one.root(0), one.root(1)]
+    batch, roots = ledger.batches[("a", "b")], [one.root(0), one.root(1)]
 
     def reported(pool_id: int, pending_acceptances: int, lens: list[int], uncollected: list[int], unknown: int) -> None:
         chains = list(map(signed, chain_host(tokens[pool_id:], 0, roots[pool_id], keys)))
@@ -251,6 +251,7 @@ def test_a_move_of_slots_that_are_none_is_not_done(slot):
 def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, reported: int) -> None:
     """Where the disk has no loops one event tells of the wait, however many are compiled; else none does."""
     made = SimpleNamespace(stats=SimpleNamespace(cache_misses=misses))
+    monkeypatch.setattr(memory, "LOOPS", {})
     monkeypatch.setattr(memory, "njit", lambda *signature, **settings: lambda function: made)
     memory._log_the_wait.cache_clear()
     with capture_logs() as logs:
@@ -259,12 +260,11 @@ def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, reported:
 
 
 NUMBERS, CALLED, LOOPED = (
-    "from kvcanary.native.jit import struct_at\nfrom kvcanary.native.layout import struct\n"
-    "PLACE, own_at = {}, struct_at(struct('Own', {!r}))",
+    "from kvcanary.native.layout import struct\nPLACE, OWN = {}, struct('Own', {!r})",
     "from kvcanary.native.jit import loop\n@loop()\ndef called(n):\n    return n + {}",
-    "import numpy as np\nfrom called import called\nfrom kvcanary.native.jit import loop\n"
-    "from numbers_of import PLACE, own_at\n@loop('int64(int64, int64)')\ndef looped(n, card):\n"
-    "    return called(n) + PLACE + own_at(card).value\n"
+    "import numpy as np\nimport numbers_of\nfrom called import called\nfrom kvcanary.native.jit import loop, view\n"
+    "from numbers_of import OWN\n@loop('int64(int64, int64)')\ndef looped(n, card):\n"
+    "    return called(n) + numbers_of.PLACE + view(OWN, card).value\n"
     "card = np.array([100, 200])\nprint(looped(0, card.ctypes.data))",
 )
 
@@ -286,7 +286,7 @@ def test_a_loop_is_compiled_again_when_what_it_takes_from_other_files_changes(tm
 
 def test_loops_over_numbers_are_entered_without_a_search_for_types():
     """Python calls what was compiled for them; the number of arguments is looked at, and kinds are made to fit."""
-    entered = [name for name in loops.__all__ if not hasattr(getattr(loops, name), "signatures")]
+    entered = [name for name in memory.LOOPS if not hasattr(getattr(loops, name), "signatures")]
     assert {"launch_runs", "collect_quiet", "append_tokens", "commit_rows", "finalise_runs", "end_rows"} <= set(entered)
     with pytest.raises(TypeError, match="3 arguments, got 2"):
         loops.grow_chain(1, 2)

@@ -19,6 +19,7 @@ from kvcanary import (
 )
 from kvcanary.config import ROTATION_STEPS
 from kvcanary.errors import PageReferenceError
+from kvcanary.manager.manager import MOST_UNCOLLECTED
 
 KEYS = {
     "mode",
@@ -255,6 +256,49 @@ def test_a_moved_stale_record_stays_stale(make_engine):
     assert generation != canary.session.ledger.generations[60]
 
 
+@pytest.mark.parametrize(("mode", "error"), [("log", HookOrderError), ("raise", KVCorruptionError)])
+def test_steps_that_nobody_collects_are_told_about(make_engine, mode, error):
+    """An engine that never collects hears of it some steps later, and of what was found meanwhile."""
+    engine = make_engine(mode=mode)
+    engine.start("one", 9)
+    engine.canary.session.state.by_name["target"].records[engine.slot("one", 3), 1] ^= 1
+    engine.canary.collect = lambda flight: None
+    for _ in range(MOST_UNCOLLECTED + 1):
+        engine.decode()
+        assert engine.canary.findings == []
+    with pytest.raises(error, match=r"must wait for collect\(\): 17 steps have ended" if mode == "log" else "R3"):
+        engine.decode()
+    assert {finding.code for finding in engine.canary.findings} >= {"R3"}
+
+
+def test_the_last_collected_step_answers_for_those_before(make_engine):
+    """A lagging engine may leave steps uncollected for a while, and goes on when it has collected one behind them."""
+    engine = make_engine()
+    engine.start("one", 9)
+    collect, flights = engine.canary.collect, []
+    engine.canary.collect = flights.append
+    for _ in range(3):
+        for _ in range(MOST_UNCOLLECTED):
+            engine.decode()
+        collect(flights[-1])
+    engine.canary.drain()
+    assert engine.canary.findings == []
+
+
+def test_a_move_that_is_interrupted_leaves_a_canary_that_goes_on(make_engine):
+    """Nothing was moved: records stay where they are, and the steps behind it are judged as ever."""
+    engine = make_engine(content="full")
+    engine.start("one", 9)
+    slots = torch.tensor([engine.slot("one", position) for position in (2, 3)])
+    with pytest.raises(ZeroDivisionError), engine.canary.move("target", slots, slots.flip(0)):
+        _ = 1 / 0
+    engine.step()
+    engine.decode()
+    engine.finish("one")
+    engine.canary.drain()
+    assert engine.canary.findings == []
+
+
 def test_after_a_finding_the_neighbours_are_read_at_once(make_engine):
     """Damage has neighbours: a second one in the same request is found in the next step, not a rotation later."""
     engine = make_engine(mode="log", content="rolling", budget=1)
@@ -390,6 +434,6 @@ def test_drain_counts_references_again(make_engine):
     engine = make_engine()
     engine.start("one", 9)
     engine.canary.drain()
-    engine.canary.forwards.requests_of(["one"])[0].pages.pop()
+    engine.canary.session.ledger.known(["one"])[0].pages.pop()
     with pytest.raises(PageReferenceError, match="must have a reference for each row that names it"):
         engine.canary.drain()

@@ -86,10 +86,10 @@ def test_every_event_in_every_state(event, state):
 def test_the_words_of_a_refusal_name_the_last_event():
     """Who did what last, in which step and on which line, is what a double free is hunted with."""
     pages = Pages(10, 1)
-    pages.grant("granted", at(3), 7, step=1, request_id="a")
-    pages.free("freed", at(3), step=4, request_id="a")
+    pages.advance("granted", at(3), step=1, request_id="a", uid=7)
+    pages.advance("freed", at(3), step=4, request_id="a")
     with pytest.raises(PageStateError) as caught:
-        pages.free("freed", at(3), step=5, request_id="a")
+        pages.advance("freed", at(3), step=5, request_id="a")
     [last] = pages.history.of(3)[-1:]
     assert str(caught.value) == (
         "page 3 must be NEVER_WRITTEN, LOAD_FAILED, RESERVED, WRITTEN, COMMITTED or SHARED to be freed by 'a', "
@@ -103,9 +103,9 @@ def test_every_grant_and_every_free_begins_a_generation():
     pages.generations[4] = (1 << 32) - 2
     seen = []
     for _ in range(2):
-        pages.grant("granted", at(3, 4), 7, step=1, request_id="a")
+        pages.advance("granted", at(3, 4), step=1, request_id="a", uid=7)
         seen.append(pages.generations[[3, 4]].tolist())
-        pages.free("freed", at(3, 4), step=1, request_id="a")
+        pages.advance("freed", at(3, 4), step=1, request_id="a")
         seen.append(pages.generations[[3, 4]].tolist())
     assert seen == [[1, (1 << 32) - 1], [2, 1], [3, 2], [4, 3]]
 
@@ -129,18 +129,18 @@ def world() -> Pages:
     """One page in every situation: of uid 7 in all its private states, of uid 8, shared, quarantined, free."""
     pages = Pages(12, 1)
     for page, state in enumerate((record.RESERVED, record.WRITTEN, record.LOAD_FAILED), 1):
-        pages.grant("granted", at(page), 7, step=0, request_id="a")
+        pages.advance("granted", at(page), step=0, request_id="a", uid=7)
         pages.states[page] = state
-    pages.grant("granted", at(4, 6, 7, 9), 7, step=0, request_id="a")
-    pages.grant("set aside", at(5), 7, step=0, request_id="a")
+    pages.advance("granted", at(4, 6, 7, 9), step=0, request_id="a", uid=7)
+    pages.advance("set aside", at(5), step=0, request_id="a", uid=7)
     pages.wrote(at(4, 7, 9))
     pages.advance("committed", at(4, 7), 0, "a")
     pages.advance("marked loading", at(5), 0, "a")
-    pages.free("freed", at(6), 0, "a")
-    pages.grant("set aside", at(6), 7, step=0, request_id="a")
-    pages.share("published", at(7), 0, "a")
-    pages.grant("granted", at(8), 8, step=0, request_id="b")
-    pages.free("freed", at(9), 0, "a")
+    pages.advance("freed", at(6), 0, "a")
+    pages.advance("set aside", at(6), step=0, request_id="a", uid=7)
+    pages.advance("published", at(7), 0, "a")
+    pages.advance("granted", at(8), step=0, request_id="b", uid=8)
+    pages.advance("freed", at(9), 0, "a")
     pages.advance("quarantined", at(9), 0)
     return pages
 
@@ -206,8 +206,8 @@ def test_history_keeps_the_newest_events():
     """Events of a page are kept up to a bound, newest last, in words that name request and step."""
     pages = Pages(10, 1)
     for step in range(10):
-        pages.grant("granted", at(3), 7, step, "only")
-        pages.free("freed", at(3), step, "only")
+        pages.advance("granted", at(3), step, "only", uid=7)
+        pages.advance("freed", at(3), step, "only")
     pages.advance("quarantined", at(3), 12)
     kept = [str(event) for event in pages.history.of(3)]
     assert len(kept) == 8

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from kvcanary.errors import LifetimeError
-from kvcanary.ledger.accounting import account, audit
 from kvcanary.ledger.ledger import NO_PAGE, Ledger
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary.native.layout import NOWHERE, PAGES, ROWS, RUN
-from kvcanary_kernels.record.layout import COMMITTED, NO_OWNER, SHARED_OWNER, make_keys
+from kvcanary_kernels.record.layout import COMMITTED, FREE, NO_OWNER, QUARANTINED, SHARED, SHARED_OWNER, make_keys
 
 KEYS = make_keys(7, 1, 4)
 SIZE = 4
@@ -302,7 +301,7 @@ class Player:
 
     def land(self, names: list[str], lengths: list[int], refused: list[str], step: int) -> None:
         """A captured forward lands that makes so much of these rows final; `refused`: those left to the rules."""
-        ledger, batch = self.ledger, self.ledger.book.batch(names)
+        ledger, batch = self.ledger, self.ledger.batches[tuple(names)]
         before = [request.final_pages for request in batch.requests]
         for request, length in zip(batch.requests, lengths, strict=True):
             request.row_lens, request.committed_len, request.in_flight = [length], length, 1
@@ -349,9 +348,9 @@ class Player:
             assert (request.pages, request.final_pages) == (row, model.final[name])
             slots = [page * SIZE + offset for page in row for offset in range(SIZE)]
             assert memoryview(request.row).cast("q").tolist() == slots
-        count = account(ledger)
-        assert count.free + count.quarantined + count.owned + count.shared == count.total == self.num_pages - 1
-        audit(ledger, sorted(model.cached))
+        states, num_owned = ledger.states[1:].tolist(), int((ledger.owners[1:] >= 0).sum())
+        assert sum(map(states.count, (FREE, QUARANTINED, SHARED))) + num_owned == self.num_pages - 1
+        ledger.rows.audit()
 
     def compare_copies(self) -> None:
         """A copy of the arrays that follows `changes()` is the arrays."""

@@ -312,7 +312,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
         places = [(segment, end - 3), (segment, end - 2), (segment, end - 1)] if is_kept else [None] * 3
         assert [*asked, arrived_slots] == places
         assert recorded.event_of("draft", substep.site, step) is None
-    launches = [event[1][event[2]] for event in segment.events[-4:] if event[0] == "launch"]
+    launches = [event[1].launches[event[2]] for event in segment.events[-4:] if event[0] == "launch"]
     accepting = SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=3, of_each=lambda n: [(substep, None)])
     one = recorded.launched(accepting, ("only",), (), [7])
     launched = [SimpleNamespace(step=last, record=record) for record in (None, both, one)]

@@ -7,9 +7,9 @@ import torch
 
 from kvcanary import PlanError
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.readback import CoverageGap
-from kvcanary.faults.static_replay import StaticReplay
+from kvcanary.captured.readback import Amounts, CoverageGap
 from spec_engine.graphs.program import Recorder
+from static_replay import StaticReplay
 
 BUCKET, POISON = 5, -77
 PROMPTS = {uid: [4 * uid, 4 * uid + 1] for uid in range(1, BUCKET + 1)}  # request uid owns page uid
@@ -56,7 +56,7 @@ def test_a_replay_verifies_exactly_the_live_rows(rig, static_row, live):
     assert replay.replay([rig.batch(rows_of(static_row, live))]) == BUCKET
     codes = substep.work.codes.tolist()
     assert codes == [0] * (3 * live) + [POISON] * (len(codes) - 3 * live)
-    readback = rig.registry.read_back()
+    readback = rig.read_back()
     assert (readback.violations, readback.gaps) == ([], [])
     runs = BUCKET + live, BUCKET + live, 3 * (BUCKET + live)
     assert tuple(rig.registry._headers[substep.number, -3:].tolist()) == runs
@@ -87,10 +87,10 @@ def test_damage_between_replays_is_found(rig, static_row):
     rig.registry.arm()
     rig.registry.begin_step(2)
     replay.replay([rig.batch(rows_of(static_row, 3))])
-    assert rig.registry.read_back().violations == []
+    assert rig.read_back().violations == []
     rig.pool.records[9, 0] ^= 1 << 40
     replay.replay([rig.batch(rows_of(static_row, 3))])
-    violations = rig.registry.read_back().violations
+    violations = rig.read_back().violations
     assert ("R3", 1, 1, 9) in [
         (violation.code, violation.row, violation.place, violation.slot) for violation in violations
     ]
@@ -105,10 +105,9 @@ def test_a_body_without_hooks_is_a_gap(rig, static_row):
     replay.capture([substep], lambda: None)
     rig.registry.arm()
     replay.replay([rig.batch(rows_of(static_row, 2))])
-    gap = CoverageGap("target", ("decode", 0), BUCKET, 2, 0, 2, 0, 6, 0)
-    assert rig.registry.read_back().gaps == [gap]
-    assert gap.code == "H1"
-    assert rig.registry.read_back().gaps == []
+    gap = CoverageGap("target", ("decode", 0), BUCKET, Amounts(2, 2, 6), Amounts(0, 0, 0))
+    assert rig.read_back().gaps == [gap]
+    assert rig.read_back().gaps == []
 
 
 def test_a_body_that_runs_too_often_is_a_gap(rig, static_row):
@@ -119,7 +118,7 @@ def test_a_body_that_runs_too_often_is_a_gap(rig, static_row):
     replay.capture([substep], lambda: [rig.body(substep) for _ in range(2)])
     rig.registry.arm()
     replay.replay([rig.batch(rows_of(static_row, 2))])
-    assert rig.registry.read_back().gaps == [CoverageGap("target", ("decode", 0), BUCKET, 2, 4, 2, 4, 6, 12)]
+    assert rig.read_back().gaps == [CoverageGap("target", ("decode", 0), BUCKET, Amounts(2, 2, 6), Amounts(4, 4, 12))]
 
 
 def test_a_live_count_of_another_batch_is_a_gap(rig, static_row):
@@ -129,8 +128,8 @@ def test_a_live_count_of_another_batch_is_a_gap(rig, static_row):
     rig.registry.load(substep, rig.batch(rows_of(static_row, 3)))
     substep.buffers.num_live.fill_(2)
     rig.body(substep)
-    (gap,) = rig.registry.read_back().gaps
-    assert (gap.planned_rows, gap.run_rows, gap.planned_entries, gap.run_entries) == (3, 2, 3, 2)
+    (gap,) = rig.read_back().gaps
+    assert (gap.planned[:2], gap.run[:2]) == ((3, 3), (2, 2))
 
 
 def test_two_forwards_in_one_body(rig, static_row):
@@ -147,7 +146,7 @@ def test_two_forwards_in_one_body(rig, static_row):
     rig.registry.arm()
     deeper = [static_row(uid, [4 * uid, 4 * uid + 1, 4 * uid + 2, 4 * uid + 3], [8], None, 2) for uid in (1, 2)]
     replay.replay([rig.batch(rows_of(static_row, 2)), rig.batch(deeper)])
-    readback = rig.registry.read_back()
+    readback = rig.read_back()
     assert (readback.violations, readback.gaps) == ([], [])
     assert [rig.registry._headers[substep.number, -3].item() for substep in (first, second)] == [2, 2]
 
@@ -211,14 +210,14 @@ def test_a_cuda_graph_of_the_hooks(make_static, static_row):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_allocated() == allocated
-        readback = rig.registry.read_back()
+        readback = rig.read_back()
         assert (readback.violations, readback.gaps) == ([], [])
         codes = substep.work.codes.tolist()
         assert codes == [0] * (3 * live) + [POISON] * (len(codes) - 3 * live)
     rig.pool.records[9, 0] ^= 1 << 40
     rig.registry.begin_step(9)
     replay.replay([rig.batch(rows_of(static_row, 3))])
-    violations = rig.registry.read_back().violations
+    violations = rig.read_back().violations
     assert ("R3", 1, 1, 9) in [
         (violation.code, violation.row, violation.place, violation.slot) for violation in violations
     ]

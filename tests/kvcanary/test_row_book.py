@@ -11,10 +11,10 @@ import pytest
 from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
 from kvcanary.ledger.ledger import Judged, Ledger
 from kvcanary.ledger.request_ids import digest
-from kvcanary.ledger.request_state import LEAST_ROOM, Known, TruthChain
-from kvcanary.ledger.requests import NO_PAGE, Batch, UncollectedStep
+from kvcanary.ledger.request_state import LEAST_ROOM, RequestState, UncollectedStep
+from kvcanary.ledger.requests import NO_PAGE, Batch
 from kvcanary.ledger.step_book import in_a_row
-from kvcanary.native.layout import FINAL, NOWHERE, REQUEST, ROWS, RUN
+from kvcanary.native.layout import FINAL, NOWHERE, REQUEST, ROW_CHAIN, ROWS, RUN
 from kvcanary_kernels.record.layout import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
 
 KEYS = make_keys(7, 1, 4)
@@ -199,7 +199,7 @@ def test_what_is_final_in_every_pool_is_committed():
 
 def land(ledger: Ledger, *names: str) -> list[int]:
     """One forward of these requests lands; who is left to the rules."""
-    batch = ledger.book.batch(names)
+    batch = ledger.batches[tuple(names)]
     rows, structs = array("q", [0] * (ROWS.size * len(names) + 1)), array("q", bytes(8 * RUN.size))
     structs[RUN.requests], structs[RUN.structs] = batch.loop_arguments
     structs[RUN.rows] = rows.buffer_info()[0]
@@ -284,35 +284,31 @@ def at(address, count):
 
 def test_what_is_known_keeps_its_address_and_makes_room():
     """Tokens and values that a loop has filled stay where room is made for more; the struct stays where it is."""
-    known = Known(8, [3, 1, 4], [(1 << 63 | 5, 0, 0), (7, 1, 0)], KEYS)
-    chain, other = TruthChain(known, 0), TruthChain(known, 1)
-    assert (chain.root, chain.signed_root, chain.count) == (1 << 63 | 5, 5 - (1 << 63), 0)
-    assert (other.root, other.token_offset) == (7, 1)
-    for one, values in ((chain, [7, 8, 9]), (other, [5, 6])):
-        ctypes.memmove(one.values_at, np.array(values, np.uint64).ctypes.data, 8 * len(values))
-        one.grown(len(values))
-        one.grown(1)
-    where, tokens = chain.values_at, list(range(LEAST_ROOM))
+    known = RequestState(8, [3, 1, 4], [(1 << 63 | 5, 0, 0), (7, 1, 0)], KEYS)
+    values_at, count, root = (REQUEST.size + field for field in (ROW_CHAIN.values, ROW_CHAIN.count, ROW_CHAIN.root))
+    assert (known.root(0), known.struct[root], len(known.chain(0))) == (1 << 63 | 5, 5 - (1 << 63), 0)
+    assert (known.root(1), known.struct[ROW_CHAIN.size + REQUEST.size + ROW_CHAIN.offset]) == (7, 1)
+    for first, values in ((0, [7, 8, 9]), (ROW_CHAIN.size, [5, 6])):
+        ctypes.memmove(known.struct[first + values_at], np.array(values, np.uint64).ctypes.data, 8 * len(values))
+        known.struct[first + count] = len(values)
+    where, tokens = known.struct[values_at], list(range(LEAST_ROOM))
     struct = known.at
     known.write(3, tokens[3:-1], 0)
-    assert chain.values_at == where
+    assert known.struct[values_at] == where
     known.write(LEAST_ROOM - 1, tokens[-1:], 0)
-    assert (chain.values_at == where, known.at == struct, known.at == known.struct.buffer_info()[0]) == (
-        True,
-        True,
-        True,
-    )
+    assert known.struct[values_at] == where
+    assert known.at == struct == known.struct.buffer_info()[0]
     known.write(LEAST_ROOM, [1], 0)
-    assert (chain.values_at == where, known.at) == (False, struct)
+    assert (known.struct[values_at] == where, known.at) == (False, struct)
     assert at(known.struct[REQUEST.tokens], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
-    assert (chain.values.tolist(), other.values.tolist()) == ([7, 8, 9], [5, 6])
+    assert (known.chain(0).tolist(), known.chain(1).tolist()) == ([7, 8, 9], [5, 6])
     known.write(1, [2, 6], 0)
     assert (at(known.struct[REQUEST.tokens], 3), known.struct[REQUEST.num_tokens]) == ([3, 2, 6], 3)
 
 
 def test_a_row_is_read_where_it_lies():
     """No copy is made, and nothing has no address."""
-    known = Known(8, [], [(1, 0, 0)], KEYS)
+    known = RequestState(8, [], [(1, 0, 0)], KEYS)
     for slots in ([40, 41, 42, 43], [], [7]):
         known.row = np.array(slots, np.int64).tobytes()
         assert at(known.struct[REQUEST.row], known.struct[REQUEST.num_row]) == slots
@@ -326,12 +322,12 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     for pool_id in range(2):
         assert ledger.truth(request, pool_id, 99) is not None
     ledger.book.confirm(request, [96, 97])
-    assert [truth.count for truth in request.truths] == [99, 99]
+    assert [len(request.chain(pool_id)) for pool_id in range(2)] == [99, 99]
     ledger.book.confirm(request, [96, 7])
     assert request.tokens[94:].tolist() == [94, 95, 96, 7, 98, 99]
     assert request.uncollected == [UncollectedStep([96, 7], 96, 98), UncollectedStep([98, 99], 98, 100)]
-    assert at(request.known.struct[REQUEST.tokens], 100) == request.tokens.tolist()
-    assert [truth.count for truth in request.truths] == [96, 95]
+    assert at(request.struct[REQUEST.tokens], 100) == request.tokens.tolist()
+    assert [len(request.chain(pool_id)) for pool_id in range(2)] == [96, 95]
 
 
 def test_a_request_starts_anew_without_pages():
@@ -376,7 +372,7 @@ def test_a_request_is_admitted_with_its_roots():
         [7, 8],
         [(3, 2)],
     )
-    assert (request.ahead, [truth.token_offset for truth in request.truths]) == ((0, 1), [0, 1])
+    assert request.ahead == (0, 1)
     assert str(said(LifetimeError, ledger.admit, "b", [1], 4)) == "request 'b' is admitted already"
     assert str(said(LifetimeError, ledger.known, ["a", "c"])) == "request 'c' is not admitted: call admit() first"
     assert str(said(LifetimeError, ledger.forget, "a")) == "request 'a' still holds 3 pages: free them first"
@@ -388,8 +384,8 @@ def test_a_name_of_before_is_remembered():
     """A live request keeps its own uid."""
     ledger = make_ledger()
     uid = ledger.request("a").uid
-    ledger.book.remember(77, "old")
-    ledger.book.remember(uid, "other")
+    ledger.book.uids.remember(77, "old")
+    ledger.book.uids.remember(uid, "other")
     assert (ledger.name(77), ledger.name(uid), ledger.name(78)) == ("old", "a", None)
 
 

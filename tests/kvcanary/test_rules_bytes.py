@@ -16,10 +16,8 @@ FREE_WRITE = "a write into a page after it was freed: a copy or forward was stil
 CLEARED_NEVER = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
 
 SAID = [
-    (bytes_.flipped_bit, shown(), None),
-    (bytes_.flipped_bit, shown(word=a_word(None)), None),
     (
-        bytes_.flipped_bit,
+        bytes_.changed_word,
         shown(word=a_word()),
         Cause(
             "bits",
@@ -29,7 +27,6 @@ SAID = [
         ),
     ),
     (bytes_.changed_word, shown(), None),
-    (bytes_.changed_word, shown(word=a_word()), None),
     (
         bytes_.changed_word,
         shown(word=a_word(None)),
@@ -323,11 +320,6 @@ SAID = [
     ),
     (bytes_.overwritten, shown(provenance=provenance("zero")), Cause("bits", OVERWRITTEN, "derived")),
     (bytes_.overwritten, shown(is_first_read=True), Cause("bits", OVERWRITTEN, "derived")),
-    (
-        bytes_.moved_wrong,
-        shown(),
-        Cause("transfer", "the move copied other bytes than the plan says, or used its source after that", "inferred"),
-    ),
     (bytes_.written_when_free, shown(), Cause("lifetime", FREE_WRITE, "inferred")),
     (
         bytes_.written_when_free,

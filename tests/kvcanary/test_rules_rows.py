@@ -74,11 +74,6 @@ SAID = [
             ),
         ),
     ),
-    (
-        rows.padding,
-        shown(),
-        Cause("graphs", "rows of padding count as live, or a live row was padded", "inferred"),
-    ),
     (rows.wrong_entry, shown(is_own_place=True), None),
     (rows.wrong_entry, shown(), Cause("addressing", WRONG_SLOT, "inferred")),
     (rows.wrong_entry, shown(a_violation(code="R2"), granted_slot=33), Cause("addressing", WRONG_SLOT, "inferred")),
@@ -195,11 +190,6 @@ SAID = [
             ("read by draft[2]", "written by draft[1], step 7"),
         ),
     ),
-    (
-        rows.later_write,
-        shown(),
-        Cause("order", "a later forward wrote the slot, or the entry before it, again", "inferred"),
-    ),
     (rows.foreign_token, shown(), None),
     (rows.foreign_token, shown(writer="me"), None),
     (rows.foreign_token, shown(a_violation(code="R4"), writer="you", own_position=3), None),
@@ -268,10 +258,10 @@ SAID = [
         for rule, code in (
             (rows.read_after_free, "R7"),
             (rows.read_after_free, "W2"),
-            (rows.freed_too_early, "R8"),
+            (rows.read_after_free, "R8"),
         )
     ),
-    (rows.freed_too_early, shown(a_violation(code="R8"), events=A_FREE), None),
+    (rows.read_after_free, shown(a_violation(code="R8"), events=A_FREE), None),
     (rows.read_after_free, shown(a_violation(code="R7"), events=A_SHARED), None),
     *(
         (
@@ -296,10 +286,10 @@ SAID = [
             ("the reader never had this page", "position 5 was granted slot 9, the row looks in 21"),
         ),
     ),
-    (rows.freed_too_early, shown(a_violation(code="R8"), events=(PageEvent("granted", 1, "me"),)), None),
+    (rows.read_after_free, shown(a_violation(code="R8"), events=(PageEvent("granted", 1, "me"),)), None),
     *(
         (
-            rows.read_after_free if code == "R7" else rows.freed_too_early,
+            rows.read_after_free,
             shown(a_violation(code=code), events=(*SHARED_PAGE, *events), owner=owner),
             Cause(
                 "lifetime", GIVEN_BACK, "derived", ("released by 'me' at step 4", "the reader had it before", reported)
@@ -312,7 +302,7 @@ SAID = [
         )
     ),
     *(
-        (rows.looks_elsewhere, shown(a_violation(code="R5"), **{"reader": a_reader(), "granted_slot": 33} | read), None)
+        (rows.wrong_entry, shown(a_violation(code="R5"), **{"reader": a_reader(), "granted_slot": 33} | read), None)
         for read in (
             {"reader": None},
             {"reader": a_reader(committed_len=5)},
@@ -321,7 +311,7 @@ SAID = [
         )
     ),
     (
-        rows.looks_elsewhere,
+        rows.wrong_entry,
         shown(a_violation(code="R5"), reader=a_reader(), granted_slot=33),
         Cause("addressing", WRONG_SLOT, "inferred", ("position 5 was granted slot 33, the row looks in 21",)),
     ),
@@ -635,10 +625,10 @@ SAID = [
             ("1 pages of the row wait for a load, page 6 first",),
         ),
     ),
-    (rows.never_written, shown(), None),
-    (rows.never_written, shown(record=a_record()), None),
+    (rows.old_record, shown(), None),
+    (rows.old_record, shown(record=a_record()), None),
     (
-        rows.never_written,
+        rows.old_record,
         shown(record=a_record(site=0)),
         Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",)),
     ),
@@ -655,7 +645,6 @@ SAID = [
         ),
     ),
     (rows.old_record, shown(), None),
-    (rows.old_record, shown(record=a_record(site=0), granted=3), None),
     (rows.old_record, shown(record=a_record(), granted=2), None),
     *(
         (
@@ -668,15 +657,13 @@ SAID = [
             ("me", "stale: the record is from before the page was granted again"),
         )
     ),
-    (rows.contradicting_plan, shown(a_violation(code="L1", site=("event", 0), message="why")), None),
     (
-        rows.contradicting_plan,
+        rows.contradiction,
         shown(a_violation(code="L1", site=("decode", 0), message="why")),
         Cause("lengths", "the arrays of this forward do not belong together", "derived", ("why",)),
     ),
-    (rows.contradicting_event, shown(a_violation(code="L1", site=("decode", 0), message="why")), None),
     (
-        rows.contradicting_event,
+        rows.contradiction,
         shown(a_violation(code="L1", site=("event", 0), message="why"), events=A_FREE),
         Cause(
             "lifetime",
@@ -699,16 +686,16 @@ SAID = [
     *(
         (rule, shown(a_violation(code="L1", site=("event", 0), found=found)), None)
         for rule, found in (
-            (rows.published_unfinished, None),
-            (rows.published_unfinished, {"event": "published", "state": "FREE"}),
-            (rows.published_unfinished, {"event": "evicted", "state": "WRITTEN"}),
-            (rows.loaded_over_entries, None),
-            (rows.loaded_over_entries, {"event": "loaded", "state": "LOAD_FAILED"}),
-            (rows.loaded_over_entries, {"event": "freed", "state": "SHARED"}),
+            (rows.refused_event, None),
+            (rows.refused_event, {"event": "published", "state": "FREE"}),
+            (rows.refused_event, {"event": "evicted", "state": "WRITTEN"}),
+            (rows.refused_event, None),
+            (rows.refused_event, {"event": "loaded", "state": "LOAD_FAILED"}),
+            (rows.refused_event, {"event": "freed", "state": "SHARED"}),
         )
     ),
     (
-        rows.published_unfinished,
+        rows.refused_event,
         shown(
             a_violation(code="L1", site=("event", 0), found={"event": "published", "state": "WRITTEN"}), events=A_FREE
         ),
@@ -723,7 +710,7 @@ SAID = [
         ),
     ),
     (
-        rows.loaded_over_entries,
+        rows.refused_event,
         shown(a_violation(code="L1", site=("event", 0), found={"event": "marked loading", "state": "COMMITTED"})),
         Cause(
             "transfer",

@@ -13,18 +13,16 @@ CHUNK = {"code": "W5", "site": ("prefill", 0), "position": 24, "parent_position"
 SHARED = "the page was shared or published while it was still to be written"
 
 SAID = [
-    (writes.stored_twice, shown(), None),
     (
-        writes.stored_twice,
+        writes.written_twice,
         shown(a_violation(layers=(2, 1))),
         Cause(
             "order", "the layer's store ran twice in this forward", "derived", ("layer 2 was marked as stored already",)
         ),
     ),
-    (writes.shared_slot, shown(a_violation(layers=(2,))), None),
     *(
         (
-            writes.shared_slot,
+            writes.written_twice,
             shown(a_violation(site=(kind, 0)), owner=owner),
             Cause(family, "two entries of this forward were given one slot", "derived"),
         )
@@ -136,6 +134,7 @@ SAID = [
             record=a_record(),
             row=a_row(owners_place=7),
             write_site=("verify", 0),
+            write_step=7,
             last_write="verify, step 7",
         ),
         Cause(

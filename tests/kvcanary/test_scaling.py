@@ -103,14 +103,14 @@ def test_changes_are_the_pages_of_events() -> None:
     pages = Pages(LARGE, 1)
     assert not pages.changed
     assert not len(pages.changes())
-    pages.grant("granted", np.array([3, 5]), 7, 1, "one")
+    pages.advance("granted", np.array([3, 5]), 1, "one", uid=7)
     pages.wrote(np.array([3]))
     pages.wrote(np.array([5]))
     assert pages.changed
     assert pages.changes().tolist() == [3, 5, 3, 5]
     pages.states[5] = RESERVED
     assert not pages.changed
-    pages.grant("granted", np.array([9, 7, 8]), 7, 1, "one")
+    pages.advance("granted", np.array([9, 7, 8]), 1, "one", uid=7)
     pages.wrote(4 * np.array([9, 7, 7, 6]) + [0, 3, 1, 2], 4)  # nobody has granted 6
     assert pages.changes().tolist() == [9, 7, 8, 9, 7]
     assert [int(pages.states[page]) for page in (9, 7, 8, 6)] == [WRITTEN, WRITTEN, RESERVED, FREE]

@@ -6,14 +6,15 @@ import re
 from array import array
 from ctypes import c_int64
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, PoolView
+from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.captured.buffers import Batch, StaticBuffers
-from kvcanary.captured.decoded import runs_of
+from kvcanary.captured.launch_group import runs_of
 from kvcanary.dumps.reading import read_dump
 from kvcanary.ledger.row_truth import RowTruth
 from kvcanary.native.layout import ROWS, RUN, UNKNOWN
@@ -44,7 +45,7 @@ class Ahead:
         self.canary.arm()
         self.canary.admit("ann", [*PROMPT, 53])
         self.canary.on_alloc("ann", [1, 2, 3])
-        (self.request,) = self.canary.forwards.requests_of(["ann"])
+        (self.request,) = self.canary.session.ledger.known(["ann"])
         self.length, self.tokens, self.step = 0, [*PROMPT, 53], 0
         self.begin()
         self.canary.launch(self.prefill, ["ann"], [3], 3)
@@ -194,7 +195,9 @@ def test_a_forward_that_the_host_judges_hears_first(ahead):
     one.launch(ACCEPTED)
     one.canary.end_step()
     assert one.request.pending_acceptances == 1
-    one.canary.forwards.requests_of(["ann"])
+    ints = partial(torch.tensor, dtype=torch.int64)
+    read = ReadPlan(ints([0, 6]), torch.arange(4, 10), ("ann",), 1, ints([5]), 1)
+    one.canary.forward("decode", 0, "target").open(read, WritePlan(ints([9]), ints([99]), ints([5])))
     assert (one.request.pending_acceptances, one.request.committed_len) == (0, 5)
 
 
@@ -288,7 +291,8 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
             (run.substep.site, run.written and run.written.tolist(), run.committed, run.accepted is None, run.turn)
             for run in runs_of(static.launched)
         ]
-        reported = [event[1][event[2]] for event in canary.recorder.segments[-1].events if event[0] == "launch"][-4:]
+        events = [event for event in canary.recorder.segments[-1].events if event[0] == "launch"]
+        reported = [launched.launches[number] for _, launched, number in events[-4:]]
         recorded = [(launch.number, [*launch.written], launch.reads) for launch in reported]
         sent = static.send(one.step)
         structs = sent.pending.structs

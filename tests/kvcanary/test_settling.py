@@ -151,7 +151,8 @@ def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: objec
     requests = engine.canary.session.ledger.requests.values()
     kept = [state.records.tolist(), state.expected.tolist(), [pool.content_a.tolist() for pool in state.pools]]
     kept += [
-        [request.row_lens.tolist(), request.judged, [t.values.tolist() for t in request.truths]] for request in requests
+        [request.row_lens.tolist(), request.judged, [request.chain(n).tolist() for n in range(len(request.ahead))]]
+        for request in requests
     ]
     kept += [coverage.totals(), engine.canary.session.ledger.states.tolist()]
     return Judged(findings, said, kept, refusal)

@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 
 import pytest
@@ -13,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
 from kvcanary.captured import kernel_launches as launches_module
+from kvcanary.captured import registry as registry_module
 from kvcanary.captured.buffers import StaticBuffers
-from kvcanary.captured.registry import SubstepRegistry
 from kvcanary.records.dispatch import KERNELS
 from kvcanary_kernels.record import layout as record
 from static_rig import StaticRig
@@ -51,7 +50,7 @@ VIEWS = {"view", "detach", "slice", "select", "unsqueeze", "as_strided", "_resha
 def test_hooks_run_no_torch_operation_but_launches(make_static, monkeypatch, settings):
     """Around the kernels there are views: no look at a value."""
     monkeypatch.setattr(launches_module, "ops_for", lambda device: KERNELS)
-    modules = {inspect.getmodule(getattr(KERNELS, field.name)) for field in dataclasses.fields(KERNELS)}
+    modules = {inspect.getmodule(kernel) for kernel in vars(KERNELS).values()}
     kernels = [(module, name) for module in modules for name in vars(module) if name.endswith("_kernel")]
     assert len(kernels) >= 12
     for module, name in kernels:
@@ -88,7 +87,7 @@ def test_eager_hooks_on_a_gpu_wait_for_nothing(make_static, static_row):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
-    assert rig.registry.read_back().violations == []
+    assert rig.read_back().violations == []
 
 
 # the same records as the eager path
@@ -103,7 +102,7 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
     manager.begin_step(1)
     manager.admit("ann", [50, 51, 52])
     manager.on_alloc("ann", [1])
-    uid = manager.forwards.requests_of(["ann"])[0].uid
+    uid = manager.session.ledger.known(["ann"])[0].uid
     rig.grant(uid, 1, generation=int(manager.session.ledger.generations[1]))
     steps = [("prefill", [4, 5, 6], [50, 51, 52], 0), ("decode", [4, 5, 6, 7], [53], 3)]
     for step, (kind, ids, tokens, prefix) in enumerate(steps, 1):
@@ -149,7 +148,7 @@ def test_hooks_have_one_order(make_static):
     assert words == f"store(layer=0) belongs between open() and close(): {name} is closed"
     substep.open()
     assert refused(HookOrderError, substep.open) == f"open() must follow close(): {name} is open"
-    assert refused(HookOrderError, rig.registry.read_back) == f"read_back() must wait for close() of {name}"
+    assert refused(HookOrderError, rig.read_back) == f"read_back() must wait for close() of {name}"
     assert refused(HookOrderError, rig.registry.arm) == f"arm() must wait for close() of {name}"
     assert refused(PlanError, substep.store, 2, *values) == f"layer must be in [0, 2) for {name}, got 2"
     substep.close()
@@ -167,7 +166,7 @@ def test_a_body_that_raised_is_abandoned(make_static, static_row):
     for _ in range(2):
         substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
     substep.abandon()
-    assert len(rig.registry.read_back().gaps) == 1
+    assert len(rig.read_back().gaps) == 1
     assert {violation.code for violation in rig.run(rig.add("decode"), rig.batch([longer])).violations} == {"R12"}
     assert rig.run(substep, rig.batch([static_row(BOB, [12], [30]), prompt])).violations == []
     substep.abandon()
@@ -202,16 +201,15 @@ def test_a_registry_is_filled_before_it_is_armed(make_static):
     assert words == "add() must come before arm(): decode of the target pool is late"
 
 
-def test_a_registry_has_a_capacity(make_static):
+def test_a_registry_has_a_capacity(make_static, monkeypatch):
     """Headers lie in one tensor that never grows."""
-    rig = make_static()
-    assert refused(PlanError, SubstepRegistry, rig.state, 0).startswith("capacity must be at least 1, got 0")
-    registry = SubstepRegistry(rig.state, 1)
+    monkeypatch.setattr(registry_module, "CAPACITY", 1)
+    registry = make_static().registry
     buffers = StaticBuffers.allocate(1, 1, 1)
     assert refused(PlanError, registry.add, "other", "decode", 0, buffers) == "pool must be one of target, got 'other'"
     registry.add("target", "decode", 0, buffers)
     words = refused(PlanError, registry.add, "target", "verify", 0, buffers)
-    assert words == "a registry of 1 substeps is full: give SubstepRegistry a larger capacity"
+    assert words == "a registry of 1 substeps is full: capture fewer buckets"
 
 
 def test_attention_asks_for_every_layer_once(make_static):

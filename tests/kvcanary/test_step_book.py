@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcanary.ledger.ledger import Ledger, Role
-from kvcanary.ledger.requests import Batch, UncollectedStep
+from kvcanary.ledger.request_state import UncollectedStep
+from kvcanary.ledger.requests import Batch
 from kvcanary.ledger.step_book import in_a_row
 from kvcanary.native.layout import LEFT_TO_LEDGER, NO_ROOM, NOT_WRITTEN, NOWHERE, OTHER, PAGES_FINAL, ROWS, RUN, UNKNOWN
 from kvcanary.native.request_lengths import accept_rows, launch_rows
@@ -88,7 +89,7 @@ class ManagerState:
         before = [self.random.randrange(30) for _ in names] if self.random.random() < 0.5 else None
         written = [self.random.randrange(9) for _ in names]
         given = None if before is None else array("q", before)
-        self.ledger.steps.write_rows(self.ledger.book.batch(names), kind, pool, given, array("q", written))
+        self.ledger.steps.write_rows(self.ledger.batches[tuple(names)], kind, pool, given, array("q", written))
         for number, name in enumerate(names):
             row = self.rows[name]
             length = (row.final_len(pool) if before is None else before[number]) + written[number]
@@ -101,7 +102,7 @@ class ManagerState:
         reported, numbers = array("q", written or ()), array("q", bytes(8 * (ROWS.size * len(names) + 1)))
         at = 0 if written is None else reported.buffer_info()[0]
         launch_rows(
-            *self.ledger.book.batch(names).loop_arguments, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0]
+            *self.ledger.batches[tuple(names)].loop_arguments, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0]
         )
         committed, collected = numbers[ROWS.committed * len(names) : -1], numbers[-1]
         rows = [self.rows[name] for name in names]
@@ -124,7 +125,7 @@ class ManagerState:
         accepted = accepted.reshape(-1, 1 + PLACES)
         counts = [*range(-1, PLACES + 1), PLACES + 1, 1 << 40]  # a device may say anything
         accepted[:, 0] = [self.random.choice(counts) for _ in names]
-        found = accept(self.ledger.book.batch(names), accepted if has_run else None, self.step)
+        found = accept(self.ledger.batches[tuple(names)], accepted if has_run else None, self.step)
         is_written = True
         for name, (count, *tokens) in zip(names, accepted.tolist(), strict=True):
             row = self.rows[name]
@@ -151,7 +152,7 @@ class ManagerState:
                 row.tokens[first:end] = token_ids[number]
                 row.growth[first:end] = [row.growth[first]] * len(token_ids[number])
                 row.uncollected[0] = row.uncollected[0]._replace(tokens=token_ids[number])
-        self.ledger.steps.append(self.ledger.book.batch(names), *in_a_row(token_ids), self.step)
+        self.ledger.steps.append(self.ledger.batches[tuple(names)], *in_a_row(token_ids), self.step)
 
     def commit(self) -> None:
         names = self.some()
@@ -165,7 +166,7 @@ class ManagerState:
             length != row.uncollected[0].committed_len if row.uncollected else length < row.committed_len
             for row, length in zip(rows, lens, strict=True)
         ]
-        reported = self.ledger.book.batch(names), array("q", lens), self.step
+        reported = self.ledger.batches[tuple(names)], array("q", lens), self.step
         found = self.ledger.steps.commit_rows(*reported, is_judged=False)
         if any(odd):
             assert found == LEFT_TO_LEDGER
@@ -182,7 +183,7 @@ class ManagerState:
 
     def land(self) -> None:
         names = [name for name in self.some() if self.rows[name].in_flight]
-        batch, n = self.ledger.book.batch(names), len(names)
+        batch, n = self.ledger.batches[tuple(names)], len(names)
         committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
         rows = array("q", [0] * ROWS.committed * n + [*committed, UNKNOWN])
         structs = array("q", bytes(8 * RUN.size))
@@ -204,7 +205,7 @@ class ManagerState:
         for name, row in self.rows.items():
             request = self.ledger.request(name)
             assert request.tokens.tolist() == row.tokens
-            assert request.known.steps.tolist() == row.growth
+            assert request.steps.tolist() == row.growth
             assert request.row_lens.tolist() == row.row_lens
             assert request.uncollected == row.uncollected
             numbers = request.committed_len, request.commit_step, request.in_flight, request.pending_acceptances
@@ -240,10 +241,10 @@ def test_the_books_of_a_request_that_is_over_do_not_go_on():
     """What a step has accepted for it is nobody's, and a batch of its name is that of the next one."""
     ledger = Ledger(6, PAGE_SIZE, 1, make_keys(1, 1, 2), [Role("target")])
     request = ledger.admit("a", [1, 2], 0)
-    batch = ledger.book.batch(["a"])
+    batch = ledger.batches[("a",)]
     request.pending_acceptances = 1
     ledger.forget("a")
     assert accept(batch, np.array([[1, 9, 0, 0]], np.int64), 3) == 0
     assert (request.pending_acceptances, request.tokens.tolist(), request.committed_len) == (0, [1, 2], 0)
     again = ledger.admit("a", [1, 2], 4)
-    assert ledger.book.batch(["a"]).requests == [again]
+    assert ledger.batches[("a",)].requests == [again]

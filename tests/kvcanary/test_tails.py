@@ -191,7 +191,7 @@ def test_a_device_looks_once_a_pool_and_step(make_engine, monkeypatch, struck):
     engine.start("one", 20)
     checks, page, asked = engine.canary.session.checks, engine.free_pages[7], []
     tails, looks = checks.tails, Rereads(torch.device("cpu"), at_once=False)
-    tails._asked, tails._is_host = looks, False
+    tails._rereads, tails._is_host = looks, False
     for pool in engine.canary.session.state.pools:
         object.__setattr__(pool, "host", None)
     look = looks.check_finite

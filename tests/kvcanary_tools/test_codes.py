@@ -11,9 +11,9 @@ import pytest
 
 import kvcanary as package
 import kvcanary_kernels
-from kvcanary.advice import ADVICE
 from kvcanary.checks.content import find_changed
 from kvcanary.codes import CODES, DEVICE, HOST, KINDS, OBSERVED
+from kvcanary_tools.advice import ADVICE
 from kvcanary_tools.places import find_place
 
 ROOTS = {one.__name__: Path(one.__file__).parent.parent for one in (package, kvcanary_kernels)}

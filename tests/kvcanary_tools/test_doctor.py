@@ -59,15 +59,24 @@ def test_doctor_takes_a_missing_extra_for_no_error(kvcanary, monkeypatch: pytest
     assert "not installed: no-such-package" in result.stdout
 
 
-def test_doctor_says_what_an_adapter_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which checks a host can not feed; one that is not as known is refused by sentence; an absent one is None."""
+def test_doctor_says_what_an_adapter_misses(kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a host cannot feed, paths that are closed; a refused one is broken, an absent one is None."""
     adapter = pytest.importorskip("kvcanary.adapters.transformers")
     found, _, inactive = str(health.adapters()["transformers"]).partition("; inactive: ")
     assert found == f"{len(adapter.NEEDED)} names and signatures are there"
     assert {"R7", "R8", "W2", "W3", "P1"} <= set(inactive.split(", ")) == {*CODES} - adapter.FED
+    with monkeypatch.context() as gone:
+        gone.delattr("transformers.cache_utils.Cache.crop")
+        shown = health.adapters()["transformers"]
+        assert shown.endswith("; crop is not watched: transformers.cache_utils:Cache.crop is gone")
+        assert "are there" not in shown
     monkeypatch.setattr(adapter.transformers, "__version__", "6.1.0")
-    refused = "refused: transformers 6.1.0 is not known here: install 5.17 or 5.23"
-    assert health.adapters()["transformers"] == refused
+    monkeypatch.setenv("KVCANARY_ACCEPT", "strict")
+    monkeypatch.setattr(health, "embedded_model", dict)
+    result = kvcanary("doctor")
+    assert result.exit_code == 1
+    assert "refused: transformers 6.1.0 is not known here: install 5.14 or 5.16" in result.stdout
+    assert result.stdout.endswith("broken: adapter of transformers\n")
     monkeypatch.setattr(health.importlib.util, "find_spec", lambda name: None)
     assert health.adapters() == {"transformers": None, "vllm": None}
 

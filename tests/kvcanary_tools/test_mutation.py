@@ -83,12 +83,13 @@ def test_every_reference_is_mutated():
     assert found == set(AREAS["references"])
 
 
-def test_references_are_what_a_torch_function_uses():
-    """The helpers of a reference, and theirs; not the kernel's wrapper, nor what only that uses."""
+def test_references_are_what_an_operation_uses():
+    """The helpers of an operation with a reference, and theirs; no kernel, and nothing that only others use."""
     source = (
-        "def op(): launch()\ndef op_torch(): check(1)\ndef check(n): size(n)\ndef size(n): ...\ndef launch(): ...\n"
+        "def op(): kernel(); check(1)\nop_torch = partial(op, launches=False)\ndef check(n): size(n)\n"
+        "def size(n): ...\ndef other(): ...\n@jit\ndef kernel(): other()\n"
     )
-    assert references(source) == {"op_torch", "check", "size"}
+    assert references(source) == {"op", "check", "size"}
 
 
 def test_a_tree_holds_all_packages_side_by_side(tmp_path):

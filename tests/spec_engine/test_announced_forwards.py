@@ -7,7 +7,7 @@ import pytest
 from kvcanary import CanaryConfig, HookOrderError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.invariants import MissingHooksError
-from kvcanary.manager.substep import WarmupSubstep
+from kvcanary.manager.substep import SubstepCanary, WarmupSubstep
 from kvcanary.records.state import CanaryState
 from kvcanary.replay.replayer import replay
 from spec_engine import Engine, EngineConfig, SamplingParams
@@ -160,7 +160,7 @@ def test_numbers_that_repeat_are_named(settings):
     assert [line for line in finding.evidence if "draft[1]" in line]
 
 
-def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
+def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step(monkeypatch):
     """Also the last one of a step, which runs when that has been judged."""
     engine = make(**CHAIN)
     own = engine.canary.forward
@@ -168,7 +168,7 @@ def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
     def substep(kind, index, pool, puts=False):
         opened = own(kind, index, pool, puts=puts)
         if kind == "extend":
-            engine.canary.forwards.closed = lambda *reported: None
+            monkeypatch.setattr(SubstepCanary, "close", lambda hooks: None)
         return opened
 
     engine.canary.forward = substep
@@ -204,7 +204,7 @@ def test_clean_runs_say_nothing_and_count(settings, schedule):
     assert list(run(engine).values()) == [ORACLE.continuation(prompt, 9) for prompt in PROMPTS]
     certificate = engine.canary.certificate()
     assert (certificate["findings"], certificate["announced"]) == ([], len(eager))
-    assert engine.canary.session.expected.due == []
+    assert engine.canary.forwards.expected.due == []
 
 
 def test_a_branch_of_a_captured_tree_without_hooks_is_refused_by_name(monkeypatch):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
+from kvcanary.manager.device_substep import DeviceSubstep
 from kvcanary.records.state import CanaryState
 from kvcanary.replay.replayer import replay
 from kvcanary_kernels.record.layout import CHAIN
@@ -222,8 +223,7 @@ def defer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
         for name in ("begin_step", "admit", "on_alloc", "end_step") if engine.canary else ():
             monkeypatch.setattr(engine.canary, name, noted(name, getattr(engine.canary, name)))
         if engine.canary:
-            forwards = engine.canary.forwards
-            monkeypatch.setattr(forwards, "launch_eager", noted("launch_eager", forwards.launch_eager))
+            monkeypatch.setattr(DeviceSubstep, "_launch", noted("launch", DeviceSubstep._launch))
         return events
 
     def noted(name: str, method: Callable) -> Callable:
@@ -242,10 +242,10 @@ def test_it_is_told_of_a_prompt_behind_its_first_layer(make, defer):
     events = defer(engine)
     engine.submit(PROMPTS[0], GREEDY)
     engine.step()
-    assert events == ["begin_step", "attends alone", "admit", "on_alloc", "flush", "launch_eager", "end_step"]
+    assert events == ["begin_step", "attends alone", "admit", "on_alloc", "flush", "launch", "end_step"]
     events.clear()
     engine.step()  # a chunk behind others reads the pool at once
-    assert events == ["begin_step", "on_alloc", "flush", "launch_eager", "end_step"]
+    assert events == ["begin_step", "on_alloc", "flush", "launch", "end_step"]
 
 
 def test_it_is_told_of_several_prompts_behind_their_first_layer(make, defer):
@@ -256,7 +256,7 @@ def test_it_is_told_of_several_prompts_behind_their_first_layer(make, defer):
         engine.submit([*engine.tokenizer.encode(prompt)][:CHUNK], GREEDY)
     engine.step()
     reported = ["admit", "admit", "on_alloc", "on_alloc", "flush"]
-    assert events == ["begin_step", "flush", "attends alone", *reported, "launch_eager", "end_step"]
+    assert events == ["begin_step", "flush", "attends alone", *reported, "launch", "end_step"]
 
 
 @pytest.mark.parametrize(

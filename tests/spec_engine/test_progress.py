@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcanary import CanaryConfig, faults
-from kvcanary.invariants import StalledError
-from kvcanary.invariants.lengths import MOST_STILL_STEPS
+from kvcanary.invariants import MOST_STILL_STEPS, StalledError
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.cache.host_rows import HostRows

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.provenance.bytes_of import Provenance
+from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary_kernels.record.layout import LOADING, WRITTEN, Record
 
@@ -60,6 +61,7 @@ def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     seen.declared = seen.ledger
     seen.violation = seen.incident[0]
     seen.held_by = repr(seen.owner) if seen.owner is not None else "a prefix cache"
+    seen.is_final, seen.is_own_write = (of(seen) for of in (Evidence.is_final.fget, Evidence.is_own_write.fget))
     seen.provenance_of = lambda *kinds: next((answer for answer in seen.provenance if answer.kind in kinds), None)
     return seen
 

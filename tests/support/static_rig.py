@@ -14,6 +14,7 @@ from kvcanary.captured.readback import Readback
 from kvcanary.captured.registry import SubstepRegistry
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.records.state import CanaryState
+from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.layout import FREE, NO_OWNER, RESERVED
 
 
@@ -107,7 +108,14 @@ class StaticRig:
         self.registry.load(substep, batch)
         self.body(substep)
         self.registry.join()
-        return self.registry.read_back()
+        return self.read_back()
+
+    def read_back(self) -> Readback:
+        """What has fired and run until now, as of the step that runs."""
+        pending = self.registry.begin_readback()
+        if self.pool.records.is_cuda:
+            torch.cuda.synchronize()
+        return self.registry.read_back(pending, self.registry.now & record.MASK_32)
 
 
 def _ints(values: list[int] | range) -> Tensor:

@@ -28,7 +28,7 @@ class StaticTree:
         self.canary.arm()
         self.canary.admit("ann", TOKENS[:4])
         self.canary.on_alloc("ann", [1, 2])
-        self.uid = self.canary.forwards.requests_of(["ann"])[0].uid
+        self.uid = self.canary.session.ledger.known(["ann"])[0].uid
 
     def launch(self, number: int, substep, ids: list[int], tokens: list[int], parents: list[int] | None = None):
         """A forward of these entries; what the host gave for its row."""

@@ -13,13 +13,18 @@ from kvcanary_kernels.content.attest import attest, attest_torch, kept_rows
 from kvcanary_kernels.content.put import put, put_torch
 from kvcanary_kernels.content.store import store, store_torch
 from kvcanary_kernels.record.layout import Keys, make_keys
-from kvcanary_kernels.record.rows import pool_rows
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 
 MASK = 2**64 - 1
 POISON = -77
 CONTENT_B, LOW, HIGH = 4, 5, 6
 Place = Callable[[Tensor, int], Tensor]
 Way = Callable[..., list[int]]
+
+
+def dense_words(rows: PoolRows, piece: int) -> list[Tensor]:
+    """Per layer [num_slots, words] int32 views of K (0) or V (1), of a pool with dense rows."""
+    return [view[:, 0, 0] for view in rows.parts[piece]]
 
 
 class StoredPool:

@@ -16,6 +16,7 @@ from typing import Any
 REQUIRED = ("kvcanary", "torch", "click", "numpy", "safetensors", "structlog", "tokenizers")
 #: By host, the module that says what its adapter leans on (NEEDED) and what speaks against it (check).
 ADAPTERS = {"transformers": "kvcanary.adapters.transformers", "vllm": "kvcanary.adapters.vllm.compatibility"}
+REFUSED = "refused: "
 OPTIONAL = ("triton", "transformers", "flashinfer-python", "fastapi")
 
 
@@ -36,6 +37,9 @@ def examine() -> dict[str, Any]:
         except Exception as error:
             health[name] = {"error": f"{type(error).__name__}: {error}"}
             broken.append(name)
+    for host, found in health["adapters"].items():
+        if str(found).startswith(REFUSED):
+            broken.append(f"adapter of {host}")
     return {**health, "broken": broken}
 
 
@@ -132,9 +136,12 @@ def _adapter(host: str, name: str) -> str | None:
     module = importlib.import_module(name)
     faults = module.check()
     if faults:
-        return f"refused: {'; '.join(faults)}"
+        return f"{REFUSED}{'; '.join(faults)}"
     inactive = ", ".join(inactive_classes(CanaryConfig(), module.FED))
-    return f"{len(module.NEEDED)} names and signatures are there; inactive: {inactive}"
+    closed = getattr(module, "closed_paths", dict)()
+    left_out = "".join(f"; {path} is not watched: {gone}" for path, gone in closed.items())
+    known = "names and signatures are there" if not closed else "names and signatures are needed"
+    return f"{len(module.NEEDED)} {known}; inactive: {inactive}{left_out}"
 
 
 def _digest(path: Path) -> dict[str, Any]:

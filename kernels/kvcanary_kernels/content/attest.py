@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.fingerprint import TEMPORARY_BYTES, expect_keys, join, keyed_sums, layer_fingerprints
+from kvcanary_kernels.content.fingerprint import expect_keys, layer_fingerprints, row_fingerprints
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_int64, expect_layered, expect_records, live_indices
-from kvcanary_kernels.record.device import COLUMNS, CONTENT_B, LAYERS_LOW, START_B, TILE_WARPS, live_count, tl, triton
+from kvcanary_kernels.record.device import COLUMNS, CONTENT_B, LAYERS_LOW, START_B, live_count, tl, triton
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import TILE_WORDS, PoolRows, pool_rows
 
@@ -33,6 +35,7 @@ def attest(
     content_a: Tensor,
     twice: Tensor,
     num_live: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Enter both fingerprints and the bit of every layer that `store` was called for since the last time. May be
     captured.
@@ -48,65 +51,53 @@ def attest(
     twice:     [n] int64 out, 1 where a layer was stored more than once (W4); other entries stay as they are
     num_live:  [1] int64, entries at and after it are padding; None: all live
     """
-    _check(kept, slots, keys, times, records, content_a, twice, num_live)
     n = slots.numel()
+    expect_keys(kept, keys)
+    if kept.num_slots != n:
+        raise ValueError(f"kept must have a row an entry, got {kept.num_slots} for {n} entries")
+    expect_int64(n, slots=slots, twice=twice)
+    expect_int64(1, num_live=num_live)
+    expect_layered(kept.num_layers, n, times=times)
+    expect_records(records)
+    expect_layered(kept.num_layers, records.shape[0], content_a=content_a)
     if n == 0:
         return
-    tile, chunk = (1, TILE_WORDS) if n * kept.num_layers <= FEW_ROWS else (kept.tile, kept.chunk)
-    _attest_kernel[(triton.cdiv(n, tile), kept.num_layers)](
-        kept.ptrs,
-        slots,
-        keys.fingerprint_a,
-        keys.fingerprint_b,
-        keys.start_a,
-        keys.constants,
-        times,
-        records,
-        content_a,
-        twice,
-        slots if num_live is None else num_live,
-        n,
-        records.shape[0],
-        kept.num_layers,
-        content_a.stride(0),
-        WORDS=kept.words_per_row,
-        PIECES=kept.constants,
-        ALIGNMENT=kept.alignment,
-        TILE=tile,
-        CHUNK=chunk,
-        HAS_LIVE=num_live is not None,
-        num_warps=TILE_WARPS,
-    )
-
-
-def attest_torch(
-    kept: PoolRows,
-    slots: Tensor,
-    *,
-    keys: Keys,
-    times: Tensor,
-    records: Tensor,
-    content_a: Tensor,
-    twice: Tensor,
-    num_live: Tensor | None = None,
-) -> None:
-    """The torch reference of `attest`."""
-    _check(kept, slots, keys, times, records, content_a, twice, num_live)
-    live = live_indices(slots, records.shape[0], num_live)
-    if live is None:
-        live = torch.arange(slots.numel(), device=slots.device)
+    if launches:
+        is_few = n * kept.num_layers <= FEW_ROWS
+        tiling = kept.tiling | {"TILE": 1, "CHUNK": TILE_WORDS} if is_few else kept.tiling
+        _attest_kernel[(triton.cdiv(n, tiling["TILE"]), kept.num_layers)](
+            kept.ptrs,
+            slots,
+            keys.fingerprint_a,
+            keys.fingerprint_b,
+            keys.start_a,
+            keys.constants,
+            times,
+            records,
+            content_a,
+            twice,
+            slots if num_live is None else num_live,
+            n,
+            records.shape[0],
+            kept.num_layers,
+            content_a.stride(0),
+            **tiling,
+            HAS_LIVE=num_live is not None,
+        )
+        return
+    live = torch.arange(n, device=slots.device)[live_indices(slots, records.shape[0], num_live)]
     twice[live[(times[:, live] > 1).any(0)]] = 1
-    chunk = max(1, TEMPORARY_BYTES // (8 * kept.words_per_row))
     for layer in range(kept.num_layers):
         column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
-        for entries in live[times[layer, live] > 0].split(chunk):
-            sums = keyed_sums(kept.gather_layer(layer, entries)[None], keys.pieces[layer : layer + 1])[0]
-            fingerprint_a, fingerprint_b = join(sums.unflatten(1, (2, -1)), keys).unbind(1)
-            where = slots[entries]
-            content_a[layer, where] = fingerprint_a + keys.start_a[layer]
-            records[where, record.CONTENT_B] += fingerprint_b + (record.signed(keys.start_b) if layer == 0 else 0)
-            records[where, column] |= bit
+        entries = live[times[layer, live] > 0]
+        where = slots[entries]
+        content_a[layer, where], part_b = row_fingerprints(kept.gather_layer(layer, entries), layer, keys)
+        records[where, record.CONTENT_B] += part_b
+        records[where, column] |= bit
     times[:, live] = 0
+
+
+attest_torch = partial(attest, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -157,24 +148,3 @@ def _attest_kernel(
     tl.atomic_or(row + LAYERS_LOW + i_layer // 64, b_bit, mask=m_n, sem="relaxed")
     tl.store(own_times, tl.zeros_like(b_times), mask=m_n)
     tl.store(twice + o_n, tl.full([TILE], 1, tl.int64), mask=m_n & (b_times > 1))
-
-
-def _check(
-    kept: PoolRows,
-    slots: Tensor,
-    keys: Keys,
-    times: Tensor,
-    records: Tensor,
-    content_a: Tensor,
-    twice: Tensor,
-    num_live: Tensor | None,
-) -> None:
-    n = slots.numel()
-    expect_keys(kept, keys)
-    if kept.num_slots != n:
-        raise ValueError(f"kept must have a row an entry, got {kept.num_slots} for {n} entries")
-    expect_int64(n, slots=slots, twice=twice)
-    expect_int64(1, num_live=num_live)
-    expect_layered(kept.num_layers, n, times=times)
-    expect_records(records)
-    expect_layered(kept.num_layers, records.shape[0], content_a=content_a)

@@ -6,12 +6,15 @@ written.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import expect_keys, fingerprint_torch, layer_fingerprints
-from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, expect_layered, live_indices
-from kvcanary_kernels.record.device import BLOCK, TILE_WARPS, live_count, tl, triton
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, expect_layered, live_indices
+from kvcanary_kernels.record.bitmap import bitmaps_of
+from kvcanary_kernels.record.device import BLOCK, live_count, tl, triton
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
 
@@ -25,6 +28,7 @@ def check_content(
     mismatch: Tensor | None = None,
     differs: Tensor | None = None,
     num_live: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Compare the bytes of `slots` with their stored fingerprint a (R9, behind a move T1). May be captured.
 
@@ -35,60 +39,52 @@ def check_content(
                pinned memory of the host
     num_live:  [1] int64, entries at and after it are padding and stay as they are; None: all live
     """
-    _check(rows, slots, keys, content_a, mismatch, differs, num_live)
     n = slots.numel()
+    expect_keys(rows, keys)
+    expect_int64(n, slots=slots)
+    expect_int64(1, num_live=num_live, differs=differs)
+    expect_layered(rows.num_layers, rows.num_slots, content_a=content_a)
+    if (mismatch is None) is (differs is None):
+        raise ValueError("either mismatch or differs must be given: one of them says what was found")
+    if mismatch is not None:
+        expect_dense((n, 2), mismatch=mismatch)
     if n == 0:
         return
-    live = slots if num_live is None else num_live
-    if mismatch is not None:
-        _clear_kernel[(triton.cdiv(n, BLOCK),)](
-            slots, mismatch, live, n, rows.num_slots, BLOCK_N=BLOCK, HAS_LIVE=num_live is not None
+    if launches:
+        live = slots if num_live is None else num_live
+        if mismatch is not None:
+            _clear_kernel[(triton.cdiv(n, BLOCK),)](
+                slots, mismatch, live, n, rows.num_slots, BLOCK_N=BLOCK, HAS_LIVE=num_live is not None
+            )
+        _check_content_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
+            rows.ptrs,
+            slots,
+            keys.fingerprint_a,
+            keys.start_a,
+            content_a,
+            differs if mismatch is None else mismatch,
+            live,
+            n,
+            rows.num_slots,
+            rows.num_layers,
+            content_a.stride(0),
+            **rows.tiling,
+            HAS_LIVE=num_live is not None,
+            HAS_MISMATCH=mismatch is not None,
         )
-    _check_content_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
-        rows.ptrs,
-        slots,
-        keys.fingerprint_a,
-        keys.start_a,
-        content_a,
-        differs if mismatch is None else mismatch,
-        live,
-        n,
-        rows.num_slots,
-        rows.num_layers,
-        content_a.stride(0),
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        ALIGNMENT=rows.alignment,
-        TILE=rows.tile,
-        CHUNK=rows.chunk,
-        HAS_LIVE=num_live is not None,
-        HAS_MISMATCH=mismatch is not None,
-        num_warps=TILE_WARPS,
-    )
-
-
-def check_content_torch(
-    rows: PoolRows,
-    slots: Tensor,
-    keys: Keys,
-    content_a: Tensor,
-    *,
-    mismatch: Tensor | None = None,
-    differs: Tensor | None = None,
-    num_live: Tensor | None = None,
-) -> None:
-    """The torch reference of `check_content`."""
-    _check(rows, slots, keys, content_a, mismatch, differs, num_live)
+        return
     entries = live_indices(slots, rows.num_slots, num_live)
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     fingerprint_a = torch.empty(rows.num_layers, slots.numel(), dtype=torch.int64, device=slots.device)
     fingerprint_torch(rows, slots, keys, fingerprint_a=fingerprint_a)
     found = fingerprint_a != content_a.index_select(1, slots)
     if mismatch is not None:
-        mismatch[slice(None) if entries is None else entries] = _bitmaps(found)
+        mismatch[entries] = bitmaps_of(found)
     elif differs is not None and found.any():
         differs.fill_(1)
+
+
+check_content_torch = partial(check_content, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -147,31 +143,3 @@ def mismatched_layers(mismatch: Tensor, num_layers: int) -> Tensor:
     """[layers, n] bool of a mismatch bitmap."""
     layers = torch.arange(num_layers, device=mismatch.device)
     return (mismatch[:, layers // 64] >> (layers % 64) & 1).T.bool()
-
-
-def _check(
-    rows: PoolRows,
-    slots: Tensor,
-    keys: Keys,
-    content_a: Tensor,
-    mismatch: Tensor | None,
-    differs: Tensor | None,
-    num_live: Tensor | None,
-) -> None:
-    expect_keys(rows, keys)
-    expect_int64(slots.numel(), slots=slots)
-    expect_int64(1, num_live=num_live, differs=differs)
-    expect_layered(rows.num_layers, rows.num_slots, content_a=content_a)
-    if (mismatch is None) is (differs is None):
-        raise ValueError("either mismatch or differs must be given: one of them says what was found")
-    if mismatch is not None:
-        expect_bitmap(slots.numel(), mismatch)
-
-
-def _bitmaps(differs: Tensor) -> Tensor:
-    """[n, 2] int64 from [layers, n] bool."""
-    bitmaps = torch.zeros(differs.shape[1], 2, dtype=torch.int64, device=differs.device)
-    if differs.any():
-        for layer in range(differs.shape[0]):
-            bitmaps[:, layer // 64] |= differs[layer].to(torch.int64) << (layer % 64)
-    return bitmaps

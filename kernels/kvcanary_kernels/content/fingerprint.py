@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from kvcanary_kernels.record.device import (
     RUN_STRIDE_FIELD,
     SLOT_STRIDE_FIELD,
     START_B,
-    TILE_WARPS,
     UNROLL,
     WORDS_FIELD,
     low_word,
@@ -39,6 +40,7 @@ def fingerprint(
     *,
     fingerprint_a: Tensor,
     fingerprint_b: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Write the fingerprints of `slots`. May be captured.
 
@@ -46,65 +48,48 @@ def fingerprint(
     fingerprint_a:   [layers, n] int64 out, fingerprint a of each layer
     fingerprint_b:   [n] int64 out, fingerprint b summed over all layers; None skips it
     """
-    _check(rows, slots, keys, fingerprint_a, fingerprint_b)
     n = slots.numel()
+    expect_keys(rows, keys)
+    expect_int64(n, slots=slots, fingerprint_b=fingerprint_b)
+    expect_layered(rows.num_layers, n, fingerprint_a=fingerprint_a)
     if n == 0:
         return
-    tiles = triton.cdiv(n, rows.tile)
-    if fingerprint_b is not None:
-        _start_fingerprint_b_kernel[(triton.cdiv(n, BLOCK),)](
+    if launches:
+        if fingerprint_b is not None:
+            grid = (triton.cdiv(n, BLOCK),)
+            _start_fingerprint_b_kernel[grid](slots, keys.constants, fingerprint_b, n, rows.num_slots, BLOCK_N=BLOCK)
+        _fingerprint_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
+            rows.ptrs,
             slots,
-            keys.constants,
-            fingerprint_b,
+            keys.fingerprint_a,
+            keys.fingerprint_b,
+            keys.start_a,
+            fingerprint_a,
+            fingerprint_a if fingerprint_b is None else fingerprint_b,
             n,
             rows.num_slots,
-            BLOCK_N=BLOCK,
+            rows.num_layers,
+            fingerprint_a.stride(0),
+            **rows.tiling,
+            HAS_FINGERPRINT_B=fingerprint_b is not None,
         )
-    _fingerprint_kernel[(tiles, rows.num_layers)](
-        rows.ptrs,
-        slots,
-        keys.fingerprint_a,
-        keys.fingerprint_b,
-        keys.start_a,
-        fingerprint_a,
-        fingerprint_a if fingerprint_b is None else fingerprint_b,
-        n,
-        rows.num_slots,
-        rows.num_layers,
-        fingerprint_a.stride(0),
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        ALIGNMENT=rows.alignment,
-        TILE=rows.tile,
-        CHUNK=rows.chunk,
-        HAS_FINGERPRINT_B=fingerprint_b is not None,
-        num_warps=TILE_WARPS,
-    )
-
-
-def fingerprint_torch(
-    rows: PoolRows,
-    slots: Tensor,
-    keys: Keys,
-    *,
-    fingerprint_a: Tensor,
-    fingerprint_b: Tensor | None = None,
-) -> None:
-    """The torch reference of `fingerprint`: sums of 32-bit words times key pieces are exact in float64."""
-    _check(rows, slots, keys, fingerprint_a, fingerprint_b)
+        return
     entries = live_indices(slots, rows.num_slots)
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     n, pieces = slots.numel(), keys.pieces.shape[2] // 2
     columns = keys.pieces[:, :, :pieces] if fingerprint_b is None else keys.pieces
     chunk = max(1, TEMPORARY_BYTES // (rows.num_layers * rows.words_per_row * 8))
     for start in range(0, n, chunk):
         part = slots[start : start + chunk]
         sums = keyed_sums(rows.gather(part), columns)
-        where = slice(start, start + part.numel()) if entries is None else entries[start : start + chunk]
+        here = slice(start, start + part.numel())
+        where = here if isinstance(entries, slice) else entries[here]
         fingerprint_a[:, where] = join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
         if fingerprint_b is not None:
             fingerprint_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
+
+
+fingerprint_torch = partial(fingerprint, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -240,19 +225,6 @@ def word_offsets(slot, o_w, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
     return offset + o_w
 
 
-def _check(
-    rows: PoolRows,
-    slots: Tensor,
-    keys: Keys,
-    fingerprint_a: Tensor,
-    fingerprint_b: Tensor | None,
-) -> None:
-    n = slots.numel()
-    expect_keys(rows, keys)
-    expect_int64(n, slots=slots, fingerprint_b=fingerprint_b)
-    expect_layered(rows.num_layers, n, fingerprint_a=fingerprint_a)
-
-
 def expect_keys(rows: PoolRows, keys: Keys) -> None:
     """The keys must be made for rows of this size."""
     if (rows.num_layers, rows.words_per_row) != (keys.num_layers, keys.words_per_row):
@@ -276,3 +248,12 @@ def join(sums: Tensor, keys: Keys) -> Tensor:
     for i in range(1, sums.shape[-1]):
         fingerprint = torch.add(fingerprint, sums[..., i], alpha=1 << i * keys.piece_bits)
     return fingerprint
+
+
+def row_fingerprints(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
+    """Both of rows [n, words_per_row] int32 of one layer: b is the layer's part, with the start in layer 0."""
+    chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
+    columns = keys.pieces[layer : layer + 1]
+    sums = torch.cat([keyed_sums(part[None], columns)[0] for part in words.split(chunk)])
+    fingerprint_a, fingerprint_b = join(sums.unflatten(1, (2, -1)), keys).unbind(1)
+    return fingerprint_a + keys.start_a[layer], fingerprint_b + (record.signed(keys.start_b) if layer == 0 else 0)

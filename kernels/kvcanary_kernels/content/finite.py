@@ -9,14 +9,15 @@ format masks are a value that no finite number has. Integers have no such value.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, expect_records, live_indices
-from kvcanary_kernels.record.bitmap import layers_at_once, layers_where
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, expect_records, live_indices
+from kvcanary_kernels.record.bitmap import bitmaps_of, layers_at_once, layers_where
 from kvcanary_kernels.record.device import COLUMNS, REQUEST_GENERATION, live_count, low_word, tl, triton
 from kvcanary_kernels.record.layout import MASK_32
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
@@ -75,6 +76,7 @@ def finite_check(
     num_live: Tensor | None = None,
     records: Tensor | None = None,
     grants: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Look for elements of the rows of `slots` that are NaN or infinite (R9, in its clause U1). May be captured.
 
@@ -86,55 +88,52 @@ def finite_check(
 
     Slots and grants may lie in pinned memory of the host.
     """
-    _check(slots, num_live, mismatch, records, grants)
     n = slots.numel()
+    if (records is None) is not (grants is None):
+        raise ValueError("records and grants must be given together, got one of them: a record has no grant to be of")
+    if records is not None:
+        expect_records(records)
+    expect_int64(n, slots=slots, grants=grants)
+    expect_int64(1, num_live=num_live)
+    expect_dense((n, 2), mismatch=mismatch)
     if n == 0:
         return
-    _finite_check_kernel[(n,)](
-        rows.ptrs,
-        slots,
-        mismatch,
-        slots if num_live is None else num_live,
-        slots if records is None else records,
-        slots if grants is None else grants,
-        n,
-        rows.num_slots,
-        rows.num_layers,
-        PIECES=rows.constants,
-        FORMATS=tuple(number for form in formats_of(rows) for number in form),
-        ALIGNMENT=rows.alignment,
-        LAYERS=layers_at_once(rows.num_layers),
-        CHUNK=rows.chunk,
-        HAS_LIVE=num_live is not None,
-        HAS_GRANTS=grants is not None,
-    )
-
-
-def finite_check_torch(
-    rows: PoolRows,
-    slots: Tensor,
-    *,
-    mismatch: Tensor,
-    num_live: Tensor | None = None,
-    records: Tensor | None = None,
-    grants: Tensor | None = None,
-) -> None:
-    """The torch reference of `finite_check`."""
-    _check(slots, num_live, mismatch, records, grants)
+    if launches:
+        _finite_check_kernel[(n,)](
+            rows.ptrs,
+            slots,
+            mismatch,
+            slots if num_live is None else num_live,
+            slots if records is None else records,
+            slots if grants is None else grants,
+            n,
+            rows.num_slots,
+            rows.num_layers,
+            PIECES=rows.constants,
+            FORMATS=tuple(number for form in formats_of(rows) for number in form),
+            ALIGNMENT=rows.alignment,
+            LAYERS=layers_at_once(rows.num_layers),
+            CHUNK=rows.chunk,
+            HAS_LIVE=num_live is not None,
+            HAS_GRANTS=grants is not None,
+        )
+        return
     entries = live_indices(slots, rows.num_slots, num_live)
     if records is not None and grants is not None:
-        entries = torch.arange(slots.numel(), device=slots.device) if entries is None else entries
+        entries = torch.arange(n, device=slots.device)[entries]
         written = records[slots[entries], record.REQUEST_GENERATION] >> 32
         entries = entries[written != grants[entries]]
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     masks, values, lows, highs = _by_word(rows)
-    bitmaps = torch.zeros(slots.numel(), 2, dtype=torch.int64, device=slots.device)
-    for layer in range(rows.num_layers):
+
+    def is_not_finite(layer: int) -> Tensor:
         lanes = (rows.gather_layer(layer, slots).to(torch.int64) & masks) ^ values
-        found = ((lanes - lows) & ~lanes & highs).any(1)
-        bitmaps[:, layer // 64] |= found.to(torch.int64) << layer % 64
-    mismatch[slice(None) if entries is None else entries] = bitmaps
+        return ((lanes - lows) & ~lanes & highs).any(1)
+
+    mismatch[entries] = bitmaps_of(map(is_not_finite, range(rows.num_layers)))
+
+
+finite_check_torch = partial(finite_check, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -199,15 +198,3 @@ def _by_word(rows: PoolRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _in_every_lane(lane: int, bits: int) -> int:
     """A word with this in each of its lanes of so many bits."""
     return sum(lane << first for first in range(0, 8 * WORD_BYTES, bits)) & MASK_32
-
-
-def _check(
-    slots: Tensor, num_live: Tensor | None, mismatch: Tensor, records: Tensor | None, grants: Tensor | None
-) -> None:
-    if (records is None) is not (grants is None):
-        raise ValueError("records and grants must be given together, got one of them: a record has no grant to be of")
-    if records is not None:
-        expect_records(records)
-    expect_int64(slots.numel(), slots=slots, grants=grants)
-    expect_int64(1, num_live=num_live)
-    expect_bitmap(slots.numel(), mismatch)

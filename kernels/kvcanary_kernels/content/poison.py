@@ -8,12 +8,15 @@ both fp8 formats each value is at least 0 and below 2. Words differ by slot, lay
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import word_offsets
-from kvcanary_kernels.record.arguments import expect_bitmap, expect_int64, live_indices
-from kvcanary_kernels.record.bitmap import layers_at_once, layers_where
+from kvcanary_kernels.record import formulas
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, live_indices
+from kvcanary_kernels.record.bitmap import bitmaps_of, layers_at_once, layers_where
 from kvcanary_kernels.record.device import (
     BLOCK_FIELD,
     FIRST_FIELD,
@@ -23,8 +26,6 @@ from kvcanary_kernels.record.device import (
     tl,
     triton,
 )
-from kvcanary_kernels.record.formulas import SPLITMIX_FIRST, SPLITMIX_SECOND
-from kvcanary_kernels.record.layout import MASK_64
 from kvcanary_kernels.record.rows import PoolRows
 
 FINITE_BITS = 0x3F3F3F3F  # of each word of the pattern: 24 bits of a hash
@@ -33,75 +34,71 @@ DEVICE_FINITE_BITS = tl.constexpr(FINITE_BITS)
 DEVICE_NAN_WORD = tl.constexpr(NAN_WORD)
 
 
-def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False) -> None:
+def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False, launches: bool = True) -> None:
     """Write the pattern into the K and V rows of `slots`, in every layer. May be captured.
 
     slots:    [n] int64; a slot outside the pool is refused, nothing is written for it
     nan:      the same NaN in every word instead: a debug mode, for one wrong read then ruins the reader's output
     """
-    expect_int64(slots.numel(), slots=slots)
     n = slots.numel()
+    expect_int64(n, slots=slots)
     if n == 0:
         return
-    _poison_fill_kernel[(n, rows.num_layers)](
-        rows.ptrs,
-        slots,
-        rows.num_slots,
-        rows.num_layers,
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        NAN=nan,
-    )
-
-
-def poison_fill_torch(rows: PoolRows, slots: Tensor, *, nan: bool = False) -> None:
-    """The torch reference of `poison_fill`."""
-    expect_int64(slots.numel(), slots=slots)
-    entries = live_indices(slots, rows.num_slots)
-    if entries is not None:
-        slots = slots[entries]
+    if launches:
+        _poison_fill_kernel[(n, rows.num_layers)](
+            rows.ptrs,
+            slots,
+            rows.num_slots,
+            rows.num_layers,
+            WORDS=rows.words_per_row,
+            PIECES=rows.constants,
+            NAN=nan,
+        )
+        return
+    slots = slots[live_indices(slots, rows.num_slots)]
     for layer in range(rows.num_layers):
         rows.scatter_layer(layer, slots, poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan))
 
 
-def poison_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False) -> None:
+poison_fill_torch = partial(poison_fill, launches=False)
+
+
+def poison_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False, launches: bool = True) -> None:
     """Compare the K and V rows of `slots` with the pattern (P1). May be captured.
 
     slots:    [n] int64; a slot outside the pool leaves its output as it is
     mismatch: [n, 2] int64 out, bit l of the 128: a word of layer l differs (columns: layers 0 to 63, 64 to 127)
     nan:      which pattern, as it was filled
     """
-    _check(slots, mismatch)
     n = slots.numel()
+    expect_int64(n, slots=slots)
+    expect_dense((n, 2), mismatch=mismatch)
     if n == 0:
         return
-    _poison_check_kernel[(n,)](
-        rows.ptrs,
-        slots,
-        mismatch,
-        rows.num_slots,
-        rows.num_layers,
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        NAN=nan,
-        ALIGNMENT=rows.alignment,
-        LAYERS=layers_at_once(rows.num_layers),
-        CHUNK=rows.chunk,
+    if launches:
+        _poison_check_kernel[(n,)](
+            rows.ptrs,
+            slots,
+            mismatch,
+            rows.num_slots,
+            rows.num_layers,
+            WORDS=rows.words_per_row,
+            PIECES=rows.constants,
+            NAN=nan,
+            ALIGNMENT=rows.alignment,
+            LAYERS=layers_at_once(rows.num_layers),
+            CHUNK=rows.chunk,
+        )
+        return
+    entries, words = live_indices(slots, rows.num_slots), rows.words_per_row
+    slots = slots[entries]
+    mismatch[entries] = bitmaps_of(
+        (rows.gather_layer(layer, slots) != poison_words(slots, layer * words, words, nan)).any(1)
+        for layer in range(rows.num_layers)
     )
 
 
-def poison_check_torch(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False) -> None:
-    """The torch reference of `poison_check`."""
-    _check(slots, mismatch)
-    entries = live_indices(slots, rows.num_slots)
-    if entries is not None:
-        slots = slots[entries]
-    bitmaps = torch.zeros(slots.numel(), 2, dtype=torch.int64, device=slots.device)
-    for layer in range(rows.num_layers):
-        expected = poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan)
-        differs = (rows.gather_layer(layer, slots) != expected).any(1)
-        bitmaps[:, layer // 64] |= differs.to(torch.int64) << layer % 64
-    mismatch[slice(None) if entries is None else entries] = bitmaps
+poison_check_torch = partial(poison_check, launches=False)
 
 
 @triton.jit
@@ -180,12 +177,4 @@ def poison_words(slots: Tensor, first: int, num_words: int, nan: bool = False) -
     if nan:
         return torch.full((slots.numel(), num_words), NAN_WORD, dtype=torch.int32, device=slots.device)
     offsets = torch.arange(first, first + num_words, device=slots.device)
-    z = ((slots << 32)[:, None] | offsets).mul_(SPLITMIX_FIRST)
-    z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
-    z *= SPLITMIX_SECOND
-    return (z >> 32).bitwise_and_(FINITE_BITS).to(torch.int32)
-
-
-def _check(slots: Tensor, mismatch: Tensor) -> None:
-    expect_int64(slots.numel(), slots=slots)
-    expect_bitmap(slots.numel(), mismatch)
+    return (formulas.poison_of(slots[:, None], offsets) & FINITE_BITS).to(torch.int32)

@@ -5,18 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content.fingerprint import (
-    TEMPORARY_BYTES,
-    expect_keys,
-    join,
-    keyed_sums,
-    layer_fingerprints,
-    word_offsets,
-)
+from kvcanary_kernels.content.fingerprint import expect_keys, layer_fingerprints, row_fingerprints, word_offsets
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_int64, expect_layered, expect_records, live_indices
 from kvcanary_kernels.record.device import (
@@ -27,7 +21,6 @@ from kvcanary_kernels.record.device import (
     LAYERS_LOW,
     PIECE_FIELDS,
     START_B,
-    TILE_WARPS,
     WORDS_FIELD,
     follow,
     live_count,
@@ -37,7 +30,7 @@ from kvcanary_kernels.record.device import (
 )
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.overlap import overlap_options
-from kvcanary_kernels.record.rows import PoolRows, dense_values
+from kvcanary_kernels.record.rows import TILE_WARPS, PoolRows, dense_values
 
 
 def put(
@@ -53,6 +46,7 @@ def put(
     content_a: Tensor,
     twice: Tensor,
     num_live: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Write values into the rows of `slots` in one layer, with fingerprint a, their part of fingerprint b and the
     layer's bit.
@@ -70,76 +64,65 @@ def put(
     twice:     [n] int64 out, 1 where the layer's bit was set already (W4); other entries stay as they are
     num_live:  [1] int64, entries at and after it write nothing; None: all live
     """
-    values = _check(rows, layer, slots, k, v, extras, keys, records, content_a, twice, num_live)
     n = slots.numel()
+    expect_keys(rows, keys)
+    expect_int64(n, slots=slots, twice=twice)
+    expect_int64(1, num_live=num_live)
+    expect_records(records)
+    if records.shape[0] != rows.num_slots:
+        raise ValueError(f"records must have a row a slot, got {records.shape[0]} for {rows.num_slots} slots")
+    expect_layered(rows.num_layers, rows.num_slots, content_a=content_a)
+    values = dense_values(rows, layer, n, k, v, extras)
     if n == 0:
         return
-    _put_kernel[(n,)](
-        rows.ptrs,
-        values,
-        tuple(value.stride(0) for value in values),
-        slots,
-        keys.fingerprint_a,
-        keys.fingerprint_b,
-        keys.start_a,
-        keys.constants,
-        records,
-        content_a,
-        twice,
-        slots if num_live is None else num_live,
-        n,
-        rows.num_slots,
-        rows.num_layers,
-        layer,
-        content_a.stride(0),
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        ALIGNMENT=rows.alignment,
-        HAS_LIVE=num_live is not None,
-        num_warps=TILE_WARPS,
-        **overlap_options(slots.device),
-    )
-
-
-def put_torch(
-    rows: PoolRows,
-    layer: int,
-    slots: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    *,
-    extras: Sequence[Tensor] = (),
-    keys: Keys,
-    records: Tensor,
-    content_a: Tensor,
-    twice: Tensor,
-    num_live: Tensor | None = None,
-) -> None:
-    """The torch reference of `put`."""
-    values = _check(rows, layer, slots, k, v, extras, keys, records, content_a, twice, num_live)
+    if launches:
+        _put_kernel[(n,)](
+            rows.ptrs,
+            values,
+            tuple(value.stride(0) for value in values),
+            slots,
+            keys.fingerprint_a,
+            keys.fingerprint_b,
+            keys.start_a,
+            keys.constants,
+            records,
+            content_a,
+            twice,
+            slots if num_live is None else num_live,
+            n,
+            rows.num_slots,
+            rows.num_layers,
+            layer,
+            content_a.stride(0),
+            **rows.layout,
+            HAS_LIVE=num_live is not None,
+            num_warps=TILE_WARPS,
+            **overlap_options(slots.device),
+        )
+        return
     entries = live_indices(slots, rows.num_slots, num_live)
-    if entries is not None:
-        slots = slots[entries]
+    slots = slots[entries]
     column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
     stored = (records[:, column].index_select(0, slots) & bit).bool()  # by an earlier launch
     repeated, replaced = _shared_slots(slots)
     again = stored if repeated is None else stored | repeated
     if bool(again.any()):
-        twice[again.nonzero().squeeze(1) if entries is None else entries[again]] = 1
+        twice[torch.arange(n, device=slots.device)[entries][again]] = 1
     if replaced is not None:
-        entries = (~replaced).nonzero().squeeze(1) if entries is None else entries[~replaced]
+        entries = torch.arange(n, device=slots.device)[entries][~replaced]
         slots, stored = slots[~replaced], stored[~replaced]
-    words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
-    fingerprint_a, fingerprint_b = _fingerprints(words, layer, keys)
-    if layer == 0:
-        fingerprint_b += record.signed(keys.start_b)
+    words = torch.cat([value[entries] for value in values], dim=1)
+    fingerprint_a, fingerprint_b = row_fingerprints(words, layer, keys)
     if bool(stored.any()):  # by difference: what the slot holds now is in fingerprint b, the starting constant with it
-        _, old_b = _fingerprints(rows.gather_layer(layer, slots[stored]), layer, keys)
-        fingerprint_b[stored] -= old_b + (record.signed(keys.start_b) if layer == 0 else 0)
+        _, old_b = row_fingerprints(rows.gather_layer(layer, slots[stored]), layer, keys)
+        fingerprint_b[stored] -= old_b
     rows.scatter_layer(layer, slots, words)
     content_a[layer].index_copy_(0, slots, fingerprint_a)
     records[:, record.CONTENT_B].index_add_(0, slots, fingerprint_b)
     records[:, column].index_add_(0, slots, torch.where(stored, 0, bit))
+
+
+put_torch = partial(put, launches=False)
 
 
 @triton.jit(do_not_specialize=["n", "layer"])
@@ -221,45 +204,6 @@ def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: 
         b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
     return tl.sum(b_a), tl.sum(b_b)
-
-
-def _check(
-    rows: PoolRows,
-    layer: int,
-    slots: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    extras: Sequence[Tensor],
-    keys: Keys,
-    records: Tensor,
-    content_a: Tensor,
-    twice: Tensor,
-    num_live: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The values as [n, words] int32 views, by piece."""
-    n = slots.numel()
-    expect_keys(rows, keys)
-    if not 0 <= layer < rows.num_layers:
-        raise ValueError(f"layer must be 0 to {rows.num_layers - 1}, got {layer}")
-    expect_int64(n, slots=slots, twice=twice)
-    expect_int64(1, num_live=num_live)
-    expect_records(records)
-    if records.shape[0] != rows.num_slots:
-        raise ValueError(f"records must have a row a slot, got {records.shape[0]} for {rows.num_slots} slots")
-    expect_layered(rows.num_layers, rows.num_slots, content_a=content_a)
-    return dense_values(rows, n, k, v, extras)
-
-
-def _fingerprints(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Fingerprint a with its starting constant and this layer's part of fingerprint b of rows [n, words_per_row]
-    int32.
-    """
-    chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
-    columns = keys.pieces[layer : layer + 1]
-    sums = [keyed_sums(part[None], columns)[0] for part in words.split(chunk)]
-    both = torch.cat(sums) if len(sums) > 1 else sums[0]
-    fingerprint_a, fingerprint_b = join(both.unflatten(1, (2, -1)), keys).unbind(1)
-    return fingerprint_a + keys.start_a[layer], fingerprint_b
 
 
 def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -12,6 +12,7 @@ read: the sum over heads and layers is compared once a forward.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,6 +108,7 @@ def judge_reads(
     start_a: Tensor,
     codes: Tensor,
     null_slots: int,
+    launches: bool = True,
 ) -> None:
     """R9 for every entry of live rows whose bytes, as attention read them, are not those of the record.
 
@@ -116,43 +118,33 @@ def judge_reads(
     content_a: [layers, num_slots] int64, stored fingerprints;  start_a: [layers] int64, what they begin with
     codes:     [nnz] int64, read codes as verify left them
     """
-    _check(forward, sums, content_a, start_a, codes)
+    expect_int64(forward.capacity, sums=sums, codes=codes)
+    expect_layered(content_a.shape[0], content_a.shape[1], content_a=content_a)
+    expect_int64(content_a.shape[0], start_a=start_a)
     if forward.num_rows == 0:
         return
-    _judge_reads_kernel[(forward.num_rows, programs_for(forward.capacity) * PROGRAMS)](
-        forward.indices,
-        forward.bounds,
-        forward.num_live,
-        planned.starts,
-        planned.row_lengths,
-        sums,
-        content_a,
-        start_a,
-        codes,
-        forward.num_rows,
-        forward.capacity,
-        content_a.shape[1],
-        content_a.shape[0],
-        content_a.stride(0),
-        null_slots,
-        BLOCK_N=BLOCK,
-        BLOCK_L=LAYERS_AT_ONCE,
-    )
-    sums.zero_()
-
-
-def judge_reads_torch(
-    forward: ForwardPlan,
-    planned: Planned,
-    *,
-    sums: Tensor,
-    content_a: Tensor,
-    start_a: Tensor,
-    codes: Tensor,
-    null_slots: int,
-) -> None:
-    """The torch reference of `judge_reads`."""
-    _check(forward, sums, content_a, start_a, codes)
+    if launches:
+        _judge_reads_kernel[(forward.num_rows, programs_for(forward.capacity) * PROGRAMS)](
+            forward.indices,
+            forward.bounds,
+            forward.num_live,
+            planned.starts,
+            planned.row_lengths,
+            sums,
+            content_a,
+            start_a,
+            codes,
+            forward.num_rows,
+            forward.capacity,
+            content_a.shape[1],
+            content_a.shape[0],
+            content_a.stride(0),
+            null_slots,
+            BLOCK_N=BLOCK,
+            BLOCK_L=LAYERS_AT_ONCE,
+        )
+        sums.zero_()
+        return
     live = min(max(int(forward.num_live), 0), forward.num_rows)
     lengths = torch.where(forward.bounds.diff() > 0, planned.row_lengths, 0)[:live]
     (places,) = segment_entries(lengths, int(lengths.sum()), planned.starts[:live])
@@ -162,6 +154,9 @@ def judge_reads_torch(
     wrong = (content_a[:, slots] - start_a[:, None]).sum(0) != sums[places]
     codes[places[wrong]] |= CODE_BITS["R9"]
     sums.zero_()
+
+
+judge_reads_torch = partial(judge_reads, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_indices", "num_slots", "num_layers", "null_slots"])
@@ -291,9 +286,3 @@ def scale_sums(scales, slots, stride, m_n, key, i_head):
     """[N] int64: the keyed scales of these slots, which the first head adds."""
     b_words = tl.load(scales + slots * stride, mask=m_n, other=0.0).to(tl.int32, bitcast=True)
     return low_word(b_words.to(tl.int64)) * tl.where(i_head == 0, tl.load(key), 0)
-
-
-def _check(forward: ForwardPlan, sums: Tensor, content_a: Tensor, start_a: Tensor, codes: Tensor) -> None:
-    expect_int64(forward.capacity, sums=sums, codes=codes)
-    expect_layered(content_a.shape[0], content_a.shape[1], content_a=content_a)
-    expect_int64(content_a.shape[0], start_a=start_a)

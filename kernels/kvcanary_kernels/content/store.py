@@ -9,17 +9,17 @@ across threads, no atomic operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import word_offsets
-from kvcanary_kernels.record.arguments import expect_int64, expect_layered, live_indices
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64, expect_layered, live_indices
 from kvcanary_kernels.record.device import (
     BLOCK_FIELD,
     FIRST_FIELD,
     PIECE_FIELDS,
-    TILE_WARPS,
     WORDS_FIELD,
     follow,
     live_count,
@@ -27,7 +27,7 @@ from kvcanary_kernels.record.device import (
     triton,
 )
 from kvcanary_kernels.record.overlap import overlap_options
-from kvcanary_kernels.record.rows import PoolRows, dense_values
+from kvcanary_kernels.record.rows import TILE_WARPS, PoolRows, dense_values
 
 
 def store(
@@ -42,6 +42,7 @@ def store(
     times: Tensor,
     num_live: Tensor | None = None,
     is_ready: bool = False,
+    launches: bool = True,
 ) -> None:
     """Write values into the rows of `slots` in one layer, and keep them. May be captured.
 
@@ -54,53 +55,42 @@ def store(
     is_ready: slots, num_live and this layer's times were there before the launch that this one follows began, and
               are read while that runs
     """
-    values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
     n = slots.numel()
+    expect_int64(n, slots=slots)
+    expect_int64(1, num_live=num_live)
+    expect_layered(rows.num_layers, n, times=times)
+    expect_dense((rows.num_layers, n, rows.words_per_row), torch.int32, kept=kept)
+    values = dense_values(rows, layer, n, k, v, extras)
     if n == 0:
         return
-    _store_kernel[(n, len(values))](
-        rows.ptrs,
-        values,
-        tuple(value.stride(0) for value in values),
-        slots,
-        kept,
-        times,
-        slots if num_live is None else num_live,
-        n,
-        rows.num_slots,
-        rows.num_layers,
-        layer,
-        WORDS=rows.words_per_row,
-        PIECES=rows.constants,
-        ALIGNMENT=rows.alignment,
-        HAS_LIVE=num_live is not None,
-        IS_READY=is_ready,
-        num_warps=TILE_WARPS,
-        **overlap_options(slots.device),
-    )
-
-
-def store_torch(
-    rows: PoolRows,
-    layer: int,
-    slots: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    *,
-    extras: Sequence[Tensor] = (),
-    kept: Tensor,
-    times: Tensor,
-    num_live: Tensor | None = None,
-    is_ready: bool = False,
-) -> None:
-    """The torch reference of `store`, for which everything is ready."""
-    values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
+    if launches:
+        _store_kernel[(n, len(values))](
+            rows.ptrs,
+            values,
+            tuple(value.stride(0) for value in values),
+            slots,
+            kept,
+            times,
+            slots if num_live is None else num_live,
+            n,
+            rows.num_slots,
+            rows.num_layers,
+            layer,
+            **rows.layout,
+            HAS_LIVE=num_live is not None,
+            IS_READY=is_ready,
+            num_warps=TILE_WARPS,
+            **overlap_options(slots.device),
+        )
+        return
     entries = live_indices(slots, rows.num_slots, num_live)
-    words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
-    rows.scatter_layer(layer, slots if entries is None else slots[entries], words)
-    which = slice(None) if entries is None else entries
-    kept[layer, which] = words
-    times[layer, which] += 1
+    words = torch.cat([value[entries] for value in values], dim=1)
+    rows.scatter_layer(layer, slots[entries], words)
+    kept[layer, entries] = words
+    times[layer, entries] += 1
+
+
+store_torch = partial(store, launches=False)
 
 
 @triton.jit(do_not_specialize=["n", "layer"])
@@ -157,27 +147,3 @@ def _store_piece(base, slot, source, kept, is_stored, PIECES: tl.constexpr, I_PI
         m_w &= is_stored
         tl.store(base + word_offsets(slot, o_w, PIECES, I_PIECE), b_value, mask=m_w)
         tl.store(kept + FIRST + o_w, b_value, mask=m_w)
-
-
-def _check(
-    rows: PoolRows,
-    layer: int,
-    slots: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    extras: Sequence[Tensor],
-    kept: Tensor,
-    times: Tensor,
-    num_live: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The values as [n, words] int32 views, by piece."""
-    n = slots.numel()
-    if not 0 <= layer < rows.num_layers:
-        raise ValueError(f"layer must be 0 to {rows.num_layers - 1}, got {layer}")
-    expect_int64(n, slots=slots)
-    expect_int64(1, num_live=num_live)
-    expect_layered(rows.num_layers, n, times=times)
-    shape = rows.num_layers, n, rows.words_per_row
-    if kept.shape != shape or kept.dtype is not torch.int32 or not kept.is_contiguous():
-        raise ValueError(f"kept must be contiguous {list(shape)} int32, got {list(kept.shape)} {kept.dtype}")
-    return dense_values(rows, n, k, v, extras)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from kvcanary_kernels.record.overlap import overlap_options
 NOWHERE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-def candidates(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
+def candidates(logits: Tensor, *, probs: Tensor, ids: Tensor, launches: bool = True) -> None:
     """The k places of each row with the largest numbers, the first of equals before others, and their softmax.
 
     For the order NaN counts as -inf; the probabilities of a row with NaN or inf, or without a finite number, are NaN.
@@ -24,27 +26,31 @@ def candidates(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
     logits: [n, size >= k] bf16, fp16 or fp32, dense rows
     probs:  [n, k] fp32 out;  ids: [n, k] int64 out
     """
-    _expect(logits, probs, ids)
     n, size = logits.shape
-    k = ids.shape[1]
+    k = ids.shape[-1]
+    expect_int64(n * k, ids=ids.view(-1))
+    if probs.shape != (n, k) or ids.shape != (n, k) or probs.dtype is not torch.float32 or not probs.is_contiguous():
+        raise ValueError(f"probs must be contiguous [{n}, {k}] fp32, got {list(probs.shape)} {probs.dtype}")
+    if size < max(k, 1) or 1 not in (logits.stride(1), size):
+        raise ValueError(f"logits must be [n, size >= {k}] with dense rows, got {list(logits.shape)}")
     if n == 0 or k == 0:
         return
-    parts = triton.cdiv(size, BLOCK)
-    best = torch.empty(n, parts, k, dtype=torch.float32, device=logits.device)
-    highest, sums = (torch.empty(n, parts, dtype=torch.float32, device=logits.device) for _ in range(2))
-    places = torch.empty(n, parts, k, dtype=torch.int64, device=logits.device)
-    options = {"K": k, **overlap_options(logits.device)}
-    _parts_kernel[(n, parts)](logits, best, places, highest, sums, logits.stride(0), size, BLOCK=BLOCK, **options)
-    blocks = {"BLOCK_P": triton.next_power_of_2(parts), "BLOCK": triton.next_power_of_2(parts * k)}
-    _rows_kernel[(n,)](best, places, highest, sums, probs, ids, parts, **blocks, **options)
-
-
-def candidates_torch(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
-    """The torch reference of `candidates`."""
-    _expect(logits, probs, ids)
+    if launches:
+        parts = triton.cdiv(size, BLOCK)
+        best = torch.empty(n, parts, k, dtype=torch.float32, device=logits.device)
+        highest, sums = (torch.empty(n, parts, dtype=torch.float32, device=logits.device) for _ in range(2))
+        places = torch.empty(n, parts, k, dtype=torch.int64, device=logits.device)
+        options = {"K": k, **overlap_options(logits.device)}
+        _parts_kernel[(n, parts)](logits, best, places, highest, sums, logits.stride(0), size, BLOCK=BLOCK, **options)
+        blocks = {"BLOCK_P": triton.next_power_of_2(parts), "BLOCK": triton.next_power_of_2(parts * k)}
+        _rows_kernel[(n,)](best, places, highest, sums, probs, ids, parts, **blocks, **options)
+        return
     order = torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    ids.copy_(order.sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]])
+    ids.copy_(order.sort(dim=-1, descending=True, stable=True).indices[:, :k])
     probs.copy_(torch.softmax(logits.float(), -1).gather(1, ids))
+
+
+candidates_torch = partial(candidates, launches=False)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -117,13 +123,3 @@ def _rows_kernel(
 def _finite(highest):
     """What is subtracted from numbers none of which is larger, before their powers are summed."""
     return tl.where((highest == float("-inf")) | (highest == float("inf")), 0.0, highest)
-
-
-def _expect(logits: Tensor, probs: Tensor, ids: Tensor) -> None:
-    n, size = logits.shape
-    k = ids.shape[-1]
-    expect_int64(n * k, ids=ids.view(-1))
-    if probs.shape != (n, k) or ids.shape != (n, k) or probs.dtype is not torch.float32 or not probs.is_contiguous():
-        raise ValueError(f"probs must be contiguous [{n}, {k}] fp32, got {list(probs.shape)} {probs.dtype}")
-    if size < max(k, 1) or 1 not in (logits.stride(1), size):
-        raise ValueError(f"logits must be [n, size >= {k}] with dense rows, got {list(logits.shape)}")

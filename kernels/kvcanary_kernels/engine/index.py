@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ def index_rows(
     num_slots: int,
     kv_indptr: Tensor,
     kv_indices: Tensor,
+    launches: bool = True,
 ) -> None:
     """Row r of a forward reads the prefix of its request, then its tail; rows are request-major. May be captured.
 
@@ -37,58 +40,55 @@ def index_rows(
     kv_indptr:   [num_rows + 1] int64 out
     kv_indices:  [>= num_rows * (table_width + max_tail)] int64 out; entries behind the last row stay as they are
     """
-    _check(table, rows, prefix_lens, tails, tail_lens, kv_indptr, kv_indices)
-    num_rows, max_tail = tails.shape
+    for name, grid in (("table", table), ("tails", tails)):
+        if grid.dim() != 2 or grid.dtype is not torch.int64 or not grid.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [rows, width] int64, got {list(grid.shape)} {grid.dtype}")
+    (num_rows, max_tail), requests, table_width = tails.shape, rows.numel(), table.shape[1]
+    if num_rows % max(requests, 1):
+        raise ValueError(f"tails must have as many rows for each of {requests} requests, got {num_rows}")
+    expect_int64(requests, rows=rows, prefix_lens=prefix_lens)
+    expect_int64(num_rows, tail_lens=tail_lens)
+    expect_int64(num_rows + 1, kv_indptr=kv_indptr)
+    expect_int64(kv_indices.numel(), kv_indices=kv_indices)
+    needed = num_rows * (table_width + max_tail)
+    if kv_indices.numel() < needed:
+        raise ValueError(f"kv_indices must hold {needed} entries, every row whole, got {kv_indices.numel()}")
     if num_rows == 0:
         return
-    _index_rows_kernel[(num_rows, programs_for(table.shape[1] + max_tail))](
-        table,
-        rows,
-        prefix_lens,
-        tails,
-        prefix_lens if tail_lens is None else tail_lens,
-        kv_indptr,
-        kv_indices,
-        num_rows,
-        num_rows // rows.numel(),
-        table.shape[0],
-        table.shape[1],
-        max_tail,
-        num_slots,
-        HAS_TAIL_LENS=tail_lens is not None,
-        BLOCK_N=BLOCK,
-    )
-
-
-def index_rows_torch(
-    table: Tensor,
-    rows: Tensor,
-    prefix_lens: Tensor,
-    tails: Tensor,
-    *,
-    tail_lens: Tensor | None = None,
-    num_slots: int,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-) -> None:
-    """The torch reference of `index_rows`."""
-    _check(table, rows, prefix_lens, tails, tail_lens, kv_indptr, kv_indices)
-    num_rows, max_tail = tails.shape
-    if num_rows == 0:
+    if launches:
+        _index_rows_kernel[(num_rows, programs_for(table_width + max_tail))](
+            table,
+            rows,
+            prefix_lens,
+            tails,
+            prefix_lens if tail_lens is None else tail_lens,
+            kv_indptr,
+            kv_indices,
+            num_rows,
+            num_rows // requests,
+            *table.shape,
+            max_tail,
+            num_slots,
+            HAS_TAIL_LENS=tail_lens is not None,
+            BLOCK_N=BLOCK,
+        )
         return
-    width, device = num_rows // rows.numel(), tails.device
+    width = num_rows // requests
     inside = (rows >= 0) & (rows < table.shape[0])
-    prefixes = torch.where(inside, prefix_lens.clamp(0, table.shape[1]), 0).repeat_interleave(width)
+    prefixes = torch.where(inside, prefix_lens.clamp(0, table_width), 0).repeat_interleave(width)
     own = tails.new_full((num_rows,), max_tail) if tail_lens is None else tail_lens.clamp(0, max_tail)
     ends = (prefixes + own).cumsum(0)
     kv_indptr[0] = 0
     kv_indptr[1:] = ends
     both = torch.cat((table[torch.where(inside, rows, 0)].repeat_interleave(width, 0), tails), 1)
-    column = torch.arange(both.shape[1], device=device)
-    tail_column = column - table.shape[1]
+    column = torch.arange(both.shape[1], device=tails.device)
+    tail_column = column - table_width
     is_read = (column < prefixes[:, None]) | ((tail_column >= 0) & (tail_column < own[:, None]))
     slots = both[is_read]
     kv_indices[: slots.numel()] = torch.where((slots >= 0) & (slots < num_slots), slots, 0)
+
+
+index_rows_torch = partial(index_rows, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_table_rows", "table_width", "max_tail", "num_slots"])
@@ -151,27 +151,3 @@ def _tail_lens(tail_lens, o_r, m_r, max_tail, HAS_TAIL_LENS: tl.constexpr):
     if HAS_TAIL_LENS:
         length = tl.minimum(tl.maximum(tl.load(tail_lens + o_r, mask=m_r, other=0), 0), max_tail)
     return length
-
-
-def _check(
-    table: Tensor,
-    rows: Tensor,
-    prefix_lens: Tensor,
-    tails: Tensor,
-    tail_lens: Tensor | None,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-) -> None:
-    for name, grid in (("table", table), ("tails", tails)):
-        if grid.dim() != 2 or grid.dtype is not torch.int64 or not grid.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [rows, width] int64, got {list(grid.shape)} {grid.dtype}")
-    num_rows, requests = tails.shape[0], rows.numel()
-    if num_rows % max(requests, 1):
-        raise ValueError(f"tails must have as many rows for each of {requests} requests, got {num_rows}")
-    expect_int64(requests, rows=rows, prefix_lens=prefix_lens)
-    expect_int64(num_rows, tail_lens=tail_lens)
-    expect_int64(num_rows + 1, kv_indptr=kv_indptr)
-    expect_int64(kv_indices.numel(), kv_indices=kv_indices)
-    needed = num_rows * (table.shape[1] + tails.shape[1])
-    if kv_indices.numel() < needed:
-        raise ValueError(f"kv_indices must hold {needed} entries, every row whole, got {kv_indices.numel()}")

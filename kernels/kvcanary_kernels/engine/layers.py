@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def rotate(
     k_norm: Tensor | None = None,
     num_q_heads: int = 0,
     eps: float = 0.0,
+    launches: bool = True,
 ) -> None:
     """Rotate the first ``num_heads`` heads of every row to its position, in place and in float32. May be captured.
 
@@ -35,47 +37,39 @@ def rotate(
     cos, sin:       [n, 1, dim] of each row's position, dense; the first half of sin negated
     q_norm, k_norm: [dim] weights of an RMS norm before the rotation, of the first ``num_q_heads`` and of the others
     """
-    _expect_qkv(qkv, cos, sin, num_heads)
-    n, _, dim = qkv.shape
+    n, heads, dim = qkv.shape
+    if qkv.stride(2) != 1 or dim % 2 or not 0 < num_heads <= heads:
+        raise ValueError(
+            f"qkv must be [n, >= {num_heads} heads, even dim] with dense heads, got {list(qkv.shape)} "
+            f"at strides {list(qkv.stride())}"
+        )
+    for name, value in (("cos", cos), ("sin", sin)):
+        if value.shape != (n, 1, dim) or value.stride(2) != 1:
+            raise ValueError(f"{name} must be [{n}, 1, {dim}] with dense rows, got {list(value.shape)}")
     if n == 0:
         return
-    block_h = min(HEADS_ROTATED, triton.next_power_of_2(num_heads))
-    _rotate_kernel[(n, triton.cdiv(num_heads, block_h))](
-        qkv,
-        cos,
-        sin,
-        cos if q_norm is None else q_norm,
-        cos if k_norm is None else k_norm,
-        qkv.stride(0),
-        qkv.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        num_heads,
-        num_q_heads,
-        eps,
-        HALF=dim // 2,
-        BLOCK_H=block_h,
-        BLOCK=triton.next_power_of_2(dim // 2),
-        HAS_NORM=q_norm is not None,
-        num_warps=1,
-        **overlap_options(qkv.device),
-    )
-
-
-def rotate_torch(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    num_q_heads: int = 0,
-    eps: float = 0.0,
-) -> None:
-    """The torch reference of `rotate`."""
-    _expect_qkv(qkv, cos, sin, num_heads)
-    dim = qkv.shape[2]
+    if launches:
+        block_h = min(HEADS_ROTATED, triton.next_power_of_2(num_heads))
+        _rotate_kernel[(n, triton.cdiv(num_heads, block_h))](
+            qkv,
+            cos,
+            sin,
+            cos if q_norm is None else q_norm,
+            cos if k_norm is None else k_norm,
+            *qkv.stride()[:2],
+            cos.stride(0),
+            sin.stride(0),
+            num_heads,
+            num_q_heads,
+            eps,
+            HALF=dim // 2,
+            BLOCK_H=block_h,
+            BLOCK=triton.next_power_of_2(dim // 2),
+            HAS_NORM=q_norm is not None,
+            num_warps=1,
+            **overlap_options(qkv.device),
+        )
+        return
     x = qkv[:, :num_heads].to(torch.promote_types(qkv.dtype, torch.float32))
     if q_norm is not None and k_norm is not None:
         weights = torch.stack([q_norm] * num_q_heads + [k_norm] * (num_heads - num_q_heads)).to(x.dtype)
@@ -83,70 +77,69 @@ def rotate_torch(
     qkv[:, :num_heads] = (x * cos + x.roll(dim // 2, -1) * sin).to(qkv.dtype)
 
 
-def gated(gate_up: Tensor, out: Tensor) -> None:
+rotate_torch = partial(rotate, launches=False)
+
+
+def gated(gate_up: Tensor, out: Tensor, *, launches: bool = True) -> None:
     """silu(gate) * up in float32: gate_up [n, 2 * m] to out [n, m], dense rows. May be captured."""
-    n, m = _expect_gated(gate_up, out)
-    if n:
-        _gated_kernel[(n, triton.cdiv(m, BLOCK_GATED))](
-            gate_up, out, m, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_GATED, **overlap_options(out.device)
+    n, m = out.shape
+    if gate_up.shape != (n, 2 * m) or 1 not in (gate_up.stride(1), m) or 1 not in (out.stride(1), m):
+        raise ValueError(
+            f"gate_up must be [{n}, {2 * m}] for out [{n}, {m}], both of dense rows, got {list(gate_up.shape)}"
         )
-
-
-def gated_torch(gate_up: Tensor, out: Tensor) -> None:
-    """The torch reference of `gated`."""
-    _expect_gated(gate_up, out)
+    if n == 0:
+        return
+    if launches:
+        strides, options = (gate_up.stride(0), out.stride(0)), overlap_options(out.device)
+        _gated_kernel[(n, triton.cdiv(m, BLOCK_GATED))](gate_up, out, m, *strides, BLOCK=BLOCK_GATED, **options)
+        return
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
     out.copy_(F.silu(gate) * up)
 
 
-def add_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total: Tensor, normed: Tensor) -> None:
+gated_torch = partial(gated, launches=False)
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total: Tensor, normed: Tensor, launches: bool = True
+) -> None:
     """total = hidden + delta, as it is rounded, and its RMS norm times weight, in float32. May be captured.
 
     hidden, delta, total, normed: [n, size], dense rows;  weight: [size]
     """
     _expect_rows(hidden, delta, weight, total, normed)
     n, size = hidden.shape
-    if n:
-        _add_norm_kernel[(n,)](
-            hidden,
-            delta,
-            weight,
-            total,
-            normed,
-            hidden.stride(0),
-            delta.stride(0),
-            total.stride(0),
-            normed.stride(0),
-            eps,
-            SIZE=size,
-            HAS_DELTA=True,
-            **_whole_rows(size),
-            **overlap_options(hidden.device),
-        )
-
-
-def add_norm_torch(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total: Tensor, normed: Tensor) -> None:
-    """The torch reference of `add_norm`."""
-    _expect_rows(hidden, delta, weight, total, normed)
+    if n == 0:
+        return
+    if launches:
+        rows = hidden, delta, weight, total, normed
+        strides = (row.stride(0) for row in (hidden, delta, total, normed))
+        options = _whole_rows(size) | overlap_options(hidden.device)
+        _add_norm_kernel[(n,)](*rows, *strides, eps, SIZE=size, HAS_DELTA=True, **options)
+        return
     torch.add(hidden, delta, out=total)
     norm_torch(total, weight, eps, normed=normed)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
+add_norm_torch = partial(add_norm, launches=False)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor, launches: bool = True) -> None:
     """The RMS norm of x [n, size] times weight [size], in float32: `add_norm` without a delta. May be captured."""
     _expect_rows(x, x, weight, x, normed)
     n, size = x.shape
-    if n:
+    if n == 0:
+        return
+    if launches:
         strides = x.stride(0), x.stride(0), x.stride(0), normed.stride(0)
         options = _whole_rows(size) | overlap_options(x.device)
         _add_norm_kernel[(n,)](x, x, weight, x, normed, *strides, eps, SIZE=size, HAS_DELTA=False, **options)
-
-
-def norm_torch(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
-    """The torch reference of `norm`."""
-    _expect_rows(x, x, weight, x, normed)
+        return
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     normed.copy_(exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight)
+
+
+norm_torch = partial(norm, launches=False)
 
 
 def _whole_rows(size: int) -> dict[str, Any]:
@@ -243,27 +236,6 @@ def _add_norm_kernel(
     b_x *= 1 / tl.sqrt(tl.sum(b_x * b_x) / SIZE + eps)
     b_weight = tl.load(weight + o_d, mask=m_d, other=0).to(tl.float32)
     tl.store(normed + i_n * normed_stride + o_d, b_x * b_weight, mask=m_d)
-
-
-def _expect_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> None:
-    n, heads, dim = qkv.shape
-    if qkv.stride(2) != 1 or dim % 2 or not 0 < num_heads <= heads:
-        raise ValueError(
-            f"qkv must be [n, >= {num_heads} heads, even dim] with dense heads, got {list(qkv.shape)} "
-            f"at strides {list(qkv.stride())}"
-        )
-    for name, value in (("cos", cos), ("sin", sin)):
-        if value.shape != (n, 1, dim) or value.stride(2) != 1:
-            raise ValueError(f"{name} must be [{n}, 1, {dim}] with dense rows, got {list(value.shape)}")
-
-
-def _expect_gated(gate_up: Tensor, out: Tensor) -> tuple[int, int]:
-    n, m = out.shape
-    if gate_up.shape != (n, 2 * m) or 1 not in (gate_up.stride(1), m) or 1 not in (out.stride(1), m):
-        raise ValueError(
-            f"gate_up must be [{n}, {2 * m}] for out [{n}, {m}], both of dense rows, got {list(gate_up.shape)}"
-        )
-    return n, m
 
 
 def _expect_rows(hidden: Tensor, delta: Tensor, weight: Tensor, total: Tensor, normed: Tensor) -> None:

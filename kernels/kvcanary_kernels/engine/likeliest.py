@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,31 +15,32 @@ from kvcanary_kernels.record.device import follow, tl, triton
 from kvcanary_kernels.record.overlap import overlap_options
 
 
-def likeliest(logits: Tensor, out: Tensor) -> None:
+def likeliest(logits: Tensor, out: Tensor, *, launches: bool = True) -> None:
     """The place of each row's largest number, the first of equals. NaN counts as -inf, inf as the largest finite one.
 
     A row without a number above -inf gives 0. May be captured.
 
     logits: [n, size] bf16, fp16 or fp32, dense rows;  out: [n] int64
     """
-    _expect(logits, out)
     n, size = logits.shape
+    expect_int64(n, out=out)
+    if size == 0 or 1 not in (logits.stride(1), size):
+        raise ValueError(f"logits must be [n, size > 0] with dense rows, got {list(logits.shape)}")
     if n == 0:
         return
-    parts = triton.cdiv(size, BLOCK)
-    best = torch.empty(n, parts, dtype=torch.float32, device=logits.device)
-    places = torch.empty(n, parts, dtype=torch.int64, device=logits.device)
     largest = torch.finfo(logits.dtype).max
-    options = overlap_options(logits.device)
-    _likeliest_kernel[(n, parts)](logits, best, places, logits.stride(0), size, largest, BLOCK=BLOCK, **options)
-    _first_kernel[(n,)](best, places, out, parts, BLOCK=triton.next_power_of_2(parts), **options)
-
-
-def likeliest_torch(logits: Tensor, out: Tensor) -> None:
-    """The torch reference of `likeliest`."""
-    _expect(logits, out)
-    largest = torch.finfo(logits.dtype).max
+    if launches:
+        parts = triton.cdiv(size, BLOCK)
+        best = torch.empty(n, parts, dtype=torch.float32, device=logits.device)
+        places = torch.empty(n, parts, dtype=torch.int64, device=logits.device)
+        options = overlap_options(logits.device)
+        _likeliest_kernel[(n, parts)](logits, best, places, logits.stride(0), size, largest, BLOCK=BLOCK, **options)
+        _first_kernel[(n,)](best, places, out, parts, BLOCK=triton.next_power_of_2(parts), **options)
+        return
     torch.argmax(torch.nan_to_num(logits, nan=-torch.inf, posinf=largest, neginf=-torch.inf), -1, out=out)
+
+
+likeliest_torch = partial(likeliest, launches=False)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -63,10 +66,3 @@ def _first_kernel(best, places, out, parts, BLOCK: tl.constexpr, OVERLAPS: tl.co
     b_places = tl.load(places + i_n * parts + o_p, mask=m_p, other=0)
     is_best = m_p & (b_best == tl.max(b_best))
     tl.store(out + i_n, tl.min(tl.where(is_best, b_places, 0x7FFFFFFFFFFFFFFF)))
-
-
-def _expect(logits: Tensor, out: Tensor) -> None:
-    n, size = logits.shape
-    expect_int64(n, out=out)
-    if size == 0 or 1 not in (logits.stride(1), size):
-        raise ValueError(f"logits must be [n, size > 0] with dense rows, got {list(logits.shape)}")

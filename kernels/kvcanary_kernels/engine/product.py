@@ -8,6 +8,7 @@ before them is still at work, and only then do they wait for it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ def product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    launches: bool = True,
 ) -> None:
     """out = x @ weight.T + bias + residual, summed in float32 and rounded once. May be captured.
 
@@ -38,32 +40,59 @@ def product(
     out:      [n, m], gated [n, m / 2], dense rows; may be ``residual`` itself
     bias:     [m];  residual: as out; both None where gated
     """
-    _expect(x, weight, out, bias, residual, gated)
-    n, size = x.shape
-    m = out.shape[1]
-    if n == 0 or m == 0:
+    (n, size), m = x.shape, weight.shape[0]
+    width = m // 2 if gated else m
+    if weight.shape != (m, size) or out.shape != (n, width) or (gated and m % 2):
+        raise ValueError(
+            f"weight must be [m, {size}] and out [{n}, {'m / 2' if gated else 'm'}], "
+            f"got {list(weight.shape)} and {list(out.shape)}"
+        )
+    for name, value in (("x", x), ("weight", weight), ("out", out)):
+        if 1 not in (value.stride(1), value.shape[1]):
+            raise ValueError(f"{name} must have dense rows, got strides {list(value.stride())}")
+    if gated and (bias is not None or residual is not None):
+        raise ValueError("a gated product takes neither bias nor residual, got one: leave it out")
+    if bias is not None and bias.shape != (m,):
+        raise ValueError(f"bias must be [{m}], got {list(bias.shape)}")
+    if residual is not None and (residual.shape != out.shape or 1 not in (residual.stride(1), width)):
+        raise ValueError(f"residual must be {list(out.shape)} with dense rows, got {list(residual.shape)}")
+    if n == 0 or width == 0:
         return
-    tiles = _tiles(size)
-    _product_kernel[(triton.cdiv(m, tiles.block_m), n)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        m,
-        x.stride(0),
-        weight.stride(0),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        SIZE=size,
-        BLOCK_M=tiles.block_m,
-        BLOCK_K=tiles.block_k,
-        IS_GATED=gated,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        num_warps=tiles.num_warps,
-        **overlap_options(x.device),
-    )
+    if launches:
+        tiles = _tiles(size)
+        _product_kernel[(triton.cdiv(width, tiles.block_m), n)](
+            x,
+            weight,
+            weight if bias is None else bias,
+            x if residual is None else residual,
+            out,
+            width,
+            x.stride(0),
+            weight.stride(0),
+            0 if residual is None else residual.stride(0),
+            out.stride(0),
+            SIZE=size,
+            BLOCK_M=tiles.block_m,
+            BLOCK_K=tiles.block_k,
+            IS_GATED=gated,
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=tiles.num_warps,
+            **overlap_options(x.device),
+        )
+        return
+    exact = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(exact) @ weight.to(exact).t()
+    if gated:
+        gate, up = total.chunk(2, -1)
+        total = F.silu(gate) * up
+    for term in (bias, residual):
+        if term is not None:
+            total = total + term.to(exact)
+    out.copy_(total)
+
+
+product_torch = partial(product, launches=False)
 
 
 class _Tiles(NamedTuple):
@@ -79,28 +108,6 @@ def _tiles(size: int) -> _Tiles:
     block_k = min(triton.next_power_of_2(size), TILE if size <= TILE else TILE // 2)
     block_m = TILE // block_k
     return _Tiles(block_m, block_k, 8 if block_m == 1 else 4)
-
-
-def product_torch(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> None:
-    """The torch reference of `product`."""
-    _expect(x, weight, out, bias, residual, gated)
-    exact = torch.promote_types(x.dtype, torch.float32)
-    total = x.to(exact) @ weight.to(exact).t()
-    if gated:
-        gate, up = total.chunk(2, -1)
-        total = F.silu(gate) * up
-    for term in (bias, residual):
-        if term is not None:
-            total = total + term.to(exact)
-    out.copy_(total)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -168,22 +175,3 @@ def _part(rows, o_k, i_k: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexp
     else:
         b_part = tl.load(rows + i_k, mask=(o_k < SIZE - i_k)[None, :], other=0.0)
     return b_part
-
-
-def _expect(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> None:
-    (n, size), m = x.shape, weight.shape[0]
-    width = m // 2 if gated else m
-    if weight.shape != (m, size) or out.shape != (n, width) or (gated and m % 2):
-        raise ValueError(
-            f"weight must be [m, {size}] and out [{n}, {'m / 2' if gated else 'm'}], "
-            f"got {list(weight.shape)} and {list(out.shape)}"
-        )
-    for name, value in (("x", x), ("weight", weight), ("out", out)):
-        if 1 not in (value.stride(1), value.shape[1]):
-            raise ValueError(f"{name} must have dense rows, got strides {list(value.stride())}")
-    if gated and (bias is not None or residual is not None):
-        raise ValueError("a gated product takes neither bias nor residual, got one: leave it out")
-    if bias is not None and bias.shape != (m,):
-        raise ValueError(f"bias must be [{m}], got {list(bias.shape)}")
-    if residual is not None and (residual.shape != out.shape or 1 not in (residual.stride(1), width)):
-        raise ValueError(f"residual must be {list(out.shape)} with dense rows, got {list(residual.shape)}")

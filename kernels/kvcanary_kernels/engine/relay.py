@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from kvcanary_kernels.record.arguments import expect_int64
@@ -14,7 +16,15 @@ BLOCK = 64
 
 
 def take(
-    rows: Tensor, relay_lens: Tensor, relay_bonus: Tensor, table: Tensor, *, lens: Tensor, bonus: Tensor, slots: Tensor
+    rows: Tensor,
+    relay_lens: Tensor,
+    relay_bonus: Tensor,
+    table: Tensor,
+    *,
+    lens: Tensor,
+    bonus: Tensor,
+    slots: Tensor,
+    launches: bool = True,
 ) -> None:
     """Length, bonus token and next slot of each row. May be captured.
 
@@ -24,26 +34,24 @@ def take(
     lens, bonus: [n] int64 out;  slots: [n] int64 out, of the entry at that length
     """
     _expect(rows, relay_lens, relay_bonus, lens=lens, bonus=bonus, slots=slots)
-    _expect_table(table, relay_lens)
+    if table.dim() != 2 or len(table) != relay_lens.numel() or not table.is_contiguous():
+        raise ValueError(f"table must be contiguous [{relay_lens.numel()}, width], got {list(table.shape)}")
     n = rows.numel()
     if n == 0:
         return
-    options = overlap_options(rows.device)
-    _take_row_kernel[(triton.cdiv(n, BLOCK),)](
-        rows, relay_lens, relay_bonus, table, lens, bonus, slots, n, *table.shape, BLOCK_N=BLOCK, **options
-    )
-
-
-def take_torch(
-    rows: Tensor, relay_lens: Tensor, relay_bonus: Tensor, table: Tensor, *, lens: Tensor, bonus: Tensor, slots: Tensor
-) -> None:
-    """The torch reference of `take`."""
-    _expect(rows, relay_lens, relay_bonus, lens=lens, bonus=bonus, slots=slots)
-    _expect_table(table, relay_lens)
+    if launches:
+        options = overlap_options(rows.device)
+        _take_row_kernel[(triton.cdiv(n, BLOCK),)](
+            rows, relay_lens, relay_bonus, table, lens, bonus, slots, n, *table.shape, BLOCK_N=BLOCK, **options
+        )
+        return
     own = rows.where((rows >= 0) & (rows < len(table)), 0)
     lens.copy_(relay_lens[own])
     bonus.copy_(relay_bonus[own])
     slots.copy_(table[own, lens.clamp(0, table.shape[1] - 1)])
+
+
+take_torch = partial(take, launches=False)
 
 
 def leave(
@@ -55,6 +63,7 @@ def leave(
     chosen: Tensor,
     num_live: Tensor,
     decides: Tensor,
+    launches: bool = True,
 ) -> None:
     """The relay's rows have one entry more than ``lens``, and ``chosen`` behind it. May be captured.
 
@@ -67,29 +76,19 @@ def leave(
     n = rows.numel()
     if n == 0:
         return
-    options = overlap_options(rows.device)
-    operands = rows, relay_lens, relay_bonus, lens, chosen, num_live, decides
-    _leave_row_kernel[(triton.cdiv(n, BLOCK),)](*operands, n, relay_lens.numel(), BLOCK_N=BLOCK, **options)
-
-
-def leave_torch(
-    rows: Tensor,
-    relay_lens: Tensor,
-    relay_bonus: Tensor,
-    *,
-    lens: Tensor,
-    chosen: Tensor,
-    num_live: Tensor,
-    decides: Tensor,
-) -> None:
-    """The torch reference of `leave`."""
-    _expect(rows, relay_lens, relay_bonus, lens=lens, chosen=chosen)
-    expect_int64(1, num_live=num_live, decides=decides)
+    if launches:
+        options = overlap_options(rows.device)
+        operands = rows, relay_lens, relay_bonus, lens, chosen, num_live, decides
+        _leave_row_kernel[(triton.cdiv(n, BLOCK),)](*operands, n, relay_lens.numel(), BLOCK_N=BLOCK, **options)
+        return
     live = slice(int(num_live) if int(decides) else 0)
     is_known = (rows[live] >= 0) & (rows[live] < len(relay_lens))
     own = rows[live][is_known]
     relay_lens[own] = lens[live][is_known] + 1
     relay_bonus[own] = chosen[live][is_known]
+
+
+leave_torch = partial(leave, launches=False)
 
 
 @triton.jit(do_not_specialize=["n", "num_rows"])
@@ -145,8 +144,3 @@ def _leave_row_kernel(
 def _expect(rows: Tensor, relay_lens: Tensor, relay_bonus: Tensor, **entries: Tensor) -> None:
     expect_int64(rows.numel(), may_broadcast=False, rows=rows, **entries)
     expect_int64(relay_lens.numel(), relay_lens=relay_lens, relay_bonus=relay_bonus)
-
-
-def _expect_table(table: Tensor, relay_lens: Tensor) -> None:
-    if table.dim() != 2 or len(table) != relay_lens.numel() or not table.is_contiguous():
-        raise ValueError(f"table must be contiguous [{relay_lens.numel()}, width], got {list(table.shape)}")

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,41 +13,37 @@ from kvcanary_kernels.record.device import follow, tl, triton
 from kvcanary_kernels.record.overlap import overlap_options
 
 
-def scatter(slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+def scatter(slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, launches: bool = True) -> None:
     """k_pool[slots], v_pool[slots] = k, v. May be captured.
 
     slots:          [n] int64, any stride; a slot outside the pool is refused, nothing is written for it
     k, v:           [n, heads, dim], each row dense, any row stride
     k_pool, v_pool: [num_slots, heads, dim] of one layer, as k and v
     """
-    _expect(slots, k, v, k_pool, v_pool)
-    n, heads, dim = k.shape
+    if slots.dtype is not torch.int64 or slots.dim() != 1:
+        raise ValueError(f"slots must be [n] torch.int64, got {list(slots.shape)} {slots.dtype}")
+    n, row = len(slots), k_pool.shape[1:]
+    lengths = {"k": (k, n), "v": (v, n), "k_pool": (k_pool, len(k_pool)), "v_pool": (v_pool, len(k_pool))}
+    for name, (value, length) in lengths.items():
+        if value.shape != (length, *row) or value.dtype != k_pool.dtype or not value[:1].is_contiguous():
+            raise ValueError(
+                f"{name} must be {[length, *row]} {k_pool.dtype} with dense rows, got {list(value.shape)} "
+                f"{value.dtype} at strides {list(value.stride())}"
+            )
     if n == 0:
         return
-    _scatter_kernel[(n,)](
-        slots,
-        k,
-        v,
-        k_pool,
-        v_pool,
-        k_pool.shape[0],
-        slots.stride(0),
-        k.stride(0),
-        v.stride(0),
-        k_pool.stride(0),
-        v_pool.stride(0),
-        SIZE=heads * dim,
-        BLOCK=triton.next_power_of_2(heads * dim),
-        **overlap_options(k.device),
-    )
-
-
-def scatter_torch(slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
-    """The torch reference of `scatter`."""
-    _expect(slots, k, v, k_pool, v_pool)
+    if launches:
+        tensors, size = (slots, k, v, k_pool, v_pool), row.numel()
+        strides = (tensor.stride(0) for tensor in tensors)
+        options = {"BLOCK": triton.next_power_of_2(size), **overlap_options(k.device)}
+        _scatter_kernel[(n,)](*tensors, len(k_pool), *strides, SIZE=size, **options)
+        return
     entries = ((slots >= 0) & (slots < k_pool.shape[0])).nonzero().squeeze(1)
     for values, rows in ((k, k_pool), (v, v_pool)):
         rows.index_copy_(0, slots[entries], values[entries])
+
+
+scatter_torch = partial(scatter, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -75,16 +73,3 @@ def _scatter_kernel(
     m_d &= (slot >= 0) & (slot < num_slots)
     tl.store(k_pool + slot * k_pool_stride + o_d, b_k, mask=m_d)
     tl.store(v_pool + slot * v_pool_stride + o_d, b_v, mask=m_d)
-
-
-def _expect(slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
-    if slots.dtype is not torch.int64 or slots.dim() != 1:
-        raise ValueError(f"slots must be [n] torch.int64, got {list(slots.shape)} {slots.dtype}")
-    n, row = len(slots), k_pool.shape[1:]
-    lengths = {"k": (k, n), "v": (v, n), "k_pool": (k_pool, len(k_pool)), "v_pool": (v_pool, len(k_pool))}
-    for name, (value, length) in lengths.items():
-        if value.shape != (length, *row) or value.dtype != k_pool.dtype or not value[:1].is_contiguous():
-            raise ValueError(
-                f"{name} must be {[length, *row]} {k_pool.dtype} with dense rows, got {list(value.shape)} "
-                f"{value.dtype} at strides {list(value.stride())}"
-            )

@@ -8,6 +8,8 @@ of the first, and each is planned when nobody waits for it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ def admit(
     page_size: int,
     null_slots: int,
     out: Tensor,
+    launches: bool = True,
 ) -> None:
     """The slot of each entry, or NO_SLOT where its write is refused (`Planned.safe_slots`) or it is padding.
 
@@ -53,42 +56,31 @@ def admit(
     states, owners: [num_pages] int64, device truth of pages (verify)
     out:            [entries] int64
     """
-    _check(forward, states, owners, num_slots, page_size, out)
     entries = forward.num_entries
+    expect_int64(-(-num_slots // page_size), states=states, owners=owners)
+    expect_int64(entries, out=out)
     if entries == 0:
         return
-    _admit_kernel[(triton.cdiv(entries, BLOCK),)](
-        forward.bounds,
-        forward.slots,
-        forward.uids,
-        forward.num_live,
-        states,
-        owners,
-        out,
-        forward.num_rows,
-        entries,
-        num_slots,
-        page_size,
-        null_slots,
-        BLOCK_N=BLOCK,
-        BLOCK_M=BLOCK_OTHERS,
-    )
-
-
-def admit_torch(
-    forward: ForwardPlan,
-    *,
-    states: Tensor,
-    owners: Tensor,
-    num_slots: int,
-    page_size: int,
-    null_slots: int,
-    out: Tensor,
-) -> None:
-    """The torch reference of `admit`."""
-    _check(forward, states, owners, num_slots, page_size, out)
+    if launches:
+        _admit_kernel[(triton.cdiv(entries, BLOCK),)](
+            forward.bounds,
+            forward.slots,
+            forward.uids,
+            forward.num_live,
+            states,
+            owners,
+            out,
+            forward.num_rows,
+            entries,
+            num_slots,
+            page_size,
+            null_slots,
+            BLOCK_N=BLOCK,
+            BLOCK_M=BLOCK_OTHERS,
+        )
+        return
     rows = min(max(int(forward.num_live), 0), forward.num_rows)
-    live = min(max(int(forward.bounds[rows]), 0), forward.num_entries)
+    live = min(max(int(forward.bounds[rows]), 0), entries)
     slots = forward.slots[:live]
     valid = (slots >= null_slots) & (slots < num_slots)
     row = torch.searchsorted(forward.bounds[1 : rows + 1], torch.arange(live, device=slots.device), right=True)
@@ -97,6 +89,9 @@ def admit_torch(
     is_repeated = (slots[:, None] == slots).tril(-1).any(1)
     out.fill_(NO_SLOT)
     out[:live] = torch.where(valid & ~is_repeated & ~torch.stack(tuple(codes.values())).any(0), slots, NO_SLOT)
+
+
+admit_torch = partial(admit, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_entries"])
@@ -158,8 +153,3 @@ def page_codes(states: Tensor, owners: Tensor, uids: Tensor) -> dict[str, Tensor
     writable = (states == record.RESERVED) | (states == record.WRITTEN) | (states == record.LOAD_FAILED)
     kept = ~(shared | quarantined | foreign | writable)
     return {"W3": shared, "W7": quarantined, "W2": foreign, "W8": kept}
-
-
-def _check(forward: ForwardPlan, states: Tensor, owners: Tensor, num_slots: int, page_size: int, out: Tensor) -> None:
-    expect_int64(-(-num_slots // page_size), states=states, owners=owners)
-    expect_int64(forward.num_entries, out=out)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ def advance(
     keys: Keys,
     lens: Tensor,
     chains: Tensor,
+    launches: bool = True,
 ) -> None:
     """Length and chain value of each row, from those that the host knows. May be captured.
 
@@ -38,45 +41,37 @@ def advance(
     shift:        entries that a row has beyond those and the accepted tokens: -1, or 0
     lens, chains: [rows] int64 out
     """
-    rows = _check(accepted, table_rows, uncollected, known_lens, known_chains, width, lens, chains)
+    rows = table_rows.numel() * width
+    expect_int64(table_rows.numel(), table_rows=table_rows)
+    expect_int64(
+        rows, uncollected=uncollected, known_lens=known_lens, known_chains=known_chains, lens=lens, chains=chains
+    )
+    if accepted.dim() != 2 or accepted.dtype is not torch.int64 or not accepted.is_contiguous():
+        shape = f"{list(accepted.shape)} {accepted.dtype}"
+        raise ValueError(f"accepted must be contiguous [num_table_rows, 1 + places] int64, got {shape}")
     if rows == 0:
         return
-    _advance_kernel[(triton.cdiv(rows, BLOCK),)](
-        accepted,
-        table_rows,
-        uncollected,
-        known_lens,
-        known_chains,
-        keys.constants,
-        lens,
-        chains,
-        rows,
-        accepted.shape[0],
-        accepted.shape[1] - 1,
-        width,
-        shift,
-        BLOCK_N=BLOCK,
-    )
-
-
-def advance_torch(
-    accepted: Tensor,
-    table_rows: Tensor,
-    uncollected: Tensor,
-    known_lens: Tensor,
-    known_chains: Tensor,
-    *,
-    width: int,
-    shift: int,
-    keys: Keys,
-    lens: Tensor,
-    chains: Tensor,
-) -> None:
-    """The torch reference of `advance`."""
-    _check(accepted, table_rows, uncollected, known_lens, known_chains, width, lens, chains)
+    places = accepted.shape[1] - 1
+    if launches:
+        _advance_kernel[(triton.cdiv(rows, BLOCK),)](
+            accepted,
+            table_rows,
+            uncollected,
+            known_lens,
+            known_chains,
+            keys.constants,
+            lens,
+            chains,
+            rows,
+            len(accepted),
+            places,
+            width,
+            shift,
+            BLOCK_N=BLOCK,
+        )
+        return
     own = table_rows.where((table_rows >= 0) & (table_rows < len(accepted)), 0)
     last = accepted[own.repeat_interleave(width)]
-    places = accepted.shape[1] - 1
     counts = torch.where(uncollected != 0, (last[:, 0] + shift).clamp(0, places), 0)
     lens.copy_(known_lens)
     chains.copy_(known_chains)
@@ -85,6 +80,9 @@ def advance_torch(
         after = mix(last[:, 1 + place], lens, keys).add_(chains, alpha=signed(keys.multiplier))
         chains.copy_(torch.where(is_there, after, chains))
         lens.add_(is_there)
+
+
+advance_torch = partial(advance, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_table_rows", "most", "width", "shift"])
@@ -122,25 +120,3 @@ def _advance_kernel(
         length += m_there.to(tl.int64)
     tl.store(lens + o_r, length, mask=m_r)
     tl.store(chains + o_r, chain, mask=m_r)
-
-
-def _check(
-    accepted: Tensor,
-    table_rows: Tensor,
-    uncollected: Tensor,
-    known_lens: Tensor,
-    known_chains: Tensor,
-    width: int,
-    lens: Tensor,
-    chains: Tensor,
-) -> int:
-    """How many rows there are."""
-    rows = table_rows.numel() * width
-    expect_int64(table_rows.numel(), table_rows=table_rows)
-    expect_int64(
-        rows, uncollected=uncollected, known_lens=known_lens, known_chains=known_chains, lens=lens, chains=chains
-    )
-    if accepted.dim() != 2 or accepted.dtype is not torch.int64 or not accepted.is_contiguous():
-        shape = f"{list(accepted.shape)} {accepted.dtype}"
-        raise ValueError(f"accepted must be contiguous [num_table_rows, 1 + places] int64, got {shape}")
-    return rows

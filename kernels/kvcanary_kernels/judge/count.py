@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.record.arguments import expect_int64
+from kvcanary_kernels.record.arguments import expect_dense, expect_int64
 from kvcanary_kernels.record.device import live_count, low_word, programs_for, tl, triton
 from kvcanary_kernels.record.layout import MASK_32
 from kvcanary_kernels.record.table import segment_entries
@@ -18,10 +20,7 @@ UNSET = (2**63 - 1, -1, -1, -1)  # of a check that never fired: the entry is whe
 SCAN_N = 512  # entries that are asked at once whether anything fired
 MOST_PROGRAMS = 1024  # of all segments: they run beside a forward, whose blocks wait for them
 DEVICE_NUM_BITS = tl.constexpr(NUM_BITS)
-DEVICE_ENTRY = tl.constexpr(ENTRY)
-DEVICE_SLOT = tl.constexpr(SLOT)
-DEVICE_ROW = tl.constexpr(ROW)
-DEVICE_STEP = tl.constexpr(STEP)
+DEVICE_ENTRY, DEVICE_SLOT, DEVICE_ROW, DEVICE_STEP = map(tl.constexpr, (ENTRY, SLOT, ROW, STEP))
 NO_ENTRY = tl.constexpr(UNSET[ENTRY])
 
 
@@ -38,6 +37,7 @@ def count(
     arrivals: Tensor,
     row_ids: Tensor | None = None,
     num_live: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Count what verify found in the given segments. May be captured; the order of programs changes nothing.
 
@@ -54,48 +54,38 @@ def count(
                      segment s is row s
     num_live:        [1] int64, segments at and after it are padding; None: all live
     """
-    _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
-    if starts.numel() == 0:
+    num_segments = starts.numel()
+    expect_int64(indices.numel(), indices=indices, codes=codes)
+    expect_int64(num_segments, starts=starts, lengths=lengths, row_ids=row_ids)
+    expect_int64(1, step=step, arrivals=arrivals, num_live=num_live)
+    expect_int64(NUM_BITS, counts=counts)
+    expect_int64(row_violations.numel(), row_violations=row_violations)
+    expect_dense((NUM_BITS, 4), first=first)
+    if num_segments == 0:
         return
-    programs = max(1, min(programs_for(codes.numel(), SCAN_N), MOST_PROGRAMS // starts.numel()))
-    _count_kernel[(starts.numel(), programs)](
-        codes,
-        indices,
-        starts,
-        lengths,
-        step,
-        counts,
-        first,
-        row_violations,
-        arrivals,
-        starts if row_ids is None else row_ids,
-        starts if num_live is None else num_live,
-        starts.numel(),
-        codes.numel(),
-        row_violations.numel(),
-        HAS_ROW_IDS=row_ids is not None,
-        SCAN_N=SCAN_N,
-        HAS_LIVE=num_live is not None,
-    )
-
-
-def count_torch(
-    codes: Tensor,
-    indices: Tensor,
-    *,
-    starts: Tensor,
-    lengths: Tensor,
-    step: Tensor,
-    counts: Tensor,
-    first: Tensor,
-    row_violations: Tensor,
-    arrivals: Tensor,
-    row_ids: Tensor | None = None,
-    num_live: Tensor | None = None,
-) -> None:
-    """The torch reference of `count`."""
-    _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
-    live = starts.numel() if num_live is None else max(int(num_live), 0)
+    if launches:
+        programs = max(1, min(programs_for(codes.numel(), SCAN_N), MOST_PROGRAMS // num_segments))
+        _count_kernel[(num_segments, programs)](
+            codes,
+            indices,
+            starts,
+            lengths,
+            step,
+            counts,
+            first,
+            row_violations,
+            arrivals,
+            starts if row_ids is None else row_ids,
+            starts if num_live is None else num_live,
+            num_segments,
+            codes.numel(),
+            row_violations.numel(),
+            HAS_ROW_IDS=row_ids is not None,
+            SCAN_N=SCAN_N,
+            HAS_LIVE=num_live is not None,
+        )
+        return
+    live = num_segments if num_live is None else max(int(num_live), 0)
     starts, lengths = starts[:live], lengths[:live]
     segments = torch.arange(starts.numel(), device=starts.device).repeat_interleave(lengths)
     (entries,) = segment_entries(lengths, segments.numel(), starts)
@@ -115,6 +105,9 @@ def count_torch(
     first[new, SLOT] = indices[entries[smallest]]
     first[new, ROW] = rows[smallest]
     first[new, STEP] = step & MASK_32
+
+
+count_torch = partial(count, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_codes", "num_row_ids"])
@@ -197,26 +190,3 @@ def _row_of(row_ids, segment, HAS_ROW_IDS: tl.constexpr):
 def unset_first(device: torch.device | str = "cpu") -> Tensor:
     """[64, 4] int64: `first` before any finding."""
     return torch.tensor(UNSET, device=device).repeat(NUM_BITS, 1)
-
-
-def _check(
-    codes: Tensor,
-    indices: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    step: Tensor,
-    counts: Tensor,
-    first: Tensor,
-    row_violations: Tensor,
-    arrivals: Tensor,
-    row_ids: Tensor | None,
-    num_live: Tensor | None,
-) -> None:
-    n = starts.numel()
-    expect_int64(indices.numel(), indices=indices, codes=codes)
-    expect_int64(n, starts=starts, lengths=lengths, row_ids=row_ids)
-    expect_int64(1, step=step, arrivals=arrivals, num_live=num_live)
-    expect_int64(NUM_BITS, counts=counts)
-    expect_int64(row_violations.numel(), row_violations=row_violations)
-    if first.shape != (NUM_BITS, 4) or first.dtype is not torch.int64 or not first.is_contiguous():
-        raise ValueError(f"first must be contiguous [{NUM_BITS}, 4] int64, got {list(first.shape)} {first.dtype}")

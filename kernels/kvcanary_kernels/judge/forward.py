@@ -134,27 +134,18 @@ def new_planned(forward: ForwardPlan, room: Room | None = None) -> Planned:
     new = room_on(forward.slots.device) if room is None else room
     row, one = torch.arange(rows), torch.ones(1, dtype=torch.int64)
     none = torch.zeros_like(row)
+    by_row = "starts", "read_lengths", "row_lengths", "seeds", "row_violations"
+    by_entry = "entry_seeds", "parents", "safe_slots", "places", "own_lengths", "generations", "requests", "sites"
     return Planned(
         live_entries=new(1),
-        starts=new(rows),
-        read_lengths=new(rows),
-        row_lengths=new(rows),
-        seeds=new(rows),
-        entry_seeds=new(entries),
-        parents=new(entries),
-        safe_slots=new(entries),
-        places=new(entries),
-        own_lengths=new(entries),
         ancestors=new(rows * forward.ancestors).view(rows, forward.ancestors),
-        row_violations=new(rows),
-        generations=new(entries),
-        requests=new(entries),
-        sites=new(entries),
         codes=new(entries + rows),
         asked=new(entries + rows),
         counted_starts=new(torch.cat((none, entries + row, one - 1))),
         counted_lengths=new(torch.cat((none, none + 1, one - 1))),
         counted_rows=new(torch.cat((row, row, -one))),
+        **{name: new(rows) for name in by_row},
+        **{name: new(entries) for name in by_entry},
     )
 
 

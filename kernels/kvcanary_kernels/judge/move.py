@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,7 @@ def move(
     pool_id: int,
     keys: Keys,
     scratch: Tensor,
+    launches: bool = True,
 ) -> None:
     """Let records follow moved bytes; every source is read before any destination is written.
 
@@ -60,61 +63,46 @@ def move(
     arrived:     [n] int64 out: `dst`, or -1 where nothing is written or a blank has arrived
     scratch:     [>= n, 8 + layers] int64, needed by the kernel, not by the reference
     """
-    _check(records, content_a, src, dst, generations, step, sites, requests, page_generations, arrived, scratch)
     n = src.numel()
+    expect_records(records)
+    expect_int64(n, src=src, dst=dst, arrived=arrived)
+    expect_int64(n, may_broadcast=True, generations=generations, step=step, sites=sites, requests=requests)
+    expect_int64(page_generations.numel(), page_generations=page_generations)
+    expect_layered(content_a.shape[0], records.shape[0], content_a=content_a)
+    width = record.COLUMNS + content_a.shape[0]
+    is_right = scratch.shape[0] >= n and scratch.shape[1] == width and scratch.dtype is torch.int64
+    if not is_right or not scratch.is_contiguous():
+        shape = f"{list(scratch.shape)} {scratch.dtype}"
+        raise ValueError(f"scratch must be contiguous [>= {n}, {width}] int64, got {shape}")
     if n == 0:
         return
-    grid = (triton.cdiv(n, BLOCK),)
-    common = src, dst, n, records.shape[0], content_a.shape[0], content_a.stride(0)
-    _take_kernel[grid](records, content_a, scratch, *common, BLOCK_N=BLOCK)
-    _put_kernel[grid](
-        records,
-        content_a,
-        scratch,
-        *common,
-        generations,
-        step,
-        sites,
-        requests,
-        page_generations,
-        arrived,
-        keys.constants,
-        stride_of(generations),
-        stride_of(step),
-        stride_of(sites),
-        stride_of(requests),
-        pool_id,
-        page_size,
-        BLOCK_N=BLOCK,
-    )
-
-
-def move_torch(
-    records: Tensor,
-    content_a: Tensor,
-    src: Tensor,
-    dst: Tensor,
-    *,
-    generations: Tensor,
-    step: Tensor,
-    sites: Tensor,
-    requests: Tensor,
-    page_generations: Tensor,
-    page_size: int,
-    arrived: Tensor,
-    pool_id: int,
-    keys: Keys,
-    scratch: Tensor,
-) -> None:
-    """The torch reference of `move`."""
-    _check(records, content_a, src, dst, generations, step, sites, requests, page_generations, arrived, scratch)
+    if launches:
+        grid = (triton.cdiv(n, BLOCK),)
+        common = src, dst, n, records.shape[0], content_a.shape[0], content_a.stride(0)
+        _take_kernel[grid](records, content_a, scratch, *common, BLOCK_N=BLOCK)
+        _put_kernel[grid](
+            records,
+            content_a,
+            scratch,
+            *common,
+            generations,
+            step,
+            sites,
+            requests,
+            page_generations,
+            arrived,
+            keys.constants,
+            *map(stride_of, (generations, step, sites, requests)),
+            pool_id,
+            page_size,
+            BLOCK_N=BLOCK,
+        )
+        return
     inside = (dst >= 0) & (dst < records.shape[0])
     entries = live_indices(torch.where(inside, src, -1), records.shape[0])
-    own = slice(None) if entries is None else entries
     arrived.fill_(-1)
-    if entries is not None:
-        src, dst, generations = src[entries], dst[entries], take(generations, entries)
-        step, sites, requests = take(step, entries), take(sites, entries), take(requests, entries)
+    src, dst = src[entries], dst[entries]
+    requests, generations, step, sites = (take(values, entries) for values in (requests, generations, step, sites))
     rows, fingerprints = records.index_select(0, src), content_a.index_select(1, src)
     seals = rows[:, record.SEAL] - seal_values(identity_words(rows), src, pool_id, keys)
     held = rows[:, record.REQUEST_GENERATION] >> 32 & MASK_32
@@ -122,10 +110,13 @@ def move_torch(
     rows[:, record.STEP_SITE] = pair_columns(step, sites)
     is_blank = held != page_generations[src // page_size] & MASK_32
     rows[is_blank, : record.SEAL], fingerprints[:, is_blank] = 0, 0
-    arrived[own] = torch.where(is_blank, -1, dst)
+    arrived[entries] = torch.where(is_blank, -1, dst)
     rows[:, record.SEAL] = seals + seal_values(identity_words(rows), dst, pool_id, keys)
     records.index_copy_(0, dst, rows)
     content_a.index_copy_(1, dst, fingerprints)
+
+
+move_torch = partial(move, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -215,29 +206,3 @@ def _put_kernel(
         tl.store(content, tl.where(is_blank, 0, fingerprint), mask=m_n)
         content += content_stride
     tl.store(arrived + o_n, tl.where(m_n & (is_blank == 0), target, -1), mask=m_all)
-
-
-def _check(
-    records: Tensor,
-    content_a: Tensor,
-    src: Tensor,
-    dst: Tensor,
-    generations: Tensor,
-    step: Tensor,
-    sites: Tensor,
-    requests: Tensor,
-    page_generations: Tensor,
-    arrived: Tensor,
-    scratch: Tensor,
-) -> None:
-    n = src.numel()
-    expect_records(records)
-    expect_int64(n, src=src, dst=dst, arrived=arrived)
-    expect_int64(n, may_broadcast=True, generations=generations, step=step, sites=sites, requests=requests)
-    expect_int64(page_generations.numel(), page_generations=page_generations)
-    expect_layered(content_a.shape[0], records.shape[0], content_a=content_a)
-    width = record.COLUMNS + content_a.shape[0]
-    is_right = scratch.shape[0] >= n and scratch.shape[1] == width and scratch.dtype is torch.int64
-    if not is_right or not scratch.is_contiguous():
-        shape = f"{list(scratch.shape)} {scratch.dtype}"
-        raise ValueError(f"scratch must be contiguous [>= {n}, {width}] int64, got {shape}")

@@ -7,6 +7,8 @@ One launch judges the write plan and the lengths of rows, and derives the argume
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,7 @@ def plan(
     page_size: int,
     null_slots: int,
     before: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Judge the write plan (W1 to W5, W7 to W9, R2) and row lengths (R10); derive `planned`. May be captured.
 
@@ -68,109 +71,104 @@ def plan(
     before:      [n] int64, chain value that each row of the draft forward before has written, with a lineage: rows go
                  on from these, and not from what they read (settle compares); a branch that is none has chain 0
     """
-    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width, before)
-    rows, entries = forward.num_rows, forward.num_entries
-    if entries:
-        _claim_kernel[(triton.cdiv(entries, BLOCK),)](
+    rows, entries, num_slots = forward.num_rows, forward.num_entries, len(records)
+    expect_records(records)
+    expect_int64(-(-num_slots // page_size), generations=generations, states=states, owners=owners)
+    expect_int64(num_slots, claims=claims)
+    expect_int64(rows, roots=roots, starts=planned.starts, seeds=planned.seeds)
+    expect_int64(entries, safe_slots=planned.safe_slots)
+    expect_int64(entries + rows, codes=planned.codes, asked=planned.asked)
+    expect_int64(rows, row_violations=planned.row_violations)
+    expect_int64(rows * forward.ancestors, ancestors=planned.ancestors.view(-1))
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}: a request has at least one row")
+    if (before is None) != (forward.lineage is None):
+        raise ValueError("a lineage and the chains of the forward before must be given together, got only one of them")
+    if before is not None:
+        expect_int64(before.numel(), before=before)
+    if launches:
+        if entries:
+            _claim_kernel[(triton.cdiv(entries, BLOCK),)](
+                forward.bounds,
+                forward.slots,
+                claims,
+                forward.num_live,
+                planned.codes,
+                planned.asked,
+                planned.counted_starts,
+                planned.counted_lengths,
+                planned.live_entries,
+                rows,
+                entries,
+                num_slots,
+                null_slots,
+                BLOCK_N=BLOCK,
+                **overlap_options(claims.device),
+            )
+        if rows == 0:
+            return
+        _plan_kernel[(rows, programs_for(entries))](
+            forward.indices,
+            forward.row_starts,
+            forward.row_ends,
             forward.bounds,
             forward.slots,
-            claims,
+            forward.positions,
+            forward.slots if forward.parents is None else forward.parents,
+            forward.prefix_lens,
+            forward.uids,
             forward.num_live,
+            records,
+            generations,
+            states,
+            owners,
+            claims,
+            roots,
+            roots if forward.lineage is None else forward.lineage,
+            roots if before is None else before,
+            planned.starts,
+            planned.read_lengths,
+            planned.row_lengths,
+            planned.seeds,
+            planned.entry_seeds,
+            planned.parents,
+            planned.safe_slots,
+            planned.places,
+            planned.own_lengths,
+            planned.ancestors,
+            planned.row_violations,
+            planned.generations,
+            planned.requests,
+            planned.sites,
             planned.codes,
             planned.asked,
             planned.counted_starts,
             planned.counted_lengths,
-            planned.live_entries,
             rows,
             entries,
-            records.shape[0],
+            forward.capacity,
+            forward.ancestors,
+            site,
+            width,
+            0 if before is None else before.numel(),
+            num_slots,
+            page_size,
             null_slots,
+            IS_TREE=forward.parents is not None,
+            HAS_LINEAGE=forward.lineage is not None,
             BLOCK_N=BLOCK,
             **overlap_options(claims.device),
         )
-    if rows == 0:
         return
-    _plan_kernel[(rows, programs_for(entries))](
-        forward.indices,
-        forward.row_starts,
-        forward.row_ends,
-        forward.bounds,
-        forward.slots,
-        forward.positions,
-        forward.slots if forward.parents is None else forward.parents,
-        forward.prefix_lens,
-        forward.uids,
-        forward.num_live,
-        records,
-        generations,
-        states,
-        owners,
-        claims,
-        roots,
-        roots if forward.lineage is None else forward.lineage,
-        roots if before is None else before,
-        planned.starts,
-        planned.read_lengths,
-        planned.row_lengths,
-        planned.seeds,
-        planned.entry_seeds,
-        planned.parents,
-        planned.safe_slots,
-        planned.places,
-        planned.own_lengths,
-        planned.ancestors,
-        planned.row_violations,
-        planned.generations,
-        planned.requests,
-        planned.sites,
-        planned.codes,
-        planned.asked,
-        planned.counted_starts,
-        planned.counted_lengths,
-        rows,
-        entries,
-        forward.capacity,
-        forward.ancestors,
-        site,
-        width,
-        0 if before is None else before.numel(),
-        records.shape[0],
-        page_size,
-        null_slots,
-        IS_TREE=forward.parents is not None,
-        HAS_LINEAGE=forward.lineage is not None,
-        BLOCK_N=BLOCK,
-        **overlap_options(claims.device),
-    )
-
-
-def plan_torch(
-    forward: ForwardPlan,
-    planned: Planned,
-    *,
-    records: Tensor,
-    generations: Tensor,
-    states: Tensor,
-    owners: Tensor,
-    claims: Tensor,
-    roots: Tensor,
-    site: int,
-    width: int,
-    page_size: int,
-    null_slots: int,
-    before: Tensor | None = None,
-) -> None:
-    """The torch reference of `plan`."""
-    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width, before)
-    rows, entries, num_slots = forward.num_rows, forward.num_entries, records.shape[0]
     live = min(max(int(forward.num_live), 0), rows)
     live_entries = min(max(int(forward.bounds[live]), 0), entries)
     _claim(forward.slots[:live_entries], claims, num_slots, null_slots)
     _plan_padding(forward, planned, live, live_entries, null_slots)
-    is_whole = _plan_rows(forward, planned, live)
+    is_whole, judged = _plan_rows(forward, planned, live)
     planned.row_violations.zero_()
     planned.ancestors.copy_(_ancestors(forward, planned))
-    planned.seeds.copy_(_seeds(forward, planned, is_whole, live, records, roots, null_slots))
+    at_root = judged & (planned.read_lengths == 0)
+    planned.seeds.copy_(torch.where(at_root, roots, _chains_before(forward, planned, records, null_slots)))
     if before is not None:
         _go_on_from_parents(forward, planned, before, width)
     if not live_entries:
@@ -201,6 +199,9 @@ def plan_torch(
     planned.requests[own] = forward.uids[row]
     node = row % width if forward.parents is None else nth
     planned.sites[own] = site | (node & 0xFFFF) << NODE_SHIFT
+
+
+plan_torch = partial(plan, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_entries"])
@@ -415,8 +416,8 @@ def _plan_padding(forward: ForwardPlan, planned: Planned, live: int, live_entrie
         planned.asked[entries + rows[nth]] = slots[nth]
 
 
-def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> Tensor:
-    """Lengths of rows and R10; [rows] bool: which lie whole in the table."""
+def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> tuple[Tensor, Tensor]:
+    """Lengths of rows and R10; [rows] bool each: which lie whole in the table, and which of these are live."""
     rows, entries = forward.num_rows, forward.num_entries
     written = forward.bounds.diff().clamp_(min=0)
     lengths = forward.row_ends - forward.row_starts
@@ -431,7 +432,7 @@ def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> Tensor:
     planned.counted_lengths[:rows] = torch.where(is_live, written, 0)
     is_long = (forward.prefix_lens >= 0) & (prefixes != forward.prefix_lens + forward.ancestors)
     planned.codes[entries:] |= torch.where(is_live & (is_long | ~is_whole), CODE_BITS["R10"], 0)
-    return is_whole
+    return is_whole, judged
 
 
 def _ancestors(forward: ForwardPlan, planned: Planned) -> Tensor:
@@ -441,22 +442,12 @@ def _ancestors(forward: ForwardPlan, planned: Planned) -> Tensor:
     return entry_at(forward.indices, inside.flatten()).view_as(places)
 
 
-def _seeds(
-    forward: ForwardPlan,
-    planned: Planned,
-    is_whole: Tensor,
-    live: int,
-    records: Tensor,
-    roots: Tensor,
-    null_slots: int,
-) -> Tensor:
-    """[rows] int64: the chain of the entry before the first that the row writes, or the row's root."""
+def _chains_before(forward: ForwardPlan, planned: Planned, records: Tensor, null_slots: int) -> Tensor:
+    """[rows] int64: the chain of the entry before the first that the row writes, 0 where none is known."""
     prefixes, num_slots = planned.read_lengths, records.shape[0]
     slots = entry_at(forward.indices, torch.where(prefixes > 0, planned.starts + prefixes - 1, -1))
     found = (slots >= null_slots) & (slots < num_slots)
-    chains = torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
-    is_live = torch.arange(len(slots), device=slots.device) < live
-    return torch.where(is_whole & is_live & (prefixes == 0), roots, chains)
+    return torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
 
 
 def _go_on_from_parents(forward: ForwardPlan, planned: Planned, before: Tensor, width: int) -> None:
@@ -482,33 +473,3 @@ def _wanted_positions(
     planned.parents[: entry.numel()] = torch.where(inside | (parents == ROOT), parents, NO_PARENT)
     after = forward.positions[parents.clamp(0, forward.num_entries - 1)] + 1
     return torch.where(inside, after, torch.where(parents == ROOT, prefix, NO_PARENT))
-
-
-def _check(
-    forward: ForwardPlan,
-    planned: Planned,
-    records: Tensor,
-    generations: Tensor,
-    states: Tensor,
-    owners: Tensor,
-    claims: Tensor,
-    roots: Tensor,
-    page_size: int,
-    width: int,
-    before: Tensor | None,
-) -> None:
-    rows, entries = forward.num_rows, forward.num_entries
-    expect_records(records)
-    expect_int64(-(-records.shape[0] // page_size), generations=generations, states=states, owners=owners)
-    expect_int64(records.shape[0], claims=claims)
-    expect_int64(rows, roots=roots, starts=planned.starts, seeds=planned.seeds)
-    expect_int64(entries, safe_slots=planned.safe_slots)
-    expect_int64(entries + rows, codes=planned.codes, asked=planned.asked)
-    expect_int64(rows, row_violations=planned.row_violations)
-    expect_int64(rows * forward.ancestors, ancestors=planned.ancestors.view(-1))
-    if width < 1:
-        raise ValueError(f"width must be at least 1, got {width}: a request has at least one row")
-    if (before is None) != (forward.lineage is None):
-        raise ValueError("a lineage and the chains of the forward before must be given together, got only one of them")
-    if before is not None:
-        expect_int64(before.numel(), before=before)

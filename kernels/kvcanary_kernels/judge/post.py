@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -43,7 +44,7 @@ def parts_of(tensors: Sequence[Tensor]) -> Parts:
     return Parts(tuple(tensors), where.to(tensors[0].device))
 
 
-def post(parts: Parts, turn: Tensor, *, box: Tensor) -> None:
+def post(parts: Parts, turn: Tensor, *, box: Tensor, launches: bool = True) -> None:
     """Write the numbers into line `turn >> 32` of the box, counted around. May be captured.
 
     The host finds them there when it has waited for what was launched, and until the line's turn comes again.
@@ -51,18 +52,24 @@ def post(parts: Parts, turn: Tensor, *, box: Tensor) -> None:
     turn: [1] int64, not negative
     box:  [lines, n] int64 in host memory, pinned where the numbers are on a GPU; n numbers have all parts together
     """
-    _check(parts, turn, box)
+    expect_int64(1, turn=turn)
+    right_type = box.dtype is torch.int64 and box.is_cpu and box.is_contiguous()
+    if box.dim() != 2 or box.shape[1] != parts.numel or not right_type:
+        raise ValueError(
+            f"box must be contiguous [lines, {parts.numel}] int64 in host memory, got {list(box.shape)} "
+            f"{box.dtype} on {box.device}"
+        )
     longest = max(tensor.numel() for tensor in parts.tensors)
     if longest == 0:
         return
-    grid = triton.cdiv(longest, BLOCK), len(parts.tensors)
-    _post_kernel[grid](parts.where, turn, box, *reversed(box.shape), BLOCK_N=BLOCK)
-
-
-def post_torch(parts: Parts, turn: Tensor, *, box: Tensor) -> None:
-    """The torch reference of `post`."""
-    _check(parts, turn, box)
+    if launches:
+        grid = triton.cdiv(longest, BLOCK), len(parts.tensors)
+        _post_kernel[grid](parts.where, turn, box, *reversed(box.shape), BLOCK_N=BLOCK)
+        return
     box[(int(turn) >> 32) % box.shape[0]] = torch.cat(parts.tensors).cpu()
+
+
+post_torch = partial(post, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -73,13 +80,3 @@ def _post_kernel(where, turn, box, n, num_lines, BLOCK_N: tl.constexpr):
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < tl.load(part + 2 * num_parts)
     tl.store(box + line * n + first + o_n, tl.load(numbers + o_n, mask=m_n), mask=m_n)
-
-
-def _check(parts: Parts, turn: Tensor, box: Tensor) -> None:
-    expect_int64(1, turn=turn)
-    right_type = box.dtype is torch.int64 and box.is_cpu and box.is_contiguous()
-    if box.dim() != 2 or box.shape[1] != parts.numel or not right_type:
-        raise ValueError(
-            f"box must be contiguous [lines, {parts.numel}] int64 in host memory, got {list(box.shape)} "
-            f"{box.dtype} on {box.device}"
-        )

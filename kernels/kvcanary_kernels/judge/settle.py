@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -32,9 +34,7 @@ from kvcanary_kernels.record.table import device_entry_at, entry_at
 RUN_ROWS, RUN_WRITTEN, RUN_READ = range(3)  # of `runs`
 NUM_RUNS = 3
 DEVICE_NO_CLAIM = tl.constexpr(NO_CLAIM)
-DEVICE_RUN_ROWS = tl.constexpr(RUN_ROWS)
-DEVICE_RUN_WRITTEN = tl.constexpr(RUN_WRITTEN)
-DEVICE_RUN_READ = tl.constexpr(RUN_READ)
+DEVICE_RUN_ROWS, DEVICE_RUN_WRITTEN, DEVICE_RUN_READ = map(tl.constexpr, (RUN_ROWS, RUN_WRITTEN, RUN_READ))
 
 
 def settle(
@@ -49,6 +49,7 @@ def settle(
     codes: Tensor,
     runs: Tensor,
     null_slots: int,
+    launches: bool = True,
 ) -> None:
     """Judge layers (R12, W4), own entries and lineages (R5), and row truths (R6) of live rows. May be captured; after
     verify.
@@ -64,58 +65,50 @@ def settle(
                 (planned.seeds); R6 at the last entry of a prefix that is not the row's truth
     runs:       [NUM_RUNS] int64, += rows, entries written, entries read of live rows
     """
-    _check(forward, planned, records, expected, layers, claims, twice, codes, runs)
-    if forward.num_rows == 0:
+    rows, entries = forward.num_rows, forward.num_entries
+    expect_records(records)
+    expect_records(expected)
+    expect_int64(2, layers=layers)
+    expect_int64(records.shape[0], claims=claims)
+    expect_int64(entries, twice=twice, safe_slots=planned.safe_slots)
+    expect_int64(forward.capacity, codes=codes)
+    expect_int64(NUM_RUNS, runs=runs)
+    if rows == 0:
         return
-    starts = forward.row_starts
-    _settle_kernel[(forward.num_rows, programs_for(forward.num_entries))](
-        forward.indices,
-        starts,
-        forward.bounds,
-        forward.prefix_lens,
-        starts if forward.truths is None else forward.truths,
-        forward.num_live,
-        planned.read_lengths,
-        planned.row_lengths,
-        planned.seeds,
-        planned.safe_slots,
-        planned.asked,
-        planned.places,
-        planned.codes,
-        records,
-        expected,
-        layers,
-        claims,
-        twice,
-        codes,
-        runs,
-        forward.num_rows,
-        forward.num_entries,
-        codes.numel(),
-        records.shape[0],
-        null_slots,
-        HAS_TRUTHS=forward.truths is not None,
-        HAS_LINEAGE=forward.lineage is not None,
-        BLOCK_N=BLOCK,
-    )
-
-
-def settle_torch(
-    forward: ForwardPlan,
-    planned: Planned,
-    *,
-    records: Tensor,
-    expected: Tensor,
-    layers: Tensor,
-    claims: Tensor,
-    twice: Tensor,
-    codes: Tensor,
-    runs: Tensor,
-    null_slots: int,
-) -> None:
-    """The torch reference of `settle`."""
-    _check(forward, planned, records, expected, layers, claims, twice, codes, runs)
-    live = min(max(int(forward.num_live), 0), forward.num_rows)
+    if launches:
+        starts = forward.row_starts
+        _settle_kernel[(rows, programs_for(entries))](
+            forward.indices,
+            starts,
+            forward.bounds,
+            forward.prefix_lens,
+            starts if forward.truths is None else forward.truths,
+            forward.num_live,
+            planned.read_lengths,
+            planned.row_lengths,
+            planned.seeds,
+            planned.safe_slots,
+            planned.asked,
+            planned.places,
+            planned.codes,
+            records,
+            expected,
+            layers,
+            claims,
+            twice,
+            codes,
+            runs,
+            rows,
+            entries,
+            codes.numel(),
+            records.shape[0],
+            null_slots,
+            HAS_TRUTHS=forward.truths is not None,
+            HAS_LINEAGE=forward.lineage is not None,
+            BLOCK_N=BLOCK,
+        )
+        return
+    live = min(max(int(forward.num_live), 0), rows)
     n, num_slots = int(planned.live_entries), records.shape[0]
     runs += torch.stack((forward.num_live.new_tensor(live), planned.live_entries[0], planned.row_lengths[:live].sum()))
     if forward.truths is not None:
@@ -141,6 +134,9 @@ def settle_torch(
     chains = records[:, record.CHAIN]
     astray = judged & (chains[read.clamp(0, num_slots - 1)] != chains[slots])
     codes[places[astray]] |= CODE_BITS["R5"]
+
+
+settle_torch = partial(settle, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_entries", "num_codes"])
@@ -255,24 +251,3 @@ def _judge_chains(
     judged = (slots >= null_slots) & (slots < records.shape[0])
     wrong = judged & (records[:, record.CHAIN][slots.clamp(0, records.shape[0] - 1)] != wanted)
     codes[places[wrong]] |= CODE_BITS[code]
-
-
-def _check(
-    forward: ForwardPlan,
-    planned: Planned,
-    records: Tensor,
-    expected: Tensor,
-    layers: Tensor,
-    claims: Tensor,
-    twice: Tensor,
-    codes: Tensor,
-    runs: Tensor,
-) -> None:
-    entries = forward.num_entries
-    expect_records(records)
-    expect_records(expected)
-    expect_int64(2, layers=layers)
-    expect_int64(records.shape[0], claims=claims)
-    expect_int64(entries, twice=twice, safe_slots=planned.safe_slots)
-    expect_int64(forward.capacity, codes=codes)
-    expect_int64(NUM_RUNS, runs=runs)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ from kvcanary_kernels.record.device import (
     triton,
 )
 from kvcanary_kernels.record.device import mix as device_mix
-from kvcanary_kernels.record.layout import MASK_32, Keys, mix, signed
+from kvcanary_kernels.record.layout import CODE_BITS, MASK_32, Keys, mix, signed
 from kvcanary_kernels.record.seal import identity_words, seal_values
 from kvcanary_kernels.record.table import segment_entries
 
@@ -74,6 +76,7 @@ def verify(
     num_live: Tensor | None = None,
     group: int = 1,
     longest: int | None = None,
+    launches: bool = True,
 ) -> None:
     """Write the check bits (record.CODE_BITS) of every entry of the given segments. May be captured.
 
@@ -103,71 +106,56 @@ def verify(
     readers:         [segments] int64, uid of the request that reads; with `owners`
     step:            [1] int64, step of the reader; the low 32 bits count. A record of a later one is R11
     """
-    _check(**locals())
-    if starts.numel() == 0:
+    n = starts.numel()
+    if group < 1 or n % group:
+        raise ValueError(f"group must divide {n} segments, got {group}")
+    expect_records(records)
+    expect_int64(indices.numel(), indices=indices, codes=codes)
+    expect_int64(n, starts=starts, lengths=lengths, first_positions=first_positions)
+    expect_int64(n, predecessors=predecessors, seeds=seeds, readers=readers)
+    expect_int64(2, layers=layers)
+    expect_int64(1, num_live=num_live, step=step)
+    expect_int64(-(-records.shape[0] // page_size), generations=generations, states=states, owners=owners)
+    if (owners is None) != (readers is None):
+        raise ValueError("owners and readers must be fed together, got only one of them")
+    if n == 0:
         return
-    programs = programs_for(codes.numel() if longest is None else longest)
-    _verify_kernel[(starts.numel() // group, programs)](
-        records,
-        indices,
-        starts,
-        lengths,
-        first_positions,
-        predecessors,
-        seeds,
-        generations,
-        layers,
-        generations if states is None else states,
-        generations if owners is None else owners,
-        starts if readers is None else readers,
-        layers if step is None else step,
-        keys.constants,
-        codes,
-        starts if num_live is None else num_live,
-        starts.numel(),
-        codes.numel(),
-        records.shape[0],
-        page_size,
-        null_slots,
-        pool_id,
-        HAS_STATES=states is not None,
-        HAS_OWNERS=owners is not None,
-        HAS_STEP=step is not None,
-        GROUP=group,
-        BLOCK_N=BLOCK,
-        HAS_LIVE=num_live is not None,
-    )
-
-
-def verify_torch(
-    records: Tensor,
-    indices: Tensor,
-    *,
-    starts: Tensor,
-    lengths: Tensor,
-    first_positions: Tensor,
-    predecessors: Tensor,
-    seeds: Tensor,
-    generations: Tensor,
-    layers: Tensor,
-    page_size: int,
-    null_slots: int,
-    pool_id: int,
-    keys: Keys,
-    codes: Tensor,
-    states: Tensor | None = None,
-    owners: Tensor | None = None,
-    readers: Tensor | None = None,
-    step: Tensor | None = None,
-    num_live: Tensor | None = None,
-    group: int = 1,
-    longest: int | None = None,
-) -> None:
-    """The torch reference of `verify`."""
-    _check(**locals())
-    live = starts.numel() if num_live is None else max(int(num_live), 0)
+    if launches:
+        programs = programs_for(codes.numel() if longest is None else longest)
+        _verify_kernel[(n // group, programs)](
+            records,
+            indices,
+            starts,
+            lengths,
+            first_positions,
+            predecessors,
+            seeds,
+            generations,
+            layers,
+            generations if states is None else states,
+            generations if owners is None else owners,
+            starts if readers is None else readers,
+            layers if step is None else step,
+            keys.constants,
+            codes,
+            starts if num_live is None else num_live,
+            n,
+            codes.numel(),
+            records.shape[0],
+            page_size,
+            null_slots,
+            pool_id,
+            HAS_STATES=states is not None,
+            HAS_OWNERS=owners is not None,
+            HAS_STEP=step is not None,
+            GROUP=group,
+            BLOCK_N=BLOCK,
+            HAS_LIVE=num_live is not None,
+        )
+        return
+    live = n if num_live is None else max(int(num_live), 0)
     counts = lengths[:live].tolist()
-    if not all(counts) or live < starts.numel():
+    if not all(counts) or live < n:
         kept = lengths[:live].nonzero().squeeze(1)
         starts, lengths, first_positions, predecessors, seeds = (
             t.index_select(0, kept) for t in (starts, lengths, first_positions, predecessors, seeds)
@@ -204,23 +192,16 @@ def verify_torch(
         state = states.index_select(0, pages)
         r7 |= (state <= record.QUARANTINED) | (state > record.SHARED)
         r12 |= state <= record.LOAD_FAILED
-    fired = {
-        record.R1_OUT_OF_RANGE: r1,
-        record.R2_NULL_SLOT: r2,
-        record.R3_RECORD_DAMAGED: r3,
-        record.R4_POSITION: r4,
-        record.R5_CHAIN_BREAK: r5,
-        record.R12_UNWRITTEN: r12,
-    }
+    fired = {"R1": r1, "R2": r2, "R3": r3, "R4": r4, "R5": r5, "R12": r12}
     if states is not None:
-        fired[record.R7_STALE_PAGE] = r7
+        fired["R7"] = r7
         r12 &= ~r7
     if owners is not None:
         owner = owners.index_select(0, pages)
         is_private = (owner != record.NO_OWNER) & (owner != record.SHARED_OWNER)
-        fired[record.R8_FOREIGN_SLOT] = is_private & (owner != readers)
+        fired["R8"] = is_private & (owner != readers)
     if step is not None:
-        fired[record.R11_FUTURE] = (found_steps - step).to(torch.int32) > 0  # wraps
+        fired["R11"] = (found_steps - step).to(torch.int32) > 0  # wraps
     found = torch.stack(tuple(fired.values()))
     if not found.count_nonzero():
         codes.index_fill_(0, places, 0)
@@ -228,8 +209,11 @@ def verify_torch(
     found[1] &= ~r1
     found[2:] &= ~(r1 | r2)
     found[4] &= _judged(r1 | r2, heads, predecessors, num_slots, null_slots)
-    weights = torch.tensor(list(fired), device=codes.device)
+    weights = torch.tensor([CODE_BITS[code] for code in fired], device=codes.device)
     codes[places] = (found * weights[:, None]).sum(0)
+
+
+verify_torch = partial(verify, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_codes"])
@@ -417,45 +401,3 @@ def _judged(refused: Tensor, heads: Tensor, predecessors: Tensor, num_slots: int
     judged = ~refused.roll(1)
     judged[heads] = (predecessors == ROOT) | ((predecessors >= null_slots) & (predecessors < num_slots))
     return judged
-
-
-def _check(
-    records: Tensor,
-    indices: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    first_positions: Tensor,
-    predecessors: Tensor,
-    seeds: Tensor,
-    generations: Tensor,
-    layers: Tensor,
-    page_size: int,
-    codes: Tensor,
-    states: Tensor | None,
-    owners: Tensor | None,
-    readers: Tensor | None,
-    step: Tensor | None,
-    num_live: Tensor | None,
-    group: int,
-    **others: object,
-) -> None:
-    """`others`: arguments that may be anything of their types."""
-    n = starts.numel()
-    if group < 1 or n % group:
-        raise ValueError(f"group must divide {n} segments, got {group}")
-    expect_records(records)
-    expect_int64(indices.numel(), indices=indices, codes=codes)
-    expect_int64(
-        n,
-        starts=starts,
-        lengths=lengths,
-        first_positions=first_positions,
-        predecessors=predecessors,
-        seeds=seeds,
-        readers=readers,
-    )
-    expect_int64(2, layers=layers)
-    expect_int64(1, num_live=num_live, step=step)
-    expect_int64(-(-records.shape[0] // page_size), generations=generations, states=states, owners=owners)
-    if (owners is None) != (readers is None):
-        raise ValueError("owners and readers must be fed together, got only one of them")

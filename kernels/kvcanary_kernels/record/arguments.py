@@ -35,21 +35,23 @@ def expect_layered(num_layers: int, n: int, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be [{num_layers}, {n}] int64 with dense rows, got {list(t.shape)} {t.dtype}")
 
 
-def expect_bitmap(n: int, mismatch: Tensor) -> None:
-    """A bit for each of at most 128 layers of n slots."""
-    if mismatch.shape != (n, 2) or mismatch.dtype is not torch.int64 or not mismatch.is_contiguous():
-        raise ValueError(f"mismatch must be contiguous [{n}, 2] int64, got {list(mismatch.shape)} {mismatch.dtype}")
+def expect_dense(shape: tuple[int, ...], dtype: torch.dtype = torch.int64, **tensors: Tensor) -> None:
+    """Each tensor is contiguous, of this shape and type."""
+    for name, t in tensors.items():
+        if t.shape != shape or t.dtype is not dtype or not t.is_contiguous():
+            wanted = f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+            raise ValueError(f"{name} must be contiguous {wanted}, got {list(t.shape)} {t.dtype}")
 
 
-def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None = None) -> Tensor | None:
-    """The entries of a torch reference that may touch memory, or None when all may: live, and a slot of the pool."""
+def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None = None) -> Tensor | slice:
+    """An index of the entries of a torch reference that may touch memory: live, and a slot of the pool."""
     n = slots.numel()
-    if n == 0:
-        return None
     live = n if num_live is None else int(num_live)
+    if n == 0:
+        return slice(None)
     low, high = torch.aminmax(slots)
     if live >= n and int(low) >= 0 and int(high) < num_slots:
-        return None
+        return slice(None)
     valid = (slots >= 0) & (slots < num_slots)
     valid[max(live, 0) :] = False
     return valid.nonzero().squeeze(1)

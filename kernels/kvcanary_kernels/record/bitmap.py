@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
 from kvcanary_kernels.content.fingerprint import word_offsets
 from kvcanary_kernels.record.device import PIECE_FIELDS, UNROLL, WORDS_FIELD, tl, triton
 
@@ -13,6 +18,12 @@ MOST_LAYERS = 16  # whose words are on their way together
 def layers_at_once(num_layers: int) -> int:
     """LAYERS of `layers_where`."""
     return min(MOST_LAYERS, 1 << (num_layers - 1).bit_length())
+
+
+def bitmaps_of(by_layer: Iterable[Tensor]) -> Tensor:
+    """[n, 2] int64 from [n] bool of each layer; its columns: layers 0 to 63, 64 to 127."""
+    bits = torch.stack([is_so.to(torch.int64) << layer % 64 for layer, is_so in enumerate(by_layer)])
+    return torch.stack((bits[:64].sum(0), bits[64:].sum(0)), 1)
 
 
 @triton.jit

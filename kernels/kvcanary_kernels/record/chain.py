@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ def chain_scan(
     keys: Keys,
     out: Tensor,
     num_live: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Chain values of consecutive entries, segment by segment. May be captured.
 
@@ -34,40 +37,32 @@ def chain_scan(
     out:      [n] int64
     num_live: [1] int64, segments at and after it are padding and stay as they are; None: all live
     """
-    _check_scan(tokens, positions, indptr, seeds, out, num_live)
-    if seeds.numel() == 0:
+    n, num_segments = tokens.numel(), seeds.numel()
+    if n >= POWERS * POWERS:
+        raise ValueError(f"a scan takes fewer than {POWERS * POWERS} entries, got {n}")
+    expect_int64(n, tokens=tokens, positions=positions, out=out)
+    expect_int64(num_segments + 1, indptr=indptr)
+    expect_int64(num_segments, seeds=seeds)
+    expect_int64(1, num_live=num_live)
+    if num_segments == 0:
         return
-    num_segments, n = seeds.numel(), tokens.numel()
-    parts = max(min(n // (num_segments * BLOCK), MOST_PROGRAMS // num_segments), 1)
-    live = indptr if num_live is None else num_live
-    operands = tokens, positions, indptr, seeds, keys.constants, keys.powers, out, live, num_segments, parts
-    constants = {"BLOCK_N": BLOCK, "HAS_LIVE": num_live is not None}
-    if parts > 1:
-        _chain_scan_kernel[(num_segments, parts)](*operands, SUMS=True, **constants)
-        _chain_join_kernel[(num_segments,)](*operands[2:], BLOCK_P=1 << (parts - 1).bit_length(), **constants)
-    _chain_scan_kernel[(num_segments, parts)](*operands, SUMS=False, **constants)
-
-
-def chain_scan_torch(
-    tokens: Tensor,
-    positions: Tensor,
-    indptr: Tensor,
-    seeds: Tensor,
-    *,
-    keys: Keys,
-    out: Tensor,
-    num_live: Tensor | None = None,
-) -> None:
-    """The torch reference of `chain_scan`, in closed form."""
-    _check_scan(tokens, positions, indptr, seeds, out, num_live)
-    n = tokens.numel()
+    if launches:
+        parts = max(min(n // (num_segments * BLOCK), MOST_PROGRAMS // num_segments), 1)
+        live = indptr if num_live is None else num_live
+        operands = tokens, positions, indptr, seeds, keys.constants, keys.powers, out, live, num_segments, parts
+        constants = {"BLOCK_N": BLOCK, "HAS_LIVE": num_live is not None}
+        if parts > 1:
+            _chain_scan_kernel[(num_segments, parts)](*operands, SUMS=True, **constants)
+            _chain_join_kernel[(num_segments,)](*operands[2:], BLOCK_P=1 << (parts - 1).bit_length(), **constants)
+        _chain_scan_kernel[(num_segments, parts)](*operands, SUMS=False, **constants)
+        return
     if num_live is not None:
-        live = min(max(int(num_live), 0), seeds.numel())
-        indptr, seeds = indptr[: live + 1], seeds[:live]
+        num_segments = min(max(int(num_live), 0), num_segments)
+        indptr, seeds = indptr[: num_segments + 1], seeds[:num_segments]
         n = int(indptr[-1])
     if n == 0:
         return
-    # chain_i = A^(i+1) (seed / A^start + sum of mix_j / A^(j+1) for start <= j <= i)
+    # in closed form: chain_i = A^(i+1) (seed / A^start + sum of mix_j / A^(j+1) for start <= j <= i)
     powers, inverses = _powers(keys, 0, n + 1), _powers(keys, 1, n + 1)
     sums = (mix(tokens[:n], positions[:n], keys) * inverses[1:]).cumsum(0)
     begins = indptr[:-1]
@@ -75,6 +70,9 @@ def chain_scan_torch(
     offsets = inverses.index_select(0, begins).mul_(seeds).sub_(before)
     sums += torch.repeat_interleave(offsets, indptr[1:] - begins, output_size=n)
     torch.mul(sums, powers[1:], out=out[:n])
+
+
+chain_scan_torch = partial(chain_scan, launches=False)
 
 
 def chain_tree(
@@ -87,6 +85,7 @@ def chain_tree(
     keys: Keys,
     out: Tensor,
     num_live: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Chain values of tree nodes from their parents. May be captured.
 
@@ -98,43 +97,32 @@ def chain_tree(
     out:       [n] int64
     num_live:  [1] int64, entries at and after it are padding and stay as they are; None: all live
     """
-    _check_tree(tokens, positions, parents, seeds, max_depth, out, num_live)
     n = tokens.numel()
+    if max_depth < 0:
+        raise ValueError(f"max_depth must not be negative, got {max_depth}")
+    expect_int64(n, tokens=tokens, positions=positions, parents=parents, seeds=seeds, out=out)
+    expect_int64(1, num_live=num_live)
     if n == 0:
         return
-    _chain_tree_kernel[(triton.cdiv(n, BLOCK),)](
-        tokens,
-        positions,
-        parents,
-        seeds,
-        keys.constants,
-        out,
-        parents if num_live is None else num_live,
-        n,
-        max_depth,
-        BLOCK_N=BLOCK,
-        HAS_LIVE=num_live is not None,
-    )
-
-
-def chain_tree_torch(
-    tokens: Tensor,
-    positions: Tensor,
-    parents: Tensor,
-    seeds: Tensor,
-    *,
-    max_depth: int,
-    keys: Keys,
-    out: Tensor,
-    num_live: Tensor | None = None,
-) -> None:
-    """The torch reference of `chain_tree`: every round doubles the ancestors that a value has taken in."""
-    _check_tree(tokens, positions, parents, seeds, max_depth, out, num_live)
-    n = tokens.numel()
+    if launches:
+        _chain_tree_kernel[(triton.cdiv(n, BLOCK),)](
+            tokens,
+            positions,
+            parents,
+            seeds,
+            keys.constants,
+            out,
+            parents if num_live is None else num_live,
+            n,
+            max_depth,
+            BLOCK_N=BLOCK,
+            HAS_LIVE=num_live is not None,
+        )
+        return
     if num_live is not None:
         n = min(max(int(num_live), 0), n)
         tokens, positions, parents, seeds = tokens[:n], positions[:n], parents[:n], seeds[:n]
-    multiplier = keys.multiplier
+    multiplier = keys.multiplier  # every round doubles the ancestors that a value has taken in
     own = mix(tokens, positions, keys)
     torch.where(parents == -1, torch.add(own, seeds, alpha=signed(multiplier)), own, out=own)
     values = torch.zeros(n + 1, dtype=torch.int64, device=own.device)  # the last is the parent of those without one
@@ -146,6 +134,9 @@ def chain_tree_torch(
         jumps = jumps.index_select(0, jumps)
         multiplier = multiplier * multiplier & MASK_64
     out[:n] = values[:n]
+
+
+chain_tree_torch = partial(chain_tree, launches=False)
 
 
 @triton.jit(do_not_specialize=["num_segments", "parts"])
@@ -283,30 +274,3 @@ def _powers(keys: Keys, table: int, n: int) -> Tensor:
     if n <= POWERS:
         return low[:n]
     return (high[: (n >> POWER_BITS) + 1, None] * low).flatten()[:n]
-
-
-def _check_scan(
-    tokens: Tensor, positions: Tensor, indptr: Tensor, seeds: Tensor, out: Tensor, num_live: Tensor | None
-) -> None:
-    n = tokens.numel()
-    if n >= POWERS * POWERS:
-        raise ValueError(f"a scan takes fewer than {POWERS * POWERS} entries, got {n}")
-    expect_int64(n, tokens=tokens, positions=positions, out=out)
-    expect_int64(seeds.numel() + 1, indptr=indptr)
-    expect_int64(seeds.numel(), seeds=seeds)
-    expect_int64(1, num_live=num_live)
-
-
-def _check_tree(
-    tokens: Tensor,
-    positions: Tensor,
-    parents: Tensor,
-    seeds: Tensor,
-    max_depth: int,
-    out: Tensor,
-    num_live: Tensor | None,
-) -> None:
-    if max_depth < 0:
-        raise ValueError(f"max_depth must not be negative, got {max_depth}")
-    expect_int64(tokens.numel(), tokens=tokens, positions=positions, parents=parents, seeds=seeds, out=out)
-    expect_int64(1, num_live=num_live)

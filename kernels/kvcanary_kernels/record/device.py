@@ -35,15 +35,10 @@ except ImportError:  # the torch references work without it
     triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b))
     tl = SimpleNamespace(constexpr=int)
 
-TOKEN_POSITION = tl.constexpr(record.TOKEN_POSITION)
-CHAIN = tl.constexpr(record.CHAIN)
-REQUEST_GENERATION = tl.constexpr(record.REQUEST_GENERATION)
-STEP_SITE = tl.constexpr(record.STEP_SITE)
-CONTENT_B = tl.constexpr(record.CONTENT_B)
-LAYERS_LOW = tl.constexpr(record.LAYERS_LOW)
-LAYERS_HIGH = tl.constexpr(record.LAYERS_HIGH)
-SEAL = tl.constexpr(record.SEAL)
-COLUMNS = tl.constexpr(record.COLUMNS)
+COLUMNS = tl.constexpr(record.COLUMNS)  # of a record, in the order of the layout
+TOKEN_POSITION, CHAIN, REQUEST_GENERATION, STEP_SITE, CONTENT_B, LAYERS_LOW, LAYERS_HIGH, SEAL = (
+    tl.constexpr(column) for column in range(record.COLUMNS)
+)
 SEAL_START = tl.constexpr(record.SEAL_START)
 SEAL_KEYS = tl.constexpr(record.SEAL_KEYS)
 SEAL_SLOT_KEY = tl.constexpr(record.SEAL_SLOT_KEY)
@@ -52,25 +47,8 @@ MIX_KEY = tl.constexpr(record.MIX_KEY)
 MULTIPLIER = tl.constexpr(record.MULTIPLIER)
 START_B = tl.constexpr(record.START_B)
 INVERSES = tl.constexpr(2 * record.POWERS)  # where in Keys.powers the inverse's begin
-R1 = tl.constexpr(record.R1_OUT_OF_RANGE)
-R2 = tl.constexpr(record.R2_NULL_SLOT)
-R3 = tl.constexpr(record.R3_RECORD_DAMAGED)
-R4 = tl.constexpr(record.R4_POSITION)
-R5 = tl.constexpr(record.R5_CHAIN_BREAK)
-R7 = tl.constexpr(record.R7_STALE_PAGE)
-R8 = tl.constexpr(record.R8_FOREIGN_SLOT)
-R6 = tl.constexpr(record.CODE_BITS["R6"])
-R10 = tl.constexpr(record.CODE_BITS["R10"])
-R11 = tl.constexpr(record.R11_FUTURE)
-R12 = tl.constexpr(record.R12_UNWRITTEN)
-W1 = tl.constexpr(record.CODE_BITS["W1"])
-W2 = tl.constexpr(record.CODE_BITS["W2"])
-W3 = tl.constexpr(record.CODE_BITS["W3"])
-W4 = tl.constexpr(record.CODE_BITS["W4"])
-W5 = tl.constexpr(record.CODE_BITS["W5"])
-W7 = tl.constexpr(record.CODE_BITS["W7"])
-W8 = tl.constexpr(record.CODE_BITS["W8"])
-W9 = tl.constexpr(record.CODE_BITS["W9"])
+R1, R2, R3, R4, R5, R6, R7, R8, _, R10, R11, R12 = (tl.constexpr(record.CODE_BITS[f"R{n}"]) for n in range(1, 13))
+W1, W2, W3, W4, W5, _, W7, W8, W9 = (tl.constexpr(record.CODE_BITS[f"W{n}"]) for n in range(1, 10))
 QUARANTINED = tl.constexpr(record.QUARANTINED)
 LOAD_FAILED = tl.constexpr(record.LOAD_FAILED)
 RESERVED = tl.constexpr(record.RESERVED)
@@ -91,7 +69,6 @@ BLOCK_FIELD = tl.constexpr(Piece._fields.index("block"))
 MASK_32 = tl.constexpr(record.MASK_32)
 
 BLOCK = 128  # entries a program takes at a time where entries are records
-TILE_WARPS = 2  # of programs that read TILE_WORDS of a pool at a time
 UNROLL = tl.constexpr(8)  # such readings that are on their way together
 PROGRAMS_PER_SEGMENT = 32  # a fixed grid, whatever the lengths on the device; programs that last stand in others' way
 

@@ -38,15 +38,6 @@ START_B = MULTIPLIER + 1
 NUM_CONSTANTS = START_B + 1
 
 # One bit a check in a 64-bit code word: R<n> is bit n - 1, W<n> is bit 31 + n, P1 is bit 48.
-R1_OUT_OF_RANGE = 1 << 0
-R2_NULL_SLOT = 1 << 1
-R3_RECORD_DAMAGED = 1 << 2
-R4_POSITION = 1 << 3
-R5_CHAIN_BREAK = 1 << 4
-R7_STALE_PAGE = 1 << 6
-R8_FOREIGN_SLOT = 1 << 7
-R11_FUTURE = 1 << 10
-R12_UNWRITTEN = 1 << 11
 CODE_BITS = {f"R{n}": 1 << n - 1 for n in range(1, 14)} | {f"W{n}": 1 << 31 + n for n in range(1, 10)} | {"P1": 1 << 48}
 
 # States of a page in the device's truth. Reading the first two and any other word is R7, the next three R12.

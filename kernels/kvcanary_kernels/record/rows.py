@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 WORD_BYTES = 4
 MAX_BLOCK = 1024
 TILE_WORDS = 512  # that a program reads at a time, of all its slots
+TILE_WARPS = 2  # of such a program
 MAX_CHUNK = 32  # words of one slot among them: longer ones take more threads, shorter ones less of a memory's sector
 MAX_ALIGNMENT = 16  # bytes of the widest load
 
@@ -79,20 +81,20 @@ class PoolRows:
         """Words of a row that it reads at a time, by as few threads as wide loads allow."""
         return min(MAX_CHUNK, max(piece.block for piece in self.pieces))
 
-    @property
+    @cached_property
     def constants(self) -> tuple[int, ...]:
         """The fields of all pieces, one after the other (Triton 3.6 takes no tuples of tuples)."""
         return tuple(field for piece in self.pieces for field in piece)
 
-    @property
-    def k(self) -> tuple[Tensor, ...]:
-        """Per layer [num_slots, words] int32 views of K; of dense rows only."""
-        return _dense_rows(self.parts[0], "k")
+    @cached_property
+    def layout(self) -> dict[str, Any]:
+        """Options of a launch whose programs go by these rows."""
+        return {"WORDS": self.words_per_row, "PIECES": self.constants, "ALIGNMENT": self.alignment}
 
-    @property
-    def v(self) -> tuple[Tensor, ...]:
-        """Per layer [num_slots, words] int32 views of V; of dense rows only."""
-        return _dense_rows(self.parts[1], "v")
+    @cached_property
+    def tiling(self) -> dict[str, Any]:
+        """Options of one whose programs read `tile` rows each."""
+        return self.layout | {"TILE": self.tile, "CHUNK": self.chunk, "num_warps": TILE_WARPS}
 
     def gather(self, slots: Tensor) -> Tensor:
         """[layers, n, words_per_row] int32: the rows of valid slots, copied."""
@@ -162,8 +164,12 @@ def pool_rows(
     )
 
 
-def dense_values(rows: PoolRows, n: int, k: Tensor, v: Tensor | None, extras: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Values of n slots [n, ...], v None for latent rows, as [n, words] int32 views by piece of the rows."""
+def dense_values(
+    rows: PoolRows, layer: int, n: int, k: Tensor, v: Tensor | None, extras: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Values of n slots [n, ...] in this layer, v None for latent rows, as [n, words] int32 views by piece."""
+    if not 0 <= layer < rows.num_layers:
+        raise ValueError(f"layer must be 0 to {rows.num_layers - 1}, got {layer}")
     given = [("k", k), *([] if v is None else [("v", v)]), *((f"extras[{i}]", e) for i, e in enumerate(extras))]
     if len(given) != len(rows.pieces):
         names = ", ".join(name for name, _ in given)
@@ -267,12 +273,6 @@ def _words(tensor: Tensor, name: str) -> Tensor:
     # A dimension of one has any stride; the word view wants all of them whole.
     strides = [0 if length == 1 else stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True)]
     return tensor.as_strided((pages, page_size, runs, run), (*strides[:3], 1)).view(torch.int32)
-
-
-def _dense_rows(views: tuple[Tensor, ...], name: str) -> tuple[Tensor, ...]:
-    if views[0].shape[1:3] != (1, 1):
-        raise ValueError(f"{name} rows are not dense, got views {list(views[0].shape)}; gather copies them")
-    return tuple(view[:, 0, 0] for view in views)
 
 
 def _index(view: Tensor, slots: Tensor) -> tuple[Tensor | int, ...]:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,7 @@ def seal(
     pool_id: int,
     keys: Keys,
     num_live: Tensor | None = None,
+    launches: bool = True,
 ) -> None:
     """Write the identity words and the seal of `slots`, zero content_b and layers. May be captured.
 
@@ -53,56 +56,37 @@ def seal(
     requests, generations, step, sites:    [n] or [1] int64; the low 32 bits count
     num_live:    [1] int64, entries at and after it are padding and write nothing; None: all live
     """
-    _check(records, slots, tokens, positions, chains, requests, generations, step, sites, num_live)
     n = slots.numel()
+    expect_records(records)
+    expect_int64(n, slots=slots, tokens=tokens, positions=positions, chains=chains)
+    expect_int64(n, may_broadcast=True, requests=requests, generations=generations, step=step, sites=sites)
+    expect_int64(1, num_live=num_live)
     if n == 0:
         return
-    _seal_kernel[(triton.cdiv(n, BLOCK),)](
-        records,
-        slots,
-        tokens,
-        positions,
-        chains,
-        requests,
-        generations,
-        step,
-        sites,
-        keys.constants,
-        slots if num_live is None else num_live,
-        n,
-        records.shape[0],
-        stride_of(requests),
-        stride_of(generations),
-        stride_of(step),
-        stride_of(sites),
-        pool_id,
-        BLOCK_N=BLOCK,
-        HAS_LIVE=num_live is not None,
-    )
-
-
-def seal_torch(
-    records: Tensor,
-    slots: Tensor,
-    *,
-    tokens: Tensor,
-    positions: Tensor,
-    chains: Tensor,
-    requests: Tensor,
-    generations: Tensor,
-    step: Tensor,
-    sites: Tensor,
-    pool_id: int,
-    keys: Keys,
-    num_live: Tensor | None = None,
-) -> None:
-    """The torch reference of `seal`."""
-    _check(records, slots, tokens, positions, chains, requests, generations, step, sites, num_live)
+    if launches:
+        _seal_kernel[(triton.cdiv(n, BLOCK),)](
+            records,
+            slots,
+            tokens,
+            positions,
+            chains,
+            requests,
+            generations,
+            step,
+            sites,
+            keys.constants,
+            slots if num_live is None else num_live,
+            n,
+            records.shape[0],
+            *map(stride_of, (requests, generations, step, sites)),
+            pool_id,
+            BLOCK_N=BLOCK,
+            HAS_LIVE=num_live is not None,
+        )
+        return
     entries = live_indices(slots, records.shape[0], num_live)
-    if entries is not None:
-        slots, tokens, positions, chains = slots[entries], tokens[entries], positions[entries], chains[entries]
-        requests, generations = take(requests, entries), take(generations, entries)
-        step, sites = take(step, entries), take(sites, entries)
+    slots, tokens, positions, chains = (values[entries] for values in (slots, tokens, positions, chains))
+    requests, generations, step, sites = (take(values, entries) for values in (requests, generations, step, sites))
     rows = torch.zeros(slots.numel(), record.COLUMNS, dtype=torch.int64, device=records.device)
     rows[:, record.TOKEN_POSITION] = pair_columns(tokens, positions)
     rows[:, record.CHAIN] = chains
@@ -110,6 +94,9 @@ def seal_torch(
     rows[:, record.STEP_SITE] = pair_columns(step, sites)
     rows[:, record.SEAL] = seal_values(identity_words(rows), slots, pool_id, keys)
     records.index_copy_(0, slots, rows)
+
+
+seal_torch = partial(seal, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -196,24 +183,5 @@ def pair_columns(low: Tensor, high: Tensor) -> Tensor:
     return (high << 32) | (low & MASK_32)
 
 
-def take(values: Tensor, entries: Tensor) -> Tensor:
+def take(values: Tensor, entries: Tensor | slice) -> Tensor:
     return values if values.numel() == 1 else values[entries]
-
-
-def _check(
-    records: Tensor,
-    slots: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    chains: Tensor,
-    requests: Tensor,
-    generations: Tensor,
-    step: Tensor,
-    sites: Tensor,
-    num_live: Tensor | None,
-) -> None:
-    n = slots.numel()
-    expect_records(records)
-    expect_int64(n, slots=slots, tokens=tokens, positions=positions, chains=chains)
-    expect_int64(n, may_broadcast=True, requests=requests, generations=generations, step=step, sites=sites)
-    expect_int64(1, num_live=num_live)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,7 @@ def advance(
     chains: Tensor,
     violations: Tensor,
     is_first: bool = True,
+    launches: bool = True,
 ) -> None:
     """Record what a forward is about to write, and follow its rows. No allocation, no wait.
 
@@ -79,57 +81,39 @@ def advance(
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
-    has_tokens = fed.all_tokens is not None
-    known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
-    _advance_kernel[(rows.numbers.shape[0],)](
-        watched.records,
-        rows.numbers,
-        rows.table,
-        rows.lengths,
-        rows.starts,
-        fed.tokens,
-        fed.positions,
-        fed.slots,
-        known,
-        counts,
-        watched.now,
-        truth.lines,
-        watched.keys.constants,
-        watched.keys.powers,
-        seeds,
-        slots,
-        chains,
-        violations,
-        watched.total,
-        watched.records.shape[0],
-        rows.table.shape[1],
-        rows.table.stride(0),
-        known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
-        truth.lines.shape[1],
-        slots.stride(0),
-        violations.stride(0),
-        watched.null_slots,
-        PAGE=watched.block_size,
-        IN_PLACE=rows.in_place,
-        HAS_TOKENS=has_tokens,
-        IS_FIRST=is_first,
-        BLOCK_N=BLOCK,
-    )
-
-
-def advance_torch(
-    watched: Watched,
-    rows: Rows,
-    fed: Fed,
-    truth: Truth,
-    *,
-    seeds: Tensor,
-    slots: Tensor,
-    chains: Tensor,
-    violations: Tensor,
-    is_first: bool = True,
-) -> None:
-    """The torch reference of `advance`."""
+    if launches:
+        has_tokens = fed.all_tokens is not None
+        known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
+        _advance_kernel[(rows.numbers.shape[0],)](
+            watched.records,
+            *rows[:4],
+            *fed[:3],
+            known,
+            counts,
+            watched.now,
+            truth.lines,
+            watched.keys.constants,
+            watched.keys.powers,
+            seeds,
+            slots,
+            chains,
+            violations,
+            watched.total,
+            watched.records.shape[0],
+            rows.table.shape[1],
+            rows.table.stride(0),
+            known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
+            truth.lines.shape[1],
+            slots.stride(0),
+            violations.stride(0),
+            watched.null_slots,
+            PAGE=watched.block_size,
+            IN_PLACE=rows.in_place,
+            HAS_TOKENS=has_tokens,
+            IS_FIRST=is_first,
+            BLOCK_N=BLOCK,
+        )
+        return
     records, keys, block_size, _, now, total, null_slots = watched
     rows, ring_place = live_rows(rows, now)
     slots, chains, cells = slots[ring_place], chains[ring_place], violations[ring_place]
@@ -167,6 +151,9 @@ def advance_torch(
         last = torch.cat((seeds[i, :1], chains[where])).flip(0)[: tails.shape[1]]
         truth.lines[number, TAILS : TAILS + len(last)] = last
         truth.ends[number], truth.known[number] = past[i] + count, len(last)
+
+
+advance_torch = partial(advance, launches=False)
 
 
 @triton.jit(

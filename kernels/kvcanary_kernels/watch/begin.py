@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,30 +19,28 @@ NEW_WIDTH = 2 + TAILS  # words of a new row: its number, then its line of Truth 
 NEW = tl.constexpr(NEW_WIDTH)
 
 
-def begin(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None = None) -> None:
+def begin(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None = None, *, launches: bool = True) -> None:
     """Write what is true of new rows. No allocation, no wait.
 
     new:        [n, NEW_WIDTH] int64: number in Truth (one that it does not have: padding), entries that it begins with
                 or NOT_FOLLOWED, 1, chain of none, who writes, chain of these entries
     all_tokens: [rows of Truth, width] int32 or int64, where the last of these is computed from; None: it is taken
     """
-    tokens = truth.lines if all_tokens is None else all_tokens
-    _begin_kernel[(new.shape[0],)](
-        new,
-        truth.lines,
-        tokens,
-        keys.constants,
-        keys.powers,
-        *truth.lines.shape,
-        tokens.stride(0),
-        tokens.shape[1],
-        HAS_TOKENS=all_tokens is not None,
-        BLOCK_N=BLOCK,
-    )
-
-
-def begin_torch(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None = None) -> None:
-    """The torch reference of `begin`."""
+    if launches:
+        tokens = truth.lines if all_tokens is None else all_tokens
+        _begin_kernel[(new.shape[0],)](
+            new,
+            truth.lines,
+            tokens,
+            keys.constants,
+            keys.powers,
+            *truth.lines.shape,
+            tokens.stride(0),
+            tokens.shape[1],
+            HAS_TOKENS=all_tokens is not None,
+            BLOCK_N=BLOCK,
+        )
+        return
     new = new[(new[:, 0] >= 0) & (new[:, 0] < len(truth.lines))]
     truth.lines[new[:, 0], : TAILS + 1] = new[:, 1:]
     for number, end in new[:, :2].tolist() if all_tokens is not None else ():
@@ -50,6 +50,9 @@ def begin_torch(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None
         seed = truth.roots[number : number + 1]
         chain_scan_torch(tokens, positions, bounds, seed, keys=keys, out=chains)
         truth.lines[number, TAILS] = torch.cat((seed, chains))[-1]
+
+
+begin_torch = partial(begin, launches=False)
 
 
 @triton.jit(

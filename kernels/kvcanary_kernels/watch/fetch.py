@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from kvcanary_kernels.record.device import BLOCK, tl, triton
@@ -20,7 +22,7 @@ from kvcanary_kernels.watch.walk import (
 )
 
 
-def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor) -> None:
+def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor, launches: bool = True) -> None:
     """Count a step, copy its line, and clear its cells. No allocation, no wait, no call of the host but the launch.
 
     lines: [ring, >= width] int64, on the device or pinned on the host, where the device reads by itself
@@ -28,59 +30,53 @@ def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tenso
     out:   [>= width] int64, its beginning is written
     cells: [ring, n] int64, those of this step become NO_VIOLATION
     """
-    programs = triton.cdiv(max(width, cells.shape[1]), BLOCK)
-    _fetch_kernel[(programs,)](
-        lines,
-        ticks,
-        out,
-        cells,
-        width,
-        lines.shape[0],
-        lines.stride(0),
-        cells.stride(0),
-        cells.shape[1],
-        BLOCK_N=BLOCK,
-    )
-
-
-def fetch_torch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor) -> None:
-    """The torch reference of `fetch`."""
+    if launches:
+        ring, n = len(lines), cells.shape[1]
+        _fetch_kernel[(triton.cdiv(max(width, n), BLOCK),)](
+            lines, ticks, out, cells, width, ring, lines.stride(0), cells.stride(0), n, BLOCK_N=BLOCK
+        )
+        return
     ticks[0] += 1
     place = int(ticks[0]) % lines.shape[0]
     out[:width], cells[place] = lines[place, :width], NO_VIOLATION
 
 
-def send(total: Tensor, now: Tensor, out: Tensor) -> None:
+fetch_torch = partial(fetch, launches=False)
+
+
+def send(total: Tensor, now: Tensor, out: Tensor, *, launches: bool = True) -> None:
     """Write a count, with the step's stamp on it, where the host looks for it. No allocation, no wait.
 
     total: [1] int64
     out:   [ring] int64, on the device or pinned on the host: it is there when anything is that was launched later
     """
-    _send_kernel[(1,)](total, now, out)
-
-
-def send_torch(total: Tensor, now: Tensor, out: Tensor) -> None:
-    """The torch reference of `send`."""
+    if launches:
+        _send_kernel[(1,)](total, now, out)
+        return
     *_, place, stamp = now[:NOW_WIDTH].tolist()
     out[place] = int(total) + stamp
 
 
-def keep(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
+send_torch = partial(send, launches=False)
+
+
+def keep(rows: Rows, *, now: Tensor, kept: Tensor, width: int, launches: bool = True) -> None:
     """Copy the beginning of the block table of every live row. No allocation, no wait.
 
     kept:  [rows of Truth, >= width] of the table's type, written at the number of each row
     width: blocks of a row, at most as many as its table has
     """
-    _keep_kernel[(rows.numbers.shape[0], triton.cdiv(width, BLOCK))](
-        rows.numbers, rows.table, now, kept, width, rows.table.stride(0), kept.stride(0),
-        IN_PLACE=rows.in_place, BLOCK_N=BLOCK,
-    )  # fmt: skip
-
-
-def keep_torch(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
-    """The torch reference of `keep`."""
+    if launches:
+        _keep_kernel[(rows.numbers.shape[0], triton.cdiv(width, BLOCK))](
+            rows.numbers, rows.table, now, kept, width, rows.table.stride(0), kept.stride(0),
+            IN_PLACE=rows.in_place, BLOCK_N=BLOCK,
+        )  # fmt: skip
+        return
     rows, _ = live_rows(rows, now)
     kept[rows.numbers.long(), :width] = rows.table[lines_of(rows), :width]
+
+
+keep_torch = partial(keep, launches=False)
 
 
 @triton.jit(

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import join, keyed_sums, layer_fingerprints
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.device import CHAIN, COLUMNS, TILE_WARPS, tl, triton
+from kvcanary_kernels.record.device import CHAIN, COLUMNS, tl, triton
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
 from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
@@ -45,6 +47,7 @@ def take(
     fingerprints: Tensor,
     stamps: Tensor,
     most: int | None = None,
+    launches: bool = True,
 ) -> None:
     """Take both fingerprints of the slots of this step as they lie in the pool now. No allocation, no wait.
 
@@ -54,45 +57,28 @@ def take(
     most:   at least the tokens that `now` says; None: as many as a line has
     Entries whose record is another's count as wrong (W4: one forward wrote the slot twice).
     """
-    most = slots.shape[1] if most is None else most
-    _take_fingerprints_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
-        pool.ptrs,
-        watched.records,
-        slots,
-        chains,
-        watched.now,
-        keys.fingerprint_a,
-        keys.fingerprint_b,
-        keys.start_a,
-        fingerprints,
-        stamps,
-        watched.total,
-        slots.stride(0),
-        pool.num_slots,
-        pool.num_layers,
-        fingerprints.stride(0),
-        fingerprints.stride(1),
-        WORDS=pool.words_per_row,
-        PIECES=pool.constants,
-        ALIGNMENT=pool.alignment,
-        TILE=pool.tile,
-        CHUNK=pool.chunk,
-        num_warps=TILE_WARPS,
-    )
-
-
-def take_torch(
-    watched: Watched,
-    pool: PoolRows,
-    slots: Tensor,
-    chains: Tensor,
-    keys: Keys,
-    *,
-    fingerprints: Tensor,
-    stamps: Tensor,
-    most: int | None = None,
-) -> None:
-    """The torch reference of `take`."""
+    if launches:
+        most = slots.shape[1] if most is None else most
+        _take_fingerprints_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
+            pool.ptrs,
+            watched.records,
+            slots,
+            chains,
+            watched.now,
+            keys.fingerprint_a,
+            keys.fingerprint_b,
+            keys.start_a,
+            fingerprints,
+            stamps,
+            watched.total,
+            slots.stride(0),
+            pool.num_slots,
+            pool.num_layers,
+            fingerprints.stride(0),
+            fingerprints.stride(1),
+            **pool.tiling,
+        )
+        return
     records, total = watched.records, watched.total
     _, n, _, _, place, *_ = watched.now[:NOW_WIDTH].tolist()
     slots, chains = slots[place, :n], chains[place, :n]
@@ -101,6 +87,9 @@ def take_torch(
     fingerprints[:, :, slots] = both_fingerprints(pool, slots, keys)
     stamps[slots] = records[slots, record.CHAIN]
     total += (records[slots, record.CHAIN] != chains).sum()
+
+
+take_torch = partial(take, launches=False)
 
 
 def reread(
@@ -117,6 +106,7 @@ def reread(
     whole: bool,
     violations: Tensor,
     counted: Tensor,
+    launches: bool = True,
 ) -> None:
     """Compare fingerprint a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
 
@@ -130,61 +120,37 @@ def reread(
                 position * LAYERS_PER_ENTRY + layer of each row, and of position * SLOTS_PER_ENTRY + slot
     counted:    [1] int64, grows by the number of entries that were read, each once for all layers
     """
-    n, per_row = rows.numbers.shape[0], -(-max_length // stride)
-    _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
-        pool.ptrs,
-        watched.records,
-        rows.numbers,
-        rows.table,
-        rows.lengths,
-        rows.starts,
-        watched.now,
-        keys.fingerprint_a,
-        keys.start_a,
-        fingerprints,
-        stamps,
-        truth.lines,
-        violations,
-        watched.total,
-        counted,
-        violations.stride(1),
-        violations.stride(0),
-        pool.num_slots,
-        pool.num_layers,
-        fingerprints.stride(1),
-        rows.table.shape[1],
-        rows.table.stride(0),
-        truth.lines.shape[1],
-        stride,
-        watched.window,
-        PAGE=watched.block_size,
-        WHOLE=whole,
-        IN_PLACE=whole or rows.in_place,
-        WORDS=pool.words_per_row,
-        PIECES=pool.constants,
-        ALIGNMENT=pool.alignment,
-        TILE=pool.tile,
-        CHUNK=pool.chunk,
-        num_warps=TILE_WARPS,
-    )
-
-
-def reread_torch(
-    watched: Watched,
-    pool: PoolRows,
-    rows: Rows,
-    keys: Keys,
-    *,
-    fingerprints: Tensor,
-    stamps: Tensor,
-    truth: Truth,
-    max_length: int,
-    stride: int,
-    whole: bool,
-    violations: Tensor,
-    counted: Tensor,
-) -> None:
-    """The torch reference of `reread`."""
+    if launches:
+        n, per_row = rows.numbers.shape[0], -(-max_length // stride)
+        _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
+            pool.ptrs,
+            watched.records,
+            *rows[:4],
+            watched.now,
+            keys.fingerprint_a,
+            keys.start_a,
+            fingerprints,
+            stamps,
+            truth.lines,
+            violations,
+            watched.total,
+            counted,
+            violations.stride(1),
+            violations.stride(0),
+            pool.num_slots,
+            pool.num_layers,
+            fingerprints.stride(1),
+            rows.table.shape[1],
+            rows.table.stride(0),
+            truth.lines.shape[1],
+            stride,
+            watched.window,
+            PAGE=watched.block_size,
+            WHOLE=whole,
+            IN_PLACE=whole or rows.in_place,
+            **pool.tiling,
+        )
+        return
     records, _, block_size, window, now, total, _ = watched
     _, _, step, *_ = now[:NOW_WIDTH].tolist()
     rows, place = live_rows(rows, now)
@@ -210,6 +176,9 @@ def reread_torch(
     row, position, slots = row[entry], position[entry], slots[entry]
     for cell, violation in enumerate((position * LAYERS_PER_ENTRY + layer, position * SLOTS_PER_ENTRY + slots)):
         violations[place, cell].scatter_reduce_(0, row, violation, "amin")
+
+
+reread_torch = partial(reread, launches=False)
 
 
 def both_fingerprints(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:

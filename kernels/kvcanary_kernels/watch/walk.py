@@ -13,6 +13,7 @@ What changes from step to step lies on the device, in `now`: launches are the sa
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,16 @@ class Rows(NamedTuple):
     in_place: bool = False
 
 
-def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violations: Tensor, counted: Tensor) -> None:
+def walk(
+    watched: Watched,
+    rows: Rows,
+    truth: Truth,
+    *,
+    seeds: Tensor,
+    violations: Tensor,
+    counted: Tensor,
+    launches: bool = True,
+) -> None:
     """Judge the entries that rows had before this forward, after `advance`: R1 to R6, R10, R12. No allocation, no wait.
 
     seeds:   of `advance`
@@ -105,36 +115,29 @@ def walk(watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violation
                    each row
     counted: [1] int64, grows by the number of entries that were judged
     """
-    _walk_kernel[(rows.numbers.shape[0], SPLITS)](
-        watched.records,
-        rows.numbers,
-        rows.table,
-        rows.lengths,
-        rows.starts,
-        watched.now,
-        truth.lines,
-        watched.keys.constants,
-        seeds,
-        violations,
-        watched.total,
-        counted,
-        watched.records.shape[0],
-        rows.table.shape[1],
-        rows.table.stride(0),
-        truth.lines.shape[1],
-        violations.stride(0),
-        watched.window,
-        watched.null_slots,
-        PAGE=watched.block_size,
-        IN_PLACE=rows.in_place,
-        BLOCK_N=BLOCK,
-    )
-
-
-def walk_torch(
-    watched: Watched, rows: Rows, truth: Truth, *, seeds: Tensor, violations: Tensor, counted: Tensor
-) -> None:
-    """The torch reference of `walk`."""
+    if launches:
+        _walk_kernel[(rows.numbers.shape[0], SPLITS)](
+            watched.records,
+            *rows[:4],
+            watched.now,
+            truth.lines,
+            watched.keys.constants,
+            seeds,
+            violations,
+            watched.total,
+            counted,
+            watched.records.shape[0],
+            rows.table.shape[1],
+            rows.table.stride(0),
+            truth.lines.shape[1],
+            violations.stride(0),
+            watched.window,
+            watched.null_slots,
+            PAGE=watched.block_size,
+            IN_PLACE=rows.in_place,
+            BLOCK_N=BLOCK,
+        )
+        return
     records, keys, block_size, window, now, total, null_slots = watched
     rows, place = live_rows(rows, now)
     numbers, past, num_slots = rows.numbers.long(), context_lengths(rows), records.shape[0]
@@ -161,6 +164,9 @@ def walk_torch(
     is_refused = bits & (violation_bit("R1") | violation_bit("R2")) != 0
     tell_torch(violations[place], total, row, positions, torch.where(is_refused, bits, own))
     counted += len(row)
+
+
+walk_torch = partial(walk, launches=False)
 
 
 def violation_bit(code: str) -> int:

@@ -82,6 +82,7 @@ class HostHandle(ABC):
     def _adopt(self, canary: PagedCanary) -> PagedCanary:
         """Let a canary tell of its findings as processes of one engine do."""
         canary.response.report_finding = SharedReporter(self.rank, self._is_alone).report_finding
+        canary.dumps.environment |= {"engine": self.host} | ({} if self._is_alone else {"rank": self.rank})
         return canary
 
     def _arm(self, canary: PagedCanary) -> None:

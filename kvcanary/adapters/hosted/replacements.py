@@ -23,6 +23,7 @@ class Replacements:
         def around(*args: Any, **kwargs: Any) -> Any:
             return wrapper(method, *args, **kwargs)
 
+        around.kvcanary_replaces = method  # type: ignore[attr-defined]
         setattr(owner, name, around)
         self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
 
@@ -51,5 +52,6 @@ class Replacements:
         self._undo = []
 
 
-def is_replaced(method: Any) -> bool:
-    return hasattr(method, "__wrapped__")
+def replaced_by(owner: Any, name: str) -> Any:
+    """The method that a replacement stands for; None where there is no replacement."""
+    return getattr(getattr(owner, name), "kvcanary_replaces", None)

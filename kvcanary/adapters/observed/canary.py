@@ -11,6 +11,8 @@ who comes and goes, how long rows are at most, and what a step was.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -21,9 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
+from kvcanary.adapters.observed.incident_dumps import IncidentDumps, block_history, source_of
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.memory import Memory
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
+from kvcanary.adapters.observed.recent_steps import RecentSteps
 from kvcanary.adapters.observed.state import RING, Forward, Group, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
@@ -63,13 +67,17 @@ class PagedCanary:
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
-        self.response = Response(config, Describer(WatchedEvidence(self.writers).read, config.show_tokens))
+        own = weakref.proxy(self)  # pools are freed with the last user of a canary
+        self.recent, self.dumps = RecentSteps(config.ring), IncidentDumps(config, functools.partial(source_of, own))
+        evidence = WatchedEvidence(self.writers, functools.partial(block_history, own))
+        self.response = Response(config, Describer(evidence.read, config.show_tokens), dump=self.dumps.on_finding)
         self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
         self.events: list[Any] = []  # of what happened since the last forward
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
+        self._measured = self._ends.copy()  # what they were when they were measured
         self._live = 0  # entries of the rows of the last forward
         self._gone: list[tuple[int, str]] = []
         self._fresh: list[tuple[int, str]] = []
@@ -143,6 +151,8 @@ class PagedCanary:
         self.events = []
         self.steps.append(step)
         if n:
+            own = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
+            self.recent.ran(own, self._measured, self._grown)
             self.coverage.forwards += 1
             self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
             self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
@@ -157,6 +167,7 @@ class PagedCanary:
         np.add(self._ends, self._grown, out=self._ends, where=self._ends > 0)
         self._ends[forward.numbers] = ends
         self._grown, self._most, self._live = 0, int(self._ends.max()), int(ends.sum())
+        self._measured = self._ends.copy()
 
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
@@ -215,6 +226,7 @@ class PagedCanary:
         """Begin to count anew, when kernels were compiled."""
         self.coverage, self.step = Coverage(), 0
         self.steps.clear()
+        self.recent.clear()
         self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
         self._ends[:], self._grown, self._most = 0, GROWN, 0
         self.launches.restart()
@@ -253,6 +265,13 @@ class PagedCanary:
         fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
         live_bytes, seed = self.memory.live_bytes(numbers), seed_id(self.memory.seed)
         return certificate(self.config, self.coverage, live_bytes, seed, self.log, fed)
+
+    def known_tokens(self, number: int) -> list[int] | None:
+        """Tokens of a row as the engine says them; None where it does not."""
+        if self._forward is None or not self._forward.known:
+            return None
+        tokens, ends = self._forward.known
+        return tokens[number, : int(ends[number])].tolist()
 
     def written_twice(self, step: Step, group: Group) -> list[int]:
         """Slots that a step wrote and whose record is of another of its entries (W4)."""

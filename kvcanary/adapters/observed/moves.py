@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import Event, Group, Layers
+from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load
+from kvcanary.dumps.watched_events import COPIED, LOADED, ZEROED
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
 from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
@@ -19,7 +20,7 @@ from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
 
-FingerprintOf = Callable[[Tensor], tuple[Tensor, Tensor]]
+NO_NAMES = "entries loaded into a further group, whose bytes are not compared"
 
 
 def copied(
@@ -29,6 +30,7 @@ def copied(
 
     src, dst: [n] int64 slots; requests: whose they are, by block; what: the engine copies, for the report
     """
+    canary.recent.moved(COPIED, group, src, dst)
     held = group.records[src]
     held[:, SEAL] += seal_values(identity_words(held), dst, 0, canary.memory.identity)
     held[:, SEAL] -= seal_values(identity_words(held), src, 0, canary.memory.identity)
@@ -71,6 +73,7 @@ def _compare(
 
 def zeroed(canary: PagedCanary, group: Group, slots: Tensor, requests: Mapping[int, str], what: str = "blocks") -> None:
     """Slots [n] int64 were zeroed: nobody's bytes lie there now, and they must be zeros (T1)."""
+    canary.recent.moved(ZEROED, group, slots)
     group.records[slots] = 0
     for layers in group.layers:
         layers.stamps[slots] = 0
@@ -85,7 +88,7 @@ def loaded(
     tokens: Tensor,
     chains: Tensor,
     lines: Sequence[Tensor],
-    fingerprint_of: FingerprintOf,
+    names: ContentNames,
 ) -> int:
     """The first entries of a row came from elsewhere, but for those that lie there with records of their own.
 
@@ -93,11 +96,11 @@ def loaded(
 
     row: its number and its request; tokens, chains: [n] int64 on the host, of this prefix
     lines: by group, block tables by number
-    fingerprint_of: (fingerprint a summed over the layers, whether it is known) by chain: bytes that differ are T1
+    names: of contents; bytes that are not those of their name are T1
     """
     (number, request), compared, memory = row, 0, canary.memory
     tokens, chains = memory.upload(tokens), memory.upload(chains)
-    step, site = memory.upload(torch.tensor([canary.step, pack_site("load", 0)])).split(1)
+    step, site = memory.upload(torch.tensor([canary.step + 1, pack_site("load", 0)])).split(1)
     positions, none = torch.arange(len(chains), device=memory.device), torch.zeros_like(step)
     for group, line in zip(canary.groups, lines, strict=True):
         slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
@@ -112,18 +115,28 @@ def loaded(
             group.records, slots, tokens=words, positions=places, chains=own, step=step, sites=site, generations=none,
             requests=memory.truth.uids[number : number + 1], pool_id=0, keys=memory.identity,
         )  # fmt: skip
-        for layers in group.layers:
-            canary.launches.take_now(group, layers, slots, own)
         layers = group.layers[0]
-        wanted, is_known = fingerprint_of(own)
-        canary.coverage.skip("entries loaded under a prefix that nobody wrote here", int((~is_known).sum()))
+        before = layers.fingerprints[0][:, slots]
+        for each in group.layers:
+            canary.launches.take_now(group, each, slots, own)
+        wanted, is_known = names.fingerprint_of(own)
+        if group is not canary.groups[0]:
+            is_known = torch.zeros_like(is_known)  # names are those of the first group's bytes
+        why = "entries loaded under a prefix that nobody wrote here" if group is canary.groups[0] else NO_NAMES
+        canary.coverage.skip(why, int((~is_known).sum()))
         compared += int(is_known.sum())
         wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
         memory.total += wrong.sum()
         count = len(layers.names)
         every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
         requests = dict.fromkeys((slots // group.block_size).tolist(), request)
-        canary.events.append(Event("T1", "an external load", layers, slots, wrong[:, None] * every, group, requests))
+        canary.recent.moved(LOADED, group, request, slots)
+        what = f"an external load by {names.connector}"
+        load = None
+        if bool(wrong.any()):
+            found = layers.fingerprints[0][:, slots]
+            load = Load(names, request, canary.step + 1, places, own, slots, is_known, wrong, wanted, before, found)
+        canary.events.append(Event("T1", what, layers, slots, wrong[:, None] * every, group, requests, load))
     return compared
 
 

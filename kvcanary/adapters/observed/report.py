@@ -9,16 +9,24 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.incident import pool_name
 from kvcanary.adapters.observed.inputs import Fed
-from kvcanary.adapters.observed.state import Event, Group, Layers, Step
+from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
+from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
+from kvcanary.records.state import PoolState
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
 from kvcanary_kernels.watch.reread import LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
 from kvcanary_kernels.watch.walk import NO_VIOLATION, code_of, table_slots
 
+SHOWN_LAYERS = 4
+RIGHT_AGAIN = (
+    "the device found other bytes here when it compared them, and they are right again now: somebody wrote them back, "
+    "or only the copy that was read was damaged, on its way from memory"
+)
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
@@ -33,25 +41,29 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
     cells = canary.violations_of(step)
     column = 0
     for place, group in enumerate(canary.groups):
-        pool = WatchedPool.of(group.layers[0].view, group.number, group.records)
+        pool = _pool(canary, group, group.layers[0])
         for kind, violations in ("R", cells["walk"][place]), ("W", cells["write"][place]):
             for row in (violations[: len(step.requests)] != NO_VIOLATION).nonzero()[:, 0].tolist():
                 position, code = code_of(int(violations[row]), kind)
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
                 violation.expected, violation.found = {"position": position}, _position_at(group, slot)
+                violation.notes = (_place(group, slot),)
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
-            yield Violation("W4", pool, slot, None, writer, step.site, step.number)
+            yield Violation("W4", pool, slot, None, writer, step.site, step.number, notes=(_place(group, slot),))
         for layers in group.layers:
             looks = [(cells["read"][:, column], step.requests, step.site)]
             looks += [(cells["look"][:, n, column], own, ("release", 0)) for n, own in enumerate(step.reread)]
             for look in looks:
-                yield from _content(group, layers, *look, step.number)
+                yield from _content(canary, group, layers, *look, step.number)
             column += 1
     for event in step.events:
-        yield from event.violations(step.number) if isinstance(event, Fed) else _of_event(event, step.number)
+        if isinstance(event, Fed):
+            yield from event.violations(step.number)
+        else:
+            yield from _of_event(canary, event, step.number)
 
 
 def _position_at(group: Group, slot: int) -> dict[str, Any]:
@@ -61,16 +73,25 @@ def _position_at(group: Group, slot: int) -> dict[str, Any]:
 
 
 def _content(
-    group: Group, layers: Layers, cells: Tensor, requests: Sequence[str], site: tuple[str, int], step: int
+    canary: PagedCanary,
+    group: Group,
+    layers: Layers,
+    cells: Tensor,
+    requests: Sequence[str],
+    site: tuple[str, int],
+    step: int,
 ) -> Iterator[Violation]:
     """cells: [2, >= rows], as `reread` gives them."""
     for row in (cells[0, : len(requests)] != NO_VIOLATION).nonzero()[:, 0].tolist():
         (position, layer), slot = divmod(int(cells[0, row]), LAYERS_PER_ENTRY), int(cells[1, row]) % SLOTS_PER_ENTRY
         place = {"position": position, "request_id": requests[row], "site": site, "step": step}
-        yield _of_bytes("R9", group, layers, slot, (layer,), place)
+        yield _of_bytes(canary, "R9", group, layers, slot, (layer,), place)
 
 
-def _of_event(event: Event, step: int) -> Iterator[Violation]:
+def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violation]:
+    if event.load is not None:
+        yield from _of_load(canary, event, event.load, step)
+        return
     wrong = (event.mismatch != 0).any(1).nonzero()[:, 0].tolist()
     for entry in wrong[:1]:
         bits = [int(word) & (1 << 64) - 1 for word in event.mismatch[entry]]
@@ -78,23 +99,61 @@ def _of_event(event: Event, step: int) -> Iterator[Violation]:
         slot, message = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
         request = event.requests.get(slot // event.group.block_size)
         place = {"position": None, "request_id": request, "site": ("move", 0), "step": step, "message": message}
-        yield _of_bytes(event.code, event.group, event.layers, slot, seen, place)
+        yield _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place)
+
+
+def _of_load(canary: PagedCanary, event: Event, load: Load, step: int) -> Iterator[Violation]:
+    """T1 of the first wrong entry of a load, with what the connector did to it."""
+    group, layers, pool = event.group, event.layers, _pool(canary, event.group, event.layers)
+    arrival = arrival_of(pool, group, layers, load, canary.writers)
+    [own] = arrival.pools
+    place, entry = first_wrong(load, group)
+    slot = int(load.slots[entry])
+    count = f"{int(load.wrong.sum())} of {int(load.is_known.sum())} entries that were compared differ"
+    yield Violation(
+        event.code, pool, slot, int(load.positions[entry]), load.request, ("load", 0), step, own.layers,
+        arrival=arrival, arrived_as=place, message=f"{event.what}, {count}",
+        word=arrival.words.get((pool.pool_id, slot)),
+        notes=(_place(group, slot, [layers.names[n] for n in own.layers]),),
+    )  # fmt: skip
 
 
 def _of_bytes(
-    code: str, group: Group, layers: Layers, slot: int, seen: tuple[int, ...], place: dict[str, Any]
+    canary: PagedCanary,
+    code: str,
+    group: Group,
+    layers: Layers,
+    slot: int,
+    seen: tuple[int, ...],
+    place: dict[str, Any],
 ) -> Violation:
     """With every layer that differs now, and the one word that changed if it is one; `seen`: layers that differed."""
     where = torch.tensor([slot], device=layers.fingerprints.device)
     differs = both_fingerprints(layers.rows, where, layers.keys)[:, :, 0] - layers.fingerprints[:, :, slot]
     wrong = tuple(differs[0].nonzero()[:, 0].tolist())
-    pool, shown = WatchedPool.of(layers.view, group.number, group.records, layers.keys), wrong or seen
+    pool, shown = _pool(canary, group, layers), wrong or seen
     fits = fitting_changes(pool, slot, wrong[0], *differs[:, wrong[0]].tolist()) if len(wrong) == 1 else []
-    notes: tuple[str, ...] = (f"layers {', '.join(layers.names[n] for n in shown[:4])}",)
+    notes: tuple[str, ...] = (_place(group, slot, [layers.names[n] for n in shown]),)
     if not wrong and code == "R9":
-        notes += ("the bytes came back before the host looked",)
+        notes += (RIGHT_AGAIN,)
     word = describe_change(pool, slot, fits[0]) if len(fits) == 1 else None
     return Violation(code, pool, slot, **place, layers=shown, word=word, notes=notes)
+
+
+def _pool(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
+    """What stands for the pool of layers that are alike."""
+    name, stored = pool_name(canary, group, layers), layers.fingerprints[0]
+    return WatchedPool.of(layers.view, group.number, group.records, layers.keys, name, stored)
+
+
+def _place(group: Group, slot: int, names: Sequence[str] = ()) -> str:
+    """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`."""
+    window = f" with a window of {group.window}" if group.window else ""
+    place = f"group {group.number}{window}, block {slot // group.block_size}, offset {slot % group.block_size}"
+    if not names:
+        return place
+    more = f" and {len(names) - SHOWN_LAYERS} more" if len(names) > SHOWN_LAYERS else ""
+    return f"{place}; layer{'s'[: len(names) - 1]} {', '.join(names[:SHOWN_LAYERS])}{more}"
 
 
 def _slot(lines: Tensor, line: int, position: int, group: Group) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,12 +75,49 @@ class Step:
     is_reported: bool = False
 
 
+class ContentNames(Protocol):
+    """What bytes were when this process wrote them, by the chain of their prefix; `connector`: what loads them."""
+
+    connector: str
+
+    def fingerprint_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
+        """By chain [n], fingerprint a summed over the layers of the first group [n] int64, and whether it is known."""
+        ...
+
+    def chain_of(self, fingerprint: int) -> int | None:
+        """The chain under which bytes of such a sum were written."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """What a connector loaded into a row, where some of it is not what its name says; n entries, in the row's order.
+
+    positions, chains, slots: [n] int64;  is_known: [n] bool, it has a name;  wrong: [n] bool
+    wanted: [n] int64, fingerprint a summed over the layers
+    before, found: [layers, n] int64, fingerprint a of what was recorded there before, and of what was loaded
+    """
+
+    names: ContentNames
+    request: str
+    step: int
+    positions: Tensor
+    chains: Tensor
+    slots: Tensor
+    is_known: Tensor
+    wrong: Tensor
+    wanted: Tensor
+    before: Tensor
+    found: Tensor
+
+
 @dataclass(eq=False)
 class Event:
     """Slots that were read by themselves: after a copy, a load, a zeroing, or before a row goes.
 
     mismatch: [n, 2] int64 bitmap of layers; slots: [n] int64
     requests: whose blocks they are, by block, where that is known
+    load:     for T1 of a load, what is known of it
     """
 
     code: str
@@ -90,6 +127,7 @@ class Event:
     mismatch: Tensor
     group: Group
     requests: Mapping[int, str]
+    load: Load | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -13,29 +13,43 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvcanary.adapters.compatibility import resolved
 from kvcanary.adapters.transformers.judging import DenseCanary
 from kvcanary.adapters.transformers.paged_cache import BatchedCache
 from kvcanary.adapters.transformers.paged_layout import group_of
+from kvcanary.errors import AdapterError
 
-REPLACED = ("update", "extend_read_and_write_indices", "search_prefix_match", "free_blocks", "reset")
+CACHE = "transformers.generation.continuous_batching.cache:PagedAttentionCache"
 COPIES = ("perform_cache_copy", "copy_cache")
 FORKS = ("prepare_fork_request", "fork_request")
+#: By path of needs.py, methods that are left alone where it is closed.
+OPTIONAL = {"forks": (*COPIES, *FORKS), "prefix sharing": ("search_prefix_match",)}
+#: Those of them that a release has are replaced.
+REPLACED = ("update", "extend_read_and_write_indices", "search_prefix_match", "free_blocks", "reset", *COPIES, *FORKS)
+
+
+#: What a forward of a batch is given, beside its cache.
+GIVEN = ("input_ids", "position_ids", "read_index", "write_index")
 
 
 class Batching:
-    """The caches of one model: methods of PagedAttentionCache are replaced until `undo`."""
+    """The caches of one model: methods of PagedAttentionCache are replaced until `undo`, none where they are gone."""
 
-    def __init__(self, config: Any, canary: DenseCanary, kind: type) -> None:
-        """`config`: of the model, which its caches hold too; `kind`: PagedAttentionCache."""
-        self.canary, self._kind, self._config = canary, kind, config
-        self._update_of = inspect.signature(kind.update)  # type: ignore[attr-defined]
-        # one dict of the forward's keyword arguments (5.23), or two lists of indices (5.17)
-        self._is_by_allocator = "kwargs" in self._update_of.parameters
+    def __init__(self, config: Any, canary: DenseCanary) -> None:
+        """`config`: of the model, which its caches hold too."""
+        self.canary, self._config = canary, config
         self._caches: weakref.WeakKeyDictionary[Any, BatchedCache] = weakref.WeakKeyDictionary()
         self.failure: Exception | None = None
         self._own: dict[str, Any] = {}
-        for name in (*REPLACED, *COPIES, *FORKS):
-            if hasattr(kind, name):
+        self._kind: type | None = None if "generate_batch" in canary.closed else resolved(CACHE)
+        if self._kind is None:
+            return
+        self._update_of = inspect.signature(self._kind.update)  # type: ignore[attr-defined]
+        # one dict of the forward's keyword arguments (from 5.20), or two lists of indices (to 5.17)
+        self._is_by_allocator = "kwargs" in self._update_of.parameters
+        closed = {name for path, names in OPTIONAL.items() if path in canary.closed for name in names}
+        for name in REPLACED:
+            if hasattr(self._kind, name) and name not in closed:
                 self._replace(name, getattr(self, f"_{name}"))
 
     def undo(self) -> None:
@@ -45,22 +59,36 @@ class Batching:
 
     def of(self, cache: Any) -> BatchedCache | None:
         """The records of a cache of this model."""
-        if not isinstance(cache, self._kind) or getattr(cache, "config", None) is not self._config:
+        if self._kind is None or not isinstance(cache, self._kind):
+            return None
+        if getattr(cache, "config", None) is not self._config:
             return None
         if cache not in self._caches:
             self._caches[cache] = BatchedCache(cache, self.canary)
         return self._caches[cache]
 
-    def before_forward(self, named: Mapping[str, Any]) -> bool:
-        """Whether this forward is one of a batch that is watched."""
-        held = self.of(named.get("cache"))
-        if held is None or named.get("block_table") is not None:
-            return False
-        self._guard(held.before, named["input_ids"], named["position_ids"], named["read_index"], named["write_index"])
-        return True
+    def cache_in(self, named: Mapping[str, Any]) -> BatchedCache | None:
+        """The records of the paged cache of this model that a forward is given, under whatever name."""
+        return next((held for value in named.values() if (held := self.of(value)) is not None), None)
+
+    def before_forward(self, held: BatchedCache, named: Mapping[str, Any]) -> str:
+        """Judge what a forward is about to read; why it cannot be, where it cannot."""
+        if named.get("block_table") is not None:
+            return "the kernel stores a batch by its block table"
+        absent = [name for name in GIVEN if named.get(name) is None]
+        if not absent:
+            self._guard(held.before, *(named[name] for name in GIVEN))
+            return ""
+        reason = f"a batch must be given {', '.join(GIVEN)}, it has no {', '.join(absent)}"
+        if self.canary.config.mode == "raise":
+            self.failure = self.failure or AdapterError(reason)
+            raise AdapterError(reason)
+        held.skip()
+        return reason
 
     def _replace(self, name: str, wrapper: Callable[..., Any]) -> None:
-        method = self._own[name] = getattr(self._kind, name)
+        kind = self._kind
+        method = self._own[name] = getattr(kind, name)
 
         @functools.wraps(method)
         def around(cache: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +97,7 @@ class Batching:
                 return method(cache, *args, **kwargs)
             return wrapper(held, functools.partial(method, cache), *args, **kwargs)
 
-        setattr(self._kind, name, around)
+        setattr(kind, name, around)
 
     def _guard(self, function: Callable[..., Any], *args: Any) -> None:
         """An error ends a background thread, where the caller does not see it: keep it."""

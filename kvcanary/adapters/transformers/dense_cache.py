@@ -8,7 +8,7 @@ of n entries holds the last n positions of the row; a longer one has an unwritte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,8 @@ from kvcanary.adapters.transformers.judging import (
 )
 from kvcanary.calls.violation import Violation
 from kvcanary.config import share_of
+from kvcanary.pools.launch_site import pack_site
+from kvcanary_kernels.record.layout import COLUMNS, STEP_SITE, TOKEN_POSITION
 
 Said = Callable[[int], int]  # by layer, the length that it says it has
 Held = Callable[[int], tuple[Tensor, Tensor]]  # by layer, K and V as they lie now
@@ -72,6 +74,7 @@ class DenseRows:
 
     tokens: [batch, length] int64 on the host, NOT_KNOWN where nobody said; None before the first forward
     step:   forwards so far
+    records: [positions, 8] int64 as record/layout.py has them: position, step and site of the forward that wrote it
     """
 
     canary: DenseCanary
@@ -79,6 +82,11 @@ class DenseRows:
     tokens: Tensor | None = None
     step: int = 0
     last_layer: int = -1
+    pool_id: int = 0
+    records: Tensor = field(default_factory=lambda: torch.zeros(0, COLUMNS, dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        self.pool_id = self.canary.new_pool()
 
     @property
     def length(self) -> int:
@@ -113,6 +121,7 @@ class DenseRows:
         if layer <= self.last_layer or not self.step:
             self.step += 1
             canary.coverage.forwards += 1
+            self._seal(self.length_of(layer), k.shape[2])
         self.last_layer = layer
         before, fingerprints = self.length_of(layer), canary.fingerprints(layer, k, v)
         if layer not in self.layers:
@@ -124,13 +133,13 @@ class DenseRows:
         if said != own.length:
             violation = wrong_length(layer, own.length, said, site)
             self.adopt(layer, *read, said)
-            canary.report([violation], self.step)
+            self._report([violation])
             return
         first = own.length - min(read[0].shape[2], own.length)
         self._count_unread(own, first, before)
         canary.coverage.slots_checked += fingerprints.shape[1] * (own.length - first)
         looks = [Reread(layer, *read, first, *bounds, before, site) for bounds in self._planned(layer, first, before)]
-        canary.report([violation for reread in looks for violation in self._violations(reread)], self.step)
+        self._report([violation for reread in looks for violation in self._violations(reread)])
 
     def cropped(self, count: int, said: Said, held: Held) -> None:
         """The last `count` entries are to be gone (R10)."""
@@ -141,7 +150,7 @@ class DenseRows:
             if said(layer) != length:
                 violations.append(wrong_length(layer, length, said(layer), ("move", 0)))
                 self.adopt(layer, *held(layer), said(layer))
-        self.canary.report(violations, self.step)
+        self._report(violations)
         if self.tokens is not None and count:
             self.tokens = self.tokens[:, : max(self.tokens.shape[1] - count, 0)]
 
@@ -163,7 +172,7 @@ class DenseRows:
                 k, v = held(layer)
                 first = own.length - min(k.shape[2], own.length)
                 violations += self._violations(Reread(layer, k, v, first, first, own.length, own.length, site))
-        self.canary.report(violations, self.step)
+        self._report(violations)
 
     def forget(self) -> None:
         """The cache was emptied."""
@@ -180,17 +189,28 @@ class DenseRows:
             known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens
         )
         self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
-        self.canary.report(violations, self.step)
+        self._report(violations)
 
     def fed(self, tokens: Tensor, before: int) -> None:
         """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries."""
         length = before + tokens.shape[1]
         self.canary.coverage.peak_live_bytes = max(self.canary.coverage.peak_live_bytes, self.live_bytes)
         lengths = {layer: own.length for layer, own in self.layers.items()}
-        self.canary.report(judge_fed(lengths, length, _site(before, tokens.shape[1])), self.step)
+        self._report(judge_fed(lengths, length, _site(before, tokens.shape[1])))
         self.tokens = torch.cat((self._known(before, len(tokens)), tokens.cpu()), 1)
 
     # helpers
+
+    def _report(self, violations: Sequence[Violation]) -> None:
+        self.canary.report(violations, self.step, self.pool_id, self.records)
+
+    def _seal(self, before: int, count: int) -> None:
+        """This forward writes so many positions; the room for records doubles when it is full."""
+        length = before + count
+        if length > len(self.records):
+            self.records = torch.cat((self.records, self.records.new_zeros(length, COLUMNS)))
+        self.records[before:length, TOKEN_POSITION] = torch.arange(before, length) << 32
+        self.records[before:length, STEP_SITE] = pack_site(*_site(before, count)) << 32 | self.step
 
     def _known(self, length: int, default_rows: int) -> Tensor:
         """Tokens of as many entries; NOT_KNOWN where the cache was filled, or cut to size, when nobody looked."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.capabilities import expect_watching
+from kvcanary.adapters.observed.incident_dumps import IncidentDumps, source_without_slots
+from kvcanary.adapters.transformers.needs import TESTED
 from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.violation import Violation
 from kvcanary.config import CanaryConfig
@@ -31,7 +36,9 @@ from kvcanary_kernels.record.rows import WORD_BYTES
 Site = tuple[str, int]
 Sides = tuple[dict[str, Any], dict[str, Any]]
 POOL = "cache"
-NOWHERE = WatchedPool.of(CacheView(POOL, 1))  # until it is known of how many layers the cache is
+NOWHERE = WatchedPool.of(CacheView(POOL, 1))  # until it is told of whose cache it is
+UPDATE = "update"  # who wrote, in a dense cache: rows have no requests there
+MOST_WRITERS = 1 << 16  # requests whose names are kept for reports
 NOT_KNOWN = -1  # in the place of a token id
 #: What a dense cache can feed: it has no pages, no owners and no plans.
 DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1"})
@@ -72,10 +79,15 @@ def dense_violation(
 class DenseCanary:
     """What all caches of one attachment share: settings, keys, counters and findings. A copy of a cache keeps it."""
 
-    def __init__(self, config: CanaryConfig) -> None:
+    def __init__(self, config: CanaryConfig, closed: Mapping[str, str] | None = None) -> None:
+        """`closed`: by path of needs.py, what is gone of its names."""
         expect_watching(config, "one row of a running generate")
-        self.config, self.coverage = config, Coverage()
-        self._response = Response(config, Describer(WatchedEvidence({}).read))
+        self.config, self.coverage, self.closed = config, Coverage(), dict(closed or {})
+        self.dumps = IncidentDumps(config, functools.partial(source_without_slots, weakref.proxy(self)))
+        self.dumps.environment = {"engine": "transformers", "version": version("transformers")}
+        self.writers = {0: UPDATE}  # by the number of a request in records, its name
+        self._num_requests = self._num_pools = 0
+        self._response = Response(config, Describer(WatchedEvidence(self.writers).read), dump=self.dumps.on_finding)
         self.log = self._response.log
         self.layers_seen = 1
         self.num_layers = 4  # that keys are made for at once
@@ -149,19 +161,46 @@ class DenseCanary:
             keys = self._keys[words] = make_keys(self.seed, num_layers, words, device)
         return keys
 
-    def report(self, violations: Sequence[Violation], step: int) -> None:
-        """Tell of each fault once. KVCorruptionError in mode raise."""
+    def new_pool(self) -> int:
+        """The number of a pool: a place that was damaged in one cache is no known place in another."""
+        self._num_pools += 1
+        return self._num_pools
+
+    def new_request(self, name: str) -> int:
+        """Its number in records."""
+        self._num_requests += 1
+        self.writers[self._num_requests] = name
+        if len(self.writers) > MOST_WRITERS:
+            del self.writers[self._num_requests - MOST_WRITERS + 1]
+        return self._num_requests
+
+    def report(
+        self, violations: Sequence[Violation], step: int, pool_id: int = 0, records: Tensor | None = None
+    ) -> None:
+        """Tell of each fault once. KVCorruptionError in mode raise.
+
+        pool_id, records: of the cache whose violations name no pool; records [positions, 8] say which forward wrote
+        """
         if not violations:
             return
-        pool = WatchedPool.of(CacheView(POOL, self.layers_seen))
+        pool = WatchedPool.of(CacheView(POOL, self.layers_seen), pool_id, records)
         for violation in violations:
-            violation.pool, violation.step = pool, step
+            violation.step = step
+            if violation.pool is NOWHERE:
+                violation.pool = pool
         self._response.answer(_joined(violations), step, self.coverage)
 
     def certificate(self, live_bytes: int = 0) -> dict[str, Any]:
         """What was checked, what was not and why; the same keys as that of an engine's canary."""
         fed = self.fed - {"R4", "T1"} if self.config.content == "write" else self.fed
-        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), self.log, fed)
+        made = certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), self.log, fed)
+        return made | ({"closed_paths": dict(self.closed)} if self.closed else {})
+
+    def closed_error(self, path: str) -> AdapterError:
+        """Why this path cannot be watched in this release."""
+        return AdapterError(
+            f"{path} is not watched: {self.closed[path]}; install a release of {TESTED[0]} to {TESTED[-1]}"
+        )
 
 
 def _is_dense(k: Tensor, v: Tensor) -> bool:
@@ -297,14 +336,19 @@ def locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differ
 
 
 def _joined(violations: Sequence[Violation]) -> list[Violation]:
-    """Layers in which the same fired at the same place are one violation; the rest of a row follows its first wrong
-    entry.
+    """Layers in which the same fired at the same place are one violation, and so are the rows that read it; the rest of
+    a row follows its first wrong entry.
     """
     first: dict[tuple[object, ...], Violation] = {}
     for violation in sorted(violations, key=lambda violation: (violation.position or 0, violation.layers)):
-        kept = first.setdefault((violation.code, violation.row_number, violation.position), violation)
-        if kept is not violation:
+        kept = first.setdefault((violation.code, *violation.place), violation)
+        if kept is violation:
+            continue
+        if violation.layers != kept.layers:
             kept.layers, kept.word = tuple(sorted({*kept.layers, *violation.layers})), None
+        name = violation.request_id
+        if name is not None and name not in (kept.request_id, *kept.others):
+            kept.others += (name,)
     return list(first.values())
 
 

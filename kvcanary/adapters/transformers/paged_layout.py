@@ -43,9 +43,20 @@ def memory_of(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
     return cache.key_cache[place], cache.value_cache[place]
 
 
+def block_size_of(cache: Any, group: int) -> int:
+    """Indices from the beginning of one block to that of the next."""
+    if hasattr(cache, "cache_allocators"):
+        return int(_allocator(cache, group).block_physical_stride)
+    return int(cache.block_size)
+
+
 def block_of(cache: Any, group: int, block: int) -> Tensor:
     """[n] indices of one block."""
     if hasattr(cache, "cache_allocators"):
-        allocator = next(own for own in cache.cache_allocators.values() if own.index == group)
+        allocator = _allocator(cache, group)
         return torch.arange(allocator.tokens_per_page) + block * allocator.block_physical_stride
     return torch.arange(cache.block_size) + block * cache.block_size
+
+
+def _allocator(cache: Any, group: int) -> Any:
+    return next(own for own in cache.cache_allocators.values() if own.index == group)

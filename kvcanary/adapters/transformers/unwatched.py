@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -34,6 +35,11 @@ def cache_argument(model: Any) -> str:
     )
 
 
+def cache_given(named: Mapping[str, Any]) -> Any:
+    """The cache that a forward is given, also under a name that its release only still accepts; None without one."""
+    return next((named[name] for name in CACHES if named.get(name) is not None), None)
+
+
 class Unwatched:
     """Forwards of one model whose caches nobody watches: counted, told once, an error where a generate() had no other.
 
@@ -58,16 +64,19 @@ class Unwatched:
             raise error
         self.skip(str(error))
 
-    def ended(self, num_forwards: int, num_entries: int) -> None:
-        """A generate() is over that began after so many forwards, and has written and read so many entries.
+    def ended(self, method: str, num_forwards: int, num_entries: int) -> None:
+        """A call of this method is over that began after so many forwards, and has written and read so many entries.
 
-        CanaryNotRunningError in mode raise where it ran and nothing was watched.
+        CanaryNotRunningError in mode raise where nothing was watched.
         """
-        ran = self.num_forwards - num_forwards
-        if not ran or num_entries:
+        if num_entries:
             return
-        reason = f"generate() of {self._model} ran {ran} forwards, and no cache of theirs is watched"
+        ran = self.num_forwards - num_forwards
+        reason, remedy = f"{method}() of {self._model} ran no forward of this model", "attach to the one that it runs"
+        if ran:
+            reason = f"{method}() of {self._model} ran {ran} forwards, and no cache of theirs is watched"
+            remedy = "let it use its cache"
         if self._config.mode == "raise":
-            raise CanaryNotRunningError(f"{reason}: let it use its cache, or detach() the canary")
+            raise CanaryNotRunningError(f"{reason}: {remedy}, or detach() the canary")
         self._is_reported = True
         _events.error("kvcanary.not_watching", model=self._model, reason=reason)

@@ -7,19 +7,34 @@ from importlib import import_module
 from kvcanary.adapters.compatibility import Needed, accept, missing
 from kvcanary.adapters.observed.capabilities import PAGED_FED as FED
 
-__all__ = ["FED", "NEEDED", "NEEDED_OF", "RUNNER_V1", "RUNNER_V2", "TESTED_VERSIONS", "check", "runner_of"]
+__all__ = [
+    "EVERY_RUNNER",
+    "FED",
+    "NEEDED",
+    "NEEDED_OF",
+    "RUNNERS",
+    "RUNNER_V1",
+    "RUNNER_V2",
+    "TESTED",
+    "check",
+    "closed_paths",
+    "runner_of",
+]
 #: Releases (major and minor) that this adapter ran in, oldest first.
-TESTED_VERSIONS = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
+TESTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
 #: Modules of the runners that are followed; other devices have runners that are derived from these.
 RUNNER_V2, RUNNER_V1 = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"
+#: What these are called where a user reads of them.
+RUNNERS = {RUNNER_V2: "runner V2", RUNNER_V1: "runner V1"}
 _WORKER, _RUNNER, _FIRST = (
     f"{name}."
     for name in ("vllm.v1.worker.gpu_worker:Worker", f"{RUNNER_V2}:GPUModelRunner", f"{RUNNER_V1}:GPUModelRunner")
 )
 _OUTPUT, _V2 = "vllm.v1.core.sched.output:", "vllm.v1.worker.gpu."
 _CACHE = "vllm.v1.kv_cache_interface:"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 #: Of every runner.
-NEEDED = (
+EVERY_RUNNER = (
     Needed("vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ("self",)),
     Needed(f"{_WORKER}initialize_from_config", ("self", "kv_cache_config")),
     Needed(f"{_WORKER}compile_or_warm_up_model", ("self",)),
@@ -39,7 +54,6 @@ NEEDED = (
             "new_block_ids_to_zero",
             "kv_cache_block_copies",
         ),
-        optional=("has_sync_kv_loads",),
     ),
     Needed(
         f"{_OUTPUT}NewRequestData",
@@ -103,6 +117,7 @@ NEEDED_OF = {
         ),
         Needed(f"{_V2}kv_connector:ActiveKVConnector", attributes=("kv_connector",)),
         Needed(f"{_V2}kv_connector:ActiveKVConnector.pre_forward", ("self", "scheduler_output")),
+        Needed(f"{_CONNECTOR}.wait_for_layer_load", ("self", "layer_name")),
         Needed(f"{_V2}async_utils:AsyncOutput.get_output", ("self",)),
     ),
     RUNNER_V1: (
@@ -154,6 +169,9 @@ NEEDED_OF = {
 }
 
 
+NEEDED = (*EVERY_RUNNER, *(need for needs in NEEDED_OF.values() for need in needs))
+
+
 def check(version: str | None = None, runner: str | None = None) -> list[str]:
     """What speaks against attaching to the vLLM that is installed, one sentence each.
 
@@ -161,12 +179,18 @@ def check(version: str | None = None, runner: str | None = None) -> list[str]:
     runner:  to that one alone; None: to any, so that a name of one runner does not close the other
     """
     version = str(import_module("vllm").__version__) if version is None else version
-    faults, own = missing(NEEDED), [missing(needs) for name, needs in NEEDED_OF.items() if runner in (None, name)]
+    faults, own = missing(EVERY_RUNNER), [missing(needs) for name, needs in NEEDED_OF.items() if runner in (None, name)]
     faults += [fault for runner_faults in own for fault in runner_faults] if all(own) else []
     if faults:
         return [f"vllm {version}: {fault}" for fault in faults]
-    refused = accept("vllm", version, TESTED_VERSIONS)
+    refused = accept("vllm", version, TESTED)
     return [refused] if refused else []
+
+
+def closed_paths() -> dict[str, str]:
+    """By runner, what is gone of its names, one sentence; those that are whole are left out."""
+    gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
+    return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 
 def runner_of(runner: object) -> str | None:

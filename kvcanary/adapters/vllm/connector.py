@@ -2,11 +2,15 @@
 
 A content name is what the bytes of an entry were when this worker wrote the same prefix: chain to fingerprint, in a
 table that never changes an entry. A prefix whose bytes were once written in two ways has no name any more.
+
+Some connectors load layer by layer while the forward runs. In a step that admits loaded entries every layer is waited
+for before the forward, as its attention would do later; that wait is then left out, since a connector may count it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +22,15 @@ NAMES = 1 << 20
 
 
 class Loads:
-    """External loads of one worker."""
+    """External loads of one worker; `connector`: what vLLM calls that which loads."""
 
-    def __init__(self, canary: PagedCanary) -> None:
-        self.canary, self.compared = canary, 0
+    def __init__(
+        self, canary: PagedCanary, connector: str, layers: Sequence[str], wait_for: Callable[[str], object]
+    ) -> None:
+        """layers: that a forward stores, in its order; wait_for: lets one of them arrive"""
+        self.canary, self.connector, self.compared = canary, connector, 0
+        self.layers, self.wait_for = layers, wait_for
+        self._waited: set[str] = set()  # layers of this step whose attention need not wait
         self._known = torch.zeros(
             2, NAMES + 1, dtype=torch.int64, device=canary.memory.device
         )  # chain, fingerprint; the last is nobody's
@@ -35,11 +44,27 @@ class Loads:
                 prefix = list(tokens[:length])
                 self._new.append(((number, request), torch.tensor(prefix), self.canary.prefixes.every(prefix, salt)))
 
+    def begin(self) -> None:
+        """A step begins: nothing was waited for."""
+        self._waited.clear()
+
+    def wait(self) -> None:
+        """Let all layers arrive, where entries of this step may come from elsewhere."""
+        for layer in self.layers if self._new else ():
+            self.wait_for(layer)
+            self._waited.add(layer)
+
+    def was_waited_for(self, layer: str) -> bool:
+        """Whether a layer of this step is there already; said once."""
+        was = layer in self._waited
+        self._waited.discard(layer)
+        return was
+
     def arrived(self, lines: Sequence[Tensor]) -> None:
         """Loads were started, on the stream of the forward: judge and record what they brought."""
         new, self._new = self._new, []
         for row, tokens, chains in new:
-            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self._fingerprint_of)
+            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self)
 
     def name(self) -> None:
         """Give names to what the last forward stored."""
@@ -57,8 +82,19 @@ class Loads:
         differs = is_own & (self._known[1, places] != fingerprints)
         self._several.index_fill_(0, torch.where(differs, places, NAMES), True)
 
-    def _fingerprint_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
+    def fingerprint_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
         """([n] int64 fingerprints, [n] bool where they are known)."""
         places = chains & (NAMES - 1)
         known = (self._known[0, places] == chains) & ~self._several[places]
         return self._known[1, places], known
+
+    def chain_of(self, fingerprint: int) -> int | None:
+        """The chain under which bytes of such a sum were written; None where that is not known."""
+        known = ((self._known[1] == fingerprint) & (self._known[0] != 0))[:-1].nonzero()
+        return int(self._known[0, known[0, 0]]) if len(known) else None
+
+
+def connector_name(connector: Any) -> str:
+    """What vLLM calls a connector; of several, each."""
+    name, parts = type(connector).__name__, getattr(connector, "_connectors", None)
+    return name if not parts else f"{name} of {', '.join(type(part).__name__ for part in parts)}"

@@ -7,6 +7,7 @@ after the forward.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
@@ -120,6 +121,8 @@ class Handle(HostHandle):
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
+        if self.is_armed and self.canary is not None:
+            self.canary.recent.scheduled(args[0])
         result = method(*args, **kwargs)
         if self._wrote() and self._loads is not None:
             self._loads.name()
@@ -133,9 +136,11 @@ class Handle(HostHandle):
     def _bind(self) -> PagedCanary:
         """Read where everything lies now; the pools are new, or moved."""
         canary, late = self._adopt(self._new_canary()), self._late_layers()
+        canary.dumps.environment |= {"version": engine_version(), "runner": type(self).__name__.removeprefix("Handle")}
         context = self.runner.compilation_config.static_forward_context
         for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
             size, ratio = self._table_block(number)
+            canary.recent.ratios.append(ratio)
             layers = [(name, context[name]) for name in spec.layer_names]
             pools = pools_of(layers, spec.kv_cache_spec, late, null_slots=size * ratio)
             window = int(getattr(spec.kv_cache_spec, "sliding_window", None) or 0)
@@ -175,3 +180,8 @@ def salt_of(request: Any) -> str:
     """What makes equal tokens mean other K and V: the adapter."""
     lora = request.lora_request
     return "" if lora is None else f"lora {getattr(lora, 'lora_int_id', lora)}"
+
+
+def engine_version() -> str:
+    """Of the vLLM that runs here."""
+    return str(getattr(sys.modules.get("vllm"), "__version__", "of unknown version"))

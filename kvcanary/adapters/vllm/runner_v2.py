@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcanary.adapters.hosted.replacements import is_replaced
+from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.connector import Loads
+from kvcanary.adapters.vllm.connector import Loads, connector_name
 from kvcanary.adapters.vllm.handle import Handle, salt_of
 from kvcanary.errors import AdapterError
 
@@ -76,12 +76,25 @@ class HandleV2(Handle):
     def _pre_forward(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if self._loads is not None:
             self._flush()
+            self._loads.begin()
         result = method(*args, **kwargs)
         if self.is_armed and self._pending is not None and self._loads is not None:
             forward, self._pending = self._pending, None
+            self._loads.wait()
             self._loads.arrived(self._lines())
             self._read(forward)
         return result
+
+    def _wait_for_layer_load(self, method: Any, layer_name: str) -> Any:
+        """Attention asks for its layer: one that was waited for is there, and some connectors count the calls."""
+        return None if self._loads is not None and self._loads.was_waited_for(layer_name) else method(layer_name)
+
+    def _stored_layers(self) -> list[str]:
+        """Layers that the target's forward stores, in its order."""
+        late, groups = self._late_layers(), self.runner.kv_cache_config.kv_cache_groups
+        pooled = {name for group in groups for name in group.layer_names}
+        context = self.runner.compilation_config.static_forward_context
+        return [name for name in context if name in pooled and name not in late]
 
     def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
@@ -107,13 +120,17 @@ class HandleV2(Handle):
     def _bind(self) -> PagedCanary:
         runner, canary = self.runner, super()._bind()
         speculator, connector = getattr(runner, "speculator", None), getattr(runner, "kv_connector", None)
-        if speculator is not None and self._late_layers() and not is_replaced(speculator.propose):
+        if speculator is not None and self._late_layers() and replaced_by(speculator, "propose") is None:
             self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
             self._hook(speculator, ("propose",))
         if connector is not None and hasattr(connector, "kv_connector"):
-            self._loads = Loads(canary)
-            if not is_replaced(connector.pre_forward):
+            inner = connector.kv_connector
+            if replaced_by(connector, "pre_forward") is None:
                 self._hook(connector, ("pre_forward",))
+                self._hook(inner, ("wait_for_layer_load",))
+            self._loads = Loads(
+                canary, connector_name(inner), self._stored_layers(), replaced_by(inner, "wait_for_layer_load")
+            )
         return canary
 
     def _new_canary(self) -> PagedCanary:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.helpers.reach import row_of
+from kvcanary.faults.helpers.reach import words_of
 from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Move, Target
 
@@ -49,15 +49,11 @@ def page_of_another(match: Any, *, tree: Any) -> Any:
 
 def changed_by(target: Target, move: Move) -> frozenset[int]:
     """Slots in which other bytes lie when this move is done than before it."""
-    rows, pairs = target.pools[move.pool].rows, zip(move.source.tolist(), move.destination.tolist(), strict=True)
-    return frozenset(
-        slot
-        for source, slot in pairs
-        if bool((rows.gather_layer(0, row_of(source)) != rows.gather_layer(0, row_of(slot))).any())
-    )
+    view, pairs = target.pools[move.pool], zip(move.source.tolist(), move.destination.tolist(), strict=True)
+    return frozenset(slot for source, slot in pairs if (words_of(view, 0, source) != words_of(view, 0, slot)).any())
 
 
-def move_undeclared(target: Target) -> bool:
+def move_undeclared(target: Target) -> None:
     """Accepted entries move to the front of their window, and the canary hears nothing of it."""
 
     def undeclared(move: Move) -> bool:
@@ -74,4 +70,3 @@ def move_undeclared(target: Target) -> bool:
         return True
 
     target.on_move(undeclared)
-    return True

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.helpers.reach import any_reader, part_of
+from kvcanary.faults.strike import need
 from kvcanary.faults.target import Setup, Target
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ NUM_PAGES = 2
 Arrive = Callable[["PoolView", "Tensor", "Tensor"], "Tensor"]
 
 
-def bring_back(target: Target, arrive: Arrive, of_earlier: bool = False) -> bool:
+def bring_back(target: Target, arrive: Arrive, of_earlier: bool = False) -> None:
     """The first pages of a running request are put away, and come back as another one's, changed in the target's pool.
 
     of_earlier: the second page is put away before the first, and comes back in its place
@@ -28,8 +29,7 @@ def bring_back(target: Target, arrive: Arrive, of_earlier: bool = False) -> bool
 
     reader, size, canary = any_reader(target), target.setup.page_size, target.canary
     pages = _never_granted(target, 1 if of_earlier else NUM_PAGES)
-    if reader is None or reader.committed_len < NUM_PAGES * size or not pages:
-        return False
+    need(reader.committed_len >= NUM_PAGES * size and pages)
     sent = list(reader.pages[:NUM_PAGES])
     if of_earlier:
         canary.on_offload(sent[1:])
@@ -55,7 +55,6 @@ def bring_back(target: Target, arrive: Arrive, of_earlier: bool = False) -> bool
     canary.admit(CHILD, canary.session.ledger.request(reader.request_id).tokens[: length + 2].tolist())
     canary.on_alloc(CHILD, pages, for_load=True)
     canary.on_restore(CHILD, pages, length, snapshot)
-    return True
 
 
 def as_they_left(view: PoolView, left: Tensor, lies: Tensor) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from kvcanary.faults.helpers.reach import any_reader, private_page, redirect, root_forward, written_of
-from kvcanary.faults.target import Call, Running, Target
+from kvcanary.faults.helpers.reach import Place, any_reader, private_page, redirect, strike_row, written_of
+from kvcanary.faults.strike import NotNow, need
+from kvcanary.faults.target import Call, Target
 
 CHILD = "child"
 
 
-def evict_a_locked_page(target: Target) -> bool:
+def evict_a_locked_page(target: Target) -> None:
     """A cache replaces a page that a running request holds too."""
     published = target.canary.session.ledger.pages.published
     for reader in target.running():
@@ -18,63 +17,51 @@ def evict_a_locked_page(target: Target) -> bool:
         if held:
             target.record()
             target.canary.on_evict([target.rng.choice(held)])
-            return True
-    return False
+            return
+    raise NotNow
 
 
-def remove_the_parent_first(target: Target) -> bool:
+def remove_the_parent_first(target: Target) -> None:
     """A row is forked, and its pages go with the first of the two that ends."""
     reader = any_reader(target)
-    whole = 0 if reader is None else reader.committed_len // target.setup.page_size
-    if reader is None or not whole:
-        return False
+    whole = reader.committed_len // target.setup.page_size
+    need(whole)
     canary, pages = target.canary, list(reader.pages[:whole])
     canary.admit(CHILD, canary.session.ledger.request(reader.request_id).tokens.tolist())
     canary.on_fork(reader.request_id, CHILD, pages)
     target.record()
     canary.on_evict(pages[-1:])
-    return True
 
 
-def cache_a_freed_page(target: Target) -> bool:
+def cache_a_freed_page(target: Target) -> None:
     """A prefix tree takes, or keeps, a page that was given back; the next request of this prefix would hit it."""
     reader, page, _ = private_page(target)
-    if reader is None:
-        return False
     tokens = target.canary.session.ledger.request(reader.request_id).tokens.tolist()
     target.canary.on_free(reader.request_id, [page])
     target.record()
     target.canary.admit(CHILD, tokens)
     target.canary.on_acquire(CHILD, [page])
-    return True
 
 
-def hit_a_row_that_was_reused(target: Target) -> bool:
+def hit_a_row_that_was_reused(target: Target) -> None:
     """A tree keeps a view of a row, and the row names the pages of another request by now: these are what it gives."""
-    reader, page, _ = private_page(target)
-    if reader is None:
-        return False
+    _, page, _ = private_page(target)
     target.record(request=CHILD)
     target.canary.admit(CHILD, [1, 2, 3])
     target.canary.on_acquire(CHILD, [page])
-    return True
 
 
-def write_what_is_published(target: Target) -> bool:
+def write_what_is_published(target: Target) -> None:
     """A block is cached that is still to be written."""
-    size = target.setup.page_size
+    size, request = target.setup.page_size, target.canary.session.ledger.request
+    final = [reader for reader in target.running() if request(reader.request_id).final_pages]
+    need(final)
+    name, page = final[0].request_id, final[0].pages[0]
 
-    def write(call: Call, reader: Running) -> bool:
-        if call.pool != "target" or reader.request_id not in call.read.requests:
-            return False
-        slot = reader.pages[0] * size + target.rng.randrange(size)
-        redirect(call, written_of(call, call.read.requests.index(reader.request_id)).start, slot)
-        target.record(pool="target", slot=slot)
-        return True
+    def write(call: Call, number: int) -> Place:
+        slot = page * size + target.rng.randrange(size)
+        redirect(call, written_of(call, number).start, slot)
+        return {"slot": slot}
 
-    for reader in target.running():
-        if target.canary.session.ledger.request(reader.request_id).final_pages:
-            target.canary.on_share(reader.request_id, list(reader.pages[:1]))
-            target.before(root_forward(target), partial(write, reader=reader))
-            return True
-    return False
+    target.canary.on_share(name, [page])
+    strike_row(target, name, write)

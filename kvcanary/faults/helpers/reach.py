@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcanary.faults.strike import NotNow, need
 from kvcanary.faults.target import Call, Running, Target
 
 if TYPE_CHECKING:
@@ -29,15 +30,21 @@ class Entry:
     position: int
     slot: int
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """As a finding must name it."""
+        return {"pool": self.pool.name, "slot": self.slot, "position": self.position}
 
-def any_reader(target: Target) -> Running | None:
-    """A running request, drawn; None where none runs."""
+
+def any_reader(target: Target) -> Running:
+    """A running request, drawn; NotNow where none runs."""
     running = target.running()
-    return target.rng.choice(list(running)) if running else None
+    need(running)
+    return target.rng.choice(list(running))
 
 
-def private_page(target: Target) -> tuple[Running | None, int, int]:
-    """A private page of final entries: its reader, its number, its first position."""
+def private_page(target: Target) -> tuple[Running, int, int]:
+    """A private page of final entries: its reader, its number, its first position; NotNow where there is none."""
     size, owner_of = target.setup.page_size, target.canary.session.ledger.owner_of
     for reader in target.running():
         whole = range(reader.committed_len // size)
@@ -45,14 +52,12 @@ def private_page(target: Target) -> tuple[Running | None, int, int]:
         if own:
             place = target.rng.choice(own)
             return reader, int(reader.slots[place * size]) // size, place * size
-    return None, 0, 0
+    raise NotNow
 
 
-def any_entry(target: Target, pool: str | None = None) -> Entry | None:
-    """A committed entry of a running request in this pool, or in one that is drawn; None where none runs."""
+def any_entry(target: Target, pool: str | None = None) -> Entry:
+    """A committed entry of a running request in this pool, or in one that is drawn; NotNow where none runs."""
     reader = any_reader(target)
-    if reader is None:
-        return None
     view = target.pools[choose(target, "pool", sorted(target.pools)) if pool is None else pool]
     return entry_at(view, reader, target.rng.randrange(reader.committed_len))
 
@@ -99,6 +104,20 @@ def part_of(view: PoolView, part: int) -> slice:
     return slice(piece.first, piece.first + piece.words)
 
 
+def exchange_parts(view: PoolView, words: Tensor) -> Tensor:
+    """K where V belongs, and V where K does."""
+    k, v = (words[part_of(view, part)].clone() for part in (0, 1))
+    words[part_of(view, 0)], words[part_of(view, 1)] = v, k
+    return words
+
+
+def shift_heads(view: PoolView, words: Tensor, part: int = 0) -> Tensor:
+    """The heads of a part lie one place too far."""
+    own = part_of(view, part)
+    words[own] = words[own].view(view.kv_heads, -1).roll(1, 0).flatten()
+    return words
+
+
 def root_forward(target: Target) -> str:
     """The kind of forward that writes an entry which is surely committed."""
     return "verify" if target.setup.drafts else "decode"
@@ -108,14 +127,13 @@ Place = Mapping[str, Any]  # what a finding must name, as in `Strike.place`; a "
 
 
 def strike_forward(
-    target: Target, change: Callable[[Call], Place | None], pool: str = "target", requests: int = 1
-) -> bool:
-    """Change a forward of this pool that goes on with everybody, the next one that has so many requests.
+    target: Target, change: Callable[[Call], Place | None], pool: str = "target", requests: int = 1, kind: str = ""
+) -> None:
+    """Change a forward of this pool that goes on with everybody, or of this kind; the next that has so many requests.
 
     change: puts other plans into the call, and says where; None: not in this forward, ask again before the next
     """
-    if len(target.running()) < requests:
-        return False
+    need(len(target.running()) >= requests)
 
     def strike(call: Call) -> bool:
         if call.pool != pool or len(call.read.requests) < requests:
@@ -125,8 +143,23 @@ def strike_forward(
             target.record(**({"pool": pool} | dict(place)))
         return place is not None
 
-    target.before(root_forward(target), strike)
-    return True
+    target.before(kind or root_forward(target), strike)
+
+
+def strike_row(
+    target: Target,
+    request_id: str,
+    change: Callable[[Call, int], Place | None],
+    pool: str = "target",
+    kind: str = "",
+) -> None:
+    """The same of the next forward that has this request; `change` is given its number in the batch, too."""
+
+    def strike(call: Call) -> Place | None:
+        requests = call.read.requests
+        return change(call, requests.index(request_id)) if request_id in requests else None
+
+    strike_forward(target, strike, pool, 0, kind)
 
 
 def row_start(call: Call, number: int) -> int:
@@ -136,8 +169,13 @@ def row_start(call: Call, number: int) -> int:
 
 def read_entry(call: Call, number: int, position: int, slot: int) -> None:
     """A row of a request reads another slot at this position."""
+    read_other(call, row_start(call, number) + position, slot)
+
+
+def read_other(call: Call, entries: int | slice | Tensor, slots: int | Tensor) -> None:
+    """A forward reads other slots at these entries of its index array."""
     indices = call.read.indices.clone()
-    indices[row_start(call, number) + position] = slot
+    indices[entries] = slots
     call.read = replace(call.read, indices=indices)
 
 
@@ -158,34 +196,43 @@ def written_of(call: Call, request: int) -> slice:
     return slice(ends[request * rows], ends[(request + 1) * rows])
 
 
+def write_other(call: Call, entries: int | slice, **values: Any) -> None:
+    """Entries of a forward's write plan have other slots, tokens or positions."""
+    changed = {name: getattr(call.write, name).clone() for name in values}
+    for name, value in values.items():
+        changed[name][entries] = value
+    call.write = replace(call.write, **changed)
+
+
+def another_token(target: Target, call: Call, entry: int) -> int:
+    """Than the one that this entry should have."""
+    return (int(call.write.tokens[entry]) + 1) % (target.pools["target"].vocab_size or 2)
+
+
 def redirect(call: Call, entry: int, slot: int) -> None:
     """One entry of a forward is written to, and read from, another slot."""
-    slots, indices = call.write.slots.clone(), call.read.indices.clone()
-    indices[indices == slots[entry]] = slot
-    slots[entry] = slot
-    call.write = replace(call.write, slots=slots)
-    call.read = replace(call.read, indices=indices)
+    read_other(call, call.read.indices == call.write.slots[entry], slot)
+    write_other(call, entry, slots=slot)
 
 
-def redirect_row(call: Call, reader: int, other: int) -> tuple[int, int] | None:
-    """The prefix of one request is read by the row of another; the first position and slot that are not its own.
+def redirect_row(call: Call, reader: int, other: int) -> Place | None:
+    """The prefix of one request is read by the row of another; where it first reads what is not its own.
 
     None: all that they have is shared.
     """
     starts = call.read.indptr[:: call.read.rows_per_request].tolist()
     length = min(int(call.read.prefix_lens[reader]), int(call.read.prefix_lens[other]))
-    indices = call.read.indices.clone()
     mine = slice(starts[reader], starts[reader] + length)
-    theirs = indices[starts[other] : starts[other] + length].clone()
-    differs = (theirs != indices[mine]).nonzero().flatten()
+    theirs = call.read.indices[starts[other] : starts[other] + length]
+    differs = (theirs != call.read.indices[mine]).nonzero().flatten()
     if not len(differs):
         return None
-    indices[mine] = theirs
-    call.read = replace(call.read, indices=indices)
-    return int(differs[0]), int(theirs[differs[0]])
+    read_other(call, mine, theirs)
+    position = int(differs[0])
+    return {"reader": call.read.requests[reader], "position": position, "slot": int(theirs[position])}
 
 
-def leave_a_map_entry(target: Target) -> bool:
+def leave_a_map_entry(target: Target) -> None:
     """The map of a page that is seen leads to where the page behind it lies, as if it had not been written anew."""
     size, window = target.setup.page_size, target.setup.window
 
@@ -200,13 +247,7 @@ def leave_a_map_entry(target: Target) -> bool:
         view.slot_map[page] = view.slot_map[behind]
         return {"slot": int(view.slot_map[page[0]]), "position": frozenset({first, first + size})}
 
-    return strike_forward(target, leave)
-
-
-def row_of(slot: int) -> Tensor:
-    import torch
-
-    return torch.tensor([slot])
+    strike_forward(target, leave)
 
 
 def own_state(target: Target, view: PoolView) -> PoolState:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from kvcanary.faults.strike import need
 from kvcanary.faults.target import Target
 
 FORMER, NEXT = "former", "next"
 TOKENS = (1, 2, 3)
 
 
-def never_granted(target: Target) -> int | None:
-    """The last of the free pages, if nobody has ever had it."""
+def never_granted(target: Target) -> int:
+    """The last of the free pages, which nobody has ever had; NotNow where somebody has."""
     free = target.free_pages()
-    return free[-1] if free and not target.canary.session.ledger.generations[free[-1]] else None
+    need(free and not target.canary.session.ledger.generations[free[-1]])
+    return free[-1]
 
 
 def recycle(target: Target, page: int) -> None:

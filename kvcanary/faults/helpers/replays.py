@@ -1,11 +1,12 @@
 """A small pool under a canary of its own, whose decode is a replay over static buffers, for faults of what is captured.
 
-No engine is needed: `StaticReplay` runs the captured body again, on any device.
+No engine is needed: the captured body runs again, on any device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvcanary.captured.buffers import Batch, StaticBuffers
     from kvcanary.captured.substep import CapturedSubstep
     from kvcanary.manager.manager import CanaryManager
+    from kvcanary.pools.views import PoolView
 
 NAME, LIVE = "replayed", "live"
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 2, 4, 4, 2, 8
@@ -30,25 +32,31 @@ def replay(target: Target, change: Change) -> None:
     """A prompt is written, and its next token by a replay in whose buffers something is changed."""
     import torch
 
-    from kvcanary.captured.buffers import StaticBuffers
-    from kvcanary.faults.static_replay import StaticReplay
-    from kvcanary.manager.manager import CanaryManager
+    from kvcanary.captured.buffers import StaticBuffers, empty_batch
     from kvcanary.pools.views import PoolView
 
     k, v = ([torch.zeros(PAGES * PAGE_SIZE, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2))
-    config = replace(target.canary.config, content="full", mode="raise")
-    canary = CanaryManager(config, [PoolView(NAME, k, v, PAGE_SIZE)])
-    try:
+    with own_canary(target, PoolView(NAME, k, v, PAGE_SIZE)) as canary:
         buffers = StaticBuffers.allocate(ROWS, PROMPT_LEN + ROWS, INDICES)
         substeps = {kind: canary.registry.add(NAME, kind, 0, buffers) for kind in ("prefill", "decode")}
-        replays = StaticReplay(canary.registry)
         for substep in substeps.values():
-            replays.capture([substep], lambda substep=substep: _forward(substep))  # type: ignore[misc]
+            buffers.fill(empty_batch(buffers))
+            _forward(substep)
         canary.arm()
         canary.admit(LIVE, list(range(PROMPT_LEN + 1)))
         canary.on_alloc(LIVE, [1])
         _step(canary, substeps["prefill"], 0, PROMPT_LEN, lambda buffers: None)
         _step(canary, substeps["decode"], PROMPT_LEN, PROMPT_LEN + 1, change)
+
+
+@contextmanager
+def own_canary(target: Target, view: PoolView) -> Iterator[CanaryManager]:
+    """Over a pool of the fault's own, with the settings of the one that the target has."""
+    from kvcanary.manager.manager import CanaryManager
+
+    canary = CanaryManager(replace(target.canary.config, content="full", mode="raise"), [view])
+    try:
+        yield canary
     finally:
         canary.detach()
 
@@ -71,7 +79,7 @@ def _batch(canary: CanaryManager, start: int, end: int) -> Batch:
     def numbers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    uid = canary.forwards.requests_of([LIVE])[0].uid
+    uid = canary.session.ledger.known([LIVE])[0].uid
     return Batch(
         indptr=numbers(0, end),
         indices=FIRST + torch.arange(end),

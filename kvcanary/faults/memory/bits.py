@@ -16,15 +16,17 @@ from kvcanary.faults.helpers.reach import (
     as_words,
     change,
     entry_at,
+    exchange_parts,
     mask_of,
     overwrite,
     own_state,
     part_of,
     root_forward,
+    shift_heads,
     words_of,
 )
 from kvcanary.faults.helpers.recycling import never_granted
-from kvcanary.faults.strike import UNDECLARED
+from kvcanary.faults.strike import UNDECLARED, need
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -34,32 +36,22 @@ WORD_BITS = 32
 Damage = Callable[["Target", "Entry", int, "Tensor"], "Tensor"]  # of the words of an entry's row in one layer
 
 
-def _strike(target: Target, damage: Damage) -> bool:
+def _strike(target: Target, damage: Damage) -> None:
     """Damage the row of a committed entry in one layer, and tell nobody."""
     entry = any_entry(target)
-    return entry is not None and _damage(target, entry, damage)
-
-
-def _damage(target: Target, entry: Entry, damage: Damage) -> bool:
     layer = any_layer(target, entry.pool)
-    if not change(entry.pool, layer, entry.slot, partial(damage, target, entry, layer)):
-        return False
-    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
-    return True
+    need(change(entry.pool, layer, entry.slot, partial(damage, target, entry, layer)))
+    target.record(UNDECLARED, **entry.place, layer=layer)
 
 
-def _strike_a_free_slot(target: Target, damage: Damage) -> bool:
+def _strike_a_free_slot(target: Target, damage: Damage) -> None:
     """The same in a page that nobody holds, or will be granted: nothing is due."""
     entry = any_entry(target)
-    if entry is None or entry.pool.slot_map is not None:
-        return False
     free = target.free_pages()
-    if not free:
-        return False
+    need(entry.pool.slot_map is None and free)
     layer, slot = any_layer(target, entry.pool), free[-1] * entry.pool.page_size
     change(entry.pool, layer, slot, partial(damage, target, entry, layer))
     target.record(code="")
-    return True
 
 
 def _flip(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
@@ -87,15 +79,11 @@ def _other_position(target: Target, entry: Entry) -> int:
 
 
 def _exchange_parts(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
-    k, v = (words[part_of(entry.pool, part)].clone() for part in (0, 1))
-    words[part_of(entry.pool, 0)], words[part_of(entry.pool, 1)] = v, k
-    return words
+    return exchange_parts(entry.pool, words)
 
 
 def _shift_a_head(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
-    part = part_of(entry.pool, any_part(target, entry.pool))
-    words[part] = words[part].view(entry.pool.kv_heads, -1).roll(1, 0).flatten()
-    return words
+    return shift_heads(entry.pool, words, any_part(target, entry.pool))
 
 
 def _fill(target: Target, entry: Entry, layer: int, words: Tensor, *, value: float) -> Tensor:
@@ -104,44 +92,38 @@ def _fill(target: Target, entry: Entry, layer: int, words: Tensor, *, value: flo
     return words
 
 
-def _swap_rows(target: Target) -> bool:
+def _swap_rows(target: Target) -> None:
     """Two entries of one request exchange their rows of one layer; the first of them is read first."""
     entry = any_entry(target)
-    if entry is None:
-        return False
     other = entry_at(entry.pool, entry.reader, _other_position(target, entry))
     first, second = sorted((entry, other), key=lambda one: one.position)
     layer = any_layer(target, entry.pool)
     here, there = (words_of(entry.pool, layer, one.slot) for one in (first, second))
     overwrite(entry.pool, layer, first.slot, there)
     overwrite(entry.pool, layer, second.slot, here)
-    target.record(UNDECLARED, pool=entry.pool.name, slot=first.slot, position=first.position, layer=layer)
-    return bool((here != there).any())
+    target.record(UNDECLARED, **first.place, layer=layer)
+    need((here != there).any())
 
 
-def _overwrite_a_page(target: Target) -> bool:
+def _overwrite_a_page(target: Target) -> None:
     """All rows of one page in one layer, by those of noise; the page's first committed entry is read first."""
     entry = any_entry(target)
-    if entry is None:
-        return False
     size, layer = entry.pool.page_size, any_layer(target, entry.pool)
     start = entry.position // size * size
     for position in range(start, min(start + size, entry.reader.committed_len)):
         slot = int(entry.reader.slots[position])
         change(entry.pool, layer, slot, lambda words: words ^ target.rng.randrange(1, 1 << WORD_BITS - 1))
     first = entry_at(entry.pool, entry.reader, start)
-    target.record(UNDECLARED, pool=entry.pool.name, slot=first.slot, position=start, layer=layer)
-    return True
+    target.record(UNDECLARED, **first.place, layer=layer)
 
 
-def _lose_a_row(target: Target, again: bool = False) -> bool:
+def _lose_a_row(target: Target, again: bool = False) -> None:
     """A layer's store of one new entry never arrives: what lay there before lies there still.
 
     again: it is made a second time, with what arrived: nothing is due
     """
     view, kind = target.pools["target"], root_forward(target)
-    if not target.running():
-        return False
+    need(target.running())
     layer, kept = any_layer(target, view), []
 
     def keep(call: Call) -> bool:
@@ -160,52 +142,39 @@ def _lose_a_row(target: Target, again: bool = False) -> bool:
 
     target.before(kind, keep)
     target.after(kind, put_back)
-    return True
 
 
-def _sealed_entry(target: Target) -> Entry | None:
+def _sealed_entry(target: Target) -> Entry:
     """A committed entry whose record is surely written: those of the last step may be sealed with the next."""
     entry = any_entry(target)
-    if entry is None:
-        return None
-    return entry_at(
-        entry.pool, entry.reader, entry.position % (entry.reader.committed_len - target.setup.most_accepted)
-    )
+    sealed = entry.reader.committed_len - target.setup.most_accepted
+    return entry_at(entry.pool, entry.reader, entry.position % sealed)
 
 
-def _damage_record(target: Target) -> bool:
+def _damage_record(target: Target) -> None:
     """A bit of the canary's own record: token, position, chain, request, generation or step."""
     entry = _sealed_entry(target)
-    if entry is None:
-        return False
     record = own_state(target, entry.pool).records[entry.slot]
     record[target.rng.randrange(4)] ^= 1 << target.rng.randrange(62)
-    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position)
-    return True
+    target.record(UNDECLARED, **entry.place)
 
 
-def _damage_fingerprint(target: Target) -> bool:
+def _damage_fingerprint(target: Target) -> None:
     """A bit of a layer's first fingerprint; the bytes are right, and so is their second fingerprint."""
     entry = _sealed_entry(target)
-    if entry is None:
-        return False
     layer = any_layer(target, entry.pool)
     fingerprints = own_state(target, entry.pool).content_a[layer]
     fingerprints[entry.slot] ^= 1 << target.rng.randrange(62)
-    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
-    return True
+    target.record(UNDECLARED, **entry.place, layer=layer)
 
 
-def _damage_a_blank(target: Target, fingerprint: bool) -> bool:
+def _damage_a_blank(target: Target, fingerprint: bool) -> None:
     """The same in a record, or a first fingerprint, of a page that nobody has had: nothing is due."""
     view, page = target.pools["target"], never_granted(target)
-    if page is None:
-        return False
     state, slot = own_state(target, view), page * view.page_size
     words = state.content_a[any_layer(target, view)] if fingerprint else state.records[slot]
     words[slot if fingerprint else 0] ^= 1 << target.rng.randrange(62)
     target.record(code="")
-    return True
 
 
 def _in_one_row(name: str, story: str, damage: Damage, cause: str = "", **settings: Any) -> Fault:
@@ -216,7 +185,7 @@ def _in_one_row(name: str, story: str, damage: Damage, cause: str = "", **settin
         strike=partial(_strike, damage=damage),
         quiet=partial(_strike_a_free_slot, damage=damage),
         cause=cause,
-        **({"applies_to": "everything"} | settings),
+        **settings,
     )
 
 
@@ -246,7 +215,6 @@ FAULTS = (
         name="bits.rows_swapped",
         story="Two entries of a request exchange their rows in one layer: all bytes are there, none where they belong.",
         expected="R9",
-        applies_to="everything",
         strike=_swap_rows,
         quiet=noise_in_a_free_page,
         cause="addressing",
@@ -255,7 +223,6 @@ FAULTS = (
         name="bits.page_overwritten",
         story="A stray write goes over all rows of one page in one layer.",
         expected="R9",
-        applies_to="everything",
         strike=_overwrite_a_page,
         quiet=noise_in_a_free_page,
     ),
@@ -263,7 +230,6 @@ FAULTS = (
         name="bits.row_lost",
         story="The store of a new entry never arrives in one layer, and says so to nobody.",
         expected="R9",
-        applies_to="everything",
         strike=_lose_a_row,
         cause="uninitialised",
         quiet=partial(_lose_a_row, again=True),
@@ -272,7 +238,6 @@ FAULTS = (
         name="bits.record_damaged",
         story="A stray write hits the canary's own record of an entry.",
         expected="R3",
-        applies_to="everything",
         strike=_damage_record,
         quiet=partial(_damage_a_blank, fingerprint=False),
     ),
@@ -280,7 +245,6 @@ FAULTS = (
         name="bits.fingerprint_damaged",
         story="A stray write hits the canary's own fingerprint of an entry: the bytes are right, and it must say so.",
         expected="R3",
-        applies_to="everything",
         strike=_damage_fingerprint,
         quiet=partial(_damage_a_blank, fingerprint=True),
     ),

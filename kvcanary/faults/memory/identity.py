@@ -8,8 +8,8 @@ from typing import Any
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.branches import page_of_another
 from kvcanary.faults.helpers.harmless import hit_and_give_back, lengthen_plans
-from kvcanary.faults.helpers.reach import Place, redirect_row, strike_forward
-from kvcanary.faults.target import Call, Setup, Target
+from kvcanary.faults.helpers.reach import redirect_row, strike_forward
+from kvcanary.faults.target import Setup, Target
 
 
 def _whoever_was_first(root: tuple[str, str], tree: Any, tokens: Sequence[int]) -> tuple[str, str]:
@@ -28,17 +28,9 @@ def _whatever_is_behind(tokens: Sequence[int], tree: Any, root: tuple[str, str])
     return [*tokens[:end], others[0]] if others and end < len(tokens) else tokens
 
 
-def _cascade_over_what_is_not_common(target: Target) -> bool:
+def _cascade_over_what_is_not_common(target: Target) -> None:
     """The first pages of one request are taken for the common prefix of all."""
-
-    def cascade(call: Call) -> Place | None:
-        place = redirect_row(call, 1, 0)
-        if place is None:
-            return None
-        position, slot = place
-        return {"reader": call.read.requests[1], "position": position, "slot": slot}
-
-    return strike_forward(target, cascade, requests=2)
+    strike_forward(target, lambda call: redirect_row(call, 1, 0), requests=2)
 
 
 def _shares(setup: Setup) -> bool:
@@ -48,7 +40,6 @@ def _shares(setup: Setup) -> bool:
 FAULTS = (
     Fault(
         name="identity.weak_key",
-        k="K34",
         bugs=(
             "vllm-project/vllm#44701",
             "vllm-project/vllm#54342",
@@ -71,7 +62,6 @@ FAULTS = (
     ),
     Fault(
         name="identity.plain_key",
-        k="K19",
         bugs=("sgl-project/sglang#10846", "sgl-project/sglang#11231"),
         story="A draft's entry depends on the token behind its own, and the cache's key did not have it: where prompts "
         "part right behind a shared prefix the last entry was another prompt's. Acceptance was lower with the cache "
@@ -98,7 +88,6 @@ FAULTS = (
     ),
     Fault(
         name="identity.common_prefix",
-        k="K36",
         bugs=("vllm-project/vllm#55227",),
         story="What all requests have in common was found by comparing reference counts with the number of requests. "
         "Blocks of requests that had ended, and were still in flight, counted too: eight different prompts seemed to "

@@ -58,14 +58,13 @@ def _has_whole_pages(setup: Setup) -> bool:
     return setup.page_size <= setup.prompt_len
 
 
-def _fault(name: str, k: str, bugs: Sequence[str], story: str, **more: Any) -> Fault:
-    return Fault(name=f"lifetime.{name}", k=k, bugs=tuple(bugs), story=story, **({"applies": _has_whole_pages} | more))
+def _fault(name: str, bugs: Sequence[str], story: str, **more: Any) -> Fault:
+    return Fault(name=f"lifetime.{name}", bugs=tuple(bugs), story=story, **({"applies": _has_whole_pages} | more))
 
 
 FAULTS = (
     _fault(
         "freed_while_read",
-        "K25",
         ("sgl-project/sglang#24063", "vllm-project/vllm#42273", "vllm-project/vllm#42276"),
         "Slots of a prompt were freed when they had been copied to the host, or had left a window in the scheduler's "
         "books, although the request went on attending to them. One answer in twenty ended in loops of another "
@@ -78,7 +77,6 @@ FAULTS = (
     ),
     _fault(
         "freed_and_granted_while_read",
-        "K25",
         ("vllm-project/vllm#47282", "vllm-project/vllm#47728"),
         "Blocks behind a window were freed by the tokens that were scheduled, not by those that were processed: a step "
         "in flight still read them when others were loaded there. Answers fell into mixed scripts.",
@@ -91,7 +89,6 @@ FAULTS = (
     ),
     _fault(
         "row_reused_while_read",
-        "K25",
         ("sgl-project/sglang#18803",),
         "The row of a request that had ended was given to the next, and written on one stream, while the forward of "
         "the step before still read it on another.",
@@ -104,7 +101,6 @@ FAULTS = (
     ),
     _fault(
         "locked_page_replaced",
-        "K25",
         ("sgl-project/sglang#29352",),
         "To bring back a lost window the cache freed and replaced pages of a node, although a running request had "
         "locked it. A user suspected that answers leak between requests.",
@@ -117,7 +113,6 @@ FAULTS = (
     ),
     _fault(
         "duplicate_not_remapped",
-        "K25",
         ("sgl-project/mini-sglang#142",),
         "Two requests computed one prefix, the cache kept the first one's pages and freed the other's, and the other's "
         "row still pointed at them.",
@@ -131,7 +126,6 @@ FAULTS = (
     ),
     _fault(
         "parent_removed_first",
-        "K24",
         ("apache/tvm#17045",),
         "A sequence was forked twice and removed in the order of its birth: the pages that its children still read "
         "went with it.",
@@ -142,7 +136,6 @@ FAULTS = (
     ),
     _fault(
         "tree_keeps_freed_pages",
-        "K26",
         (
             "sgl-project/sglang#38319",
             "sgl-project/sglang#38355",
@@ -159,7 +152,6 @@ FAULTS = (
     ),
     _fault(
         "tree_keeps_a_view",
-        "K55",
         ("sgl-project/mini-sglang@94fe255",),
         "A prefix tree kept a view of a request's row and not a copy: when the row was given to the next request, the "
         "tree's slots changed with it.",
@@ -170,34 +162,30 @@ FAULTS = (
     ),
     _fault(
         "double_free",
-        "K27",
         ("vllm-project/vllm#42571",),
         "A block that one request had used twice stood twice in a list, and was freed twice: the free list counted it "
         "as two.",
         expected="DoubleFreeError",
-        applies_to="everything",
         applies=everywhere,
         perturb=_twice,
         quiet=come_and_go,
     ),
     _fault(
         "torn_free",
-        "K27",
         ("sgl-project/sglang#38941", "sgl-project/sglang#38981"),
         "A request gave its tail back in two pieces, and the seam between them lay inside a page that is wider than "
         "the pieces knew: both freed it. Every scheduler died within a minute.",
         expected="PageStateError",
-        applies_to="everything",
         applies=everywhere,
         strike=free_the_halves_of_a_page,
         quiet=partial(come_and_go, pages=2),
     ),
     _fault(
         "slots_for_pages",
-        "K54",
         (),
         "Evicted tokens were given back by their slots, and taken for the pages of these numbers.",
         expected="LifetimeError",
+        k="K54",
         also=("PageStateError", "PageOwnerError"),
         applies_to="pages of several slots",
         applies=lambda setup: setup.page_size > 1,
@@ -206,7 +194,6 @@ FAULTS = (
     ),
     _fault(
         "freed_by_an_old_key",
-        "K28",
         (
             "sgl-project/sglang#27586",
             "sgl-project/sglang#27789",
@@ -223,7 +210,6 @@ FAULTS = (
     ),
     _fault(
         "old_list_saved",
-        "K23",
         ("NVIDIA/TensorRT-LLM#16448",),
         "A connector's block list only ever grew. A rewind over a block's edge gave the block back, and the connector "
         "waited for it for ever.",
@@ -236,19 +222,16 @@ FAULTS = (
     ),
     _fault(
         "two_owners",
-        "K15",
         ("sgl-project/sglang#27731", "sgl-project/sglang#28754"),
         "A session's committed length ran past what it had allocated, and the next allocation gave a page that was "
         "taken: free and held pages still added up, so that no sum could see it.",
         expected="PageAliasError",
-        applies_to="everything",
         applies=everywhere,
         perturb=_one_that_is_taken,
         quiet=come_and_go,
     ),
     _fault(
         "written_after_publishing",
-        "K29",
         ("sgl-project/sglang#35270", "sgl-project/sglang#35470", "sgl-project/sglang#35781"),
         "A block that every step of a diffusion model rewrites was put into the prefix cache, where two nodes came to "
         "own its pages: the server died when it fell idle.",
@@ -260,7 +243,6 @@ FAULTS = (
     ),
     _fault(
         "written_after_the_end",
-        "K30",
         ("LMCache/LMCache#1858",),
         "Pages were given back by a thread that did not hold the lock of those who take them, while a write to them "
         "was still under way.",
@@ -272,7 +254,6 @@ FAULTS = (
     ),
     _fault(
         "ended_during_a_transfer",
-        "K30",
         (
             "sgl-project/sglang#35049",
             "sgl-project/sglang#24527",
@@ -289,7 +270,6 @@ FAULTS = (
     ),
     _fault(
         "landed_in_a_free_page",
-        "K30",
         ("kvcache-ai/Mooncake#778", "kvcache-ai/Mooncake#850", "kvcache-ai/Mooncake#4239"),
         "An object's lease ended in the middle of a slow copy, and its memory was used for something else; one path of "
         "several never looked at the lease.",
@@ -302,7 +282,6 @@ FAULTS = (
     ),
     _fault(
         "landed_in_a_granted_page",
-        "K30",
         ("vllm-project/vllm#46951", "LMCache/LMCache#207"),
         "A copy that was planned for a block's former owner landed after the block had another, who had written there "
         "and read it back as his own.",

@@ -7,11 +7,11 @@ own, with the settings of the one that the target has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.replays import own_canary
 from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Target
 
@@ -25,17 +25,13 @@ LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 2, 4, 4, 2, 8
 PROMPT_LEN = 9
 
 
-@dataclass(frozen=True, eq=False)
-class Quantised:
+class Quantised(NamedTuple):
     """By layer, keys and values [slots, heads, dim] int8 and their scales [slots, heads] float32."""
 
     k: list[Tensor]
     v: list[Tensor]
     k_scale: list[Tensor]
     v_scale: list[Tensor]
-
-    def layer(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.k[number], self.v[number], self.k_scale[number], self.v_scale[number]
 
 
 def _quantised() -> Quantised:
@@ -51,41 +47,29 @@ def _quantised() -> Quantised:
 Damage = Callable[[Quantised, int, int], None]  # of a layer and slot
 
 
-def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = False) -> bool:
+def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = False) -> None:
     """A prompt is written, one of its rows is damaged, and the next step reads it.
 
     unwritten: it is the one that the next step writes first: nothing is due
     """
-    from kvcanary.manager.manager import CanaryManager
     from kvcanary.pools.views import PoolView
 
     pool = _quantised()
     extras = {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
-    canary = CanaryManager(
-        replace(target.canary.config, content="full", mode="raise"),
-        [PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)],
-    )
-    try:
-        _write_and_read(target, canary, pool, damage, unwritten)
-    finally:
-        canary.detach()
-    return True
-
-
-def _write_and_read(target: Target, canary: CanaryManager, pool: Quantised, damage: Damage, unwritten: bool) -> None:
-    canary.arm()
-    canary.admit(READER, list(range(PROMPT_LEN)))
-    canary.on_alloc(READER, list(range(1, PAGES)))
-    _step(target, canary, pool, 0, PROMPT_LEN)
-    layer, position = target.rng.randrange(LAYERS), PROMPT_LEN if unwritten else target.rng.randrange(PROMPT_LEN)
-    slot = PAGE_SIZE + position
-    damage(pool, layer, slot)
-    if unwritten:
-        target.record(code="")
-    else:
-        target.record(UNDECLARED, pool=NAME, slot=slot, position=position, layer=layer, reader=READER)
-    canary.append(READER, [1])
-    _step(target, canary, pool, PROMPT_LEN, PROMPT_LEN + 1)
+    with own_canary(target, PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)) as canary:
+        canary.arm()
+        canary.admit(READER, list(range(PROMPT_LEN)))
+        canary.on_alloc(READER, list(range(1, PAGES)))
+        _step(target, canary, pool, 0, PROMPT_LEN)
+        layer, position = target.rng.randrange(LAYERS), PROMPT_LEN if unwritten else target.rng.randrange(PROMPT_LEN)
+        slot = PAGE_SIZE + position
+        damage(pool, layer, slot)
+        if unwritten:
+            target.record(code="")
+        else:
+            target.record(UNDECLARED, pool=NAME, slot=slot, position=position, layer=layer, reader=READER)
+        canary.append(READER, [1])
+        _step(target, canary, pool, PROMPT_LEN, PROMPT_LEN + 1)
 
 
 def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, end: int) -> None:
@@ -104,9 +88,9 @@ def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, en
     read = ReadPlan(torch.tensor([0, end]), slots, (READER,), 1, torch.tensor([start]), end - start)
     substep.open(read, WritePlan(slots[start:], tokens, positions))
     for number in range(LAYERS):
-        stored = [_noise(target, part[start:end]) for part in pool.layer(number)]
-        for part, values in zip(pool.layer(number), stored, strict=True):
-            part[slots[start:]] = values
+        stored = [_noise(target, part[number][start:end]) for part in pool]
+        for part, values in zip(pool, stored, strict=True):
+            part[number][slots[start:]] = values
         substep.store(number, *stored)
     substep.close()
     canary.collect(canary.end_step())
@@ -139,7 +123,6 @@ def _fault(name: str, bugs: tuple[str, ...], story: str, damage: Damage, cause: 
         f"scales.{name}",
         story,
         expected="R9",
-        k="K42",
         bugs=bugs,
         applies_to="any engine: the pool is the fault's own",
         strike=partial(_damage_between_two_reads, damage=damage),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.harmless import map_nothing_elsewhere
@@ -42,41 +42,37 @@ def _next_page(own: Sequence[int], *, num_own_pages: int, is_there: Callable[[],
     return own if is_there() else [page % num_own_pages + 1 for page in own]
 
 
+def _fault(name: str, story: str, expected: str, cause: str, **more: Any) -> Fault:
+    settings: dict[str, Any] = {"needs": NEEDS, "applies": _has_room, "quiet": map_nothing_elsewhere, "cause": cause}
+    return Fault(f"split.{name}", story, expected, **(settings | more))
+
+
 FAULTS = (
-    Fault(
-        name="split.swap_in_skipped",
-        story="A page that lay on the host was given a place on the device, and its bytes were never copied there: the "
+    _fault(
+        "swap_in_skipped",
+        "A page that lay on the host was given a place on the device, and its bytes were never copied there: the "
         "forward read what the page before had left.",
-        expected="T1",
+        "T1",
+        "transfer",
         applies_to="split pools, pages whose bytes do not lie where they go",
-        needs=NEEDS,
-        applies=_has_room,
         perturb=_not_copied,
-        cause="transfer",
-        quiet=map_nothing_elsewhere,
     ),
-    Fault(
-        name="split.swap_in_elsewhere",
-        story="Pages that came back were copied to the places behind theirs: they read what lay there before, and so "
+    _fault(
+        "swap_in_elsewhere",
+        "Pages that came back were copied to the places behind theirs: they read what lay there before, and so "
         "did whoever had those places.",
-        expected="T1",
+        "T1",
+        "transfer",
         also=("R9",),
         applies_to="split pools, pages whose bytes do not lie where they go",
-        needs=NEEDS,
-        applies=_has_room,
         perturb=_next_page,
-        cause="transfer",
-        quiet=map_nothing_elsewhere,
     ),
-    Fault(
-        name="split.stale_entry",
-        story="The map of pages to places was written too late: a page of a row led to the place of the one behind it.",
-        expected="R8",
+    _fault(
+        "stale_entry",
+        "The map of pages to places was written too late: a page of a row led to the place of the one behind it.",
+        "R8",
+        "addressing",
         applies_to="split pools",
-        needs=NEEDS,
-        applies=_has_room,
         strike=leave_a_map_entry,
-        cause="addressing",
-        quiet=map_nothing_elsewhere,
     ),
 )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.helpers.async_work import Work, unordered
 from kvcanary.faults.helpers.coming_back import (
     all_but_the_last_page,
     as_they_left,
@@ -15,9 +16,10 @@ from kvcanary.faults.helpers.coming_back import (
     rotated_heads,
     rotated_pages,
 )
-from kvcanary.faults.helpers.reach import any_layer, any_reader, overwrite, part_of, words_of
+from kvcanary.faults.helpers.reach import any_layer, any_reader, exchange_parts, overwrite, shift_heads, words_of
 from kvcanary.faults.helpers.recycling import never_granted
-from kvcanary.faults.target import Running, Setup, Target
+from kvcanary.faults.strike import NotNow, need
+from kvcanary.faults.target import Setup, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,11 +31,9 @@ ROWS_OF_A_BLOCK = 16
 Copy = Callable[["PoolView", "Tensor"], "Tensor"]  # what arrives of the words of a row
 
 
-def _load(target: Target, end: Callable[[Target, str, int], None]) -> bool:
+def _load(target: Target, end: Callable[[Target, str, int], None]) -> None:
     """A page of a running request is loaded, ends as `end` says, and its first entry is read."""
-    reader, page = _reader_and_page(target)
-    if reader is None:
-        return False
+    page, reader = never_granted(target), any_reader(target)
     canary, name = target.canary, reader.request_id
     canary.on_alloc(name, [page], for_load=True)
     canary.on_load_begin(name, [page])
@@ -42,13 +42,6 @@ def _load(target: Target, end: Callable[[Target, str, int], None]) -> bool:
     position = target.rng.randrange(reader.committed_len // size * size or reader.committed_len)  # branches copy others
     reader.slots[position] = page * target.setup.page_size
     target.record(reader=name, position=position, slot=int(reader.slots[position]))
-    return True
-
-
-def _reader_and_page(target: Target) -> tuple[Running | None, int]:
-    """A running request and a page that nobody ever had."""
-    page = never_granted(target)
-    return (None, 0) if page is None else (any_reader(target), page)
 
 
 def _fail(target: Target, name: str, page: int) -> None:
@@ -64,34 +57,7 @@ def _arrive_in_part(target: Target, name: str, page: int) -> None:
     target.canary.on_load_end(name, [page], target.canary.session.ledger.request(name).committed_len)
 
 
-def _store_while_loading(target: Target) -> bool:
-    """One connector loads blocks, and another stores the same blocks already."""
-    reader = any_reader(target)
-    if reader is None:
-        return False
-    page = target.rng.choice(reader.pages)
-    target.record(pool="target", slot=page * target.setup.page_size)
-    target.canary.async_tracker.issue("load", "connector 1", writes=[page])
-    target.canary.async_tracker.issue("store", "connector 2", reads=[page])
-    return True
-
-
-def _store_what_has_come(target: Target) -> bool:
-    """The store waits for the load, and both come to their end: nothing is due."""
-    reader, async_tracker = any_reader(target), target.canary.async_tracker
-    if reader is None:
-        return False
-    page = target.rng.choice(reader.pages)
-    target.record(code="")
-    load = async_tracker.issue("load", "connector 1", writes=[page])
-    async_tracker.waits("connector 2", load)
-    store = async_tracker.issue("store", "connector 2", reads=[page])
-    for op in (load, store):
-        async_tracker.complete(op)
-    return True
-
-
-def _load_over_final_entries(target: Target) -> bool:
+def _load_over_final_entries(target: Target) -> None:
     """The length of a hit is rounded down to a chunk, and what lies behind is loaded over what is there."""
     for reader in target.running():
         final = target.canary.session.ledger.request(reader.request_id).final_pages
@@ -99,36 +65,27 @@ def _load_over_final_entries(target: Target) -> bool:
             page = target.rng.choice(reader.pages[:final])
             target.record(request=f"page {page}")
             target.canary.on_load_begin(reader.request_id, [page])
-            return True
-    return False
+            return
+    raise NotNow
 
 
-def _keep_what_was_rejected(target: Target) -> bool:
+def _keep_what_was_rejected(target: Target) -> None:
     """A load is refused, and the number of computed tokens stays what it would have been."""
-    page = never_granted(target)
-    if page is None:
-        return False
-    canary, size = target.canary, target.setup.page_size
-    canary.admit(CHILD, [1] * (size + 2))
-    canary.on_alloc(CHILD, [page], for_load=True)
-    canary.on_load_begin(CHILD, [page])
-    canary.on_load_fail(CHILD, [page])
+    _refuse_a_load(target)
     target.record(pool="target", reader=CHILD, position=0)
-    canary.commit(CHILD, size)
-    return True
+    target.canary.commit(CHILD, target.setup.page_size)
 
 
-def _copy_a_page(target: Target, arrives: Copy, one_layer: bool = False, whole: bool = True) -> bool:
+def _copy_a_page(target: Target, arrives: Copy, one_layer: bool = False, whole: bool = True) -> None:
     """A page is copied into a page of another request, and the copy is declared; its rows arrive changed.
 
     one_layer: only that one is copied wrong; whole: all rows, not only the last ones.
     """
     import torch
 
-    reader, page = _reader_and_page(target)
+    page, reader = never_granted(target), any_reader(target)
     view, size = target.pools["target"], target.setup.page_size
-    if reader is None or reader.committed_len < size:
-        return False
+    need(reader.committed_len >= size)
     canary, slots = target.canary, reader.slots[:size].clone()
     canary.admit(CHILD, canary.session.ledger.request(reader.request_id).tokens[: size + 1].tolist())
     canary.on_alloc(CHILD, [page])
@@ -144,57 +101,45 @@ def _copy_a_page(target: Target, arrives: Copy, one_layer: bool = False, whole: 
                 differs.append((offset, layer))
     if arrives is _copy_as_it_is:
         target.record(code="")
-    elif not differs:
-        return False
     else:
+        need(differs)
         offset, layer = min(differs)
         target.record(pool="target", slot=page * size + offset, layer=layer)
     canary.on_move("target", slots, page * size + torch.arange(size))
-    return True
 
 
 def _nothing(view: PoolView, words: Tensor) -> Tensor:
     return words.zero_()
 
 
-def _the_other_axis(view: PoolView, words: Tensor) -> Tensor:
-    k, v = (words[part_of(view, part)].clone() for part in (0, 1))
-    words[part_of(view, 0)], words[part_of(view, 1)] = v, k
-    return words
-
-
-def _by_other_strides(view: PoolView, words: Tensor) -> Tensor:
-    part = part_of(view, 0)
-    words[part] = words[part].view(view.kv_heads, -1).roll(1, 0).flatten()
-    return words
-
-
 def _copy_as_it_is(view: PoolView, words: Tensor) -> Tensor:
     return words
 
 
-def _give_back_unread(target: Target) -> bool:
+def _give_back_unread(target: Target) -> None:
     """A load fails, and its page goes back before anybody reads it: nothing is due."""
-    page = never_granted(target)
-    if page is None:
-        return False
-    canary = target.canary
+    page = _refuse_a_load(target)
     target.record(code="")
-    canary.admit(CHILD, [1, 2, 3])
+    target.canary.on_free(CHILD, [page])
+
+
+def _refuse_a_load(target: Target) -> int:
+    """The page of another request, into which nothing was loaded."""
+    page, canary = never_granted(target), target.canary
+    canary.admit(CHILD, [1] * (target.setup.page_size + 2))
     canary.on_alloc(CHILD, [page], for_load=True)
     canary.on_load_begin(CHILD, [page])
     canary.on_load_fail(CHILD, [page])
-    canary.on_free(CHILD, [page])
-    return True
+    return page
 
 
 def _has_new_pages(setup: Setup) -> bool:
     return setup.pages is None and setup.page_size <= setup.prompt_len
 
 
-def _fault(name: str, k: str, bugs: tuple[str, ...], story: str, **more: object) -> Fault:
+def _fault(name: str, bugs: tuple[str, ...], story: str, **more: object) -> Fault:
     settings = {"applies": _has_new_pages} | more
-    return Fault(f"transfer.{name}", story, k=k, bugs=bugs, applies_to=NEVER_HAD, **settings)  # type: ignore[arg-type]
+    return Fault(f"transfer.{name}", story, bugs=bugs, applies_to=NEVER_HAD, **settings)  # type: ignore[arg-type]
 
 
 def _has_heads(setup: Setup) -> bool:
@@ -213,7 +158,6 @@ NEVER_HAD = "pools with pages that nobody has had, requests of a whole page"
 FAULTS = (
     _fault(
         "load_failed",
-        "K38",
         ("LMCache/LMCache#4991", "LMCache/LMCache#3022", "ai-dynamo/dynamo#15079", "ai-dynamo/dynamo#6032"),
         "A store or a load failed, and only a warning said so: the key stayed listed, the transfer was marked as "
         "complete with an error that nobody read, and later hits were served what lay in the buffers.",
@@ -223,7 +167,6 @@ FAULTS = (
     ),
     _fault(
         "read_while_loading",
-        "K38",
         ("sgl-project/sglang#31108", "sgl-project/sglang#30321"),
         "K and V were fetched, and pages of the index beside them were not: the length of a hit was that of K and V "
         "alone. The miss was logged by another thread, and answers ran away after hours.",
@@ -233,7 +176,6 @@ FAULTS = (
     ),
     _fault(
         "loaded_in_part",
-        "K38",
         ("sgl-project/sglang#30233", "sgl-project/sglang#38704"),
         "A prefill that was aborted left a placeholder of one token, which was handed over as if it were the prompt: "
         "decoding began on slots that nobody had filled.",
@@ -243,18 +185,15 @@ FAULTS = (
     ),
     _fault(
         "stored_while_loading",
-        "K38",
         ("vllm-project/vllm#34526", "vllm-project/vllm#35092"),
         "One connector began a remote load into blocks, and another stored the same blocks at once: what they had held "
         "before went out, to be loaded by others later.",
         expected="O1",
-        strike=_store_while_loading,
         cause="order",
-        quiet=_store_what_has_come,
+        **unordered(Work("load", "connector 1", True), Work("store", "connector 2")),
     ),
     _fault(
         "loaded_over_final_entries",
-        "K39",
         ("LMCache/LMCache#2206",),
         "The length of a hit was rounded down to a chunk, and the load went over slots that the engine's own prefix "
         "cache had already, and shared.",
@@ -264,7 +203,6 @@ FAULTS = (
     ),
     _fault(
         "rejected_load_counted",
-        "K40",
         ("vllm-project/vllm#49250", "vllm-project/vllm#53298"),
         "A connector refused a load, and the request's count of computed tokens stayed as if it had come. Comparing "
         "outputs was no help: reuse and recomputation may rightly differ.",
@@ -274,7 +212,6 @@ FAULTS = (
     ),
     _fault(
         "block_counted_in_rows",
-        "K40",
         ("ROCm/ATOM#1807",),
         "Blocks of a codec were sixteen times too small, since their bytes were counted in rows: a reload brought "
         "back the rest as it lay.",
@@ -284,28 +221,25 @@ FAULTS = (
     ),
     _fault(
         "wrong_axis",
-        "K37",
         ("vllm-project/vllm#17362",),
         "A tensor of blocks by K and V was copied as one of K and V by blocks: a swap moved other rows than it was "
         "asked to.",
         expected="T1",
-        strike=partial(_copy_a_page, arrives=_the_other_axis),
+        strike=partial(_copy_a_page, arrives=exchange_parts),
         quiet=partial(_copy_a_page, arrives=_copy_as_it_is),
     ),
     _fault(
         "strides_ignored",
-        "K37",
         ("flashinfer-ai/flashinfer#527", "ovg-project/kvcached#391"),
         "A copy went by the shape of a tensor whose strides say otherwise. Within one server everything was right, "
         "and what came from another was garbled.",
         expected="T1",
         applies=lambda setup: _has_new_pages(setup) and _has_heads(setup),
-        strike=partial(_copy_a_page, arrives=_by_other_strides),
+        strike=partial(_copy_a_page, arrives=shift_heads),
         quiet=partial(_copy_a_page, arrives=_copy_as_it_is),
     ),
     _fault(
         "layer_group_skipped",
-        "K37",
         ("LMCache/LMCache#4247", "LMCache/LMCache#4253"),
         "A packed layout left out what one group of layers needs: requests with a shared prefix came out as garbage, "
         "with every counter green. Planted facts in long documents gave it away.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.harmless import come_and_go, edit_behind_the_end, hit_and_give_back, recycle_as_it_is
 from kvcanary.faults.helpers.reach import (
+    Place,
     any_layer,
     any_part,
     any_reader,
@@ -18,10 +19,10 @@ from kvcanary.faults.helpers.reach import (
     own_state,
     part_of,
     read_entry,
-    root_forward,
+    strike_row,
 )
 from kvcanary.faults.helpers.recycling import grant_again, never_granted, recycle
-from kvcanary.faults.strike import UNDECLARED
+from kvcanary.faults.strike import UNDECLARED, NotNow, need
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -30,91 +31,71 @@ if TYPE_CHECKING:
     from kvcanary.pools.views import PoolView
 
 SPARE_SLOTS = 2  # of a last page that the next step does not reach
-Way = Callable[..., bool]  # of a target, and the number that is put somewhere
+Way = Callable[..., None]  # of a target, and the number that is put somewhere
 
 
-def _read_unwritten(target: Target, pool: str) -> bool:
+def _read_unwritten(target: Target, pool: str) -> None:
     """An entry of a forward's row names a slot of the request's newest page, into which nothing was ever stored."""
     reader, page = any_reader(target), never_granted(target)
-    if reader is None or page is None:
-        return False
     slot = page * target.setup.page_size + target.rng.randrange(target.setup.page_size)
 
-    def read(call: Call) -> bool:
-        if call.pool != pool or reader.request_id not in call.read.requests:
-            return False
+    def read(call: Call, number: int) -> Place:
         target.canary.on_alloc(reader.request_id, [page])
-        number = call.read.requests.index(reader.request_id)
         position = target.rng.randrange(int(call.read.prefix_lens[number]))
         read_entry(call, number, position, slot)
-        target.record(pool=pool, reader=reader.request_id, position=position, slot=slot)
-        return True
+        return {"reader": reader.request_id, "position": position, "slot": slot}
 
-    target.before("draft" if pool == "draft" else root_forward(target), read)
-    return True
+    strike_row(target, reader.request_id, read, pool, "draft" if pool == "draft" else "")
 
 
-def _read_in_coarser_pages(target: Target) -> bool:
+def _read_in_coarser_pages(target: Target) -> None:
     """The table was written in pages twice as long as the reader's: it looks behind what was ever granted."""
     reader, page, size = any_reader(target), never_granted(target), target.setup.page_size
-    if reader is None or reader.committed_len < size or page is None:
-        return False
+    need(reader.committed_len >= size)
     place = target.rng.randrange(reader.committed_len // size) * size
     reader.slots[place : place + size] += page * size - int(reader.slots[place])
     target.record(reader=reader.request_id, position=place, slot=page * size)
-    return True
 
 
-def _publish_before_writing(target: Target) -> bool:
+def _publish_before_writing(target: Target) -> None:
     """A page is offered to a cache when its forward is scheduled, not when it has run."""
     reader = any_reader(target)
-    if reader is None or len(reader.pages) * target.setup.page_size <= reader.committed_len:
-        return False
+    need(len(reader.pages) * target.setup.page_size > reader.committed_len)
     target.record(request=f"page {reader.pages[-1]}")
     target.canary.on_share(reader.request_id, [reader.pages[-1]])
-    return True
 
 
-def _recycle_nan(target: Target) -> bool:
+def _recycle_nan(target: Target) -> None:
     """What a freed page held for another kind of layer is NaN for the next one."""
     view, page = target.pools["target"], never_granted(target)
-    if page is None:
-        return False
     recycle(target, page)
     slot = page * view.page_size + target.rng.randrange(view.page_size)
     _put_somewhere(target, view, slot, float("nan"))
     target.record(pool="target", slot=slot)
     grant_again(target, page)
-    return True
 
 
-def _grant(target: Target, value: float) -> bool:
+def _grant(target: Target, value: float) -> None:
     """A page that was never used holds this number somewhere when it is granted."""
     view, page = target.pools["target"], never_granted(target)
-    if page is None:
-        return False
     slot = page * view.page_size + target.rng.randrange(view.page_size)
     layer = _put_somewhere(target, view, slot, value)
     target.record(UNDECLARED, pool="target", slot=slot, layer=layer)
     grant_again(target, page)
-    return True
 
 
-def _write_behind_a_row(target: Target, value: float) -> bool:
+def _write_behind_a_row(target: Target, value: float) -> None:
     """This number lies on the last page of a row, where nobody has written."""
     reader, view = any_reader(target), target.pools["target"]
     size = view.page_size
-    if reader is None or not 0 < reader.committed_len % size < size - SPARE_SLOTS:
-        return False
+    need(0 < reader.committed_len % size < size - SPARE_SLOTS)
     place = reader.committed_len // size
     if target.setup.content == "rolling" and (place + 1) * size < _end(target, reader.request_id):
-        return False  # the row stores there before anybody looks again
+        raise NotNow  # the row stores there before anybody looks again
     slot = reader.pages[place] * size + size - 1
-    if generation_of(own_state(target, view), slot) == target.canary.session.ledger.generations[slot // size]:
-        return False
+    need(generation_of(own_state(target, view), slot) != target.canary.session.ledger.generations[slot // size])
     layer = _put_somewhere(target, view, slot, value)
     target.record(UNDECLARED, pool="target", slot=slot, layer=layer, reader=reader.request_id)
-    return True
 
 
 def _end(target: Target, request_id: str) -> int:
@@ -123,13 +104,12 @@ def _end(target: Target, request_id: str) -> int:
     return prompt_len + target.setup.new_tokens
 
 
-def _write_into_the_null_page(target: Target, value: float) -> bool:
+def _write_into_the_null_page(target: Target, value: float) -> None:
     """This number lies where padding, and the ends of tables, lead."""
     view = target.pools["target"]
     slot = view.null_slots - 1
     layer = _put_somewhere(target, view, slot, value)
     target.record(UNDECLARED, pool="target", slot=slot, layer=layer)
-    return True
 
 
 def _put_somewhere(target: Target, view: PoolView, slot: int, value: float) -> int:
@@ -144,7 +124,6 @@ def _in_whole_pages(name: str, story: str, bugs: tuple[str, ...], way: Way, **se
     """NaN where nobody has written; the twin writes a number."""
     return Fault(
         name=f"uninitialised.{name}",
-        k="K43",
         bugs=bugs,
         story=story,
         expected="R9",
@@ -163,7 +142,6 @@ def _range(part: slice) -> Tensor:
 FAULTS = (
     Fault(
         name="uninitialised.never_written",
-        k="K18",
         bugs=("sgl-project/sglang#19897", "sgl-project/sglang#19796"),
         story="A prefix hit brought the target's entries, and those of the draft were never written: the draft read "
         "what happened to lie there, NaN at worst.",
@@ -175,7 +153,6 @@ FAULTS = (
     ),
     Fault(
         name="uninitialised.coarser_pages",
-        k="K18",
         bugs=("lightseekorg/tokenspeed#958",),
         story="The draft's page table was published in pages of 128 tokens, and the backend counts in 64: it read rows "
         "that were all zero, and the draft's logits collapsed.",
@@ -187,7 +164,6 @@ FAULTS = (
     ),
     Fault(
         name="uninitialised.draft_not_transferred",
-        k="K18",
         bugs=("NVIDIA/TensorRT-LLM#17371",),
         story="Prefill and decode ran in two servers, and only the target's pages went from one to the other: drafting "
         "began on prompts whose entries nobody had written, and lost up to a quarter of what it had accepted.",
@@ -199,19 +175,16 @@ FAULTS = (
     ),
     Fault(
         name="uninitialised.published_before_written",
-        k="K18",
         bugs=("vllm-project/vllm#41838",),
         story="The hash of a block was published when its forward was scheduled. A request that came in the same step "
         "hit it, and read zeros or what was there before; acceptance fell as the hours went by.",
         expected="PageStateError",
         also=("PageOwnerError",),
-        applies_to="everything",
         strike=_publish_before_writing,
         quiet=hit_and_give_back,
     ),
     Fault(
         name="uninitialised.nan_recycled",
-        k="K43",
         bugs=(
             "vllm-project/vllm#35219",
             "vllm-project/vllm#35138",
@@ -243,6 +216,7 @@ FAULTS = (
         "it must not see gives NaN for the whole row.",
         (),
         _write_behind_a_row,
+        k="K43",
         applies_to="plain decoding on pages of 16 slots, of which branches leave none unwritten",
         needs={"drafts": False, "num_draft_tokens": None, "page_size": 16},
         applies=lambda setup: not setup.adaptive,

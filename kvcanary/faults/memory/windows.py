@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
@@ -11,11 +10,13 @@ from kvcanary.faults.helpers.reach import (
     Place,
     any_reader,
     leave_a_map_entry,
+    read_other,
     redirect,
     row_start,
     strike_forward,
     written_of,
 )
+from kvcanary.faults.strike import need
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -32,35 +33,29 @@ def _limited(window: int | None) -> int:
     return SEEN
 
 
-def _wrap(target: Target) -> bool:
+def _wrap(target: Target) -> None:
     """A ring of too few slots: the oldest entries were overwritten by those a ring's length behind them."""
     reader = any_reader(target)
-    if reader is None:
-        return False
     ring = reader.committed_len // 2
-    if int(reader.slots[0]) == int(reader.slots[ring]):
-        return False
+    need(int(reader.slots[0]) != int(reader.slots[ring]))
     lost = target.rng.randrange(1, ring)
     reader.slots[:lost] = reader.slots[ring : ring + lost].clone()
     target.record(reader=reader.request_id, position=0, slot=int(reader.slots[0]))
-    return True
 
 
-def _roll_too_early(target: Target) -> bool:
+def _roll_too_early(target: Target) -> None:
     """A cache rolls when its length equals the window, and not when it exceeds it: its first entry is gone."""
 
     def roll(call: Call) -> Place:
         number = target.rng.randrange(len(call.read.requests))
         start, length = row_start(call, number), int(call.read.prefix_lens[number])
-        indices = call.read.indices.clone()
-        indices[start : start + length - 1] = call.read.indices[start + 1 : start + length]
-        call.read = replace(call.read, indices=indices)
-        return {"reader": call.read.requests[number], "position": 0, "slot": int(indices[start])}
+        read_other(call, slice(start, start + length - 1), call.read.indices[start + 1 : start + length])
+        return {"reader": call.read.requests[number], "position": 0, "slot": int(call.read.indices[start])}
 
-    return strike_forward(target, roll)
+    strike_forward(target, roll)
 
 
-def _write_in_a_circle(target: Target) -> bool:
+def _write_in_a_circle(target: Target) -> None:
     """A token goes to its position modulo a window, into a block that prefixes still name."""
 
     def write(call: Call) -> Place | None:
@@ -74,13 +69,12 @@ def _write_in_a_circle(target: Target) -> bool:
                 return {"slot": slot}
         return None
 
-    return strike_forward(target, write)
+    strike_forward(target, write)
 
 
 FAULTS = (
     Fault(
         name="windows.untranslated",
-        k="K13",
         bugs=("sgl-project/sglang#24617", "sgl-project/sglang#24402"),
         story="Layers with a window have a smaller pool of their own, and slots of the full pool are translated into "
         "it. Metadata for drafts went there untranslated: out of range it crashed, in range it read other tokens.",
@@ -96,7 +90,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.translation_kept",
-        k="K13",
         bugs=("sgl-project/sglang#25889",),
         story="Slots of the full pool were translated once for all layers, and the translation was kept when pages "
         "came back from the host and the map was made anew: layers with a window read where something else lies now.",
@@ -112,7 +105,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.ring_too_short",
-        k="K16",
         bugs=(
             "sgl-project/sglang#34189",
             "sgl-project/sglang#33872",
@@ -126,24 +118,20 @@ FAULTS = (
         "read ring slots that held other positions: typos in identifiers, three points of accuracy. It took weeks and "
         "several teams, since the damage did not grow with the depth of drafting.",
         expected="R4",
-        applies_to="everything",
         strike=_wrap,
         quiet=edit_behind_the_end,
     ),
     Fault(
         name="windows.rolled_too_early",
-        k="K16",
         bugs=("huggingface/transformers#37574", "huggingface/transformers#38046"),
         story="A cache of a sliding window rolled one step early, for a >= where a > belongs. The reporter wrote down "
         "by hand what should lie there.",
         expected="R4",
-        applies_to="everything",
         strike=_roll_too_early,
         quiet=lengthen_plans,
     ),
     Fault(
         name="windows.cyclic_over_shared",
-        k="K16",
         bugs=("NVIDIA/TensorRT-LLM#3424",),
         story="A cyclic window wrote token t to slot t modulo its length, also where a prefix cache still pointed at "
         "the block.",
@@ -157,7 +145,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.window_on_a_global_layer",
-        k="K44",
         bugs=("vllm-project/vllm#51756",),
         story="A group of layers with and without a window applied it to all: global layers forgot what is far back. "
         "Every byte was right, every index was right, and the mask was not.",
@@ -168,7 +155,6 @@ FAULTS = (
     ),
     Fault(
         name="windows.shifted_twice",
-        k="K45",
         bugs=(
             "ggml-org/llama.cpp#3825",
             "ggml-org/llama.cpp#3835",
@@ -178,7 +164,6 @@ FAULTS = (
         "shift lost the first. Its sister deleted by the positions of before the shift.",
         expected="R4",
         applies_to="caches that are shifted in place",
-        state="pending",
         reason="the engine never shifts what it has cached",
     ),
 )

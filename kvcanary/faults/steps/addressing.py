@@ -8,68 +8,66 @@ from functools import partial
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.harmless import come_and_go, edit_behind_the_end, lengthen_plans, noise_in_a_free_page
 from kvcanary.faults.helpers.reach import (
+    Place,
     any_entry,
     any_layer,
     entry_at,
     is_private,
     overwrite,
+    row_start,
+    strike_forward,
+    strike_row,
     submit_prompt,
     words_of,
+    write_other,
     written_of,
 )
 from kvcanary.faults.steps.draft import CHUNK, has_deep_branches, read_other_parents
-from kvcanary.faults.strike import UNDECLARED
+from kvcanary.faults.strike import UNDECLARED, NotNow, need
 from kvcanary.faults.target import Call, Target
 
 PAGES_BACK = 3  # by which a compressed position lags: an image stands for many
 
 
-def _exchange_pages(target: Target) -> bool:
+def _exchange_pages(target: Target) -> None:
     """Two pages of a row are looked for in each other's place."""
     size = target.setup.page_size
-    for reader in target.running():
-        whole = reader.committed_len // size
-        if whole >= 2:
-            first, second = sorted(target.rng.sample(range(whole), 2))
-            here, there = (slice(page * size, (page + 1) * size) for page in (first, second))
-            reader.slots[here], reader.slots[there] = reader.slots[there].clone(), reader.slots[here].clone()
-            is_own = is_private(target, reader.pages[second])
-            target.record(
-                writer=reader.request_id if is_own else None,  # another request may have written what is shared
-                reader=reader.request_id,
-                position=first * size,
-                slot=int(reader.slots[first * size]),
-            )
-            return True
-    return False
+    reader = next((reader for reader in target.running() if reader.committed_len >= 2 * size), None)
+    if reader is None:
+        raise NotNow
+    first, second = sorted(target.rng.sample(range(reader.committed_len // size), 2))
+    here, there = (slice(page * size, (page + 1) * size) for page in (first, second))
+    reader.slots[here], reader.slots[there] = reader.slots[there].clone(), reader.slots[here].clone()
+    is_own = is_private(target, reader.pages[second])
+    target.record(
+        writer=reader.request_id if is_own else None,  # another request may have written what is shared
+        reader=reader.request_id,
+        position=first * size,
+        slot=int(reader.slots[first * size]),
+    )
 
 
-def _read_the_next_branch(target: Target) -> bool:
+def _read_the_next_branch(target: Target) -> None:
     """Survivors take their parent from the column beside theirs, as by a slot matrix that was transposed."""
-    return read_other_parents(target, lambda column, num_columns: (column + 1) % num_columns)
+    read_other_parents(target, lambda column, num_columns: (column + 1) % num_columns)
 
 
-def _permute_a_page(target: Target) -> bool:
+def _permute_a_page(target: Target) -> None:
     """The rows of one page go round by one in one layer: the sum of the page stays what it was."""
     entry = any_entry(target)
-    if entry is None:
-        return False
     size, layer = entry.pool.page_size, any_layer(target, entry.pool)
     start = entry.position // size * size
     entries = [entry_at(entry.pool, entry.reader, start + offset) for offset in range(size)]
-    if start + size > entry.reader.committed_len:
-        return False
+    need(start + size <= entry.reader.committed_len)
     rows = [words_of(entry.pool, layer, one.slot) for one in entries]
     for one, words in zip(entries, rows[1:] + rows[:1], strict=True):
         overwrite(entry.pool, layer, one.slot, words)
     moved = [one for one, old, new in zip(entries, rows, rows[1:] + rows[:1], strict=True) if bool((old != new).any())]
-    if not moved:
-        return False
-    target.record(UNDECLARED, pool=entry.pool.name, layer=layer, slot=moved[0].slot, position=moved[0].position)
-    return True
+    need(moved)
+    target.record(UNDECLARED, **moved[0].place, layer=layer)
 
 
-def _write_to_the_next_slots(target: Target) -> bool:
+def _write_to_the_next_slots(target: Target) -> None:
     """A window is written at its first slot plus i, where the row goes on in another page."""
     running, size = target.running(), target.setup.page_size
     private = {page: reader.request_id for reader in running for page in reader.pages}
@@ -95,72 +93,56 @@ def _write_to_the_next_slots(target: Target) -> bool:
         ends = [int(reader.slots[reader.committed_len + i]) for i in range(num_nodes)]
         if any(private.get((ends[0] + i) // size, reader.request_id) != reader.request_id for i in range(num_nodes)):
             target.before("verify", contiguous)
-            return True
-    return False
+            return
+    raise NotNow
 
 
-def _write_at_a_lagging_position(target: Target) -> bool:
+def _write_at_a_lagging_position(target: Target) -> None:
     """Draft entries go to the slots of positions before theirs, which hold what is final."""
     back = PAGES_BACK * max(target.setup.page_size, target.setup.most_accepted)
 
-    def lagging(call: Call) -> bool:
-        starts, slots = call.read.indptr.tolist(), call.write.slots.clone()
+    def lagging(call: Call) -> Place:
         lens = call.read.prefix_lens.tolist()
         first = min(range(len(lens)), key=lambda request: lens[request])
-        row = first * call.read.rows_per_request
-        slots[row] = call.read.indices[starts[row] + max(0, lens[first] - back)]
-        call.write = replace(call.write, slots=slots)
-        target.record(call.read.requests[first], pool="draft", site=("draft", call.index), slot=int(slots[row]))
-        return True
+        slot = int(call.read.indices[row_start(call, first) + max(0, lens[first] - back)])
+        write_other(call, first * call.read.rows_per_request, slots=slot)
+        return {"writer": call.read.requests[first], "site": ("draft", call.index), "slot": slot}
 
-    target.before("draft", lagging)
-    return True
+    strike_forward(target, lagging, "draft", 0, "draft")
 
 
-def _write_a_chunk_from_0(target: Target) -> bool:
+def _write_a_chunk_from_0(target: Target) -> None:
     """The second chunk of a prompt is written at its own offsets, over the first."""
     request_id = submit_prompt(target, 3 * CHUNK)
 
-    def local(call: Call) -> bool:
-        if call.pool != "target" or request_id not in call.read.requests:
-            return False
-        number = call.read.requests.index(request_id)
+    def local(call: Call, number: int) -> Place | None:
         if not int(call.read.prefix_lens[number]):
-            return False
-        own, start = written_of(call, number), int(call.read.indptr[number])
-        slots = call.write.slots.clone()
-        slots[own] = call.read.indices[start : start + own.stop - own.start]
-        call.write = replace(call.write, slots=slots)
-        target.record(request_id, pool="target", slot=int(slots[own.start]))
-        return True
+            return None
+        own, start = written_of(call, number), row_start(call, number)
+        write_other(call, own, slots=call.read.indices[start : start + own.stop - own.start])
+        return {"writer": request_id, "slot": int(call.write.slots[own.start])}
 
-    target.before("prefill", local)
-    return True
+    strike_row(target, request_id, local, kind="prefill")
 
 
-def _read_by_position_alone(target: Target) -> bool:
+def _read_by_position_alone(target: Target) -> None:
     """Of two requests' entries of one position the map knows the last one's: a page of the other is read."""
     size, running = target.setup.page_size, list(target.running())
-    if len(running) < 2:
-        return False
+    need(len(running) >= 2)
     mine, theirs = target.rng.sample(running, 2)
     whole = min(mine.committed_len, theirs.committed_len) // size
     pages = [page for page in range(whole) if is_private(target, theirs.pages[page])]
-    if not pages:
-        return False
+    need(pages)
     page = target.rng.choice(pages)
     mine.slots[page * size : (page + 1) * size] = theirs.slots[page * size : (page + 1) * size]
     target.record(theirs.request_id, reader=mine.request_id, position=page * size, slot=int(theirs.slots[page * size]))
-    return True
 
 
-def _grant_the_null_page(target: Target) -> bool:
+def _grant_the_null_page(target: Target) -> None:
     """A running request is given page 0, where padding writes."""
-    for reader in target.running():
-        target.record()
-        target.canary.on_alloc(reader.request_id, [0])
-        return True
-    return False
+    need(target.running())
+    target.record()
+    target.canary.on_alloc(target.running()[0].request_id, [0])
 
 
 FAULTS = (
@@ -175,7 +157,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.branch_slots_transposed",
-        k="K08",
         bugs=("sgl-project/sglang#7239",),
         story="The matrix of draft slots was built transposed for one backend, so that branches read each other's "
         "entries. It had been wrong since its first version, and came out when acceptance was compared across batch "
@@ -190,7 +171,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.page_permuted",
-        k="K17",
         bugs=("sgl-project/sglang#31218", "sgl-project/sglang#31215", "sgl-project/sglang#31060"),
         story="The move of accepted tokens addressed a page-major side buffer by token numbers: the bytes of a page "
         "were all there, in another order. No sum over a page can see it.",
@@ -202,7 +182,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.slot_plus_one",
-        k="K20",
         bugs=("huggingface/text-generation-inference#2711",),
         story="Slots of drafted tokens were taken to follow each other: slot + 1, slot + 2. With a prefix cache they "
         "do not, and the writes went into whatever page came next.",
@@ -215,7 +194,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.compressed_position",
-        k="K20",
         bugs=("vllm-project/vllm#54498", "vllm-project/vllm#54716"),
         story="The drafter took a coordinate for the slot that an image compresses: behind one, drafted entries were "
         "written over the prompt's. Acceptance fell with every step; a text-only control gave it away.",
@@ -228,7 +206,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.chunk_local_position",
-        k="K20",
         bugs=("vllm-project/vllm#36580",),
         story="With prompts in chunks the slots of a chunk were computed from positions within it: the second chunk "
         "was written over the first.",
@@ -241,7 +218,6 @@ FAULTS = (
     ),
     Fault(
         name="addressing.keyed_by_position",
-        k="K48",
         bugs=("ggml-org/llama.cpp#27994",),
         story="A block map was keyed by position, and not by sequence: with two sequences in one cache the first began "
         "to recall what the second had read.",
@@ -253,18 +229,15 @@ FAULTS = (
     ),
     Fault(
         name="addressing.null_page_granted",
-        k="K53",
         bugs=("ovg-project/kvcached#398",),
         story="A thread that allocates ahead won a race, so that block 0 went to a request, though every kernel takes "
         "0 for no block at all.",
         expected="LifetimeError",
-        applies_to="everything",
         strike=_grant_the_null_page,
         quiet=come_and_go,
     ),
     Fault(
         name="addressing.defragmented",
-        k="K47",
         bugs=(
             "ggml-org/llama.cpp#12253",
             "ggml-org/llama.cpp#9319",
@@ -275,18 +248,15 @@ FAULTS = (
         "used after it had been given away.",
         expected="T1",
         applies_to="caches that are defragmented",
-        state="pending",
         reason="the engine's caches are paged and never defragmented; a declared move that loses bytes is "
         "draft.compaction_lost",
     ),
     Fault(
         name="addressing.beams_reordered",
-        k="K50",
         bugs=("microsoft/DeepSpeed#2506",),
         story="Beam search re-ordered its sequences, and not their K and V.",
         expected="R8",
         applies_to="beam search",
-        state="pending",
         reason="the engine has no beam search",
     ),
 )

@@ -51,7 +51,7 @@ def _unasked(num_pages: int, *, available: Callable[[], int]) -> int:
     return 0 if num_pages > available() else num_pages
 
 
-def _wrap_an_offset(target: Target) -> bool:
+def _wrap_an_offset(target: Target) -> None:
     """The offset of one entry, computed in 32 bits with a sign, comes out negative."""
 
     def wrapped(call: Call) -> Place:
@@ -61,10 +61,10 @@ def _wrap_an_offset(target: Target) -> bool:
         read_entry(call, number, position, slot)
         return {"reader": call.read.requests[number], "position": position, "slot": slot}
 
-    return strike_forward(target, wrapped)
+    strike_forward(target, wrapped)
 
 
-def _write_past_the_pool(target: Target) -> bool:
+def _write_past_the_pool(target: Target) -> None:
     """A forward writes one entry behind the last slot."""
 
     def past(call: Call) -> Place:
@@ -72,14 +72,12 @@ def _write_past_the_pool(target: Target) -> bool:
         redirect(call, target.rng.randrange(len(call.write.slots)), slot)
         return {"slot": slot}
 
-    return strike_forward(target, past)
+    strike_forward(target, past)
 
 
-def _use_rows_as_scratch(target: Target) -> bool:
+def _use_rows_as_scratch(target: Target) -> None:
     """Intermediate values of a long forward land in rows of the pool."""
     first = any_entry(target, "target")
-    if first is None:
-        return False
     for position in range(first.position, min(first.position + SCRATCH_ROWS, first.reader.committed_len)):
         entry, part = entry_at(first.pool, first.reader, position), part_of(first.pool, 0)
         values = as_words(first.pool, target.rng.uniform(-4.0, 4.0), part.stop - part.start)
@@ -90,14 +88,12 @@ def _use_rows_as_scratch(target: Target) -> bool:
 
         for layer in range(entry.pool.num_layers):
             change(entry.pool, layer, entry.slot, fill)
-    target.record(UNDECLARED, pool="target", slot=first.slot, position=first.position, layer=0)
-    return True
+    target.record(UNDECLARED, **first.place, layer=0)
 
 
 FAULTS = (
     Fault(
         name="bounds.kv_indices_without_topk",
-        k="K01",
         bugs=("sgl-project/sglang#27338", "sgl-project/sglang#27460"),
         story="The index buffer of the captured draft forwards was sized for one branch a request, and each of the "
         "topk branches names its whole prefix: long batches wrote into the memory behind it.",
@@ -114,7 +110,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.row_width",
-        k="K03",
         bugs=("sgl-project/sglang#26972",),
         story="Draft branches on pages of their own reserve far more columns than the four and one tree that a "
         "request-table row had past the context: near its end a slice of the row was cut short without a word, so "
@@ -128,7 +123,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.page_table_scatter",
-        k="K02",
         bugs=("sgl-project/sglang#27360", "sgl-project/sglang#25077"),
         story="The page list of the second attention pass was made of all num_steps columns of a branch where the "
         "table has room for those written so far; only the path for pages of one slot had cut it.",
@@ -141,7 +135,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.no_lookahead",
-        k="K03",
         bugs=("vllm-project/vllm#16370",),
         story="No blocks were set aside for the tokens that a head drafts: with a nearly full last block it wrote and "
         "read past the block table, and acceptance suffered. No kernel looked at the bounds.",
@@ -153,7 +146,6 @@ FAULTS = (
     ),
     Fault(
         name="bounds.unchecked_allocation",
-        k="K49",
         bugs=("sgl-project/sglang#34399", "sgl-project/sglang#32780"),
         story="Pages were taken before anybody asked whether so many are free: the kernel read past the end of the "
         "free list, and only then came the report that memory is out.",
@@ -169,18 +161,15 @@ FAULTS = (
     ),
     Fault(
         name="bounds.past_the_pool",
-        k="K49",
         bugs=("microsoft/DeepSpeed#2485", "microsoft/DeepSpeed#3758"),
         story="The workspace for K and V was sized for 1024 tokens, and nothing compared it with the input: longer "
         "ones were written behind it. Its users asked for an error in the place of silence.",
         expected="W1",
-        applies_to="everything",
         strike=_write_past_the_pool,
         quiet=lengthen_plans,
     ),
     Fault(
         name="bounds.offset_wraps",
-        k="K41",
         bugs=(
             "vllm-project/vllm#1514",
             "vllm-project/vllm#1486",
@@ -197,11 +186,9 @@ FAULTS = (
     ),
     Fault(
         name="bounds.scratch_in_the_pool",
-        k="K12",
         bugs=("microsoft/DeepSpeed#2359", "microsoft/DeepSpeed#2300"),
         story="A scratch buffer overlapped the workspace in which K and V lie: long generations came out corrupted.",
         expected="R9",
-        applies_to="everything",
         cause="bits",
         strike=_use_rows_as_scratch,
         quiet=noise_in_a_free_page,

@@ -17,7 +17,16 @@ from kvcanary.faults.helpers.branches import (
     where_it_was_due,
 )
 from kvcanary.faults.helpers.harmless import lengthen_plans, move_in_another_order
-from kvcanary.faults.helpers.reach import submit_prompt, written_of
+from kvcanary.faults.helpers.reach import (
+    Place,
+    another_token,
+    read_other,
+    strike_forward,
+    strike_row,
+    submit_prompt,
+    write_other,
+    written_of,
+)
 from kvcanary.faults.strike import UNDECLARED
 from kvcanary.faults.target import Call, Move, Setup, Target
 
@@ -34,43 +43,38 @@ def _narrow(dtype: Any, *, topk: int) -> Any:
     return torch.int32 if topk == 1 else dtype
 
 
-def _shift_positions(target: Target) -> bool:
+def _shift_positions(target: Target) -> None:
     """Every entry of the draft forwards one position too far: any of them may be told first."""
 
     def shift(call: Call) -> bool:
         call.write = replace(call.write, positions=call.write.positions + 1)
-        target.record(
-            frozenset(call.read.requests),
-            pool="draft",
-            site=("draft", call.index),
-            slot=frozenset(call.write.slots.tolist()),
-            position=frozenset(call.write.positions.tolist()),
-        )
+        slots, positions = (frozenset(values.tolist()) for values in (call.write.slots, call.write.positions))
+        site, writers = ("draft", call.index), frozenset(call.read.requests)
+        target.record(writers, pool="draft", site=site, slot=slots, position=positions)
         return False
 
     target.before("draft", shift)
-    return True
 
 
-def _feed_at_chunk_end(target: Target) -> bool:
+def _feed_at_chunk_end(target: Target) -> None:
     """A prompt in several chunks; the drafter's entry at the end of the first takes a guess for the next token."""
     request_id = submit_prompt(target, 3 * CHUNK)
 
-    def guess(call: Call) -> bool:
-        if call.pool != "draft" or request_id not in call.read.requests:
-            return False
-        place = written_of(call, call.read.requests.index(request_id)).stop - 1
-        tokens = call.write.tokens.clone()
-        tokens[place] = (tokens[place] + 1) % _vocab_size(target)
-        call.write = replace(call.write, tokens=tokens)
-        target.record(request_id, pool="draft", slot=int(call.write.slots[place]), position=CHUNK - 1)
-        return True
+    def guess(call: Call, number: int) -> Place:
+        return _guess_the_next_token(target, call, number)
 
-    target.before("prefill", guess)
-    return True
+    strike_row(target, request_id, guess, "draft", "prefill")
 
 
-def _feed_at_chunk_end_of_output(target: Target) -> bool:
+def _guess_the_next_token(target: Target, call: Call, number: int) -> Place:
+    """At the last entry that a request writes."""
+    last = written_of(call, number).stop - 1
+    write_other(call, last, tokens=another_token(target, call, last))
+    slot, position = int(call.write.slots[last]), int(call.write.positions[last])
+    return {"writer": call.read.requests[number], "slot": slot, "position": position}
+
+
+def _feed_at_chunk_end_of_output(target: Target) -> None:
     """A retracted request is prefilled again; where a chunk ends within its output, the drafter takes a guess."""
     lens: dict[str, int] = {}  # final entries when first seen: what lies behind them is output
 
@@ -79,50 +83,37 @@ def _feed_at_chunk_end_of_output(target: Target) -> bool:
             lens.setdefault(name, length)
         return False
 
-    def guess(call: Call) -> bool:
-        for number, name in enumerate(call.read.requests if call.pool == "draft" else ()):
-            place = written_of(call, number).stop - 1
-            position = int(call.write.positions[place])
+    def guess(call: Call) -> Place | None:
+        for number, name in enumerate(call.read.requests):
+            position = int(call.write.positions[written_of(call, number).stop - 1])
             known = len(target.canary.session.ledger.request(name).tokens)
             if lens.get(name, position) <= position < known - 1:
-                tokens = call.write.tokens.clone()
-                tokens[place] = (tokens[place] + 1) % _vocab_size(target)
-                call.write = replace(call.write, tokens=tokens)
-                target.record(name, pool="draft", slot=int(call.write.slots[place]), position=position)
-                return True
-        return False
+                return _guess_the_next_token(target, call, number)
+        return None
 
     target.before("verify", watch)
-    target.before("prefill", guess)
-    return True
+    strike_forward(target, guess, "draft", 0, "prefill")
 
 
-def _forget_the_shift(target: Target) -> bool:
+def _forget_the_shift(target: Target) -> None:
     """The drafter's prompt entries hold the token of their own position, not the one that follows."""
     request_id, prompt = submit_prompt(target, 2 * CHUNK), target.prompts[-1]
     first = next(p for p in range(len(prompt) - 1) if prompt[p] != prompt[p + 1])
 
-    def unshifted(call: Call) -> bool:
-        if call.pool != "draft" or request_id not in call.read.requests:
-            return False
-        own = written_of(call, call.read.requests.index(request_id))
-        tokens = call.write.tokens.clone()
-        tokens[own] = tokens.new_tensor(prompt[: own.stop - own.start])
-        call.write = replace(call.write, tokens=tokens)
-        slot = int(call.write.slots[own.start + first])
-        target.record(request_id, pool="draft", slot=slot, position=first)
-        return True
+    def unshifted(call: Call, number: int) -> Place:
+        own = written_of(call, number)
+        write_other(call, own, tokens=call.write.tokens.new_tensor(prompt[: own.stop - own.start]))
+        return {"writer": request_id, "slot": int(call.write.slots[own.start + first]), "position": first}
 
-    target.before("prefill", unshifted)
-    return True
+    strike_row(target, request_id, unshifted, "draft", "prefill")
 
 
-def _read_by_column(target: Target) -> bool:
+def _read_by_column(target: Target) -> None:
     """Survivors attend what was written for their column, not for their parent."""
-    return read_other_parents(target, lambda column, num_columns: column)
+    read_other_parents(target, lambda column, num_columns: column)
 
 
-def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> bool:
+def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> None:
     """From the third draft forward on, rows of one request take their parent from this column; further ancestors are
     right.
 
@@ -146,15 +137,12 @@ def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> 
             return False
         number, positions = next(iter(wrong.items()))
         own = slice(ends[number * width], ends[(number + 1) * width])
-        changed = call.read.indices.clone()
-        changed[own] = indices[own]
-        call.read = replace(call.read, indices=changed)
+        read_other(call, own, indices[own])
         reader = call.read.requests[number]
         target.record(reader=reader, pool="draft", site=("draft", call.index), position=min(positions))
         return True
 
     target.before("draft", misread)
-    return True
 
 
 def _own_columns(parents: Any, *, step: int, num_steps: int) -> Any:
@@ -169,43 +157,31 @@ def _forwards_from(parents: Any, columns: Any, *, step: int, num_steps: int) -> 
     return {"pool": "draft", "site": frozenset(("draft", later) for later in range(step, num_steps - 1))}
 
 
-def _feed_a_placeholder(target: Target) -> bool:
+def _feed_a_placeholder(target: Target) -> None:
     """A request's newest token is fed as the placeholder that stood for it."""
 
-    def placeholder(call: Call) -> bool:
+    def placeholder(call: Call) -> Place | None:
         first = 0 if int(call.write.tokens[0]) else written_of(call, len(call.read.requests) - 1).start
         if not int(call.write.tokens[first]):
-            return False
-        tokens = call.write.tokens.clone()
-        tokens[first] = 0  # what a clamp makes of -1
-        call.write = replace(call.write, tokens=tokens)
+            return None
+        write_other(call, first, tokens=0)  # what a clamp makes of -1
         slot, position = int(call.write.slots[first]), int(call.write.positions[first])
-        writer = call.read.requests[0 if not first else -1]
-        target.record(writer, pool="target", slot=slot, position=position)
-        return True
+        return {"writer": call.read.requests[-1 if first else 0], "slot": slot, "position": position}
 
-    target.before("verify", placeholder)
-    return True
+    strike_forward(target, placeholder, requests=0, kind="verify")
 
 
-def _lose_the_move(pool: str, late: bool) -> Callable[[Target], bool]:
+def _lose_the_move(target: Target, pool: str, late: bool) -> None:
     """Rows that should be copied stay where they are: in what was told, all arrived."""
 
-    def strike(target: Target) -> bool:
-        def stay(move: Move) -> bool:
-            if move.pool != pool:
-                return False
-            moved = changed_by(target, move)
-            if not moved:
-                return False
+    def stay(move: Move) -> bool:
+        moved = changed_by(target, move) if move.pool == pool else frozenset()
+        if moved:
             move.source = move.destination
             target.record(UNDECLARED, pool=pool, slot=moved, late=late)
-            return True
+        return bool(moved)
 
-        target.on_move(stay)
-        return True
-
-    return strike
+    target.on_move(stay)
 
 
 def _first_slots(moves: list[Any]) -> list[Any]:
@@ -223,16 +199,8 @@ def _own_features(features: Tensor) -> Tensor:
     return features * 0.75
 
 
-def _drafts_twice(setup: Setup) -> bool:
-    return setup.drafts and setup.num_steps > 1
-
-
 def has_deep_branches(setup: Setup) -> bool:
     return setup.drafts and setup.topk > 1 and setup.num_steps > FIRST_SEEN + 1 and setup.pages is None
-
-
-def _vocab_size(target: Target) -> int:
-    return target.pools["target"].vocab_size or 2
 
 
 FAULTS = (
@@ -250,19 +218,17 @@ FAULTS = (
     ),
     Fault(
         name="draft.position_off_by_one",
-        k="K05",
         bugs=("sgl-project/sglang#25015",),
         story="Positions were raised before each draft forward, not behind it: every drafted entry was rotated for the "
         "position after its own. Output stayed right and acceptance fell; somebody printed positions to see it.",
         expected="W5",
         applies_to="drafts of two steps and more",
-        applies=_drafts_twice,
+        applies=lambda setup: setup.drafts and setup.num_steps > 1,
         strike=_shift_positions,
         quiet=partial(lengthen_plans, pool="draft", kind="draft"),
     ),
     Fault(
         name="draft.chunk_tail_token",
-        k="K06",
         bugs=("sgl-project/sglang#26329", "ModelTC/LightLLM#1079", "NVIDIA/TensorRT-LLM#18295"),
         story="The drafter's entry at the end of a prompt chunk needs the next prompt token. Where the chunk is not "
         "the last one it got the token that was just sampled. Three engines made this mistake within ten months.",
@@ -275,7 +241,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.chunk_tail_in_output",
-        k="K06",
         bugs=("sgl-project/sglang#28254",),
         story="The next prompt token was looked up in the prompt as it was submitted. A retracted request is prefilled "
         "with its output, and where a chunk ended in there the drafter got the token that was just predicted. Greedy "
@@ -297,7 +262,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.state_not_restored",
-        k="K35",
         bugs=("ggml-org/llama.cpp#20075",),
         story="Layers with a state in the place of K and V cannot be cut back by a length. After a verify the state "
         "was not taken back to the last accepted token, or from the wrong cell: loops, and crashes.",
@@ -313,7 +277,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.token_offset_0",
-        k="K07",
         bugs=("mlc-ai/mlc-llm#2266",),
         story="The drafter's slot p holds the pair of features p and token p + 1. Its prompt was not shifted: slot p "
         "took token p, and drafts were poor from then on.",
@@ -325,7 +288,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.child_attends_sibling",
-        k="K09",
         bugs=("sgl-project/sglang#8409",),
         story="Survivors of a selection took the K and V of their column, not of their parent: from the second level "
         "on, nodes attended siblings of their ancestors. It showed as warnings of invalid trees, and less acceptance.",
@@ -338,7 +300,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.columns_never_regathered",
-        k="K09",
         bugs=("sgl-project/sglang#8409",),
         story="The same as it was published: nothing is ever gathered, in no forward, so that every row reads what was "
         "written for its column and no chain contradicts another. Only the drafter knows whose child a row is. An "
@@ -353,7 +314,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.placeholder_token",
-        k="K21",
         bugs=("vllm-project/vllm#46899", "vllm-project/vllm#40768"),
         story="An asynchronous scheduler puts placeholders where tokens are not known yet. A request that sat out one "
         "step kept its own, and they were fed as tokens. A rare crash in production, and not reproduced for long.",
@@ -366,7 +326,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.rewind_by_count",
-        k="K04",
         bugs=("NVIDIA/TensorRT-LLM#10343", "sgl-project/sglang#26866"),
         story="After the verify the first n slots of the window were kept, where n nodes were accepted: the right "
         "number, and not the accepted path. More candidates made acceptance worse, which nobody could explain.",
@@ -380,19 +339,17 @@ FAULTS = (
     ),
     Fault(
         name="draft.compaction_lost",
-        k="K04",
         bugs=("sgl-project/sglang#26866",),
         story="The move of accepted entries to the front of their window was declared, and copied nothing.",
         expected="T1",
         applies_to="topk > 1",
         applies=lambda setup: setup.drafts and setup.topk > 1,
-        strike=_lose_the_move("target", late=True),
+        strike=partial(_lose_the_move, pool="target", late=True),
         cause="transfer",
         quiet=partial(move_in_another_order, pool="target"),
     ),
     Fault(
         name="draft.tail_copy_lost",
-        k="K04",
         story="Branches on pages of their own need the entries of the prefix's last page in front of them. The copy "
         "was not made, and branches but the first attended whatever lay there.",
         expected="T1",
@@ -400,7 +357,7 @@ FAULTS = (
         needs={"backend": "paged"},
         applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1 and setup.page_size > 1,
         bugs=("sgl-project/sglang#26866",),
-        strike=_lose_the_move("draft", late=False),
+        strike=partial(_lose_the_move, pool="draft", late=False),
         cause="transfer",
         quiet=partial(move_in_another_order, pool="draft"),
     ),
@@ -453,7 +410,6 @@ FAULTS = (
     ),
     Fault(
         name="draft.approximate_features",
-        k="K22",
         bugs=("vllm-project/vllm#14649",),
         story="Entries that the drafter wrote from its own guessed features were kept after the verify, and not "
         "written again from the target's: 8 to 15 % less acceptance. The bytes are what the code meant to write, so "

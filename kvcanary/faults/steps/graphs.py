@@ -9,37 +9,36 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers import replays
-from kvcanary.faults.helpers.harmless import lengthen_plans, noise_in_a_free_page
+from kvcanary.faults.helpers.harmless import PADDING, lengthen_plans, noise_in_a_free_page
 from kvcanary.faults.helpers.reach import (
     SPREAD_BITS,
     Place,
     any_entry,
     any_layer,
     change,
+    read_other,
     redirect,
     strike_forward,
     written_of,
 )
 from kvcanary.faults.strike import UNDECLARED
-from kvcanary.faults.target import Call, Setup, Target
+from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
     from kvcanary.captured.buffers import StaticBuffers
 
-PADDING = -1
 
-
-def _pad_with_minus_one(target: Target) -> bool:
+def _pad_with_minus_one(target: Target) -> None:
     """The mark of padding stands for a slot, and nobody guards the write."""
 
     def pad(call: Call) -> Place:
         redirect(call, target.rng.randrange(len(call.write.slots)), PADDING)
         return {"slot": PADDING}
 
-    return strike_forward(target, pad)
+    strike_forward(target, pad)
 
 
-def _pad_with_a_live_slot(target: Target) -> bool:
+def _pad_with_a_live_slot(target: Target) -> None:
     """A row of padding writes where a request that is not in the batch has its entries."""
     size, owner_of = target.setup.page_size, target.canary.session.ledger.owner_of
 
@@ -51,10 +50,10 @@ def _pad_with_a_live_slot(target: Target) -> bool:
         redirect(call, target.rng.randrange(written_of(call, 0).stop), live[-1])
         return {"slot": live[-1]}
 
-    return strike_forward(target, pad, requests=2)
+    strike_forward(target, pad, requests=2)
 
 
-def _keep_old_positions(target: Target) -> bool:
+def _keep_old_positions(target: Target) -> None:
     """A replay finds the positions of the one before in its buffer."""
 
     def keep(call: Call, before: Call) -> Place | None:
@@ -64,10 +63,10 @@ def _keep_old_positions(target: Target) -> bool:
         call.write = replace(call.write, positions=positions)
         return {"slot": frozenset(call.write.slots.tolist())}
 
-    return _replay_with_the_one_before(target, keep)
+    _replay_with_the_one_before(target, keep)
 
 
-def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], Place | None]) -> bool:
+def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], Place | None]) -> None:
     """Change a forward by what the one before it had, of the same requests."""
     kept: list[Call] = []
 
@@ -78,10 +77,10 @@ def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], P
             return None
         return change(call, before)
 
-    return strike_forward(target, replayed)
+    strike_forward(target, replayed)
 
 
-def _query_by_another_stride(target: Target) -> bool:
+def _query_by_another_stride(target: Target) -> None:
     """Offsets of the requests are multiples of another number than the runner lays out."""
 
     def stride(call: Call) -> Place:
@@ -90,27 +89,23 @@ def _query_by_another_stride(target: Target) -> bool:
         call.read = replace(call.read, indptr=indptr)
         return {}
 
-    return strike_forward(target, stride, requests=2)
+    strike_forward(target, stride, requests=2)
 
 
-def _read_a_rebound_buffer(target: Target) -> bool:
+def _read_a_rebound_buffer(target: Target) -> None:
     """The index array was made anew, and the captured program reads the old one where it was."""
 
     def rebind(call: Call, before: Call) -> Place | None:
-        import torch
-
-        indices = call.read.indices.clone()
-        length = min(len(indices), len(before.read.indices))
-        indices[:length] = before.read.indices[:length]
-        if torch.equal(indices, call.read.indices):
+        stale = before.read.indices[: len(call.read.indices)]
+        if bool((call.read.indices[: len(stale)] == stale).all()):
             return None
-        call.read = replace(call.read, indices=indices)
+        read_other(call, slice(len(stale)), stale)
         return {}
 
-    return _replay_with_the_one_before(target, rebind)
+    _replay_with_the_one_before(target, rebind)
 
 
-def _make_buffers_anew(target: Target) -> bool:
+def _make_buffers_anew(target: Target) -> None:
     """Arrays of a forward lie elsewhere than before, with the same numbers in them: nothing is due."""
 
     def anew(call: Call) -> Place:
@@ -118,21 +113,18 @@ def _make_buffers_anew(target: Target) -> bool:
         call.write = replace(call.write, slots=call.write.slots.clone(), positions=call.write.positions.clone())
         return {"code": ""}
 
-    return strike_forward(target, anew)
+    strike_forward(target, anew)
 
 
-def _share_a_graph_pool(target: Target) -> bool:
+def _share_a_graph_pool(target: Target) -> None:
     """A second program was captured in the memory of the first, and its scratch lies over what that one keeps."""
     entry = any_entry(target)
-    if entry is None:
-        return False
     layer = any_layer(target, entry.pool)
     change(entry.pool, layer, entry.slot, lambda words: words ^ target.rng.randrange(1, 1 << SPREAD_BITS))
-    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
-    return True
+    target.record(UNDECLARED, **entry.place, layer=layer)
 
 
-def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> bool:
+def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> None:
     """An entry of padding in a captured batch is to be written at one of these slots."""
     slot = target.rng.choice(slots)
 
@@ -141,17 +133,11 @@ def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> bool
         target.record(code=code, pool=replays.NAME, slot=slot)
 
     replays.replay(target, pad)
-    return True
-
-
-def _several(setup: Setup) -> bool:
-    return setup.batch > 1
 
 
 FAULTS = (
     Fault(
         name="graphs.padding_of_a_replay",
-        k="K10",
         bugs=("NVIDIA/TensorRT-LLM#13278",),
         story="A captured batch is padded, and what pads it named slots that a request still had: every replay of a "
         "smaller batch wrote there.",
@@ -162,18 +148,15 @@ FAULTS = (
     ),
     Fault(
         name="graphs.padding_is_minus_one",
-        k="K10",
         bugs=("vllm-project/vllm#43810", "vllm-project/vllm#43869"),
         story="Rows of padding carried slot -1 into a write by index, where it means the last slot of the last block: "
         "a real entry was overwritten by every replay of a batch that did not fill its graph.",
         expected="W1",
-        applies_to="everything",
         strike=_pad_with_minus_one,
         quiet=lengthen_plans,
     ),
     Fault(
         name="graphs.padding_on_a_live_slot",
-        k="K10",
         bugs=(
             "NVIDIA/TensorRT-LLM#13278",
             "vllm-project/vllm#13922",
@@ -184,14 +167,13 @@ FAULTS = (
         expected="W2",
         also=("W4",),
         applies_to="two requests and more",
-        applies=_several,
+        applies=lambda setup: setup.batch > 1,
         strike=_pad_with_a_live_slot,
         cause="addressing",
         quiet=lengthen_plans,
     ),
     Fault(
         name="graphs.positions_of_before",
-        k="K10",
         bugs=(
             "sgl-project/sglang#10892",
             "sgl-project/sglang#9687",
@@ -203,14 +185,12 @@ FAULTS = (
         story="Where a batch was smaller than its graph, rows kept the positions of an earlier replay and were used as "
         "indices. One line closed four reports that had been open for months; a fix before it had only hidden them.",
         expected="W5",
-        applies_to="everything",
         strike=_keep_old_positions,
         cause="lengths",  # struck where nothing is replayed
         quiet=_make_buffers_anew,
     ),
     Fault(
         name="graphs.wrong_stride",
-        k="K11",
         bugs=("sgl-project/sglang#27545",),
         story="Offsets of the queries went up by the number of steps plus one, and the runner laid out as many rows as "
         "the tree has nodes: equal with topk 1 alone, NaN in replays of larger batches else.",
@@ -224,24 +204,20 @@ FAULTS = (
     ),
     Fault(
         name="graphs.rebound_buffer",
-        k="K11",
         bugs=("sgl-project/sglang#27664",),
         story="Metadata was made anew for each replay, and the captured kernels went on reading the old addresses. "
         "Greedy output changed from run to run.",
         expected="R4",
-        applies_to="everything",
         strike=_read_a_rebound_buffer,
         quiet=_make_buffers_anew,
         cause="addressing",
     ),
     Fault(
         name="graphs.shared_scratch",
-        k="K12",
         bugs=("sgl-project/sglang#22930",),
         story="Target and draft were captured in one memory pool, and the draft's capture took addresses that the "
         "target's captured tensors still need.",
         expected="R9",
-        applies_to="everything",
         strike=_share_a_graph_pool,
         quiet=noise_in_a_free_page,
         cause="bits",

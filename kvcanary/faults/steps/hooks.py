@@ -2,78 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers import replays
 from kvcanary.faults.helpers.reach import submit_prompt
 from kvcanary.faults.target import Call, Target
 
+Way = Callable[[Target], None]
 
-def _close_before_open(target: Target) -> bool:
+
+def _close_before_open(target: Target) -> None:
     """The hooks of a forward that never began are closed."""
     target.record()
     target.canary.forward("decode", 0, "target").close()
-    return True
 
 
-def _never_arm(target: Target) -> bool:
+def _never_arm(target: Target) -> None:
     """A canary is attached, warmed up and captured, and never armed; then the first request comes."""
     from kvcanary.manager.manager import CanaryManager
 
     target.record()
     target.canary.detach()
     CanaryManager(target.canary.config, list(target.pools.values())).admit("late", [1, 2, 3])
-    return True
 
 
-def _without_hooks(target: Target, kind: str, pool: str, index: int = 0) -> bool:
+def _without_hooks(target: Target, kind: str, pool: str, index: int = 0) -> None:
     """A forward runs, and the canary hears of what it makes final, not of the forward."""
     from kvcanary.manager.substep import WarmupSubstep
 
     canary, hooks = target.canary, target.canary.forward
 
     def silent(call: Call) -> bool:
-        if (call.pool, call.index) != (pool, index):
-            return False
-        target.record(pool=pool, site=(kind, index))
-        canary.forward = lambda *where, **settings: WarmupSubstep()
-        return True
+        is_it = (call.pool, call.index) == (pool, index)
+        if is_it:
+            target.record(pool=pool, site=(kind, index))
+            canary.forward = lambda *where, **settings: WarmupSubstep()
+        return is_it
 
     def back(call: Call) -> bool:
-        if (call.pool, call.index) != (pool, index):
-            return False
-        canary.forward = hooks
-        return True
+        is_it = (call.pool, call.index) == (pool, index)
+        if is_it:
+            canary.forward = hooks
+        return is_it
 
     target.before(kind, silent)
     target.after(kind, back)
-    return True
 
 
-def _decode(target: Target) -> bool:
-    return _without_hooks(target, "decode", "target")
-
-
-def _draft(target: Target) -> bool:
+def _draft(target: Target) -> None:
     """One that another follows."""
-    return _without_hooks(target, "draft", "draft", target.rng.randrange(target.setup.num_steps - 2))
+    _without_hooks(target, "draft", "draft", target.rng.randrange(target.setup.num_steps - 2))
 
 
-def _last_draft(target: Target) -> bool:
-    return _without_hooks(target, "draft", "draft", target.setup.num_steps - 2)
+def _last_draft(target: Target) -> None:
+    _without_hooks(target, "draft", "draft", target.setup.num_steps - 2)
 
 
-def _verify(target: Target) -> bool:
-    return _without_hooks(target, "verify", "target")
-
-
-def _extend(target: Target) -> bool:
-    return _without_hooks(target, "extend", "draft")
-
-
-def _prefill(target: Target) -> bool:
+def _prefill(target: Target) -> None:
     """The draft's, of a new prompt."""
     submit_prompt(target, target.setup.prompt_len)
-    return _without_hooks(target, "prefill", "draft")
+    _without_hooks(target, "prefill", "draft")
 
 
 def _lose_hooks(substep: object, *, kind: str, index: int, **where: object) -> object | None:
@@ -81,11 +72,16 @@ def _lose_hooks(substep: object, *, kind: str, index: int, **where: object) -> o
     return None if (kind, index) == ("draft", 0) else substep
 
 
-def _in_their_order(target: Target) -> bool:
+def _in_their_order(target: Target) -> None:
     """A canary of a pool of its own is armed, and its forwards run between their hooks: nothing is due."""
     target.record(code="")
     replays.replay(target, lambda buffers: None)
-    return True
+
+
+def _unheard(name: str, story: str, strike: Way, applies_to: str = "drafting", **settings: Any) -> Fault:
+    """One forward that runs without hooks."""
+    own: dict[str, Any] = {"applies": lambda setup: setup.drafts, "within": 1, "quiet": _in_their_order}
+    return Fault(f"hooks.{name}", story, "H1", applies_to, strike=strike, **(own | settings))
 
 
 FAULTS = (
@@ -93,7 +89,6 @@ FAULTS = (
         name="hooks.wrong_substep",
         story="A refactored engine closes the hooks of a forward that it never opened: nothing was checked in between.",
         expected="HookOrderError",
-        applies_to="everything",
         strike=_close_before_open,
         quiet=_in_their_order,
     ),
@@ -101,74 +96,48 @@ FAULTS = (
         name="hooks.not_armed",
         story="The canary is attached for warm-up and graph capture, and nobody arms it: every check would pass.",
         expected="HookOrderError",
-        applies_to="everything",
         strike=_never_arm,
         quiet=_in_their_order,
     ),
-    Fault(
-        name="hooks.forward_without_hooks",
-        story="One forward runs past the canary, as a captured graph that lost its hooks does; its entries become "
-        "final.",
-        expected="H1",
+    _unheard(
+        "forward_without_hooks",
+        "One forward runs past the canary, as a captured graph that lost its hooks does; its entries become final.",
         applies_to="plain decoding",
         needs={"drafts": False, "num_draft_tokens": None},
         applies=lambda setup: not setup.adaptive,
-        strike=_decode,
-        within=1,
-        quiet=_in_their_order,
+        strike=partial(_without_hooks, kind="decode", pool="target"),
     ),
-    Fault(
-        name="hooks.draft_without_hooks",
-        story="Every forward of the draft loop needs hooks of its own, by its number: one of them is left out, and the "
+    _unheard(
+        "draft_without_hooks",
+        "Every forward of the draft loop needs hooks of its own, by its number: one of them is left out, and the "
         "next one reads what nobody has told of.",
-        expected="H1",
         applies_to="three draft steps and more",
         applies=lambda setup: setup.drafts and setup.num_steps > 2 and not setup.adaptive,
         strike=_draft,
-        within=1,
-        quiet=_in_their_order,
     ),
-    Fault(
-        name="hooks.last_draft_without_hooks",
-        story="The last forward of the draft loop runs without hooks: nobody reads its entries, and no check of "
+    _unheard(
+        "last_draft_without_hooks",
+        "The last forward of the draft loop runs without hooks: nobody reads its entries, and no check of "
         "entries would ever see that it is left out.",
-        expected="H1",
         applies_to="two draft steps and more",
         applies=lambda setup: setup.drafts and setup.num_steps > 1 and not setup.adaptive,
         strike=_last_draft,
-        within=1,
-        quiet=_in_their_order,
     ),
-    Fault(
-        name="hooks.verify_without_hooks",
-        story="The target's forward over the tree runs without hooks, and what is accepted of it becomes final.",
-        expected="H1",
-        applies_to="drafting",
-        applies=lambda setup: setup.drafts,
-        strike=_verify,
-        within=1,
-        quiet=_in_their_order,
+    _unheard(
+        "verify_without_hooks",
+        "The target's forward over the tree runs without hooks, and what is accepted of it becomes final.",
+        strike=partial(_without_hooks, kind="verify", pool="target"),
     ),
-    Fault(
-        name="hooks.extend_without_hooks",
-        story="The forward in which the draft's pool catches up with what was accepted runs without hooks, when the "
+    _unheard(
+        "extend_without_hooks",
+        "The forward in which the draft's pool catches up with what was accepted runs without hooks, when the "
         "step has been judged already.",
-        expected="H1",
-        applies_to="drafting",
-        applies=lambda setup: setup.drafts,
-        strike=_extend,
-        within=1,
-        quiet=_in_their_order,
+        strike=partial(_without_hooks, kind="extend", pool="draft"),
     ),
-    Fault(
-        name="hooks.prefill_without_hooks",
-        story="The draft's own forward over a prompt, or a chunk of one, runs without hooks.",
-        expected="H1",
-        applies_to="drafting",
-        applies=lambda setup: setup.drafts,
+    _unheard(
+        "prefill_without_hooks",
+        "The draft's own forward over a prompt, or a chunk of one, runs without hooks.",
         strike=_prefill,
-        within=1,
-        quiet=_in_their_order,
     ),
     Fault(
         name="hooks.captured_without_hooks",

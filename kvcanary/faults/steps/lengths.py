@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.harmless import come_and_go, lengthen_plans
-from kvcanary.faults.helpers.reach import root_forward, submit_prompt, written_of
+from kvcanary.faults.helpers.reach import Place, any_reader, strike_row, submit_prompt, write_other, written_of
 from kvcanary.faults.steps.draft import CHUNK
 from kvcanary.faults.target import Call, Setup, Target
-from kvcanary.invariants.lengths import MOST_STILL_STEPS
+from kvcanary.invariants import MOST_STILL_STEPS
 
 if TYPE_CHECKING:
     from kvcanary.pools.plans import ReadPlan
@@ -34,40 +34,31 @@ def _one_less(committed_len: int) -> int:
     return committed_len - 1
 
 
-def _believe(target: Target, change: int) -> bool:
+def _believe(target: Target, change: int) -> None:
     """The next forward of everyone believes another length of one request than is committed."""
-    running = list(target.running())
-    if not running:
-        return False
-    _misbelieve(target, root_forward(target), target.rng.choice(running).request_id, change)
-    return True
+    _misbelieve(target, "", any_reader(target).request_id, change)
 
 
-def _read_past_the_chunk(target: Target) -> bool:
+def _read_past_the_chunk(target: Target) -> None:
     """The second chunk of a new prompt is told the length of the whole prompt."""
     _misbelieve(target, "prefill", submit_prompt(target, 3 * CHUNK), CHUNK)
-    return True
 
 
 def _misbelieve(target: Target, kind: str, request_id: str, change: int) -> None:
-    def believing(call: Call) -> bool:
-        if call.pool != "target" or request_id not in call.read.requests:
-            return False
-        number, lens = call.read.requests.index(request_id), call.read.prefix_lens.clone()
+    def believing(call: Call, number: int) -> Place | None:
+        lens = call.read.prefix_lens.clone()
         length = int(lens[number])
         if kind == "prefill" and not length:
-            return False
+            return None
         lens[number] += change
         call.read = replace(call.read, prefix_lens=lens)
         if change > 0:
             call.read = _with_rejected(call, number, change)
-            positions = call.write.positions.clone()
-            positions[written_of(call, number)] += change
-            call.write = replace(call.write, positions=positions)
-        target.record(reader=request_id, pool="target", position=length if change > 0 else length + change - 1)
-        return True
+            own = written_of(call, number)
+            write_other(call, own, positions=call.write.positions[own] + change)
+        return {"reader": request_id, "position": length if change > 0 else length + change - 1}
 
-    target.before(kind, believing)
+    strike_row(target, request_id, believing, kind=kind)
 
 
 def _with_rejected(call: Call, number: int, count: int) -> ReadPlan:
@@ -113,18 +104,15 @@ FAULTS = (
     ),
     Fault(
         name="lengths.watermark_not_raised",
-        k="K14",
         bugs=("sgl-project/sglang#13826", "sgl-project/sglang-jax#1147"),
         story="Pages of a decode step were taken, and the request's allocated length stayed what it was: its end gave "
         "back less than it had, until nothing was left. The port to another framework has the same omission.",
         expected="EstimateError",
-        applies_to="everything",
         perturb=_not_raised,
         quiet_needs={"page_size": 128, "drafts": False},
     ),
     Fault(
         name="lengths.unaligned_release",
-        k="K14",
         bugs=("sgl-project/sglang#31616",),
         story="The allocated length was noted without rounding up to whole pages, which is what the allocator hands "
         "out: the last page of every request stayed behind.",
@@ -136,18 +124,15 @@ FAULTS = (
     ),
     Fault(
         name="lengths.rewound_by_another_count",
-        k="K14",
         bugs=("NVIDIA/TensorRT-LLM#19120",),
         story="A row grew by one count of drafted tokens and was rewound by another, so that its capacity fell below "
         "what it had committed. The engine died of an assertion far away.",
         expected="CommitError",
-        applies_to="everything",
         perturb=_one_less,
         alone="a commit has one right length",
     ),
     Fault(
         name="lengths.past_the_chunk",
-        k="K40",
         bugs=("GeeeekExplorer/nano-vllm#212", "GeeeekExplorer/nano-vllm#213"),
         story="While a prompt was prefilled in chunks, attention was given the length of the whole prompt and read "
         "slots that no chunk had written yet.",
@@ -160,23 +145,19 @@ FAULTS = (
     ),
     Fault(
         name="lengths.window_for_length",
-        k="K46",
         bugs=("huggingface/transformers#38156", "huggingface/transformers#31661"),
         story="The length of a hybrid cache was asked of its first layer, whose window holds no more than so many "
         "entries: the sequence seemed shorter than it was.",
         expected="R10",
-        applies_to="everything",
         strike=partial(_believe, change=-1),
         quiet=lengthen_plans,
     ),
     Fault(
         name="lengths.crop_is_no_op",
-        k="K46",
         bugs=("huggingface/transformers#47433", "ml-explore/mlx-lm#1109"),
         story="A cache was told to drop rejected tokens, dropped fewer or none, and nobody looked at what it had done: "
         "they counted as part of the sequence from then on.",
         expected="R4",
-        applies_to="everything",
         strike=partial(_believe, change=1),
         quiet=lengthen_plans,
     ),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from kvcanary.faults.fault import PENDING, Fault
+from kvcanary.faults.fault import Fault
 
 ONE_RANK = "the engine runs on one rank: nothing can differ from another"
 FAULTS = (
     Fault(
         name="ranks.disagree",
-        k="K51",
         bugs=(
             "LMCache/LMCache#1101",
             "LMCache/LMCache#1379",
@@ -25,12 +24,10 @@ FAULTS = (
         "used by all.",
         expected="X1",
         applies_to="tensor or pipeline parallel engines",
-        state=PENDING,
         reason=ONE_RANK,
     ),
     Fault(
         name="ranks.wrong_shard_rule",
-        k="K52",
         bugs=(
             "vllm-project/vllm#51031",
             "vllm-project/vllm#57260",
@@ -41,7 +38,6 @@ FAULTS = (
         "kernel's, or not at all for the draft. An all-reduce then makes the wrong result the same on all ranks.",
         expected="R5",
         applies_to="engines that shard positions over ranks",
-        state=PENDING,
         reason=ONE_RANK,
     ),
 )

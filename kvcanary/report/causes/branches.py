@@ -16,10 +16,8 @@ def other_branch(facts: Evidence) -> Cause | None:
     kind, index = facts.violation.site
     here, before = site_name(kind, index), site_name(kind, index - 1)
     branch, parent, found = lineage
-    if found == branch:
-        text = f"row reads its own column (branch {branch}), not the entries of its ancestors (branch {parent})"
-    else:
-        text = f"row reads another branch of the tree, not the entries of its ancestors (branch {parent})"
+    read = f"its own column (branch {branch})" if found == branch else "another branch of the tree"
+    text = f"row reads {read}, not the entries of its ancestors (branch {parent})"
     evidence = (
         f"the row is branch {branch} of {here}",
         f"the drafter says that it descends from branch {parent} of {before}",

@@ -10,18 +10,13 @@ PARTS = ("K", "V")
 LATE_STEPS = 8  # in which a copy that was in flight when its page was freed has surely landed
 
 
-def flipped_bit(facts: Evidence) -> Cause | None:
-    word = facts.word
-    if word is None or word.bit is None:
-        return None
-    text = f"one flipped bit: bit {word.bit} of one element, nothing else changed; a hardware fault or a stray write"
-    return Cause("bits", text, "derived", _one_word(facts))
-
-
 def changed_word(facts: Evidence) -> Cause | None:
-    if facts.word is None or facts.word.bit is not None:
+    if facts.word is None:
         return None
-    return Cause("bits", "one 32-bit word was overwritten, nothing else changed", "derived", _one_word(facts))
+    bit, text = facts.word.bit, "one 32-bit word was overwritten, nothing else changed"
+    if bit is not None:
+        text = f"one flipped bit: bit {bit} of one element, nothing else changed; a hardware fault or a stray write"
+    return Cause("bits", text, "derived", _one_word(facts))
 
 
 def _one_word(facts: Evidence) -> tuple[str, ...]:
@@ -31,14 +26,14 @@ def _one_word(facts: Evidence) -> tuple[str, ...]:
 
 def scale(facts: Evidence) -> Cause | None:
     """What lies beside K and V is another slot's, or reset, in another order, or one word of it changed."""
-    provenance, word = facts.provenance_of("scale"), facts.word
+    provenance, order, word = facts.provenance_of("scale"), facts.provenance_of("scale_order"), facts.word
     if word is not None and word.part not in PARTS:
         evidence = (f"the word that changed lies in {word.part}", *_one_word(facts))
         return Cause("scales", f"{word.part} was overwritten, K and V are as written", "derived", evidence)
-    order = facts.provenance_of("scale_order")
     if order is not None:
+        text = "scales were stored in another order, or as those of another part"
         evidence = (f"{order.text}: that explains the fingerprint", "K and V are as written")
-        return Cause("scales", "scales were stored in another order, or as those of another part", "derived", evidence)
+        return Cause("scales", text, "derived", evidence)
     if provenance is None:
         return None
     text = "scales were reset, or addressed by another shape, after they were written"
@@ -59,15 +54,10 @@ def copied(facts: Evidence) -> Cause | None:
 
 def untranslated(facts: Evidence) -> Cause | None:
     """A pool behind a map, in whose slot a store has not arrived: it went to where the unmapped number leads."""
-    violation = facts.violation
-    if (
-        violation.code != "R9"
-        or violation.pool.view.slot_map is None
-        or not facts.was_never_right
-        or facts.word is not None
-    ):
+    pool, is_lost = facts.violation.pool, facts.was_never_right and facts.word is None
+    if facts.violation.code != "R9" or pool.view.slot_map is None or not is_lost:
         return None
-    evidence = (f"slots of the {violation.pool.name} pool are found through a map", "it was never right")
+    evidence = (f"slots of the {pool.name} pool are found through a map", "it was never right")
     return Cause("windows", "the store went by a slot of another pool, or by an old map", "inferred", evidence)
 
 
@@ -86,13 +76,14 @@ def never_stored(facts: Evidence) -> Cause | None:
         return None
     evidence = []
     provenance, slots = facts.provenance_of("poison", "zero"), {violation.slot for violation in facts.incident}
+    is_older = facts.source is not None and facts.record is not None and facts.source.step < facts.record.step
     if provenance is not None:
         evidence.append(f"{provenance.text}; it was never right")
     if facts.is_first_read:
         evidence.append("the forward that wrote it found it: nobody came between")
     if facts.provenance and len(slots) > 1 and _layers_agree(facts):
         evidence.append(f"the same layers differ in each of {len(slots)} slots")
-    if evidence and _is_older(facts):
+    if evidence and is_older:
         evidence.append("these bytes are older than the last declared write")
     if not evidence:
         return None
@@ -101,29 +92,20 @@ def never_stored(facts: Evidence) -> Cause | None:
     return Cause("uninitialised", text, "inferred", tuple(evidence))
 
 
-def _is_older(facts: Evidence) -> bool:
-    """Whether the slot whose bytes these are was written before this one."""
-    return facts.source is not None and facts.record is not None and facts.source.step < facts.record.step
-
-
 def _layers_agree(facts: Evidence) -> bool:
     content = [violation.layers for violation in facts.incident if violation.code == "R9"]
     return len(set(content)) == 1 and 0 < len(content[0]) < facts.violation.pool.view.num_layers
 
 
 def cleared(facts: Evidence) -> Cause | None:
-    part, provenance, last_good = (
-        facts.provenance_of("zero_part"),
-        facts.provenance_of("zero"),
-        facts.violation.last_good,
-    )
-    if part is not None:
-        evidence = (f"{part.text}, and the rest of the row is not",)  # a store that is lost loses the whole row
-    elif provenance is not None and last_good is not None:
-        evidence = (f"{provenance.text}; they were right at step {last_good}",)
-    else:
+    provenance, last_good = facts.provenance_of("zero_part", "zero"), facts.violation.last_good
+    if provenance is None or (provenance.kind == "zero" and last_good is None):
         return None
-    return Cause("order", "cleared after it was written: a zeroing that waited for nobody", "inferred", evidence)
+    more = f"; they were right at step {last_good}"
+    if provenance.kind == "zero_part":
+        more = ", and the rest of the row is not"  # a store that is lost loses the whole row
+    text = "cleared after it was written: a zeroing that waited for nobody"
+    return Cause("order", text, "inferred", (f"{provenance.text}{more}",))
 
 
 def not_finite(facts: Evidence) -> Cause | None:
@@ -146,11 +128,9 @@ def padding_not_finite(facts: Evidence) -> Cause | None:
 
 def never_cleared(facts: Evidence) -> Cause | None:
     """Found by the first look since the page was granted, where nobody has written."""
-    at_grant = any(violation.site[0] == "grant" for violation in facts.incident)
-    grant = _last_grant(facts)
+    at_grant, grant, freed = _is_at_grant(facts), _last_grant(facts), _frees(facts)
     if not at_grant and (grant is None or facts.finite_since is not None):
         return None
-    freed = [event for event in facts.events if event.kind == "freed"]
     before = f"freed by {freed[-1].request_id!r} at step {freed[-1].step}, not poisoned" if freed else "never used"
     text = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
     if grant is None or at_grant or grant.step == facts.violation.step:
@@ -161,10 +141,18 @@ def never_cleared(facts: Evidence) -> Cause | None:
 
 def not_finite_since(facts: Evidence) -> Cause | None:
     """Behind the end of a row: what lay there at the grant was found finite."""
-    if facts.finite_since is None or any(violation.site[0] == "grant" for violation in facts.incident):
+    if facts.finite_since is None or _is_at_grant(facts):
         return None
     evidence = (f"finite when the page was granted at step {facts.finite_since}", "no forward has stored there since")
     return Cause("bits", "a stray write behind the end of the row", "derived", evidence)
+
+
+def _is_at_grant(facts: Evidence) -> bool:
+    return any(violation.site[0] == "grant" for violation in facts.incident)
+
+
+def _frees(facts: Evidence) -> list[PageEvent]:
+    return [event for event in facts.events if event.kind == "freed"]
 
 
 def _last_grant(facts: Evidence) -> PageEvent | None:
@@ -177,11 +165,10 @@ def _last_grant(facts: Evidence) -> PageEvent | None:
 
 def late_write(facts: Evidence) -> Cause | None:
     """Someone who had the page before may still write it."""
-    former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]
+    former = [event for event in _frees(facts) if event.request_id != facts.owner]
     if not former or facts.word is not None:
         return None
-    last = former[-1]
-    steps = facts.violation.step - last.step
+    last, steps = former[-1], facts.violation.step - former[-1].step
     since = f", {steps} steps before" if steps <= LATE_STEPS else ""
     evidence = (f"the page was freed by {last.request_id!r} at step {last.step}{since}",)  # one event, however late
     return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
@@ -191,24 +178,16 @@ def overwritten(facts: Evidence) -> Cause | None:
     if facts.word is not None:
         return None
     slots = len({violation.slot for violation in facts.incident})
-    rows = "one row" if slots == 1 else f"{slots} rows"
+    strange = f"{'one row' if slots == 1 else f'{slots} rows'} changed to bytes that nobody has written here"
     is_strange = facts.declared is not None and not facts.provenance and not facts.is_first_read
-    evidence = (f"{rows} changed to bytes that nobody has written here",) if is_strange else ()
+    evidence = (strange,) if is_strange else ()
     return Cause("bits", "several words changed: an overwrite that nobody declared", "derived", evidence)
 
 
-def moved_wrong(facts: Evidence) -> Cause | None:
-    return Cause(
-        "transfer", "the move copied other bytes than the plan says, or used its source after that", "inferred"
-    )
-
-
 def written_when_free(facts: Evidence) -> Cause | None:
-    freed = [event for event in facts.events if event.kind == "freed"]
-    evidence = (f"freed by {freed[-1].request_id!r} at step {freed[-1].step}",) if freed else ()
-    return Cause(
-        "lifetime", "a write into a page after it was freed: a copy or forward was still running", "inferred", evidence
-    )
+    evidence = tuple(f"freed by {event.request_id!r} at step {event.step}" for event in _frees(facts)[-1:])
+    text = "a write into a page after it was freed: a copy or forward was still running"
+    return Cause("lifetime", text, "inferred", evidence)
 
 
 def damaged_record(facts: Evidence) -> Cause | None:

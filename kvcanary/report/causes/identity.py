@@ -21,8 +21,11 @@ def other_root(facts: Evidence) -> Cause | None:
         texts = "token and position are those that the row expects"
     if not is_same:
         return None
-    writer = "a request that ended long ago" if facts.writer is None else repr(facts.writer)
-    evidence = (texts, f"the chain is not: {writer} wrote it under another root", "a root is role, salt and adapter")
+    evidence = (
+        texts,
+        f"the chain is not: {_named(facts.writer)} wrote it under another root",
+        "a root is role, salt and adapter",
+    )
     text = "the salt or the adapter differs: the same tokens of another tenant, adapter or version of the weights"
     return Cause("identity", text, "derived", evidence)
 
@@ -34,22 +37,22 @@ def other_prompt(facts: Evidence) -> Cause | None:
         position, lies = facts.first_difference, facts.different_record
     elif facts.violation.code == "R5" and facts.row.is_own(position) and position is not None:
         position, lies = position - 1, facts.row.before
-    if facts.violation.code != "R6" and not facts.is_own_place:
+    if facts.row.is_own(position) or (facts.violation.code != "R6" and not facts.is_own_place):
         return None
     given = facts.row.given(position)
     if given is None or lies is None or facts.reader is None or lies.request == facts.reader.uid:
         return None
-    if facts.row.is_own(position):
-        return None
-    writer = facts.ledger.name(lies.request)
-    named = "a request that ended long ago" if writer is None else repr(writer)
     number = (position or 0) // facts.violation.pool.view.page_size
     evidence = (
         f"page {facts.reader.pages[number]} of the row was {given}",
-        f"it holds what {named} has at position {lies.position}",
+        f"it holds what {_named(facts.ledger.name(lies.request))} has at position {lies.position}",
         f"the row's tokens differ from position {position} on",
     )
     return Cause("identity", "a prefix hit, or a fork, brought a page of another prompt", "derived", evidence)
+
+
+def _named(writer: str | None) -> str:
+    return "a request that ended long ago" if writer is None else repr(writer)
 
 
 def other_predecessor(facts: Evidence) -> Cause | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcanary.pools.launch_site import TREE_KINDS, site_name, unpack_site
-from kvcanary.report.causes.rows import is_current_write
+from kvcanary.report.causes.rows import is_current_write, own_entry
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary_kernels.record.layout import Record
@@ -11,10 +11,9 @@ from kvcanary_kernels.record.layout import Record
 
 def undeclared_move(facts: Evidence) -> Cause | None:
     """Other bytes than the record's, where another node's record lies than the one that was accepted."""
-    lies, place = facts.record if facts.is_own_place else None, facts.own_position
-    if facts.violation.code == "R6":
-        lies, place = facts.different_record, facts.first_difference
-    if lies is None or facts.reader is None or facts.holds_its_own or lies.request != facts.reader.uid:
+    lies = own_entry(facts)
+    place = facts.first_difference if facts.violation.code == "R6" else facts.own_position
+    if lies is None or facts.reader is None or facts.holds_its_own:
         return None
     kind, index, _ = unpack_site(lies.site)
     is_final = place is not None and place < facts.reader.committed_len and not facts.row.is_own(place)
@@ -36,11 +35,8 @@ def moved_from_elsewhere(facts: Evidence) -> Cause | None:
     other = facts.row.of_other(lies)
     if other is None and lies.position == wanted:
         return None  # another node of the row's own tree, or nobody knows whose
-    evidence = (
-        f"a declared move of step {lies.step} brought what lies there",
-        _writer(lies, wanted) if other is None else f"it continues the row of {other!r}",
-        "the row looks in the slot that it was granted",
-    )
+    moved = f"a declared move of step {lies.step} brought what lies there"
+    evidence = (moved, _writer(lies, wanted, other), "the row looks in the slot that it was granted")
     source = "another request's row" if other is not None else "another place"
     return Cause("transfer", f"the move took its source from {source}", "derived", evidence)
 
@@ -54,14 +50,11 @@ def stale_copy(facts: Evidence) -> Cause | None:
         return None
     other = facts.row.of_other(lies)
     is_own = other is None and lies.request == facts.reader.uid and _is_place_of(facts, lies, wanted)
-    texts = _writer(lies, wanted) if other is None else f"it continues the row of {other!r}"
+    writer = _writer(lies, wanted, other)
     if is_own and lies.position == wanted:
-        texts = "it is the request's own entry of this position, and not what is final there now"
-    evidence = (
-        f"a load of step {lies.step} brought what lies there, as it was when it left",
-        texts,
-        "no forward has written it since",
-    )
+        writer = "it is the request's own entry of this position, and not what is final there now"
+    loaded = f"a load of step {lies.step} brought what lies there, as it was when it left"
+    evidence = (loaded, writer, "no forward has written it since")
     if is_own and facts.row.was_given(lies.position):
         return Cause("identity", "a load brought the tokens of another prompt", "derived", evidence)
     text = "stale: an earlier copy of the page came back" if is_own else "the bytes of another page came back"
@@ -76,7 +69,9 @@ def _is_place_of(facts: Evidence, lies: Record, wanted: int | None) -> bool:
     return is_guess and (lies.position - wanted) % facts.violation.pool.view.page_size != 0
 
 
-def _writer(lies: Record, wanted: int | None) -> str:
+def _writer(lies: Record, wanted: int | None, other: str | None) -> str:
+    if other is not None:
+        return f"it continues the row of {other!r}"
     if lies.position == wanted:
         return "it is of another request"
     return f"it was written for position {lies.position}, and lies at {wanted}"
@@ -85,12 +80,12 @@ def _writer(lies: Record, wanted: int | None) -> str:
 def _without_this_entry(facts: Evidence) -> Cause | None:
     if not facts.is_own_place or is_current_write(facts):
         return None
-    current = [entry for entry in facts.row.page if entry is not None and entry.generation == facts.granted]
-    loaded = [entry.step for entry in current if unpack_site(entry.site)[0] == "load"]
+    loaded = _came_by(facts, "load")
     if not loaded:
         return None
+    step = max(entry.step for entry in loaded)
     evidence = (
-        f"{len(loaded)} entries of the page came back by a load in step {max(loaded)}, and not this one",
+        f"{len(loaded)} entries of the page came back by a load in step {step}, and not this one",
         "the row looks in the slot that it was granted",
         "no forward has written it since",
     )
@@ -101,26 +96,23 @@ def never_copied(facts: Evidence) -> Cause | None:
     """A page in the place of another one, whose bytes did not follow."""
     if not facts.is_own_place or is_current_write(facts) or facts.row.copied_from is None:
         return None
-    source, page = facts.row.copied_from, facts.violation.page
-    moved = [entry for entry in facts.row.page if entry is not None and _is_move_of(entry, facts.granted)]
-    texts = f"{len(moved)} of its slots came by a declared move, this one did not"
+    source, page, moved = facts.row.copied_from, facts.violation.page, _came_by(facts, "move")
+    how, text = f"no move into page {page} was declared since (on_move)", f"to {page} by name only"
+    if moved:
+        how, text = f"{len(moved)} of its slots came by a declared move, this one did not", "in part"
     evidence = (
         f"page {page} took the place of page {source} in the row of {facts.violation.request_id!r} (on_copy)",
-        texts if moved else f"no move into page {page} was declared since (on_move)",
+        how,
         f"position {facts.violation.position} lies there, and nothing has written it since",
     )
-    text = f"page {source} was copied to {page} by name only" if not moved else f"page {source} was copied in part"
-    return Cause("transfer", f"{text}: no move of these bytes was declared", "derived", evidence)
+    text = f"page {source} was copied {text}: no move of these bytes was declared"
+    return Cause("transfer", text, "derived", evidence)
 
 
 def forgotten_tail(facts: Evidence) -> Cause | None:
     """A place of the prefix on the pages of a draft branch, which the prefix's own entry should have been copied to."""
-    violation, reader, place, size = (
-        facts.violation,
-        facts.reader,
-        facts.own_position,
-        facts.violation.pool.view.page_size,
-    )
+    violation, reader, place = facts.violation, facts.reader, facts.own_position
+    size = violation.pool.view.page_size
     if reader is None or place is None or violation.position is None or violation.site[0] != "draft":
         return None
     length = reader.final_len(violation.pool.pool_id)
@@ -152,5 +144,7 @@ def _wrong_entry(facts: Evidence) -> tuple[Record | None, int | None]:
     return (None, None) if facts.row.is_own(position - 1) else (facts.row.before, position - 1)
 
 
-def _is_move_of(entry: Record, generation: int | None) -> bool:
-    return unpack_site(entry.site)[0] == "move" and entry.generation == generation
+def _came_by(facts: Evidence, kind: str) -> list[Record]:
+    """Entries of the page that came by a move or a load since it was granted."""
+    current = [entry for entry in facts.row.page if entry is not None and entry.generation == facts.granted]
+    return [entry for entry in current if unpack_site(entry.site)[0] == kind]

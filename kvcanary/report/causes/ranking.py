@@ -8,9 +8,11 @@ where no other is. Causes are named by the families of FAMILIES.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
-from kvcanary.report.causes import branches, hooks, identity, moves, rows, tokens, transfers, writes
+from kvcanary.provenance.arrival import KINDS
+from kvcanary.report.causes import branches, hooks, identity, moves, rows, tokens, transfers, watched, writes
 from kvcanary.report.causes import bytes as bytes_
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
@@ -21,12 +23,12 @@ Rule = Callable[[Evidence], Cause | None]
 
 def rank_causes(facts: Evidence) -> tuple[Cause, ...]:
     """The causes that fit what was read, best first; at least one."""
-    found = [
-        cause for codes, rule in RULES if facts.violation.kind in codes for cause in [rule(facts)] if cause is not None
-    ]
+    asked = (rule(facts) for codes, rule in RULES if facts.violation.kind in codes)
+    found = [cause for cause in asked if cause is not None]
     found = [cause for cause in found if cause.evidence] or found
     found.sort(key=lambda cause: (-len(cause.evidence), cause.basis != "derived"))
-    return tuple(found[:MOST_CAUSES]) or (_wrong_plan(facts),)
+    wrong_plan = f"the arrays of this forward were built wrong: {CODES[facts.violation.code].name}"
+    return tuple(found[:MOST_CAUSES]) or (Cause("addressing", wrong_plan, "inferred"),)
 
 
 def _fixed(family: str, text: str) -> Rule:
@@ -38,25 +40,17 @@ def _fixed(family: str, text: str) -> Rule:
     return rule
 
 
-def _wrong_plan(facts: Evidence) -> Cause:
-    return Cause(
-        "addressing", f"the arrays of this forward were built wrong: {CODES[facts.violation.code].name}", "inferred"
-    )
-
-
 #: For which codes each rule is asked.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    (("L1",), rows.contradicting_plan),
-    (("L1",), rows.contradicting_event),
+    (("L1",), rows.contradiction),
     (("L1",), rows.no_page_to_name),
-    (("L1",), rows.published_unfinished),
-    (("L1",), rows.loaded_over_entries),
+    (("L1",), rows.refused_event),
     (("R9",), bytes_.scale),
-    (("R9",), bytes_.flipped_bit),
     (("R9",), bytes_.changed_word),
     (("R9", "R4", "R5", "R6"), moves.undeclared_move),
     (("R9", "P1", "T1", "R12"), bytes_.copied),
     (("R9",), bytes_.untranslated),
+    (("R9",), watched.stored_astray),
     (("R9",), bytes_.never_stored),
     (("R9", "P1", "T1"), bytes_.mixed_up),
     (("R9",), bytes_.cleared),
@@ -67,15 +61,15 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((UNWRITTEN,), bytes_.never_cleared),
     ((UNWRITTEN,), bytes_.not_finite_since),
     ((UNWRITTEN,), bytes_.late_write),
-    (("T1",), bytes_.moved_wrong),
-    *(((ARRIVED,), rule) for rule in transfers.ARRIVED),
+    (("T1",), _fixed("transfer", "the move copied other bytes than the plan says, or used its source after that")),
+    *(((ARRIVED,), partial(transfers.arrived, kind)) for kind in KINDS),
     (("P1",), bytes_.written_when_free),
     (("R3",), bytes_.damaged_record),
     (("R1", "W1"), rows.padding_mark),
     (("R1", "W1"), rows.out_of_bounds),
     (("R2",), rows.empty_entry),
-    (("R2",), rows.padding),
-    (("R2",), rows.wrong_entry),
+    (("R2",), _fixed("graphs", "rows of padding count as live, or a live row was padded")),
+    (("R2", "R4", "R5", "W2"), rows.wrong_entry),
     (("R5",), branches.other_branch),
     (("R5",), branches.copies_of_ancestors),
     (("R5", "R6"), identity.other_root),
@@ -85,7 +79,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4", "R5", "R12"), moves.forgotten_tail),
     (("R4", "R5", "R12"), rows.rewritten_by_reader),
     (("R5",), identity.other_predecessor),
-    (("R5",), rows.looks_elsewhere),
     (("R6",), identity.rotated),
     (("R4", "R5", "R6"), rows.kept_other_nodes),
     (("R4", "R5"), rows.more_entries),
@@ -94,12 +87,10 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4", "R6"), rows.other_entry),
     (("R4", "R5"), rows.foreign_token),
     (("R5",), rows.tree_path),
-    (("R4",), rows.wrong_entry),
-    (("R4", "R5"), rows.later_write),
+    (("R4", "R5"), _fixed("order", "a later forward wrote the slot, or the entry before it, again")),
     (("R6",), rows.row_mixed_up),
-    (("R7",), rows.read_after_free),
+    (("R7", "R8", "W2", "W7"), rows.read_after_free),
     (("R7",), rows.never_granted),
-    (("R8",), rows.freed_too_early),
     (("R8",), rows.place_of_two),
     (("R8",), rows.neighbours_row),
     (("R8",), rows.foreign_page),
@@ -109,15 +100,13 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4", "R5", "R12"), rows.short_write),
     (("R12",), rows.without_hooks),
     (("R12",), rows.missing_layer),
-    (("R12",), rows.never_written),
     (("R12",), rows.old_record),
     (("R12",), rows.past_the_end),
     (("R10",), rows.repeated_number),
     (("R10",), _fixed("lengths", "a length was not raised, not rolled back, or counted in the wrong unit")),
     (("R11",), _fixed("order", "the forward ran before, or beside, a write that it should have followed")),
     (("R13",), _fixed("draft", "the mask was built from another tree, or by column in the place of parent")),
-    (("W4",), writes.stored_twice),
-    (("W4",), writes.shared_slot),
+    (("W4",), writes.written_twice),
     (("W5",), writes.stale_positions),
     (("W5",), writes.miscounted_positions),
     (("W5",), writes.tree_positions),
@@ -127,8 +116,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("W6",), tokens.another_order),
     (("W6",), tokens.unshifted_token),
     (("W6",), tokens.older_token),
-    (("W2", "W7"), rows.read_after_free),
-    (("W2",), rows.wrong_entry),
     (("W7",), _fixed("lifetime", "a forward was still writing when its page was freed")),
     (("W3",), writes.published_too_early),
     (("W3", "W8"), writes.over_its_own),

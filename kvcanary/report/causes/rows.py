@@ -9,18 +9,17 @@ from kvcanary.pools.slot_maps import window_start
 from kvcanary.report.causes.identity import other_prompt, other_root
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
-from kvcanary_kernels.record.layout import LOAD_FAILED, LOADING, NEVER_WRITTEN
+from kvcanary_kernels.record.layout import LOAD_FAILED, LOADING, NEVER_WRITTEN, Record
 
 UNLOADED = (NEVER_WRITTEN, LOADING, LOAD_FAILED)  # states of a page
 WRAPPED = 1 << 31  # what a 32-bit index can not hold
 
 
 def out_of_bounds(facts: Evidence) -> Cause | None:
-    violation = facts.violation
-    evidence = (f"slot {violation.slot} of {violation.pool.view.num_slots}",)
-    if not -WRAPPED <= violation.slot < WRAPPED:
-        return Cause("bounds", "an offset that does not fit 32 bits, or no index at all", "inferred", evidence)
-    return Cause("bounds", "the index array or its builder ran past the end of what it holds", "inferred", evidence)
+    slot, text = facts.violation.slot, "the index array or its builder ran past the end of what it holds"
+    if not -WRAPPED <= slot < WRAPPED:
+        text = "an offset that does not fit 32 bits, or no index at all"
+    return Cause("bounds", text, "inferred", (f"slot {slot} of {facts.violation.pool.view.num_slots}",))
 
 
 def padding_mark(facts: Evidence) -> Cause | None:
@@ -36,23 +35,13 @@ def empty_entry(facts: Evidence) -> Cause | None:
     return Cause("uninitialised", "a table entry was never filled, or was filled elsewhere", "inferred", evidence)
 
 
-def padding(facts: Evidence) -> Cause | None:
-    return Cause("graphs", "rows of padding count as live, or a live row was padded", "inferred")
-
-
 def wrong_entry(facts: Evidence) -> Cause | None:
-    if facts.is_own_place or exchanged_pages(facts) is not None:
+    """The row looks elsewhere than where it was granted something; where the chain breaks (R5), for a final entry."""
+    is_looked_for = facts.violation.code != "R5" or (facts.is_final and _granted(facts))
+    if facts.is_own_place or exchanged_pages(facts) is not None or not is_looked_for:
         return None
     text = "an entry of the table or index array names the wrong slot"
     return Cause("addressing", text, "inferred", () if facts.violation.code == "R2" else _granted(facts))
-
-
-def looks_elsewhere(facts: Evidence) -> Cause | None:
-    """A final entry that breaks the chain (R5), in another place than the one that was granted."""
-    reader, position = facts.reader, facts.violation.position
-    if reader is None or position is None or position >= reader.committed_len or not _granted(facts):
-        return None
-    return wrong_entry(facts)
 
 
 def _granted(facts: Evidence) -> tuple[str, ...]:
@@ -76,31 +65,29 @@ def more_entries(facts: Evidence) -> Cause | None:
 
 def kept_other_nodes(facts: Evidence) -> Cause | None:
     """The row looks in its own place, and another node of the tree lies there than was accepted."""
-    lies = facts.different_record if facts.violation.code == "R6" else facts.record if facts.is_own_place else None
-    if lies is None or facts.reader is None or lies.request != facts.reader.uid:
+    lies = own_entry(facts)
+    if lies is None or unpack_site(lies.site)[0] not in TREE_KINDS:
         return None
-    kind, index, _ = unpack_site(lies.site)
-    if kind not in TREE_KINDS:
-        return None
-    evidence = (
-        "the row looks in the slot that it was granted",
-        f"{site_name(kind, index)}, step {lies.step}, wrote what lies there",
-    )
+    wrote = f"{site_name(*unpack_site(lies.site)[:2])}, step {lies.step}, wrote what lies there"
+    evidence = ("the row looks in the slot that it was granted", wrote)
     text = "entries were kept by their number, not by the accepted path, or their move went wrong"
     return Cause("draft", text, "derived", evidence)
+
+
+def own_entry(facts: Evidence) -> Record | None:
+    """An entry of the request itself that is wrong where it lies, in the place that was granted for it."""
+    lies = facts.different_record if facts.violation.code == "R6" else facts.record if facts.is_own_place else None
+    return lies if lies is not None and facts.reader is not None and lies.request == facts.reader.uid else None
 
 
 def exchange(facts: Evidence) -> Cause | None:
     pair = exchanged_pages(facts)
     if pair is None:
         return None
-    evidence = (
-        f"page {pair[0]} of the row holds the positions of page {pair[1]}, and the other way round",
-        "the records themselves are intact",
-    )
-    return Cause(
-        "addressing", f"entries {pair[0]} and {pair[1]} of the row's page table are exchanged", "inferred", evidence
-    )
+    one, other = pair
+    holds = f"page {one} of the row holds the positions of page {other}, and the other way round"
+    text = f"entries {one} and {other} of the row's page table are exchanged"
+    return Cause("addressing", text, "inferred", (holds, "the records themselves are intact"))
 
 
 def exchanged_pages(facts: Evidence) -> tuple[int, int] | None:
@@ -127,21 +114,20 @@ def shifted_row(facts: Evidence) -> Cause | None:
 
 def _misplaced(facts: Evidence) -> list[tuple[int, int]]:
     """(position, position found there) of the entries of the row in which the finding is."""
-    own = [violation for violation in facts.incident if violation.row == facts.violation.row]
-    return [(h.position, h.found_position) for h in own if h.position is not None and h.found_position is not None]
+    pairs = ((violation.position, violation.found_position) for violation in _in_its_row(facts))
+    return [(position, found) for position, found in pairs if position is not None and found is not None]
+
+
+def _in_its_row(facts: Evidence) -> list[Violation]:
+    return [violation for violation in facts.incident if violation.row == facts.violation.row]
 
 
 def tree_path(facts: Evidence) -> Cause | None:
     if facts.violation.site[0] not in TREE_KINDS or facts.write_site is None or facts.write_site[0] not in TREE_KINDS:
         return None
     evidence = (f"read by {site_name(*facts.violation.site)}", f"written by {facts.last_write}")
-    return Cause(
-        "draft", "a tree node attends a node that is not its ancestor, or a branch was rejected", "inferred", evidence
-    )
-
-
-def later_write(facts: Evidence) -> Cause | None:
-    return Cause("order", "a later forward wrote the slot, or the entry before it, again", "inferred")
+    text = "a tree node attends a node that is not its ancestor, or a branch was rejected"
+    return Cause("draft", text, "inferred", evidence)
 
 
 def other_entry(facts: Evidence) -> Cause | None:
@@ -164,35 +150,33 @@ def foreign_token(facts: Evidence) -> Cause | None:
         return None  # a shared page of the row itself: whoever wrote it, the row looks at the wrong one of its entries
     if facts.is_own_place and facts.row.is_own(facts.violation.position):
         return None  # whoever wrote it, it is the row's
-    if facts.violation.code == "R5" and looks_elsewhere(facts) is not None:
+    if facts.violation.code == "R5" and wrong_entry(facts) is not None:
         return None
     evidence = (f"the record names {facts.writer!r}",)
     return Cause("identity", "the slot holds a token of another sequence", "derived", evidence)
 
 
 def row_mixed_up(facts: Evidence) -> Cause | None:
-    violation, differs, lies = facts.violation, facts.first_difference, facts.different_record
+    length, differs, lies = len(facts.violation.row_slots), facts.first_difference, facts.different_record
     if other_root(facts) is not None or other_prompt(facts) is not None:
         return None
-    evidence: tuple[str, ...] = (
-        () if differs is None else (f"its tokens differ from position {differs} on, of {len(violation.row_slots)}",)
-    )
+    evidence = [] if differs is None else [f"its tokens differ from position {differs} on, of {length}"]
     if lies is not None and facts.reader is not None and lies.request != facts.reader.uid:
-        evidence += (f"another request has written the entry of position {differs}",)
-    elif evidence and differs == len(violation.row_slots) - 1:
-        return Cause("order", "the last token fed is not the one that was accepted", "inferred", evidence)
+        evidence.append(f"another request has written the entry of position {differs}")
+    elif differs is not None and differs == length - 1:
+        return Cause("order", "the last token fed is not the one that was accepted", "inferred", tuple(evidence))
     by = "" if facts.write_site is None else f", last written by {facts.last_write}"
-    return Cause(
-        "identity", f"the row is complete, but of other tokens{by}: a row or prefix mix-up", "inferred", evidence
-    )
+    text = f"the row is complete, but of other tokens{by}: a row or prefix mix-up"
+    return Cause("identity", text, "inferred", tuple(evidence))
 
 
 def read_after_free(facts: Evidence) -> Cause | None:
     """The page was given back by the reader itself, or by whoever had it last."""
-    given_back = [event for event in facts.events if _is_given_back(event, facts.violation.request_id)]
-    if not given_back or (facts.violation.code == "W2" and not _had_it(facts, facts.violation.request_id)):
+    code, name = facts.violation.code, facts.violation.request_id
+    given_back = [event for event in facts.events if _is_given_back(event, name)]
+    if not given_back or (code in ("W2", "R8") and not _had_it(facts, name)):
         return None
-    own = [event for event in given_back if event.request_id == facts.violation.request_id]
+    own = [event for event in given_back if event.request_id == name]
     event = own[-1] if own else given_back[-1]
     evidence = [str(event)]
     if own:
@@ -228,9 +212,7 @@ def neighbours_row(facts: Evidence) -> Cause | None:
     """Several entries in a row that all lie on pages of other requests."""
     if facts.own_position is not None:
         return None
-    foreign = [
-        violation for violation in facts.incident if violation.code == "R8" and violation.row == facts.violation.row
-    ]
+    foreign = [violation for violation in _in_its_row(facts) if violation.code == "R8"]
     entries = max(len(foreign), foreign[0].run)
     last = max(violation.until or violation.position or 0 for violation in foreign)
     is_whole = facts.reader is not None and last >= facts.reader.committed_len - 1
@@ -242,7 +224,7 @@ def neighbours_row(facts: Evidence) -> Cause | None:
 
 def neighbours_prefix(facts: Evidence) -> Cause | None:
     """Fewer than that, each at its own position of the other's row: its row too, or one page of it."""
-    own = [violation for violation in facts.incident if violation.row == facts.violation.row]
+    own = _in_its_row(facts)
     if facts.own_position is not None or facts.owner is None or any(violation.code == "R4" for violation in own):
         return None
     evidence = (f"what lies there is of the same position of {facts.owner!r}", *_half_a_page(facts, own))
@@ -269,19 +251,10 @@ def place_of_two(facts: Evidence) -> Cause | None:
 
 
 def foreign_page(facts: Evidence) -> Cause | None:
-    evidence: tuple[str, ...] = ()
-    if not _had_it(facts, facts.violation.request_id):
-        evidence = ("the reader never had this page",)
+    evidence: list[str] = [] if _had_it(facts, facts.violation.request_id) else ["the reader never had this page"]
     if facts.is_shared and facts.violation.run <= facts.violation.pool.view.page_size:  # one entry of the table
         evidence += _granted(facts)
-    return Cause("addressing", f"the row points at a page of {facts.held_by}", "derived", evidence)
-
-
-def freed_too_early(facts: Evidence) -> Cause | None:
-    name = facts.violation.request_id
-    if not any(_is_given_back(event, name) for event in facts.events) or not _had_it(facts, name):
-        return None
-    return read_after_free(facts)
+    return Cause("addressing", f"the row points at a page of {facts.held_by}", "derived", tuple(evidence))
 
 
 def _had_it(facts: Evidence, request_id: str | None) -> bool:
@@ -291,7 +264,8 @@ def _had_it(facts: Evidence, request_id: str | None) -> bool:
 def missing_layer(facts: Evidence) -> Cause | None:
     found, every = facts.record, facts.violation.pool.full_layers
     layers = ", ".join(map(str, facts.violation.layers[:4]))
-    if found is None and layers:  # in a cache without records
+    is_new = facts.declared is None and found is not None and facts.write_step == facts.violation.step
+    if layers and (found is None or is_new):  # only the forward's own values say so
         evidence = (f"layer {layers} does not hold what this forward gave it",)
     elif found is None or found.generation != facts.granted or (found.layers == every and not layers):
         return None
@@ -302,23 +276,16 @@ def missing_layer(facts: Evidence) -> Cause | None:
 
 def not_loaded(facts: Evidence) -> Cause | None:
     """The page was granted for a load, and nothing has written the entry since."""
-    grants = [number for number, event in enumerate(facts.events) if event.kind == "set aside"]
-    if not grants or (facts.record is not None and facts.record.site and facts.record.generation == facts.granted):
+    if is_current_write(facts) or not any(event.kind == "set aside" for event in facts.events):
         return None
-    event = facts.events[-1]
-    evidence = ("the page was granted for a load", f"its last event: {event}", "nobody has written the entry since")
+    last = f"its last event: {facts.events[-1]}"
+    evidence = ("the page was granted for a load", last, "nobody has written the entry since")
     return Cause("transfer", "a load failed, still runs or brought less, and its hit was counted", "derived", evidence)
 
 
 def without_hooks(facts: Evidence) -> Cause | None:
     """An entry of the row's own that is final, and that no forward has declared."""
-    reader, found = facts.reader, facts.record
-    if (
-        reader is None
-        or found is None
-        or not facts.is_own_place
-        or (facts.violation.position or 0) >= reader.committed_len
-    ):
+    if facts.record is None or not facts.is_own_place or not facts.is_final:
         return None
     if is_current_write(facts) or short_write(facts) is not None:
         return None
@@ -337,15 +304,12 @@ def is_current_write(facts: Evidence) -> bool:
 
 def short_write(facts: Evidence) -> Cause | None:
     """A final entry that an extend should have written, with those before it that became final in the same step."""
-    position, reader, last = facts.violation.position, facts.reader, facts.row.last_no_guess
-    if last is None or reader is None or position is None or not facts.is_own_place:
+    position, last = facts.violation.position, facts.row.last_no_guess
+    if last is None or position is None or not facts.is_own_place or not facts.is_final:
         return None
     if is_current_write(facts) and (facts.record is None or unpack_site(facts.record.site)[0] != "draft"):
         return None
     place, before = last
-    evidence: tuple[str, ...]
-    if position >= reader.committed_len:
-        return None
     if unpack_site(before.site)[0] == "extend" and _became_final_together(facts, place):
         evidence = (
             f"positions {place} and {position} became final in one step",
@@ -366,18 +330,14 @@ def short_write(facts: Evidence) -> Cause | None:
 def _became_final_together(facts: Evidence, place: int) -> bool:
     """Whether the tokens of an earlier entry of the row and of this one became known in one step."""
     reader, offset, position = facts.reader, facts.violation.pool.view.token_offset, facts.violation.position or 0
-    known = [] if reader is None else reader.known.steps.tolist()
+    known = [] if reader is None else reader.steps.tolist()
     return position + offset < len(known) and known[place + offset] == known[position + offset]
 
 
 def rewritten_by_reader(facts: Evidence) -> Cause | None:
     """What the row reads as an earlier entry is a place that the same forward was told to write."""
     violation, found = facts.violation, facts.record
-    if (
-        found is None
-        or (facts.write_site, facts.write_step) != (violation.site, violation.step)
-        or found.position == violation.position
-    ):
+    if found is None or not facts.is_own_write or found.position == violation.position:
         return None
     if violation.code != "R12" and (not facts.is_own_place or any(other.code == "R10" for other in facts.incident)):
         return None
@@ -393,17 +353,15 @@ def rewritten_by_reader(facts: Evidence) -> Cause | None:
 
 def repeated_number(facts: Evidence) -> Cause | None:
     """A draft forward that finds what another one of its number has written in this step."""
-    violation, site = facts.violation, facts.violation.site
-    if site[0] != "draft" or (facts.write_site, facts.write_step) != (site, violation.step):
+    step, site = facts.violation.step, facts.violation.site
+    if site[0] != "draft" or not facts.is_own_write:
         return None
-    own = [
-        entry for _, entry in facts.row.guesses if entry.step == violation.step and unpack_site(entry.site)[:2] == site
-    ]
-    positions = sorted({entry.position for entry in own})
+    guesses = [entry for _, entry in facts.row.guesses]
+    positions = sorted({e.position for e in guesses if (unpack_site(e.site)[:2], e.step) == (site, step)})
     if len(positions) < 2:
         return None
     evidence = (
-        f"{site_name(*site)} of step {violation.step} has written positions {', '.join(map(str, positions[:4]))}",
+        f"{site_name(*site)} of step {step} has written positions {', '.join(map(str, positions[:4]))}",
         "a draft forward writes one position",
     )
     return Cause("hooks", "numbers of substeps repeat: several draft forwards of a step have one", "derived", evidence)
@@ -420,12 +378,6 @@ def refused_load(facts: Evidence) -> Cause | None:
     return Cause("transfer", "a load was refused or still runs, and its tokens were counted", "derived", evidence)
 
 
-def never_written(facts: Evidence) -> Cause | None:
-    if facts.record is None or facts.record.site:
-        return None
-    return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
-
-
 def past_the_end(facts: Evidence) -> Cause | None:
     if facts.owner is None or facts.owner != facts.violation.request_id:
         return None
@@ -434,26 +386,24 @@ def past_the_end(facts: Evidence) -> Cause | None:
 
 
 def old_record(facts: Evidence) -> Cause | None:
+    """The slot has none, or that of an earlier grant."""
     found = facts.record
-    if found is None or not found.site or facts.granted in (None, found.generation):
+    if found is None or (found.site and facts.granted in (None, found.generation)):
         return None
+    if not found.site:
+        return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
     evidence = (f"the record is of grant {found.generation}, the page is at {facts.granted}",)
+    text = "the record is from before the page was granted again"
     if facts.owner is None:
-        return Cause("lifetime", "stale: the page was freed, and the row still points at it", "derived", evidence)
-    return Cause("lifetime", "stale: the record is from before the page was granted again", "derived", evidence)
+        text = "the page was freed, and the row still points at it"
+    return Cause("lifetime", f"stale: {text}", "derived", evidence)
 
 
-def contradicting_plan(facts: Evidence) -> Cause | None:
-    """A plan's numbers do not add up."""
-    if facts.violation.site[0] not in SUBSTEP_KINDS:
-        return None
-    return Cause("lengths", "the arrays of this forward do not belong together", "derived", (facts.violation.message,))
-
-
-def contradicting_event(facts: Evidence) -> Cause | None:
-    """What an engine declares of a page or a request it tells twice, too late, of another, or not at all."""
+def contradiction(facts: Evidence) -> Cause | None:
+    """A plan's numbers do not add up; or an engine tells of a page or a request twice, too late, or not at all."""
     if facts.violation.site[0] in SUBSTEP_KINDS:
-        return None
+        text = "the arrays of this forward do not belong together"
+        return Cause("lengths", text, "derived", (facts.violation.message,))
     text = "the engine's books of pages and requests are wrong, or an event before this one was not told"
     return Cause("lifetime", text, "inferred", _last_event(facts))
 
@@ -466,29 +416,19 @@ def no_page_to_name(facts: Evidence) -> Cause | None:
     return Cause("addressing", "a page was named that no request may have", "derived", evidence)
 
 
-def published_unfinished(facts: Evidence) -> Cause | None:
-    event, state = _refused(facts)
-    if event != "published" or state not in ("RESERVED", "WRITTEN"):
-        return None
-    evidence = (f"page {facts.violation.page} is {state}, not yet COMMITTED", *_last_event(facts))
-    return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
-
-
-def loaded_over_entries(facts: Evidence) -> Cause | None:
-    event, state = _refused(facts)
-    if event not in ("marked loading", "loaded", "restored") or state not in ("WRITTEN", "COMMITTED", "SHARED"):
-        return None
-    evidence = (f"page {facts.violation.page} is {state}: it holds entries already", *_last_event(facts))
-    return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
-
-
-def _refused(facts: Evidence) -> tuple[str | None, str | None]:
-    """The event that a page may not have in its state."""
-    found = facts.violation.found or {}
-    return found.get("event"), found.get("state")
+def refused_event(facts: Evidence) -> Cause | None:
+    """An event that a page may not have in its state."""
+    found, page = facts.violation.found or {}, facts.violation.page
+    event, state = found.get("event"), found.get("state")
+    if event == "published" and state in ("RESERVED", "WRITTEN"):
+        evidence = (f"page {page} is {state}, not yet COMMITTED", *_last_event(facts))
+        return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
+    if event in ("marked loading", "loaded", "restored") and state in ("WRITTEN", "COMMITTED", "SHARED"):
+        evidence = (f"page {page} is {state}: it holds entries already", *_last_event(facts))
+        return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
+    return None
 
 
 def _last_event(facts: Evidence) -> tuple[str, ...]:
-    return tuple(
-        f"the last event of page {facts.violation.page}: {event} ({event.place})" for event in facts.events[-1:]
-    )
+    page = facts.violation.page
+    return tuple(f"the last event of page {page}: {event} ({event.place})" for event in facts.events[-1:])

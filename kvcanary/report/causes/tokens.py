@@ -32,22 +32,17 @@ def another_order(facts: Evidence) -> Cause | None:
     if facts.row.shift and len(facts.row.fed) > 2:
         return None  # shifted tokens are the same ones where the first and the last are equal
     how = "in reverse" if fed == wanted[::-1] else "in another order"
-    evidence = (
-        f"{site_name(*facts.violation.site)} was fed the {len(fed)} tokens of its row {how}",
-        "each of them is right",
-    )
+    was_fed = f"{site_name(*facts.violation.site)} was fed the {len(fed)} tokens of its row {how}"
     family = "draft" if facts.violation.site[0] in TREE_KINDS else "order"
-    return Cause(family, f"accepted tokens were fed {how}", "derived", evidence)
+    return Cause(family, f"accepted tokens were fed {how}", "derived", (was_fed, "each of them is right"))
 
 
 def no_token(facts: Evidence) -> Cause | None:
     size, record = facts.violation.pool.view.vocab_size, facts.record
     if size is None or record is None or not record.site or record.token < size:
         return None
-    evidence = (f"what was fed is no token id below {size}",)
-    return Cause(
-        "uninitialised", "an input buffer was read before it was filled, or a mark of padding", "inferred", evidence
-    )
+    text = "an input buffer was read before it was filled, or a mark of padding"
+    return Cause("uninitialised", text, "inferred", (f"what was fed is no token id below {size}",))
 
 
 def unshifted_token(facts: Evidence) -> Cause | None:
@@ -55,11 +50,11 @@ def unshifted_token(facts: Evidence) -> Cause | None:
     violation, offset = facts.violation, facts.violation.pool.view.token_offset
     if not offset:
         return None
-    evidence = (f"the {violation.pool.name} pool holds tokens {offset} further",)
-    reader, position, record = facts.reader, facts.violation.position, facts.record
+    reader, position, record = facts.reader, violation.position, facts.record
+    text = "the pool was fed the token of the position itself"
     if reader is None or position is None or record is None or record.token not in reader.tokens[position:][:1]:
-        return Cause("draft", "the pool was fed another token than the one that follows", "inferred", evidence)
-    return Cause("draft", "the pool was fed the token of the position itself", "inferred", evidence)
+        text = "the pool was fed another token than the one that follows"
+    return Cause("draft", text, "inferred", (f"the {violation.pool.name} pool holds tokens {offset} further",))
 
 
 def older_token(facts: Evidence) -> Cause | None:

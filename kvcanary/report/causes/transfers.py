@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvcanary.provenance.arrival import KINDS
+from kvcanary.provenance.arrival import OTHER_LAYOUT, UNKNOWN
 from kvcanary.report.arrival_text import evidence_of, sentence_of
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary.transfers.async_ops import OUTDATED, UNORDERED
 
-Rule = Callable[[Evidence], Cause | None]
 
-
-def arrived(kind: str) -> Rule:
-    """The rule that says what a transfer did, where some of its slots are of this kind."""
-
-    def transfer(facts: Evidence) -> Cause | None:
-        arrival = facts.violation.arrival
-        if arrival is None or not arrival.kinds[kind]:
-            return None
-        basis = "inferred" if kind in INFERRED else "derived"
-        return Cause("transfer", sentence_of(arrival, kind), basis, evidence_of(arrival, kind))
-
-    return transfer
-
-
-#: Kinds that a hypothesis explains; a fingerprint names the others.
-INFERRED = ("other layout", "unknown")
-ARRIVED = tuple(arrived(kind) for kind in KINDS)
+def arrived(kind: str, facts: Evidence) -> Cause | None:
+    """What a transfer did, where some of its slots are of this kind; a fingerprint names all but two of these."""
+    arrival = facts.violation.arrival
+    if arrival is None or not arrival.kinds[kind]:
+        return None
+    basis = "inferred" if kind in (OTHER_LAYOUT, UNKNOWN) else "derived"
+    return Cause("transfer", sentence_of(arrival, kind), basis, evidence_of(arrival, kind))
 
 
 def unordered(facts: Evidence) -> Cause | None:

@@ -8,16 +8,10 @@ from kvcanary.report.finding import Cause
 from kvcanary.transfers.async_ops import FREED, OUTDATED
 
 
-def stored_twice(facts: Evidence) -> Cause | None:
-    if not facts.violation.layers:
-        return None
-    evidence = (f"layer {facts.violation.layers[0]} was marked as stored already",)
-    return Cause("order", "the layer's store ran twice in this forward", "derived", evidence)
-
-
-def shared_slot(facts: Evidence) -> Cause | None:
+def written_twice(facts: Evidence) -> Cause | None:
     if facts.violation.layers:
-        return None
+        evidence = (f"layer {facts.violation.layers[0]} was marked as stored already",)
+        return Cause("order", "the layer's store ran twice in this forward", "derived", evidence)
     text = "two entries of this forward were given one slot"
     is_own = facts.owner is None or facts.owner == facts.violation.request_id
     return Cause("draft" if facts.violation.site[0] in TREE_KINDS and is_own else "addressing", text, "derived")
@@ -27,35 +21,29 @@ def tree_positions(facts: Evidence) -> Cause | None:
     violation, text = facts.violation, "positions of the tree are off, or of an earlier step"
     if violation.site[0] not in TREE_KINDS:
         return None
-    if violation.position is None:
-        return Cause("draft", text, "inferred")  # a captured forward tells where, and not by how much
-    evidence = (f"position {violation.position}, the parent's is {violation.parent_position}",)
-    return Cause("draft", text, "inferred", evidence)
+    off = f"position {violation.position}, the parent's is {violation.parent_position}"
+    # A captured forward tells where, and not by how much.
+    return Cause("draft", text, "inferred", () if violation.position is None else (off,))
 
 
 def stale_positions(facts: Evidence) -> Cause | None:
     """Of a captured forward, whose buffers outlive it."""
-    violation, reader, text = facts.violation, facts.reader, "a replayed batch kept positions of an earlier one"
-    if not violation.is_captured:
+    if not facts.violation.is_captured:
         return None
-    if reader is None or violation.position is None or violation.position >= reader.committed_len:
-        return Cause("graphs", text, "inferred")
-    evidence = (
-        f"position {violation.position} was final before this forward",
-        f"{reader.committed_len} entries are final",
-    )
-    return Cause("graphs", text, "inferred", evidence)
+    evidence: tuple[str, ...] = ()
+    if facts.reader is not None and facts.is_final:
+        before = f"position {facts.violation.position} was final before this forward"
+        evidence = (before, f"{facts.reader.committed_len} entries are final")
+    return Cause("graphs", "a replayed batch kept positions of an earlier one", "inferred", evidence)
 
 
 def miscounted_positions(facts: Evidence) -> Cause | None:
     """Positions of an eager forward that are off by one number, which may be a length that the row has."""
-    violation, off = facts.violation, _positions_off(facts)
-    if (
-        violation.is_captured
-        or off is None
-        or violation.position is None
-        or (violation.site[0] in TREE_KINDS and not _is_root(facts, off))
-    ):
+    violation = facts.violation
+    if violation.is_captured or violation.position is None or violation.parent_position is None:
+        return None
+    off = violation.position - violation.parent_position - 1
+    if violation.site[0] in TREE_KINDS and not _is_root(facts, off):
         return None
     evidence = [f"its position is {violation.position}, its parent's {violation.parent_position}: {off:+d}"]
     wrong = [other for other in facts.incident if other.code == "W5" and other.row == violation.row]
@@ -63,19 +51,12 @@ def miscounted_positions(facts: Evidence) -> Cause | None:
         evidence.append("what the row writes behind it is off as well")
     counted = _length_of(facts, abs(off))
     if counted is None:
-        is_old = off < 0 and facts.reader is not None and violation.position < facts.reader.committed_len
+        is_old = off < 0 and facts.is_final
         evidence += [f"position {violation.position} was final before this forward"] if is_old else []
         text = "positions are those of an earlier forward" if is_old else f"positions are off by {off:+d}"
         return Cause("lengths", text, "inferred", tuple(evidence))
     how = f"{counted} was counted twice" if off > 0 else f"positions were counted without {counted}"
     return Cause("lengths", how, "inferred", (*evidence, f"{counted} is {abs(off)} entries"))
-
-
-def _positions_off(facts: Evidence) -> int | None:
-    violation = facts.violation
-    if violation.position is None or violation.parent_position is None:
-        return None
-    return violation.position - violation.parent_position - 1
 
 
 def _is_root(facts: Evidence, off: int) -> bool:
@@ -96,12 +77,11 @@ def _length_of(facts: Evidence, length: int) -> str | None:
 
 def padding_of_a_live_row(facts: Evidence) -> Cause | None:
     """Padding of a replay that writes where a live request writes, or should."""
-    place, found, owner = facts.row.owners_place, facts.record, facts.owner
-    if place is None or found is None or owner is None:
+    place, owner = facts.row.owners_place, facts.owner
+    if place is None or facts.record is None or owner is None:
         return None
-    is_written = (found.step, facts.write_site) == (facts.violation.step, facts.violation.site)
     where = f"the slot is {owner!r}'s own, for position {place}"
-    if is_written:
+    if facts.is_own_write:
         evidence = (where, f"{facts.last_write} wrote it as well, for {owner!r}")
         return Cause("graphs", "a row of padding names a live request's row", "derived", evidence)
     evidence = (where, f"nobody wrote it for {owner!r} in this forward")
@@ -127,19 +107,15 @@ def of_no_row(facts: Evidence) -> Cause | None:
 
 
 def published_too_early(facts: Evidence) -> Cause | None:
-    last = next((event for event in reversed(facts.events) if event.kind in ("published", "forked")), None)
-    evidence = (
-        ()
-        if last is None or last.step < facts.violation.step - 1
-        else (f"{last}, and written in step {facts.violation.step}",)
-    )
+    step, shared = facts.violation.step, [event for event in facts.events if event.kind in ("published", "forked")]
+    evidence = tuple(f"{event}, and written in step {step}" for event in shared[-1:] if event.step >= step - 1)
     return Cause("lifetime", "the page was shared or published while it was still to be written", "derived", evidence)
 
 
 def outdated(facts: Evidence) -> Cause | None:
     """Work that was planned for an earlier grant of the page, or that a free did not wait for."""
-    hazard = (facts.violation.found or {}).get("hazard")
-    if hazard not in (OUTDATED, FREED) or facts.violation.page < 0:
+    found = facts.violation.found or {}
+    if found.get("hazard") not in (OUTDATED, FREED) or facts.violation.page < 0:
         return None
     text = "the page was given back while work on it was planned or in flight"
-    return Cause("lifetime", text, "derived", (f"{hazard}: {(facts.violation.found or {})['access']}",))
+    return Cause("lifetime", text, "derived", (f"{found['hazard']}: {found['access']}",))

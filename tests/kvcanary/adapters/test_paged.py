@@ -192,7 +192,8 @@ def test_slots_that_two_rows_write_are_one_finding() -> None:
     [found] = engine.canary.log.findings
     slots = [int(engine.table[0, 0]) * BLOCK + place for place in range(3)]
     assert (found.code, found.slot, found.writer) == ("W4", slots[0], "r1")
-    assert found.evidence == tuple(f"W4 duplicate write: target slot {slot}, seen by decode" for slot in slots[1:])
+    others = [f"W4 duplicate write: target slot {slot}, seen by decode" for slot in slots[1:]]
+    assert found.evidence == (f"group 0, block {slots[0] // BLOCK}, offset 0", *others)
 
 
 def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:

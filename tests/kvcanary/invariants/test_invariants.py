@@ -63,7 +63,7 @@ def test_every_check_of_a_module_has_a_case(name):
 def test_every_check_and_every_error_has_a_case():
     """No check and no type of the package is without its words here."""
     checks = {name for name in vars(invariants) if name.startswith("check_")}
-    errors = {v for v in vars(invariants.errors).values() if inspect.isclass(v) and issubclass(v, InvariantError)}
+    errors = {v for v in vars(invariants).values() if inspect.isclass(v) and issubclass(v, InvariantError)}
     assert {entry.check.__name__ for entry in CASES} == checks
     assert {entry.error for entry in CASES} == errors - {InvariantError}
 

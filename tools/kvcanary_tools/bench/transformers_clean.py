@@ -139,7 +139,9 @@ def generate(
     return model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, **arguments, **others)
 
 
-def generate_batch(model: Any, children: int = 1, tokens: int = 24, seed: int = 1) -> list[list[int]]:
+def generate_batch(
+    model: Any, children: int = 1, tokens: int = 24, seed: int = 1, num_shared: int = 20
+) -> list[list[int]]:
     """Tokens of prompts that share a prefix, over several chunks and blocks of four, `children` of each."""
     from transformers.generation import configuration_utils as settings
 
@@ -148,8 +150,9 @@ def generate_batch(model: Any, children: int = 1, tokens: int = 24, seed: int = 
     is_new = "page_size" in settings.ContinuousBatchingConfig.__dataclass_fields__
     model.set_attn_implementation("sdpa" if is_new else "paged|sdpa")
     torch.manual_seed(seed)
-    shared = torch.randint(3, 97, (20,)).tolist()
-    prompts = [shared + torch.randint(3, 97, (n,)).tolist() for n in (3, 9, 14, 30, 5, 7)]
+    shared = torch.randint(3, 97, (20,)).tolist()[:num_shared]
+    own = 20 - num_shared  # prompts are as long whatever they share
+    prompts = [shared + torch.randint(3, 97, (own + n,)).tolist() for n in (3, 9, 14, 30, 5, 7)]
     torch.manual_seed(seed + 1)
     outputs = model.generate_batch(
         prompts,

@@ -58,7 +58,7 @@ def _chosen(names: Sequence[str]) -> list[Code]:
 
 
 def _as_dict(code: Code) -> dict[str, Any]:
-    from kvcanary.advice import ADVICE
+    from kvcanary_tools.advice import ADVICE
     from kvcanary_tools.places import find_place
 
     return {

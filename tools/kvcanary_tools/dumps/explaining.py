@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvcanary.dumps.reading import Dump
@@ -61,7 +61,7 @@ def explain(dump: Dump, number: int) -> dict[str, Any]:
         "story": [line._asdict() for line in story_of(dump, finding["pool"], finding["slot"])] if is_place else [],
         "causes": causes,
         "next": [
-            *_advice(dump, finding),
+            *advice_of(finding, any(event["call"] == "launch" for event in dump.events)),
             *_commands(dump, finding),
         ],
     }
@@ -93,20 +93,17 @@ def explain_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield from (f"  - {text}" for text in facts["next"])
 
 
-def _advice(dump: Dump, finding: dict[str, Any]) -> list[str]:
-    """What to look at, by what was found, or else by the family of the first cause."""
+def advice_of(finding: Mapping[str, Any], is_replayed: bool) -> list[str]:
+    """What to look at, by what was found, or else by the family of the first cause; is_replayed: by CUDA graphs."""
     family, found = next((cause["family"] for cause in finding["causes"]), None), finding["found"]
     if family == "transfer" and found.get("verdict") in NEXT_OF_TRANSFERS:
         return [NEXT_OF_TRANSFERS[found["verdict"]]]
     if family == "order" and "waiting" in finding["expected"]:
         due = finding["expected"]
         return [f"let {due['waiting']} wait for the event of {due.get('behind')} before {found.get('reader')}"]
-    return [_next(dump, family)] if family in NEXT else []
-
-
-def _next(dump: Dump, family: str) -> str:
-    is_replayed = any(event["call"] == "launch" for event in dump.events)
-    return PADDED if family == "graphs" and not is_replayed else NEXT[family]
+    if family not in NEXT:
+        return []
+    return [PADDED if family == "graphs" and not is_replayed else NEXT[family]]
 
 
 def _commands(dump: Dump, finding: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from kvcanary_tools import console
 
 if TYPE_CHECKING:
     from kvcanary.dumps.reading import Dump
+    from kvcanary.dumps.watched_reading import WatchedDump
 
 dump_argument: Callable[[Any], Any] = click.argument("dump", metavar="DUMP", type=click.Path())
 HINT = "a dump is what --kv-canary-dump DIR writes at a finding, a file that ends in .kvdump"
@@ -30,12 +31,25 @@ def dump_failures() -> Iterator[None]:
         raise console.UsageFailure(str(error), HINT) from None
 
 
-def opened(path: str) -> Dump:
+def opened(path: str) -> Dump | WatchedDump:
     """The dump that a command was given: a file, or what a running server at this URL has recorded by now."""
-    from kvcanary.dumps.reading import read_dump
+    from kvcanary.dumps.watched_reading import read_any
 
     with dump_failures():
-        return read_dump(path) if not is_url(path) else _fetched(path)
+        return read_any(path) if not is_url(path) else _fetched(path)
+
+
+def opened_told(path: str, what: str) -> Dump:
+    """The same for a command that needs all events; `what` it does with them."""
+    from kvcanary.dumps.reading import Dump
+
+    dump = opened(path)
+    if not isinstance(dump, Dump):
+        raise console.UsageFailure(
+            f"{path} cannot be {what}: its pool was only watched, so that it has steps but not all events of pages",
+            f"kvcanary explain {path} tells what it has",
+        )
+    return dump
 
 
 def is_url(path: str) -> bool:

@@ -22,9 +22,7 @@ COLUMN, LINE = 70, 34  # of a drawn tree
 
 def page_of(dump: Dump) -> str:
     """The page; whatever the dump says is text in it, never markup."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
-    return template.render(
+    return rendered(
         summary=summary(dump),
         stories=[explain(dump, number) for number in range(min(len(dump.findings), MOST_STORIES))],
         cells=_cells(dump),
@@ -32,6 +30,13 @@ def page_of(dump: Dump) -> str:
         trees=_trees(dump),
         steps=_steps(dump),
     )
+
+
+def rendered(**facts: Any) -> str:
+    """What the template makes of these; a dump without `cells` has no map and no trees."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+    return template.render(**facts)
 
 
 def _cells(dump: Dump) -> list[dict[str, Any]]:

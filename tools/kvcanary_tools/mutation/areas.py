@@ -59,7 +59,7 @@ def sample(tree: Path, seed: int, size: int) -> tuple[list[str], dict[str, int]]
 
 
 def mutants_of(tree: Path, area: str, file: str) -> Iterator[str]:
-    """The names of a file's mutants; where kernels and references share it, those of the references."""
+    """The names of a file's mutants; where kernels and references share it, those of operations and their helpers."""
     from mutmut.mutation.file_mutation import mutate_file_contents
     from mutmut.utils.format_utils import get_mutant_name
 
@@ -71,10 +71,11 @@ def mutants_of(tree: Path, area: str, file: str) -> Iterator[str]:
 
 
 def references(source: str) -> set[str]:
-    """The functions of a module that are torch references, and those of the module that they use."""
-    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    """The functions of a module that have a torch reference, and those of the module that they use; no kernels."""
+    body = ast.parse(source).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list}
     found: set[str] = set()
-    waiting = [name for name in functions if name.endswith(REFERENCE)]
+    waiting = [name for name in functions if f"\n{name}{REFERENCE} = " in source]
     while waiting:
         name = waiting.pop()
         if name not in found:

@@ -1,4 +1,4 @@
-"""The argument check that paged attention and its torch reference share."""
+"""Checks of the operands of paged attention: each a ValueError that names one, what it must be and what it is."""
 
 from __future__ import annotations
 
@@ -6,60 +6,12 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.reads import SHIFTS, ReadSums
-from kvcanary_kernels.record.arguments import expect_int64
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 POOL_FLOATS = (*FLOATS, torch.float8_e4m3fn)
 
 
-def expect_operands(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    q_indptr: Tensor,
-    max_kv_len: int,
-    max_q_len: int,
-    scale: float,
-    out: Tensor,
-    tree_mask: Tensor | None,
-    page_size: int,
-    window: int | None,
-    k_scale: float | Tensor | None,
-    v_scale: float | Tensor | None,
-    workspace: Tensor | None,
-    kv_lens: Tensor | None,
-    causal: bool,
-    lse: Tensor | None,
-    reads: ReadSums | None,
-) -> None:
-    """ValueError that names the operand, what it must be and what it is."""
-    num_rows = q_indptr.numel() - 1
-    expect_int64(num_rows + 1, q_indptr=q_indptr, kv_indptr=kv_indptr)
-    expect_int64(kv_indices.numel(), kv_indices=kv_indices)
-    expect_int64(num_rows, kv_lens=kv_lens)
-    _expect_rows("q", q, (None, None, None), FLOATS)
-    _expect_rows("out", out, tuple(q.shape), FLOATS)
-    _expect_rows("k", k, (None, None, q.shape[2]), POOL_FLOATS)
-    _expect_rows("v", v, tuple(k.shape), (k.dtype,))
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of the {k.shape[1]} KV heads, got {q.shape[1]}")
-    if page_size < 1 or k.shape[0] % page_size:
-        raise ValueError(f"page_size must divide the pool's {k.shape[0]} slots, got {page_size}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be positive or None, got {window}")
-    if tree_mask is not None:
-        _expect_mask(tree_mask, num_rows, max_q_len, causal)
-    _expect_scales(k.shape[0], k_scale=k_scale, v_scale=v_scale)
-    if reads is not None:
-        _expect_reads(reads, k, kv_indices.numel() * page_size, window, k_scale, v_scale)
-    if lse is not None and (lse.shape != q.shape[:2] or not lse.is_floating_point() or not lse.is_contiguous()):
-        raise ValueError(f"lse must be contiguous {list(q.shape[:2])} of floats, got {list(lse.shape)} {lse.dtype}")
-
-
-def _expect_rows(name: str, t: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def expect_rows(name: str, t: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     """[entries, heads, dim] of such numbers, whose heads are dense."""
     fits = t.dim() == 3 and all(size in (None, own) for size, own in zip(shape, t.shape, strict=True))
     if not fits or t.dtype not in dtypes or (t.shape[2] > 1 and t.stride(2) != 1):
@@ -70,7 +22,7 @@ def _expect_rows(name: str, t: Tensor, shape: tuple[int | None, ...], dtypes: tu
         )
 
 
-def _expect_mask(mask: Tensor, num_rows: int, max_q_len: int, causal: bool) -> None:
+def expect_mask(mask: Tensor, num_rows: int, max_q_len: int, causal: bool) -> None:
     fits = mask.dim() == 3 and mask.shape[0] >= num_rows and mask.shape[1] == mask.shape[2] >= max_q_len
     if not fits or mask.dtype is not torch.bool or not mask.is_contiguous():
         raise ValueError(
@@ -81,7 +33,7 @@ def _expect_mask(mask: Tensor, num_rows: int, max_q_len: int, causal: bool) -> N
         raise ValueError("tree_mask says what each query sees of the new keys, so causal must stay True, got False")
 
 
-def _expect_scales(num_slots: int, **scales: float | Tensor | None) -> None:
+def expect_scales(num_slots: int, **scales: float | Tensor | None) -> None:
     for name, scale in scales.items():
         if not isinstance(scale, Tensor):
             continue
@@ -92,7 +44,7 @@ def _expect_scales(num_slots: int, **scales: float | Tensor | None) -> None:
             )
 
 
-def _expect_reads(
+def expect_reads(
     reads: ReadSums, k: Tensor, num_places: int, window: int | None, *scales: float | Tensor | None
 ) -> None:
     if window is not None:

@@ -46,10 +46,11 @@ def scratch_size(tiles: Tiles, num_tokens: int, num_heads: int, head_dim: int) -
 
 def launch(
     tiles: Tiles,
+    scratch: Tensor,
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     kv_indptr: Tensor,
     kv_indices: Tensor,
     kv_lens: Tensor | None,
@@ -59,15 +60,15 @@ def launch(
     v_scale: float | Tensor | None,
     out: Tensor,
     lse: Tensor | None,
-    scratch: Tensor,
     scale: float,
     page_size: int,
     window: int | None,
     causal: bool,
     max_kv_len: int,
     reads: ReadSums | None,
+    **others: object,
 ) -> None:
-    """Both kernels over checked operands; ``scratch`` holds at least `scratch_size` numbers."""
+    """Both kernels over checked operands; ``scratch`` holds at least `scratch_size` numbers; others shape none."""
     n, num_heads, dim = q.shape
     num_rows, kv_heads = q_indptr.numel() - 1, k.shape[1]
     nodes = 0 if tree_mask is None else tree_mask.shape[1]
@@ -95,16 +96,12 @@ def launch(
         k.shape[0],
         kv_indices.numel(),
         tiles.num_splits,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
         _slot_stride(k_scale),
         _slot_stride(v_scale),
-        out.stride(0),
-        out.stride(1),
+        *out.stride()[:2],
         HEADS=kv_heads,
         FOLD=num_heads // kv_heads,
         DIM=dim,
@@ -139,8 +136,7 @@ def launch(
         n,
         num_rows,
         tiles.num_splits,
-        out.stride(0),
-        out.stride(1),
+        *out.stride()[:2],
         HEADS=num_heads,
         DIM=dim,
         BLOCK_D=max(_power_of_two(dim), 16),

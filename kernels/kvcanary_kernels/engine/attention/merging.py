@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,40 +16,50 @@ from kvcanary_kernels.record.overlap import overlap_options
 ROWS = 16  # of a program
 
 
-def merge_passes(first: Tensor, second: Tensor, first_lse: Tensor, second_lse: Tensor, out: Tensor) -> None:
+def merge_passes(
+    first: Tensor, second: Tensor, first_lse: Tensor, second_lse: Tensor, out: Tensor, *, launches: bool = True
+) -> None:
     """The mean of two passes over disjoint keys, weighted by their sums of exponents, in float32. May be captured.
 
     first, second: [batch, heads, n, dim] of each pass, dense in dim, any other strides
     their lse:     [batch, heads, n] float32, natural logarithm of the sum of exponents, any strides; finite in one pass
     out:           [batch, n, heads, dim], dense
     """
-    batch, heads, n, dim = _expect(first, second, first_lse, second_lse, out)
+    batch, n, heads, dim = out.shape
+    shapes: dict[str, tuple[Tensor, tuple[int, ...]]]
+    shapes = {"first": (first, (batch, heads, n, dim)), "second": (second, (batch, heads, n, dim))}
+    shapes |= {"first_lse": (first_lse, (batch, heads, n)), "second_lse": (second_lse, (batch, heads, n))}
+    for name, (value, shape) in shapes.items():
+        if value.shape != shape or (value.dim() == 4 and dim > 1 and value.stride(3) != 1):
+            raise ValueError(f"{name} must be {list(shape)}, dense in dim, got {list(value.shape)} at {value.stride()}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be dense, got strides {out.stride()}")
     if not out.numel():
         return
-    _merge_passes_kernel[(triton.cdiv(n * heads, ROWS), batch)](
-        first,
-        second,
-        first_lse,
-        second_lse,
-        out,
-        n,
-        *first.stride()[:3],
-        *second.stride()[:3],
-        *first_lse.stride(),
-        *second_lse.stride(),
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_R=ROWS,
-        BLOCK_D=triton.next_power_of_2(dim),
-        **overlap_options(out.device),
-    )
-
-
-def merge_passes_torch(first: Tensor, second: Tensor, first_lse: Tensor, second_lse: Tensor, out: Tensor) -> None:
-    """The torch reference of `merge_passes`."""
-    _expect(first, second, first_lse, second_lse, out)
+    if launches:
+        _merge_passes_kernel[(triton.cdiv(n * heads, ROWS), batch)](
+            first,
+            second,
+            first_lse,
+            second_lse,
+            out,
+            n,
+            *first.stride()[:3],
+            *second.stride()[:3],
+            *first_lse.stride(),
+            *second_lse.stride(),
+            HEADS=heads,
+            DIM=dim,
+            BLOCK_R=ROWS,
+            BLOCK_D=triton.next_power_of_2(dim),
+            **overlap_options(out.device),
+        )
+        return
     more = (second_lse - first_lse)[..., None]
     out.copy_((first.float() * torch.sigmoid(-more) + second.float() * torch.sigmoid(more)).transpose(1, 2))
+
+
+merge_passes_torch = partial(merge_passes, launches=False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -99,19 +111,3 @@ def _merge_passes_kernel(
     b_out += b_second * tl.where(b_more > 0, b_large, b_small)[:, None]
     o_out = (i_batch * n * HEADS + o_r) * DIM
     tl.store(out + o_out[:, None] + o_d[None, :], b_out.to(out.dtype.element_ty), mask=m_o)
-
-
-def _expect(
-    first: Tensor, second: Tensor, first_lse: Tensor, second_lse: Tensor, out: Tensor
-) -> tuple[int, int, int, int]:
-    """The sizes; ValueError that names what is of another shape."""
-    batch, n, heads, dim = out.shape
-    shapes: dict[str, tuple[Tensor, tuple[int, ...]]]
-    shapes = {"first": (first, (batch, heads, n, dim)), "second": (second, (batch, heads, n, dim))}
-    shapes |= {"first_lse": (first_lse, (batch, heads, n)), "second_lse": (second_lse, (batch, heads, n))}
-    for name, (value, shape) in shapes.items():
-        if value.shape != shape or (value.dim() == 4 and dim > 1 and value.stride(3) != 1):
-            raise ValueError(f"{name} must be {list(shape)}, dense in dim, got {list(value.shape)} at {value.stride()}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be dense, got strides {out.stride()}")
-    return batch, heads, n, dim

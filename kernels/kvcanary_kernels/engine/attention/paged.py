@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.reads import ReadSums
-from kvcanary_kernels.engine.attention.checks import expect_operands
+from kvcanary_kernels.engine.attention.checks import (
+    FLOATS,
+    POOL_FLOATS,
+    expect_mask,
+    expect_reads,
+    expect_rows,
+    expect_scales,
+)
 from kvcanary_kernels.engine.attention.launch import launch, scratch_size, tiles_of
+from kvcanary_kernels.record.arguments import expect_int64
 
 
 def paged_attention(
@@ -34,6 +43,7 @@ def paged_attention(
     causal: bool = True,
     lse: Tensor | None = None,
     reads: ReadSums | None = None,
+    launches: bool = True,
 ) -> None:
     """Softmax attention of each row's queries over its keys, in float32. May be captured, if given a workspace.
 
@@ -60,43 +70,67 @@ def paged_attention(
                 Entry j of row r, wherever it lies, adds to reads.sums[kv_indptr[r] * page_size + j], once for each row
                 that has queries
     """
-    expect_operands(**locals())
-    if q.dtype is torch.float64:
-        raise ValueError("the kernel takes bf16, fp16 or fp32 queries, got torch.float64: use paged_attention_torch")
+    operands = locals()
     num_rows = q_indptr.numel() - 1
+    expect_int64(num_rows + 1, q_indptr=q_indptr, kv_indptr=kv_indptr)
+    expect_int64(kv_indices.numel(), kv_indices=kv_indices)
+    expect_int64(num_rows, kv_lens=kv_lens)
+    expect_rows("q", q, (None, None, None), FLOATS)
+    expect_rows("out", out, tuple(q.shape), FLOATS)
+    expect_rows("k", k, (None, None, q.shape[2]), POOL_FLOATS)
+    expect_rows("v", v, tuple(k.shape), (k.dtype,))
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of the {k.shape[1]} KV heads, got {q.shape[1]}")
+    if page_size < 1 or k.shape[0] % page_size:
+        raise ValueError(f"page_size must divide the pool's {k.shape[0]} slots, got {page_size}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be positive or None, got {window}")
+    if tree_mask is not None:
+        expect_mask(tree_mask, num_rows, max_q_len, causal)
+    expect_scales(k.shape[0], k_scale=k_scale, v_scale=v_scale)
+    if reads is not None:
+        expect_reads(reads, k, kv_indices.numel() * page_size, window, k_scale, v_scale)
+    if lse is not None and (lse.shape != q.shape[:2] or not lse.is_floating_point() or not lse.is_contiguous()):
+        raise ValueError(f"lse must be contiguous {list(q.shape[:2])} of floats, got {list(lse.shape)} {lse.dtype}")
+    if launches and q.dtype is torch.float64:
+        raise ValueError("the kernel takes bf16, fp16 or fp32 queries, got torch.float64: use paged_attention_torch")
     if num_rows == 0 or q.shape[0] == 0:
         return
-    tiles = tiles_of(num_rows, q.shape[1], k.shape[1], max_q_len, max_kv_len, q.device)
-    size = scratch_size(tiles, *q.shape)
-    if workspace is None:
-        workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-    if workspace.numel() < size or workspace.dtype is not torch.float32:
-        raise ValueError(
-            f"workspace must hold {size} fp32 numbers, got {workspace.numel()} of {workspace.dtype}: "
-            "make it with attention_workspace"
-        )
-    launch(
-        tiles,
-        q,
-        k,
-        v,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        kv_lens=kv_lens,
-        q_indptr=q_indptr,
-        tree_mask=tree_mask,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out=out,
-        lse=lse,
-        scratch=workspace,
-        scale=scale,
-        page_size=page_size,
-        window=window,
-        causal=causal,
-        max_kv_len=max_kv_len,
-        reads=reads,
-    )
+    if launches:
+        tiles = tiles_of(num_rows, q.shape[1], k.shape[1], max_q_len, max_kv_len, q.device)
+        size = scratch_size(tiles, *q.shape)
+        if workspace is None:
+            workspace = torch.empty(size, dtype=torch.float32, device=q.device)
+        if workspace.numel() < size or workspace.dtype is not torch.float32:
+            raise ValueError(
+                f"workspace must hold {size} fp32 numbers, got {workspace.numel()} of {workspace.dtype}: "
+                "make it with attention_workspace"
+            )
+        launch(tiles, workspace, **operands)
+        return
+    exact = torch.promote_types(q.dtype, torch.float32)
+    heads = (k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+    for row, (first, end) in enumerate(pairwise(q_indptr.tolist())):
+        if first == end:
+            continue
+        slots = _slots(row, kv_indptr, kv_indices, kv_lens, page_size, len(k))
+        if reads is not None:
+            place = min(max(int(kv_indptr[row]), 0), len(kv_indices)) * page_size
+            reads.add_torch(slice(place, place + len(slots)), slots)
+        seen = _visible(end - first, len(slots), None if tree_mask is None else tree_mask[row], causal, window)
+        seen = seen.to(q.device)
+        queries = q[first:end].to(exact).unflatten(1, heads[:2])  # [n, kv_heads, fold, dim]
+        scores = torch.einsum("nhfd,lhd->hfnl", queries, _scaled(k[slots].to(exact), k_scale, slots)) * scale
+        scores = scores.masked_fill(~seen, -torch.inf)
+        sums = torch.logsumexp(scores, -1)  # -inf where nothing is seen
+        weights = torch.exp(scores - sums.clamp_min(torch.finfo(exact).min)[..., None])
+        values = torch.einsum("hfnl,lhd->nhfd", weights, _scaled(v[slots].to(exact), v_scale, slots))
+        out[first:end] = values.flatten(1, 2)
+        if lse is not None:
+            lse[first:end] = sums.flatten(0, 1).T
+
+
+paged_attention_torch = partial(paged_attention, launches=False)
 
 
 def attention_workspace(
@@ -118,53 +152,6 @@ def attention_workspace(
     tiles = tiles_of(rows, num_heads, num_kv_heads, max_q_len, max_kv_len, device)
     size = scratch_size(tiles, num_tokens, num_heads, head_dim)
     return torch.empty(size, dtype=torch.float32, device=device)
-
-
-def paged_attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    q_indptr: Tensor,
-    max_kv_len: int,
-    max_q_len: int,
-    scale: float,
-    out: Tensor,
-    tree_mask: Tensor | None = None,
-    page_size: int = 1,
-    window: int | None = None,
-    k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None,
-    workspace: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    causal: bool = True,
-    lse: Tensor | None = None,
-    reads: ReadSums | None = None,
-) -> None:
-    """The torch reference of `paged_attention`: row by row, in float32, or float64 where the queries are."""
-    expect_operands(**locals())
-    exact = torch.promote_types(q.dtype, torch.float32)
-    heads = (k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-    for row, (first, end) in enumerate(pairwise(q_indptr.tolist())):
-        if first == end:
-            continue
-        slots = _slots(row, kv_indptr, kv_indices, kv_lens, page_size, len(k))
-        if reads is not None:
-            place = min(max(int(kv_indptr[row]), 0), len(kv_indices)) * page_size
-            reads.add_torch(slice(place, place + len(slots)), slots)
-        seen = _visible(end - first, len(slots), None if tree_mask is None else tree_mask[row], causal, window)
-        seen = seen.to(q.device)
-        queries = q[first:end].to(exact).unflatten(1, heads[:2])  # [n, kv_heads, fold, dim]
-        scores = torch.einsum("nhfd,lhd->hfnl", queries, _scaled(k[slots].to(exact), k_scale, slots)) * scale
-        scores = scores.masked_fill(~seen, -torch.inf)
-        sums = torch.logsumexp(scores, -1)  # -inf where nothing is seen
-        weights = torch.exp(scores - sums.clamp_min(torch.finfo(exact).min)[..., None])
-        values = torch.einsum("hfnl,lhd->nhfd", weights, _scaled(v[slots].to(exact), v_scale, slots))
-        out[first:end] = values.flatten(1, 2)
-        if lse is not None:
-            lse[first:end] = sums.flatten(0, 1).T
 
 
 def _slots(

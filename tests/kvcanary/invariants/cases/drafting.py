@@ -1,4 +1,4 @@
-"""Branches, trees and states that no drafting step has.
+"""Branches, trees, states and captured programs that no drafting step has.
 
 Each case: a check, arguments that break its rule, arguments that just do not, the type, the words.
 """
@@ -266,5 +266,13 @@ CASES = [
         (2, 6, 7),
         invariants.RecurrentStateError,
         "row 2 must commit one of the 7 nodes of its open verify, got node 7",
+    ),
+    (
+        invariants.check_hooked,
+        ("draft[1]", "draft", 4, False),
+        ("draft[1]", "draft", 4, True),
+        invariants.MissingHooksError,
+        "draft[1] of the draft pool has no hooks in the captured program for 4 requests, the canary counts on those of "
+        "every forward: make each by StaticForwards.hook()",
     ),
 ]

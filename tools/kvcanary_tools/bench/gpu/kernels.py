@@ -127,7 +127,7 @@ def _expect_right(rows: PoolRows, keys: Keys, slots: Tensor) -> None:
 def _expect_found(rows: PoolRows, keys: Keys, slots: Tensor, stored: Tensor) -> None:
     """RuntimeError unless the check names one flipped bit, and it alone."""
     slot, layer = int(slots[len(slots) // 3]), rows.num_layers - 2
-    word = rows.v[layer][slot, -1:]
+    word = rows.parts[1][layer][slot, 0, 0, -1:]
     word ^= 1 << 17
     mismatch = torch.full((len(slots), 2), POISON, dtype=torch.int64, device="cuda")
     check_content(rows, slots, keys, stored, mismatch=mismatch)

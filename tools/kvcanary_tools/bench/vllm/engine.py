@@ -68,6 +68,10 @@ class Bench:
         finally:
             handle.detach()
 
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        """What faults are tried on."""
+        return make_prompts(count, seed)
+
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **sampling: Any) -> list[Any]:
         params = self.sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

@@ -20,6 +20,8 @@ KEPT = ("code", "reader", "writer", "position", "page", "slot", "layer", "layers
 class Faults:
     """What is done to the engine of a Bench; each harm is called before every step until it says that it has struck."""
 
+    least, swapped = POSITION, (2, 6)  # entries of the struck request at least; entries of its block table
+
     def __init__(self, bench: Bench) -> None:
         self.bench, self.runner = bench, bench.runner
         self.is_v1 = not hasattr(self.runner, "req_states")
@@ -45,7 +47,7 @@ class Faults:
     def fault(self, harm: Callable[[Any, int], bool], mode: str = "log") -> dict[str, Any]:
         import torch
 
-        prompts, self.touched = make_prompts(24, seed=5), None
+        prompts, self.touched = self.bench.prompts(24, seed=5), None
         with self.bench.watched(mode=mode, content="full") as handle:
             inner, state = self.runner.execute_model, {"step": 0, "struck": None}
 
@@ -72,7 +74,7 @@ class Faults:
     # where things are
 
     def row(self, output: Any) -> tuple[str, int] | None:
-        """A request of this step that had more than POSITION entries before it, and its row."""
+        """A request of this step that had more than `least` entries before it, and its row."""
         if self.is_v1:
             batch = self.runner.input_batch
             rows, lengths = batch.req_id_to_index, batch.num_computed_tokens_cpu
@@ -80,7 +82,7 @@ class Faults:
             states = self.runner.req_states
             rows, lengths = states.req_id_to_index, states.num_computed_tokens_np
         for name, number in rows.items():
-            if name in output.num_scheduled_tokens and int(lengths[number]) > POSITION:
+            if name in output.num_scheduled_tokens and int(lengths[number]) > self.least:
                 return name, number
         return None
 
@@ -126,8 +128,8 @@ class Faults:
         chosen = self.row(output)
         if step < STEP or chosen is None:
             return False
-        line = self.table()[chosen[1]]
-        line[[2, 6]] = line[[6, 2]]
+        line, (first, second) = self.table()[chosen[1]], self.swapped
+        line[[first, second]] = line[[second, first]]
         self.touched = chosen[0]
         return True
 

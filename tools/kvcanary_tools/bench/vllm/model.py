@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
@@ -23,6 +23,9 @@ SHAPE: dict[str, Any] = {
 #: 1.1 B parameters, whose steps the host bounds, and 7.2 B, whose steps the GPU does.
 SHAPES = {
     "1b": SHAPE,
+    "tiny": SHAPE
+    | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024},
     "7b": SHAPE | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
 }
 REQUESTS, PREFIXES, PREFIX_TOKENS, OUTPUT_TOKENS = 256, 16, 240, 256
@@ -30,12 +33,25 @@ BLOCKS = 3600  # of 16 tokens: fewer than the requests would fill
 POOL_BYTES = 16 << 30  # more than they take; said so that vLLM need not measure what it could have
 
 
-def make_prompts(count: int = REQUESTS, seed: int = 3) -> list[list[int]]:
-    """Prompts of 260 to 700 tokens; each begins with one of PREFIXES."""
+class Prompts(NamedTuple):
+    """What prompts are like: each begins with one of a few prefixes, and has `shortest` to `longest` tokens more."""
+
+    prefixes: int = PREFIXES
+    prefix_tokens: int = PREFIX_TOKENS
+    shortest: int = 20
+    longest: int = 460
+    vocabulary: int = 32000
+
+
+def make_prompts(count: int = REQUESTS, seed: int = 3, kind: Prompts | None = None) -> list[list[int]]:
+    """So many prompts, the same for the same seed."""
+    kind = kind or Prompts()
     draw = random.Random(seed)
-    prefixes = [[draw.randrange(3, 32000) for _ in range(PREFIX_TOKENS)] for _ in range(PREFIXES)]
+    prefixes = [[draw.randrange(3, kind.vocabulary) for _ in range(kind.prefix_tokens)] for _ in range(kind.prefixes)]
+    lengths = range(kind.shortest, kind.longest)
     return [
-        prefixes[draw.randrange(PREFIXES)] + [draw.randrange(3, 32000) for _ in range(draw.randrange(20, 460))]
+        prefixes[draw.randrange(kind.prefixes)]
+        + [draw.randrange(3, kind.vocabulary) for _ in range(draw.choice(lengths))]
         for _ in range(count)
     ]
 
@@ -48,10 +64,11 @@ def write_model(folder: Path, shape: dict[str, Any], is_draft: bool = False) -> 
     folder.mkdir(parents=True, exist_ok=True)
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv_heads = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
-    generator = torch.Generator("cuda").manual_seed(11 + is_draft)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(11 + is_draft)
 
     def random_weight(rows: int, columns: int, scale: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, device="cuda", generator=generator) * scale).to(torch.bfloat16).cpu()
+        return (torch.randn(rows, columns, device=device, generator=generator) * scale).to(torch.bfloat16).cpu()
 
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     before, tensors = "" if is_draft else "model.", {}

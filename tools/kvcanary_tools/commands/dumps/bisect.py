@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.dumps.opening import dump_failures, opened
+from kvcanary_tools.dumps.opening import dump_failures, opened_told
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 
@@ -43,7 +43,7 @@ def command(dump: str | None, line: str | None, low: int, high: int | None, time
         raise console.UsageFailure("bisect needs a dump or --cmd, one of them", "kvcanary bisect DUMP")
     if dump is not None:
         with dump_failures():
-            reported = bisect_dump(opened(dump))
+            reported = bisect_dump(opened_told(dump, "bisected"))
     else:
         reported = _run(str(line), low, high, timeout)
     step = reported["first_bad_step"]

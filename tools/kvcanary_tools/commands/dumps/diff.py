@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.dumps.opening import dump_failures, is_url, opened
+from kvcanary_tools.dumps.opening import dump_failures, is_url, opened_told
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def command(runs: tuple[str, ...], lines: tuple[str, ...], timeout: float, as_js
 
     if len(runs) + len(lines) != 2:
         raise console.UsageFailure(f"diff compares two runs, got {len(runs) + len(lines)}", EXAMPLE)
-    first, second = [*map(opened, runs), *(_run(line, timeout) for line in lines)]
+    first, second = [*(opened_told(run, "compared") for run in runs), *(_run(line, timeout) for line in lines)]
     with dump_failures():
         reported = diff(first, second, up_to_both=any(map(is_url, runs)))
     if as_json:
@@ -78,7 +78,7 @@ def _run(line: str, timeout: float) -> Dump:
             run(line, {DUMP: path}, timeout)
         except (OSError, RuntimeError, ValueError, TimeoutExpired) as error:
             raise console.UsageFailure(str(error), "run the command by hand first") from None
-        return opened(path)
+        return opened_told(path, "compared")
 
 
 def _short(event: object) -> str:

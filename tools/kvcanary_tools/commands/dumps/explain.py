@@ -22,7 +22,9 @@ def command(dump: str, finding: int, as_json: bool) -> None:
 
     Exit codes: 0 there was nothing to explain, 1 a finding was explained, 2 not a dump.
     """
+    from kvcanary.dumps.reading import Dump
     from kvcanary_tools.dumps.explaining import explain, explain_lines
+    from kvcanary_tools.dumps.watched import explain_watched, explain_watched_lines
 
     read = opened(dump)
     if not read.findings:
@@ -32,10 +34,11 @@ def command(dump: str, finding: int, as_json: bool) -> None:
         raise console.UsageFailure(
             f"--finding must be in 1 to {len(read.findings)}, got {finding}", "inspect lists them"
         )
-    reported = explain(read, finding - 1)
+    is_told = isinstance(read, Dump)
+    reported = explain(read, finding - 1) if isinstance(read, Dump) else explain_watched(read, finding - 1)
     if as_json:
         console.data_json(reported)
     else:
-        for line in explain_lines(reported):
+        for line in explain_lines(reported) if is_told else explain_watched_lines(reported):
             console.data(line)
     raise click.exceptions.Exit(console.EXIT_FINDING)

@@ -21,11 +21,15 @@ def command(dump: str, as_json: bool) -> None:
 
     Exit codes: 0 read, 2 not a dump, or is damaged.
     """
+    from kvcanary.dumps.reading import Dump
     from kvcanary_tools.dumps.tables import summary, summary_lines
+    from kvcanary_tools.dumps.watched import watched_summary, watched_summary_lines
 
-    reported = summary(opened(dump))
+    read = opened(dump)
+    is_told = isinstance(read, Dump)
+    reported = summary(read) if isinstance(read, Dump) else watched_summary(read)
     if as_json:
         console.data_json(reported)
         return
-    for line in summary_lines(reported):
+    for line in summary_lines(reported) if is_told else watched_summary_lines(reported):
         console.data(line)

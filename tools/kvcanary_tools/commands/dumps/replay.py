@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.dumps.opening import dump_argument, dump_failures, opened
+from kvcanary_tools.dumps.opening import dump_argument, dump_failures, opened_told
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def command(dump: str, until: int | None, code: str | None, as_json: bool) -> No
 
     if code is not None and code.upper() not in CODES:
         raise console.UsageFailure(f"--check must be a code of the canary, got {code!r}", f"one of {' '.join(CODES)}")
-    read = opened(dump)
+    read = opened_told(dump, "replayed")
     first, last = read.manifest["first_step"], read.manifest["step"]
     if until is not None and not first <= until <= last:
         raise console.UsageFailure(

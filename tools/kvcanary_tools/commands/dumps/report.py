@@ -23,7 +23,10 @@ def command(dump: str, output: Path) -> None:
 
     Exit codes: 0 written, 2 not a dump, or the file cannot be written.
     """
+    from kvcanary.dumps.reading import Dump
     from kvcanary_tools.dumps.pages import page_of
+    from kvcanary_tools.dumps.watched_pages import page_of_watched
 
-    write_text(output, page_of(opened(dump)))
+    read = opened(dump)
+    write_text(output, page_of(read) if isinstance(read, Dump) else page_of_watched(read))
     console.say(f"{output} written: it needs nothing beside it")

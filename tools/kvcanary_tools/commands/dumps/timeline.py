@@ -25,7 +25,11 @@ def command(dump: str, output: Path) -> None:
     """
     import json
 
+    from kvcanary.dumps.reading import Dump
     from kvcanary_tools.dumps.timelines import timeline
+    from kvcanary_tools.dumps.watched_pages import watched_timeline
 
-    write_text(output, json.dumps(timeline(opened(dump)), separators=(",", ":")))
+    read = opened(dump)
+    trace = timeline(read) if isinstance(read, Dump) else watched_timeline(read)
+    write_text(output, json.dumps(trace, separators=(",", ":")))
     console.say(f"{output} written: open it at ui.perfetto.dev")

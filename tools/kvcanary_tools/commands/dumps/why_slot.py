@@ -23,9 +23,13 @@ def command(dump: str, slot: int, pool: str | None, as_json: bool) -> None:
 
     Exit codes: 0 shown, 2 no such slot, or not a dump.
     """
+    from kvcanary.dumps.reading import Dump
     from kvcanary_tools.dumps.story import story_of, truth_of
+    from kvcanary_tools.dumps.watched import slot_lines, story_of_slot, truth_of_slot
 
     read = opened(dump)
+    if not read.pools:
+        raise console.UsageFailure(f"{dump} is of a cache without slots", f"kvcanary explain {dump} tells what it has")
     name = next(iter(read.pools)) if pool is None else pool
     if name not in read.pools:
         raise console.UsageFailure(f"--pool must be one of {', '.join(read.pools)}, got {name!r}", "inspect lists them")
@@ -34,9 +38,17 @@ def command(dump: str, slot: int, pool: str | None, as_json: bool) -> None:
         raise console.UsageFailure(
             f"slot must be in [0, {most}) of pool {name!r}, got {slot}", "inspect lists the pools"
         )
-    reported = {**truth_of(read, name, slot), "story": [line._asdict() for line in story_of(read, name, slot)]}
+    if isinstance(read, Dump):
+        reported = {**truth_of(read, name, slot), "story": [line._asdict() for line in story_of(read, name, slot)]}
+    else:
+        story = [line._asdict() for line in story_of_slot(read, name, slot)]
+        reported = {**truth_of_slot(read, name, slot), "story": story}
     if as_json:
         console.data_json(reported)
+        return
+    if not isinstance(read, Dump):
+        for line in slot_lines(reported):
+            console.data(line)
         return
     owner = {None: "nobody's", "shared": "shared"}.get(reported["owner"], f"private to {reported['owner']!r}")
     console.data(f"{name} pool, slot {slot}: page {reported['page']}, offset {reported['offset']}")

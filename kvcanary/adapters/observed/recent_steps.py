@@ -1,0 +1,145 @@
+"""Recent steps: what an engine said and ran last, kept on the host in bounded memory until a finding asks for it.
+
+Nothing is read from the device here. What a step appends is at hand anyway: names of rows, their numbers, and how long
+rows were when that was last measured. Blocks are those of the engine's manager; `ratios` leads to those of tables.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.adapters.observed.state import Group
+from kvcanary.dumps.watched_events import ENDED, GRANTED, PREEMPTED
+
+NONE: tuple[Any, ...] = ()
+
+
+class RecentStep(NamedTuple):
+    """One step as it was told.
+
+    requests, numbers: of its rows, and where these stand among all rows of the engine
+    lengths: [rows of the engine] int64, at least the entries of each in an earlier step;  grown: since then, of each
+    events:  what happened since the step before, as in `dumps.watched_events`; tensors, and blocks as they came
+    """
+
+    number: int
+    site: tuple[str, int]
+    requests: Sequence[str]
+    numbers: NDArray[np.integer[Any]]
+    num_tokens: int
+    lengths: NDArray[np.int64]
+    grown: int
+    events: Sequence[tuple[Any, ...]]
+
+    @property
+    def rows(self) -> list[tuple[str, int, int]]:
+        """Request, row number and length of each row; entries of this step included."""
+        ends = (self.lengths[self.numbers] + self.grown).tolist()
+        return list(zip(self.requests, self.numbers.tolist(), ends, strict=True))
+
+
+class RecentSteps:
+    """The last steps; `ratios`: by group, blocks of the tables that a block of the manager has."""
+
+    def __init__(self, most: int) -> None:
+        self.steps: deque[RecentStep] = deque(maxlen=most)
+        self.ratios: list[int] = []
+        self._events: list[tuple[Any, ...]] = []
+        self._told: tuple[int, list[dict[str, Any]]] = (0, [])  # the last step of them
+
+    def scheduled(self, output: Any) -> None:
+        """What vLLM's scheduler says of the step that is next: blocks that requests are given, and who ends."""
+        for kind, names in (ENDED, output.finished_req_ids), (PREEMPTED, output.preempted_req_ids):
+            if names:
+                self._events += [(kind, name) for name in sorted(names)]
+        for data in output.scheduled_new_reqs:
+            self._granted(data.req_id, data.block_ids, data.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        if any(cached.new_block_ids):
+            resumed = getattr(cached, "resumed_req_ids", NONE)
+            given = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+            for name, blocks, length in given:
+                if blocks:
+                    self._granted(name, blocks, length if name in resumed else None)
+
+    def _granted(self, request: str, blocks: Sequence[Sequence[int]] | None, length: int | None) -> None:
+        """length: entries that it has already, where these are all its blocks; None: they follow those that it had."""
+        self._events.append(
+            (GRANTED, request, tuple(map(tuple, blocks or ())), length)
+        )  # the engine goes on using its lists
+
+    def moved(self, kind: str, group: Group, *facts: Any) -> None:
+        """Slots of a group were copied (from, to), zeroed (which) or loaded (request, which); tensors as they are."""
+        self._events.append((kind, group.number, group.block_size, *facts))
+
+    def ran(
+        self,
+        step: tuple[int, tuple[str, int], Sequence[str], NDArray[np.integer[Any]], int],
+        lengths: NDArray[np.int64],
+        grown: int,
+    ) -> None:
+        """A forward was shown; what happened before it belongs to it."""
+        events, self._events = (self._events, []) if self._events else (NONE, self._events)
+        self.steps.append(RecentStep(*step, lengths, grown, events))
+
+    def clear(self) -> None:
+        self.steps.clear()
+        self._events, self._told = [], (0, [])
+
+    # when somebody asks
+
+    def number_of(self, request: str) -> int | None:
+        """The row that this request had last; None where another has had it since, or nobody knows."""
+        for step in reversed(self.steps):
+            if request in step.requests:
+                number = int(step.numbers[list(step.requests).index(request)])
+                return number if self._last_of(number) == request else None
+        return None
+
+    def _last_of(self, number: int) -> str | None:
+        for step in reversed(self.steps):
+            where = np.flatnonzero(step.numbers == number)
+            if len(where):
+                return step.requests[int(where[0])]
+        return None
+
+    def told(self) -> list[dict[str, Any]]:
+        """Every step as plain JSON, oldest first; blocks are those of tables."""
+        last = self.steps[-1].number if self.steps else 0
+        if self._told[0] != last:
+            self._told = last, [self._told_of(step) for step in self.steps]
+        return self._told[1]
+
+    def _told_of(self, step: RecentStep) -> dict[str, Any]:
+        return {
+            "step": step.number,
+            "site": list(step.site),
+            "tokens": step.num_tokens,
+            "rows": [list(row) for row in step.rows],
+            "events": [_told(event, self._blocks) for event in step.events],
+        }
+
+    def _blocks(self, group: int, blocks: Sequence[int]) -> list[int]:
+        ratio = self.ratios[group] if group < len(self.ratios) else 1
+        return [block * ratio + part for block in blocks for part in range(ratio)]
+
+
+def _told(event: tuple[Any, ...], blocks_of: Callable[[int, Sequence[int]], list[int]]) -> list[Any]:
+    """An event as plain JSON."""
+    kind, *facts = event
+    if kind == GRANTED:
+        request, granted, length = facts
+        return [kind, request, [blocks_of(group, own) for group, own in enumerate(granted)], length]
+    if kind in (ENDED, PREEMPTED):
+        return [kind, *facts]
+    group, size, *moved = facts
+    slots = [fact // size for fact in moved if isinstance(fact, Tensor)]
+    blocks = torch.stack(slots).unique_consecutive(dim=1).tolist()  # pairs, where they were copied
+    return [kind, group, *(fact for fact in moved if not isinstance(fact, Tensor)), *blocks]

