@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -46,8 +46,10 @@ class WatchedRunner(HostHandle):
             slots, null_slots = part.view.num_slots, part.view.null_slots
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
             self.canary.memory.add_layers(group, part.view, part.names)
+        self.owners = self.canary.follow_owners()
         self._given = Given(self.num_rows, most_tokens, len(self.canary.groups), pool.device)
         self._generations: dict[int, int] = {}
+        self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
 
     def arm(self) -> None:
@@ -58,6 +60,7 @@ class WatchedRunner(HostHandle):
     def forget(self) -> None:
         """Nobody answers for the bytes any more."""
         self.canary.memory.forget()
+        self.owners.forget()
         self._generations.clear()
 
     def flush(self) -> None:
@@ -76,6 +79,29 @@ class WatchedRunner(HostHandle):
         number = request.kv.req_pool_idx
         if self._generations.pop(number, None) is not None:
             self.canary.leave([number], [request.rid])
+
+    def left(self, number: int) -> None:
+        """What a row had is free by now, or the prefix cache's."""
+        uid = self._uids.pop(number, None)
+        if uid is not None:
+            self.owners.left(uid)
+
+    def granted(self, requests: Sequence[Any], begins: Sequence[int], ends: Sequence[int]) -> None:
+        """Rows have slots for their entries from `begins` to `ends` now."""
+        counts = [max(end - begin, 0) for begin, end in zip(begins, ends, strict=True)]
+        numbers = [request.kv.req_pool_idx for request in requests]
+        uids = [self._uids.get(number, 0) for number in numbers]
+        if sum(counts) and all(uids):
+            columns = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(begins, counts, strict=True)])
+            told = np.stack((np.repeat(numbers, counts), columns, np.repeat(uids, counts)))
+            rows, places, owners = self.canary.memory.upload(torch.from_numpy(told))
+            self.owners.granted(self.rows.req_to_token[rows, places].to(torch.int64), owners)
+
+    def shared(self, request: Any) -> None:
+        """The prefix cache has taken the beginning of a row."""
+        number, length = request.kv.req_pool_idx, request.kv.cache_protected_len
+        if length:
+            self.owners.shared(self.rows.req_to_token[number, :length].to(torch.int64))
 
     def moved(self, method: Any, target: Tensor, source: Tensor) -> None:
         """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
@@ -99,7 +125,6 @@ class WatchedRunner(HostHandle):
         if mode.is_target_verify():
             return self._verify(method, batch)
         if mode.is_extend():
-            self._admit(batch, requests)
             new, site = np.asarray(batch.extend_seq_lens_cpu), ("prefill", 0)
         else:
             new, site = np.ones(batch.batch_size, dtype=np.int64), ("decode", 0)
@@ -141,19 +166,20 @@ class WatchedRunner(HostHandle):
         self.read(FedForward(entries, new, tokens.flatten(), before + width, ends), batch, ("verify", 0))
         self._wrote()
 
-    def _admit(self, batch: Any, requests: Mapping[str, Any]) -> None:
+    def admit(self, requests: Sequence[Any], lengths: Sequence[int]) -> None:
+        """Rows were given to requests, which have so many entries from the prefix cache, or go on with a chunk."""
         new = []
-        for place, name in enumerate(batch.rids):
-            number = self._numbers[name]
+        for request, length in zip(requests, lengths, strict=True):
+            number = request.kv.req_pool_idx
             generation = int(self.rows.req_generation[number])
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
             self._generations[number] = generation
-            tokens = tokens_of(requests[name])
+            tokens = tokens_of(request)
             own = None if tokens is None else tokens[self.token_offset :]
-            new.append((number, name, own, int(batch.extend_prefix_lens_cpu[place]), salt_of(requests[name])))
+            new.append((number, request.rid, own, int(length), salt_of(request)))
         if new:
-            self.canary.admit(new)
+            self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))
 
     def _entries_of(self, batch: Any, new: NDArray[np.integer]) -> FedForward:
         """new: by row, entries that are written; the last ones of the row."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
 from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary.adapters.sglang.compatibility import check
 from kvcanary.adapters.sglang.runner import WatchedDraft, WatchedRunner
@@ -56,6 +58,12 @@ class Handle:
         if self.draft is not None:
             replace(scheduler.draft_worker, "verify", self._verify)
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
+        for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
+            self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
+        allocator = scheduler.token_to_kv_pool_allocator
+        self._page = int(allocator.page_size)
+        replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
+        replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""
@@ -97,11 +105,58 @@ class Handle:
 
     # what happens between steps
 
+    def _alloc_for_extend(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(batch, *args, **kwargs)
+        begins = batch.prefix_lens
+        ends = [begin + new for begin, new in zip(begins, batch.extend_lens, strict=True)]
+        for own in self.runners:
+            own.admit(batch.reqs, begins)
+            own.granted(batch.reqs, begins, ends)
+        return result
+
+    def _alloc_for_decode(self, method: Any, batch: Any, token_per_req: int, *args: Any, **kwargs: Any) -> Any:
+        result = method(batch, token_per_req, *args, **kwargs)
+        ends = [request.kv.kv_allocated_len for request in batch.reqs]
+        for own in self.runners:
+            own.granted(batch.reqs, [end - token_per_req for end in ends], ends)
+        return result
+
+    def _alloc_for_spec_decode(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        begins, ends = (kwargs[name].tolist() for name in ("cur_kv_lens_cpu", "nxt_kv_lens_cpu"))
+        for own in self.runners:
+            own.granted(kwargs["reqs"], begins, ends)
+        return result
+
+    def _free(self, method: Any, slots: Any) -> Any:
+        if self.scheduler.token_to_kv_pool_allocator.free_group is None:  # else it comes again when the group ends
+            for own in self.runners:
+                own.owners.freed(slots.to(torch.int64))
+        return method(slots)
+
+    def _free_pages(self, method: Any, *pages: Any) -> Any:
+        for page in pages:
+            slots = page.to(torch.int64)[:, None] * self._page + torch.arange(self._page, device=page.device)
+            for own in self.runners:
+                own.owners.freed(slots.flatten())
+        return method(*pages)
+
+    def _checkpoint(self, method: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(request, *args, **kwargs)
+        if request.kv.holds_kv:
+            for own in self.runners:
+                own.shared(request)
+        return result
+
     def _release(self, method: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        number = request.kv.req_pool_idx
         if request.kv.holds_kv:
             for own in self.runners:
                 own.leave(request)
-        return method(request, *args, **kwargs)
+        result = method(request, *args, **kwargs)
+        for own in self.runners:
+            own.left(number)
+        return result
 
     def _flush_cache(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         for own in self.runners:
