@@ -25,7 +25,16 @@ from kvcanary_kernels.watch import fetch as lines_of
 from kvcanary_kernels.watch import reread as fingerprints_of
 from kvcanary_kernels.watch import walk as rows_of
 from kvcanary_kernels.watch.advance import Fed
-from kvcanary_kernels.watch.walk import NO_VIOLATION, NOT_FOLLOWED, Rows, Truth, Watched, code_of
+from kvcanary_kernels.watch.walk import (
+    EVERYBODYS,
+    NO_VIOLATION,
+    NOBODYS,
+    NOT_FOLLOWED,
+    Rows,
+    Truth,
+    Watched,
+    code_of,
+)
 
 BLOCK_SIZE, BLOCKS, WIDTH, LAYERS, RING = 4, 90, 60, 2, 3
 ROOTS = [77, -5, 77, 1 << 62]
@@ -40,6 +49,7 @@ class Rig:
     tokens: list[list[int]] = field(default_factory=lambda: [[], [], [], []])
     null_slots: int = BLOCK_SIZE
     in_place: bool = False
+    owners: Tensor | None = None
 
     def __post_init__(self) -> None:
         device = self.device
@@ -108,7 +118,7 @@ class Rig:
 
     def watched(self, records: Tensor, num_rows: int, num_tokens: int, window: int = 0) -> Watched:
         now = torch.tensor([num_rows, num_tokens, self.step, 2, self.step % RING], device=self.device)
-        return Watched(records, self.keys, BLOCK_SIZE, window, now, self.total, self.null_slots)
+        return Watched(records, self.keys, BLOCK_SIZE, window, now, self.total, self.null_slots, self.owners)
 
     def reread(self, watched: Watched, rows: Rows, **keywords) -> None:
         self.call(fingerprints_of, "reread", watched, self.pool, rows, self.keys, fingerprints=self.fingerprints,
@@ -189,6 +199,26 @@ def test_every_length_is_followed(rig: Rig, length: int) -> None:
     assert rig.forward({0: [7]})[0] == [None]
     assert int(rig.total) == 0
     assert int(rig.truth.ends[0]) == length + 1
+
+
+def test_owners_are_judged_where_an_engine_tells_of_grants(rig: Rig) -> None:
+    """A freed slot that is read is R7, another row's R8, written W2; a shared one may be read, and written is W3."""
+    rig.owners = torch.zeros(BLOCKS * BLOCK_SIZE, dtype=torch.int64, device=rig.device)
+    for row in (0, 2):
+        rig.owners[[rig.slot(row, position) for position in range(40)]] = rig.truth.uids[row]
+    assert rig.forward({0: list(range(18)), 2: list(range(9))}) == CLEAN
+    rig.owners[rig.slot(0, 3)] = EVERYBODYS.value
+    assert rig.forward({0: [1], 2: [2]}) == CLEAN
+    rig.owners[rig.slot(0, 5)], rig.owners[rig.slot(2, 4)] = NOBODYS.value, rig.truth.uids[0]
+    walked, _, written = rig.forward({0: [1], 2: [2]})
+    assert (walked, written) == ([("R7", 5), ("R8", 4)], [None, None])
+    assert int(rig.total) == 2
+    rig.owners[rig.slot(0, 5)], rig.owners[rig.slot(2, 4)] = rig.truth.uids[0], rig.truth.uids[2]
+    rig.owners[rig.slot(0, 20)], rig.owners[rig.slot(2, 11)] = EVERYBODYS.value, rig.truth.uids[0]
+    walked, _, written = rig.forward({0: [1], 2: [2]})
+    assert (walked, written) == ([None, None], [("W3", 20), ("W2", 11)])
+    rig.owners[rig.slot(0, 21)] = NOBODYS.value
+    assert rig.forward({0: [1]})[2] == [("W2", 21)]
 
 
 def test_a_swapped_table_is_found(rig: Rig) -> None:

@@ -17,7 +17,32 @@ def watching(*incident: SimpleNamespace, **read: object) -> SimpleNamespace:
 
 
 ASTRAY = {"record": a_record(position=35), "writer": "other", "write_step": 9, "last_write": "decode, step 9"}
+OWN = {"record": a_record(), "writer": "me", "last_write": "prefill, step 2"}
+GIVEN_BACK = a_violation(code="R7", notes=("group 0", "the slot is free"))
 SAID = [
+    (watched.freed_under_its_reader, shown(GIVEN_BACK, **OWN), None),
+    (watched.freed_under_its_reader, watching(GIVEN_BACK), None),
+    (watched.freed_under_its_reader, watching(GIVEN_BACK, **OWN | {"writer": "other"}), None),
+    (
+        watched.freed_under_its_reader,
+        watching(GIVEN_BACK, **OWN),
+        Cause(
+            "lifetime",
+            "the slot was given back while the row still reads it",
+            "derived",
+            ("the entry there is the row's own, prefill, step 2", "the slot is free"),
+        ),
+    ),
+    (
+        watched.freed_under_its_reader,
+        watching(a_violation(code="R8"), **OWN | {"writer": "other"}),
+        Cause(
+            "lifetime",
+            "the slot was given back too early, and another request has it",
+            "inferred",
+            ("'other' has stored there since, prefill, step 2",),
+        ),
+    ),
     (watched.stored_astray, shown(**ASTRAY), None),
     (watched.stored_astray, watching(), None),
     (watched.stored_astray, watching(**ASTRAY | {"write_step": 8}), None),

@@ -43,6 +43,7 @@ def a_violation(**reported) -> SimpleNamespace:
         "row": (0, "me"),
         "pool": pool,
         "page": 5,
+        "notes": (),
     }
     return SimpleNamespace(**violation | reported)
 

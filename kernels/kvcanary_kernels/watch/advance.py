@@ -17,6 +17,7 @@ from kvcanary_kernels.record.seal import seal_torch, store_record
 from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
 from kvcanary_kernels.watch.walk import (
     END,
+    EVERYBODYS,
     FIRST_TAIL,
     KNOWN,
     NONE,
@@ -40,6 +41,8 @@ from kvcanary_kernels.watch.walk import (
 )
 
 W1 = tl.constexpr(violation_bit("W1"))
+W2 = tl.constexpr(violation_bit("W2"))
+W3 = tl.constexpr(violation_bit("W3"))
 W5 = tl.constexpr(violation_bit("W5"))
 W6 = tl.constexpr(violation_bit("W6"))
 
@@ -77,7 +80,7 @@ def advance(
             pool or in a null slot
     chains: [ring, >= n] int64 out, chain of each entry
     violations:   [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
-            each row: W1, W5, W6 (W4 is for who takes the fingerprints)
+            each row: W1, W2, W3, W5, W6 (W4 is for who takes the fingerprints)
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
@@ -107,14 +110,16 @@ def advance(
             slots.stride(0),
             violations.stride(0),
             watched.null_slots,
+            watched.records if watched.owners is None else watched.owners,
             PAGE=watched.block_size,
             IN_PLACE=rows.in_place,
+            HAS_OWNERS=watched.owners is not None,
             HAS_TOKENS=has_tokens,
             IS_FIRST=is_first,
             BLOCK_N=BLOCK,
         )
         return
-    records, keys, block_size, _, now, total, null_slots = watched
+    records, keys, block_size, _, now, total, null_slots, owners = watched
     rows, ring_place = live_rows(rows, now)
     slots, chains, cells = slots[ring_place], chains[ring_place], violations[ring_place]
     past, numbers, tails = context_lengths(rows), rows.numbers.long(), truth.tails
@@ -139,6 +144,10 @@ def advance(
             real = fed.all_tokens[number, wanted.clamp(max=max(limit - 1, 0))].long()
             bits |= torch.where((wanted < limit) & (real != tokens), violation_bit("W6"), 0)
         is_inside = (own >= null_slots) & (own < records.shape[0])
+        if owners is not None:
+            owner = owners[own.clamp(0, records.shape[0] - 1)]
+            foreign = torch.where(owner == EVERYBODYS.value, violation_bit("W3"), violation_bit("W2"))
+            bits |= torch.where(owner != truth.uids[number], foreign, 0)
         tell_torch(cells, total, row, wanted, torch.where(is_inside, bits, violation_bit("W1")))
         bounds = torch.tensor([0, count], device=tokens.device)
         chain_scan_torch(tokens, wanted, bounds, seeds[i, :1], keys=keys, out=chains[where])
@@ -197,8 +206,10 @@ def _advance_kernel(
     slots_stride,
     violations_stride,
     null_slots,
+    owners,
     PAGE: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    HAS_OWNERS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     IS_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -257,6 +268,10 @@ def _advance_kernel(
             b_real = tl.load(all_tokens + number * tokens_stride + b_wanted, mask=m_known, other=0).to(tl.int64)
             b_bits += tl.where(m_known & (b_real != b_token), W6, 0)
         m_in = m_n & (b_slot >= null_slots) & (b_slot < num_slots)
+        if HAS_OWNERS:
+            uid = tl.load(line + UID)
+            b_owner = tl.load(owners + b_slot, mask=m_in, other=uid)
+            b_bits += tl.where(b_owner == uid, 0, tl.where(b_owner == EVERYBODYS, W3, W2))
         b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))

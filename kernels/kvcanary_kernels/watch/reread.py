@@ -151,7 +151,7 @@ def reread(
             **pool.tiling,
         )
         return
-    records, _, block_size, window, now, total, _ = watched
+    records, _, block_size, window, now, total, *_ = watched
     _, _, step, *_ = now[:NOW_WIDTH].tolist()
     rows, place = live_rows(rows, now)
     numbers, phase = rows.numbers.long(), step % stride

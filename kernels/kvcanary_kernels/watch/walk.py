@@ -21,16 +21,17 @@ from torch import Tensor
 
 from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT, judge_record, refused_or, verify_torch
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.device import BLOCK, R6, R10, R12, tl, triton
+from kvcanary_kernels.record.device import BLOCK, R6, R7, R8, R10, R12, tl, triton
 from kvcanary_kernels.record.layout import CODE_BITS, Keys
 from kvcanary_kernels.record.table import PageTable, device_slot_at, segment_entries, slot_at
 
 #: A violation is position * BITS_PER_ENTRY + the bits of all codes of the entry there, as `violation_bit` has them.
 BITS_PER_ENTRY = 1 << 16
 #: Of several codes at one place the first of these speaks.
-VIOLATION_CODES = ("R10", "R1", "R2", "R12", "R3", "R4", "R5", "R6", "W1", "W5", "W6")
+VIOLATION_CODES = ("R10", "R1", "R2", "R12", "R3", "R7", "R8", "R4", "R5", "R6", "W1", "W2", "W3", "W5", "W6")
 NO_VIOLATION = (1 << 63) - 1
 NOT_FOLLOWED = -1  # end of a row whose tokens nobody knows
+NOBODYS, EVERYBODYS = map(tl.constexpr, (0, -1))  # owners of a slot that is free, and of one that rows share
 SPLITS = 8  # shares of a row that are judged side by side
 #: Columns of `now` [NOW_WIDTH] int64: how many rows and tokens the forward has, which step it is, its site, where it
 #: stands in rings, and what is added to the count that is sent with it.
@@ -70,6 +71,8 @@ class Watched(NamedTuple):
     now:        [>= NOW_WIDTH] int64, the step
     total:      [1] int64, grows by the number of wrong entries
     null_slots: the first so many slots are nobody's
+    owners:     [num_slots] int64, the uid in Truth of the row that was granted a slot, NOBODYS or EVERYBODYS; None: the
+                engine does not tell of grants, and R7, R8, W2 and W3 are not judged
     """
 
     records: Tensor
@@ -79,6 +82,7 @@ class Watched(NamedTuple):
     now: Tensor
     total: Tensor
     null_slots: int
+    owners: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -108,7 +112,7 @@ def walk(
     counted: Tensor,
     launches: bool = True,
 ) -> None:
-    """Judge the entries that rows had before this forward, after `advance`: R1 to R6, R10, R12. No allocation, no wait.
+    """Judge the entries that rows had before this forward, after `advance`: R1 to R8, R10, R12. No allocation, no wait.
 
     seeds:   of `advance`
     violations:    [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
@@ -133,12 +137,14 @@ def walk(
             violations.stride(0),
             watched.window,
             watched.null_slots,
+            watched.records if watched.owners is None else watched.owners,
             PAGE=watched.block_size,
             IN_PLACE=rows.in_place,
+            HAS_OWNERS=watched.owners is not None,
             BLOCK_N=BLOCK,
         )
         return
-    records, keys, block_size, window, now, total, null_slots = watched
+    records, keys, block_size, window, now, total, null_slots, owners = watched
     rows, place = live_rows(rows, now)
     numbers, past, num_slots = rows.numbers.long(), context_lengths(rows), records.shape[0]
     is_followed, is_known = truth.ends[numbers] != NOT_FOLLOWED, seeds[: len(numbers), 1] != 0
@@ -161,6 +167,10 @@ def walk(
     is_last = is_known[row] & (positions == past[row] - 1)
     own = bits | torch.where(is_last & (held[:, record.CHAIN] != seeds[row, 0]), violation_bit("R6"), 0)
     own = torch.where(held[:, record.STEP_SITE] == 0, violation_bit("R12"), own & ~violation_bit("R12"))
+    if owners is not None:
+        owner = owners[slots.clamp(0, num_slots - 1)]
+        is_foreign = (owner != EVERYBODYS.value) & (owner != truth.uids[numbers][row])
+        own |= torch.where(is_foreign, torch.where(owner == NOBODYS.value, violation_bit("R7"), violation_bit("R8")), 0)
     is_refused = bits & (violation_bit("R1") | violation_bit("R2")) != 0
     tell_torch(violations[place], total, row, positions, torch.where(is_refused, bits, own))
     counted += len(row)
@@ -243,8 +253,10 @@ def _walk_kernel(
     violations_stride,
     window,
     null_slots,
+    owners,
     PAGE: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    HAS_OWNERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
@@ -281,7 +293,13 @@ def _walk_kernel(
             records, b_slot, b_before, m_n, o_n, o_n == 0, root, constants, num_slots, null_slots, 0
         )
         b_bits += tl.where((o_n == past - 1) & (b_chain != seed) & is_known, R6, 0)
-        b_bits = refused_or(tl.where(b_step == 0, R12, b_bits), b_slot, num_slots, null_slots)
+        b_bits = tl.where(b_step == 0, R12, b_bits)
+        if HAS_OWNERS:
+            m_inside = m_n & (b_slot >= 0) & (b_slot < num_slots)
+            b_owner = tl.load(owners + b_slot, mask=m_inside, other=EVERYBODYS)
+            m_foreign = (b_owner != EVERYBODYS) & (b_owner != tl.load(line + UID))
+            b_bits |= tl.where(m_foreign, tl.where(b_owner == NOBODYS, R7, R8), 0)
+        b_bits = refused_or(b_bits, b_slot, num_slots, null_slots)
         b_violation, b_count = note(b_violation, b_count, o_n, b_bits, m_n)
     tell(cell, total, b_violation, b_count)
 

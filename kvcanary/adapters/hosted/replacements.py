@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,19 @@ class Replacements:
         around.kvcanary_replaces = method  # type: ignore[attr-defined]
         setattr(owner, name, around)
         self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+
+    def replace_function(self, module: str, name: str, wrapper: Callable[..., Any]) -> None:
+        """The same for a function, in every module that has it under its name."""
+        function = getattr(sys.modules[module], name)
+
+        @functools.wraps(function)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(function, *args, **kwargs)
+
+        for holder in list(sys.modules.values()):
+            if (getattr(holder, "__dict__", None) or {}).get(name) is function:
+                setattr(holder, name, around)
+                self._undo.append(functools.partial(setattr, holder, name, function))
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Give an instance something that it did not have."""

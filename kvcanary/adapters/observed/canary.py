@@ -26,9 +26,10 @@ from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
 from kvcanary.adapters.observed.incident_dumps import IncidentDumps, block_history, source_of
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.memory import Memory
+from kvcanary.adapters.observed.owners import Owners
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.recent_steps import RecentSteps
-from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Step
+from kvcanary.adapters.observed.state import RING, Forward, Group, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.report.certificate import certificate
@@ -65,6 +66,7 @@ class PagedCanary:
         self.groups, self.kept, self.violations_of = self.memory.groups, self.launches.kept, self.launches.violations_of
         self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
+        self.owners: Owners | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
@@ -74,7 +76,7 @@ class PagedCanary:
         self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
-        self.events: list[Event] = []  # of what happened since the last forward
+        self.events: list[Any] = []  # of what happened since the last forward
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
         self._measured = self._ends.copy()  # what they were when they were measured
@@ -85,13 +87,22 @@ class PagedCanary:
         self._uid = 0
         self._forward: Forward | None = None
 
+    def follow_owners(self) -> Owners:
+        """The engine tells of grants and frees of the first group's slots: R7, R8, W2 and W3 are judged too."""
+        group = self.groups[0]
+        self.owners = group.owners = Owners(group.records.shape[0], self.memory.device)
+        self.fed |= {"R7", "R8", "W2", "W3"}
+        return self.owners
+
     # rows of requests
 
-    def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+    def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> list[int]:
         """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt).
 
-        Entries that it has are another's: the next forward, which must have the row, reads all their bytes.
+        Entries that it has are another's: the next forward, which must have the row, reads all their bytes. Gives the
+        numbers by which records and owners name them.
         """
+        first = self._uid + 1
         for number, request, tokens, length, salt in new:
             self._uid += 1
             self.writers[self._uid] = request
@@ -108,6 +119,7 @@ class PagedCanary:
                 if self.config.content != "write":
                     self._fresh.append((number, request))
             self._new[number] = number, length, 1, root, self._uid, tail
+        return list(range(first, self._uid + 1))
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
@@ -135,6 +147,8 @@ class PagedCanary:
 
     def read(self, forward: Forward) -> None:
         """Record what a forward is about to write, and judge what it is about to read."""
+        if self.owners is not None:
+            self.owners.apply()
         self.step += 1
         n, events, waiting = len(forward.numbers), (0, 0), self._longest
         most_rows = at_least(n, FEWEST_ROWS, self.num_rows)

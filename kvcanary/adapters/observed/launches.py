@@ -217,8 +217,9 @@ class Launches:
 
     def _watched(self, group: Group, now: Tensor) -> Watched:
         memory = self.memory
+        owners = None if group.owners is None else group.owners.slots
         return Watched(
-            group.records, memory.identity, group.block_size, group.window, now, memory.total, group.null_slots
+            group.records, memory.identity, group.block_size, group.window, now, memory.total, group.null_slots, owners
         )
 
     # what lies on the device, once all groups are known

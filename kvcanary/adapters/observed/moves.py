@@ -5,7 +5,7 @@ Engines tell of blocks or of slots: `slots_of` gives those of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
 from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
+from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
 
 NO_NAMES = "entries loaded into a further group, whose bytes are not compared"
@@ -39,6 +40,35 @@ def copied(
         layers.stamps[dst] = layers.stamps[src]
         judged = layers.stamps[dst] == held[:, CHAIN]
         _event(canary, f"a copy of {what}", group, layers, dst, requests, judged)
+
+
+def moved(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Callable[[], object]) -> None:
+    """Let an engine move entries that have no records yet; what arrived must be what lay there before (T1).
+
+    src, dst: [n] slots; pairs within the null slots are padding
+    """
+    before = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
+    move()
+    _compare(canary, group, dst, before, dst >= group.null_slots, "a move of entries")
+
+
+def expect_equal(canary: PagedCanary, group: Group, dst: Tensor, src: Tensor, judged: Tensor, what: str) -> None:
+    """Slots [n] that should be copies of others, where `judged` [n] bool says so (T1)."""
+    wanted = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
+    _compare(canary, group, dst, wanted, judged, what)
+
+
+def _compare(
+    canary: PagedCanary, group: Group, slots: Tensor, wanted: Sequence[Tensor], judged: Tensor, what: str
+) -> None:
+    """wanted: by pool of layers, [2, layers, n] fingerprints."""
+    for layers, own in zip(group.layers, wanted, strict=True):
+        differs = ((both_fingerprints(layers.rows, slots, layers.keys) != own).any(0) & judged).T
+        numbers = torch.arange(differs.shape[1], device=slots.device)
+        bits = differs.to(torch.int64) << (numbers % 64)
+        mismatch = torch.stack([bits[:, numbers // 64 == half].sum(1) for half in (0, 1)], 1)
+        canary.memory.total += differs.any(1).sum()
+        canary.events.append(Event("T1", what, layers, slots.clone(), mismatch, group, {}))
 
 
 def zeroed(canary: PagedCanary, group: Group, slots: Tensor, requests: Mapping[int, str], what: str = "blocks") -> None:

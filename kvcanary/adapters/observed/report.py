@@ -10,7 +10,9 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
+from kvcanary.adapters.observed.inputs import Fed
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
+from kvcanary.adapters.observed.owners import FREE, SHARED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
@@ -26,6 +28,7 @@ RIGHT_AGAIN = (
     "the device found other bytes here when it compared them, and they are right again now: somebody wrote them back, "
     "or only the copy that was read was damaged, on its way from memory"
 )
+OWNED = ("R7", "R8", "W2", "W3")  # codes that say something of a slot's owner
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
@@ -47,7 +50,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
                 violation.expected, violation.found = {"position": position}, _position_at(group, slot)
-                violation.notes = (_place(group, slot),)
+                violation.notes = (_place(group, slot), *_owner(canary, group, slot, code))
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
@@ -59,7 +62,20 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 yield from _content(canary, group, layers, *look, step.number)
             column += 1
     for event in step.events:
-        yield from _of_event(canary, event, step.number)
+        if isinstance(event, Fed):
+            yield from event.violations(step.number)
+        else:
+            yield from _of_event(canary, event, step.number)
+
+
+def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str, ...]:
+    """Who has a slot now, for checks that ask for it."""
+    if group.owners is None or code not in OWNED or not 0 <= slot < len(group.owners.slots):
+        return ()
+    uid = int(group.owners.slots[slot])
+    if uid in (FREE, SHARED):
+        return ("the slot is free" if uid == FREE else "the slot is in the prefix cache",)
+    return (f"the slot was granted to {canary.writers.get(uid, 'a request that is forgotten')!r}",)
 
 
 def _position_at(group: Group, slot: int) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.adapters.observed.owners import Owners
 from kvcanary.pools.views import PoolView
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
@@ -48,6 +49,7 @@ class Group:
     """Layers that share slots: one block table, one record a slot.
 
     null_slots: the first so many are nobody's: what pads tables and slot mappings
+    owners:     of its slots, where the engine tells of grants
     """
 
     number: int
@@ -56,6 +58,7 @@ class Group:
     null_slots: int
     records: Tensor
     layers: list[Layers] = field(default_factory=list)
+    owners: Owners | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +72,7 @@ class Step:
     requests: Sequence[str]
     numbers: NDArray[np.integer]
     site: tuple[str, int]
-    events: list[Event]
+    events: list[Any]  # Event, and Fed of inputs.py
     reread: Sequence[tuple[str, ...]]
     count: int = 0
     is_reported: bool = False

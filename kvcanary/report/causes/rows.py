@@ -202,7 +202,7 @@ def _came_to(facts: Evidence, owner: str) -> str:
 
 
 def never_granted(facts: Evidence) -> Cause | None:
-    if facts.granted or facts.owner is not None:
+    if facts.declared is None or facts.granted or facts.owner is not None:
         return None
     evidence = ("generation 0: nobody was ever granted this page",)
     return Cause("uninitialised", "the table entry was never written", "derived", evidence)

@@ -1,0 +1,85 @@
+"""What a forward was fed, compared with what it should have been fed, where the host or another forward knows it.
+
+Tokens, positions and slots are compared on the device; the host looks only when the counter of findings says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.state import Group
+from kvcanary.calls.violation import Violation
+from kvcanary.report.watched_evidence import WatchedPool
+
+UNKNOWN = -1  # in `expected`: nobody knows
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of one forward, in the order in which they are fed.
+
+    requests:  by row
+    rows:      [n] on the host, the row of each entry
+    positions: [n] where it stands in its row
+    slots:     [n] where it is stored
+    """
+
+    requests: Sequence[str]
+    rows: NDArray[np.integer]
+    positions: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Fed:
+    """An event of a step: what was fed and what should have been, [n] each, and where they differ."""
+
+    code: str
+    what: str
+    found: Tensor
+    expected: Tensor
+    wrong: Tensor
+    entries: Entries
+    group: Group
+    site: tuple[str, int]
+
+    def violations(self, step: int) -> Iterator[Violation]:
+        """The first of each row."""
+        told = set[int]()
+        for entry in self.wrong.nonzero()[:, 0].tolist():
+            row = int(self.entries.rows[entry])
+            if row in told:
+                continue
+            told.add(row)
+            pool = WatchedPool.of(self.group.layers[0].view, self.group.number, self.group.records)
+            slot, position = int(self.entries.slots[entry]), int(self.entries.positions[entry])
+            violation = Violation(self.code, pool, slot, position, self.entries.requests[row], self.site, step)
+            violation.expected = {self.what: int(self.expected[entry])}
+            violation.found = {self.what: int(self.found[entry])}
+            yield violation
+
+
+def judge_fed(
+    canary: PagedCanary,
+    code: str,
+    what: str,
+    found: Tensor,
+    expected: Tensor,
+    entries: Entries,
+    site: tuple[str, int],
+) -> None:
+    """Compare what a forward is fed with what it should be fed, UNKNOWN where nobody knows; told with the next step.
+
+    found, expected: [n] on the device. No wait.
+    """
+    wrong = (found != expected) & (expected != UNKNOWN)
+    canary.memory.total += wrong.sum()
+    # the engine may use its tensors again before the host looks
+    kept = Entries(entries.requests, entries.rows, entries.positions.clone(), entries.slots.clone())
+    canary.events.append(Fed(code, what, found.clone(), expected, wrong, kept, canary.groups[0], site))

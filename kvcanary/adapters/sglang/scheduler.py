@@ -1,0 +1,187 @@
+"""The canary of one SGLang scheduler, which shares a process with its model runners.
+
+Everything is replaced on instances after the scheduler was built, and comes back with `detach()`. Order of a step:
+`run_batch` runs one or several forwards, `process_batch_result` gives out their tokens; no token leaves before the
+counter of findings that came with its step was looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.sglang.compatibility import check
+from kvcanary.adapters.sglang.runner import WatchedDraft, WatchedRunner
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import AdapterError
+from kvcanary.report.finding import Finding
+
+#: Classes of draft workers whose forwards are known here.
+FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
+
+
+def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
+    """A canary for a scheduler that is built and serves nobody yet.
+
+    AdapterError, with nothing attached, where SGLang or this scheduler are not as known.
+    """
+    held = getattr(scheduler, "kvcanary", None)
+    if held is not None:
+        return held
+    faults = check()
+    if faults:
+        raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
+    return Handle(scheduler, CanaryConfig.from_env() if config is None else config)
+
+
+class Handle:
+    """The canary of one scheduler, until `detach()`."""
+
+    def __init__(self, scheduler: Any, config: CanaryConfig) -> None:
+        self.scheduler, self.config = scheduler, config
+        self.replaced = Replacements()
+        self._requests: dict[str, Any] = {}
+        self.target, self.draft = watched(scheduler, config)
+        self.runners = [self.target] + ([] if self.draft is None else [self.draft])
+        for own in self.runners:
+            own.arm()
+        replace = self.replaced.replace
+        self.replaced.put(scheduler, "kvcanary", self)
+        for name in ("run_batch", "process_batch_result", "flush_cache"):
+            replace(scheduler, name, getattr(self, f"_{name}"))
+        for own in self.runners:
+            replace(own.runner, "forward", functools.partial(self._forward, own))
+            replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved)
+        if self.draft is not None:
+            replace(scheduler.draft_worker, "verify", self._verify)
+        self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
+        for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
+            self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
+        allocator = scheduler.token_to_kv_pool_allocator
+        self._page = int(allocator.page_size)
+        replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
+        replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
+
+    def report(self) -> dict[str, Any]:
+        """The certificate of this scheduler, by the model whose pool it is."""
+        return {own.role: own.report() for own in self.runners}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The first finding of every incident."""
+        return [finding for own in self.runners for finding in own.canary.log.findings]
+
+    def detach(self) -> None:
+        """Undo everything. Twice is harmless."""
+        self.replaced.undo()
+
+    # a step
+
+    def _run_batch(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._requests = {request.rid: request for request in batch.reqs}
+        for own in self.runners:
+            own.begin(batch.reqs)
+        result = method(batch, *args, **kwargs)
+        result.kvcanary = [own.sent() for own in self.runners]
+        return result
+
+    def _forward(self, own: WatchedRunner, method: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return own.forward(functools.partial(method, forward_batch, *args, **kwargs), forward_batch, self._requests)
+
+    def _verify(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        self.target.accepted(result)
+        return result
+
+    def _process_batch_result(self, method: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        for look in getattr(result, "kvcanary", ()):
+            look()
+        return method(batch, result, *args, **kwargs)
+
+    # what happens between steps
+
+    def _alloc_for_extend(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(batch, *args, **kwargs)
+        begins = batch.prefix_lens
+        ends = [begin + new for begin, new in zip(begins, batch.extend_lens, strict=True)]
+        for own in self.runners:
+            own.admit(batch.reqs, begins)
+            own.granted(batch.reqs, begins, ends)
+        return result
+
+    def _alloc_for_decode(self, method: Any, batch: Any, token_per_req: int, *args: Any, **kwargs: Any) -> Any:
+        result = method(batch, token_per_req, *args, **kwargs)
+        ends = [request.kv.kv_allocated_len for request in batch.reqs]
+        for own in self.runners:
+            own.granted(batch.reqs, [end - token_per_req for end in ends], ends)
+        return result
+
+    def _alloc_for_spec_decode(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        begins, ends = (kwargs[name].tolist() for name in ("cur_kv_lens_cpu", "nxt_kv_lens_cpu"))
+        for own in self.runners:
+            own.granted(kwargs["reqs"], begins, ends)
+        return result
+
+    def _free(self, method: Any, slots: Any) -> Any:
+        if self.scheduler.token_to_kv_pool_allocator.free_group is None:  # else it comes again when the group ends
+            for own in self.runners:
+                own.owners.freed(slots.to(torch.int64))
+        return method(slots)
+
+    def _free_pages(self, method: Any, *pages: Any) -> Any:
+        for page in pages:
+            slots = page.to(torch.int64)[:, None] * self._page + torch.arange(self._page, device=page.device)
+            for own in self.runners:
+                own.owners.freed(slots.flatten())
+        return method(*pages)
+
+    def _checkpoint(self, method: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(request, *args, **kwargs)
+        if request.kv.holds_kv:
+            for own in self.runners:
+                own.shared(request)
+        return result
+
+    def _release(self, method: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        number = request.kv.req_pool_idx
+        if request.kv.holds_kv:
+            for own in self.runners:
+                own.leave(request)
+        result = method(request, *args, **kwargs)
+        for own in self.runners:
+            own.left(number)
+        return result
+
+    def _flush_cache(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        for own in self.runners:
+            own.flush()
+        is_done = method(*args, **kwargs)
+        if is_done:
+            for own in self.runners:
+                own.forget()
+        return is_done
+
+
+def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, WatchedDraft | None]:
+    """The target's runner and the draft's, if there is one. AdapterError where a draft is of a kind not followed."""
+    args, worker = scheduler.server_args, scheduler.draft_worker
+    most = max(scheduler.max_prefill_tokens, scheduler.max_req_len) + scheduler.max_running_requests
+    if worker is None:
+        return WatchedRunner(scheduler.tp_worker.model_runner, config, most, 1), None
+    kind = type(worker).__name__
+    if kind not in FOLLOWED_DRAFTS:
+        raise AdapterError(
+            f"drafts of {kind} are not followed yet, only those of {', '.join(FOLLOWED_DRAFTS)}; unset KVCANARY_MODE "
+            "to serve without a canary"
+        )
+    width, topk = args.speculative_num_draft_tokens, args.speculative_eagle_topk
+    steps = args.speculative_num_steps
+    most = max(most, scheduler.max_running_requests * width)
+    target = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width)
+    return target, WatchedDraft(worker.draft_worker.draft_runner, config, most, width, topk, steps)

@@ -1,0 +1,185 @@
+"""A real SGLang scheduler in one process on a CPU, with tiny random models, driven step by step.
+
+Two of its imports need packages that a CPU has no use for; both are stood in for, for SGLang alone.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
+VOCAB = 32  # few tokens, so that random drafts are accepted now and then
+QUIET = {"log_level": "error", "skip_tokenizer_init": True, "disable_cuda_graph": True, "random_seed": 0}
+ON_CPU = {"device": "cpu", "sampling_backend": "pytorch", "grammar_backend": "none", "dtype": "float32"}
+
+
+class _Nothing(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing
+
+
+class Nothing(metaclass=_Nothing):
+    """What an absent package holds: it can be named and made, and not called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a package that is not here was called")
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.split(".")[0] in ABSENT and self._is_for_sglang():
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        module = types.ModuleType(spec.name)
+        module.__path__ = []
+        module.__getattr__ = lambda name: _Nothing.__getattr__(Nothing, name)  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+    @staticmethod
+    def _is_for_sglang() -> bool:
+        """transformers must go on believing that they are absent."""
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            if not name.startswith(("importlib", "_frozen", __name__)):
+                return bool(name.startswith("sglang"))
+            frame = frame.f_back
+        return False
+
+
+class Host:
+    """One scheduler, its requests, and the tokens that they were given."""
+
+    def __init__(
+        self, folder: Path, eagle: bool = False, topk: int = 1, steps: int = 3, nodes: int = 4, **settings: Any
+    ):
+        import torch
+
+        torch.set_num_threads(1)
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        if not (folder / "target").exists():
+            make_models(folder)
+        wanted = {
+            "model_path": str(folder / "target"), "context_length": 128, "max_total_tokens": 1024,
+            "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.1,
+            "attention_backend": "triton" if eagle else "torch_native", **QUIET, **ON_CPU,
+        }  # fmt: skip
+        if eagle:
+            import sglang.kernels.ops.speculative.cache_locs as cache_locs
+            import sglang.kernels.ops.speculative.spec_tree as spec_tree
+
+            spec_tree._is_xpu = cache_locs._is_xpu = True  # its own Triton kernels, which Triton's interpreter runs
+            wanted |= {
+                "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(folder / "draft"),
+                "speculative_num_steps": steps, "speculative_eagle_topk": topk,
+                "speculative_num_draft_tokens": nodes,
+            }  # fmt: skip
+        load_plugins()
+        server = ServerArgs(**(wanted | settings))
+        server.resolve_once()
+        publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        self.scheduler: Any = Scheduler(server, PortArgs.init_new(server))
+        self.requests: dict[str, Any] = {}
+        queue = self.scheduler._add_request_to_queue
+
+        def add(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.requests[request.rid] = request
+            return queue(request, *args, **kwargs)
+
+        self.scheduler._add_request_to_queue = add
+
+    @property
+    def canary(self) -> Any:
+        return getattr(self.scheduler, "kvcanary", None)
+
+    def ask(self, name: str, tokens: list[int], count: int) -> None:
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
+        params.normalize(None)
+        told = TokenizedGenerateReqInput(
+            rid=name, input_text=None, input_ids=array("q", tokens), input_embeds=None, mm_inputs=None,
+            token_type_ids=None, sampling_params=params, return_logprob=False, logprob_start_len=-1,
+            top_logprobs_num=0, token_ids_logprob=None, stream=False,
+        )  # fmt: skip
+        self.scheduler.process_input_requests([told])
+
+    def step(self) -> bool:
+        """One turn of the scheduler's loop; whether there was anything to do."""
+        own = self.scheduler
+        plan = own.get_next_batch_to_run(running_batch=own.running_batch, last_batch=own.last_batch)
+        own.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if batch:
+            own.process_batch_result(batch, own.run_batch(batch))
+        else:
+            own.on_idle()
+        own.last_batch = batch
+        return batch is not None
+
+    def run(self, before: Callable[[int], None] = lambda turn: None) -> int:
+        turns = idle = 0
+        while idle < 2 and turns < 1000:
+            before(turns)
+            idle = 0 if self.step() else idle + 1
+            turns += 1
+        return turns
+
+    @property
+    def outputs(self) -> dict[str, list[int]]:
+        return {name: list(request.output_ids) for name, request in self.requests.items()}
+
+
+def install(eagle: bool = False) -> None:
+    """Let SGLang be imported here; before its first import. Trees need Triton's interpreter, which is slow."""
+    if eagle:
+        os.environ["TRITON_INTERPRET"] = "1"
+    sys.meta_path.append(_Absent())
+
+
+def make_models(folder: Path) -> None:
+    """A target of two layers, and a draft of one over its hidden states."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+
+    def config(layers: int) -> Any:
+        return LlamaConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+            tie_word_embeddings=False, initializer_range=0.3, dtype="float32",
+        )  # fmt: skip
+
+    LlamaForCausalLM(config(2)).float().save_pretrained(folder / "target")
+    state = LlamaForCausalLM(config(1)).float().state_dict()
+    weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
+    weights["fc.weight"] = torch.randn(64, 128) * 0.3
+    (folder / "draft").mkdir()
+    save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
+    told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}
+    (folder / "draft" / "config.json").write_text(json.dumps(told))
