@@ -224,3 +224,20 @@ def are_written(slots, names, chains, generations, struct, step, table, judged, 
     for i in range(n if marks else 0):
         judged[base + slots[i]] = True
     return True
+
+
+@loop("int64(int64[:, ::1], int64, int64, int64, int64, int64[:, ::1], int64[::1])")
+def copy_records(table, first, end, low, high, kept, partial):
+    """Copy the first columns of these rows of records to the same rows of `kept`, unless it has none.
+
+    partial: filled with the rows that some layers have written and others not; how many these are
+    """
+    num_partial = 0
+    for row in range(first, end):
+        for column in range(kept.shape[1] if kept.shape[0] else 0):
+            kept[row, column] = table[row, column]
+        is_whole = table[row, at.LAYERS_LOW] == low and table[row, at.LAYERS_HIGH] == high
+        if not is_whole and table[row, at.STEP_SITE] >> 32:
+            partial[num_partial] = row
+            num_partial += 1
+    return num_partial
