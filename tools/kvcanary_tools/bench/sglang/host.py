@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
-VOCAB = 32  # few tokens, so that random drafts are accepted now and then
+VOCAB = 32
+QUIETER, ASTRAY = 0.003, 0.1  # how much layers add to their input; how far the draft is from the target
 QUIET = {"log_level": "error", "skip_tokenizer_init": True, "disable_cuda_graph": True, "random_seed": 0}
 ON_CPU = {"device": "cpu", "sampling_backend": "pytorch", "grammar_backend": "none", "dtype": "float32"}
 
@@ -103,13 +104,41 @@ class Host:
         publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         self.scheduler: Any = Scheduler(server, PortArgs.init_new(server))
         self.requests: dict[str, Any] = {}
-        queue = self.scheduler._add_request_to_queue
+        self.counts: dict[str, int] = {}
+        self._count(self.scheduler, "_add_request_to_queue", self._asked)
+        self._count(self.scheduler, "run_batch", self._ran)
+        self._count(self.scheduler.tree_cache, "evict_for_alloc", self._evicted)
 
-        def add(request: Any, *args: Any, **kwargs: Any) -> Any:
-            self.requests[request.rid] = request
-            return queue(request, *args, **kwargs)
+    def _count(self, owner: Any, name: str, told: Callable[..., None]) -> None:
+        """Let `told(result, ...)` hear of every call; a canary that is attached later wraps this in turn."""
+        method = getattr(owner, name)
 
-        self.scheduler._add_request_to_queue = add
+        def around(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            told(result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, around)
+
+    def _asked(self, result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.requests[request.rid] = request
+
+    def _ran(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        self._add("steps", 1)
+        self._add("chunks", self.scheduler.chunked_req is not None)
+
+    def _evicted(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        self._add("evicted", getattr(result, "num_tokens_evicted", 0))
+
+    def _add(self, name: str, more: int) -> None:
+        self.counts[name] = self.counts.get(name, 0) + int(more)
+
+    def begin(self) -> dict[str, int]:
+        """Forget the requests that were; what is given counts how much each has when a turn begins."""
+        self.requests.clear()
+        self.counts = {}
+        self.given: dict[str, int] = {}
+        return self.given
 
     @property
     def canary(self) -> Any:
@@ -140,13 +169,27 @@ class Host:
         own.last_batch = batch
         return batch is not None
 
-    def run(self, before: Callable[[int], None] = lambda turn: None) -> int:
+    def run(self, before: Callable[[int], None], behind: Callable[[int], None]) -> int:
+        """Turns until there is nothing to do."""
         turns = idle = 0
-        while idle < 2 and turns < 1000:
+        while idle < 2:
+            if turns == 2000:
+                raise RuntimeError("two thousand turns, and requests are still there")
             before(turns)
+            self.given.update({name: len(tokens) for name, tokens in self.outputs.items()})
             idle = 0 if self.step() else idle + 1
+            behind(turns)
             turns += 1
+        for request in self.requests.values():
+            self._add("hits", request.cached_tokens)
+            self._add("retractions", request.retraction_count)
         return turns
+
+    def leave(self, name: str) -> None:
+        """The client of a request goes away."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.abort_request(AbortReq(rid=name))
 
     @property
     def outputs(self) -> dict[str, list[int]]:
@@ -161,7 +204,10 @@ def install(eagle: bool = False) -> None:
 
 
 def make_models(folder: Path) -> None:
-    """A target of two layers, and a draft of one over its hidden states."""
+    """A target of two layers, and a draft of one: mostly the next token hangs on the last one, as the draft knows it.
+
+    So the right token is often among the draft's, and not always the first of them.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -175,10 +221,14 @@ def make_models(folder: Path) -> None:
             tie_word_embeddings=False, initializer_range=0.3, dtype="float32",
         )  # fmt: skip
 
-    LlamaForCausalLM(config(2)).float().save_pretrained(folder / "target")
-    state = LlamaForCausalLM(config(1)).float().state_dict()
+    target, draft = (LlamaForCausalLM(config(layers)).float() for layers in (2, 1))
+    for name, weight in (*target.named_parameters(), *draft.named_parameters()):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data *= QUIETER
+    target.save_pretrained(folder / "target")
+    state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
-    weights["fc.weight"] = torch.randn(64, 128) * 0.3
+    weights["fc.weight"] = torch.cat((torch.eye(64) + torch.randn(64, 64) * ASTRAY, torch.zeros(64, 64)), 1)
     (folder / "draft").mkdir()
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}
