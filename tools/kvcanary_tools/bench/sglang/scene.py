@@ -26,7 +26,7 @@ PROMPTS = {
 OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content")
 
 
-def main() -> None:
+def run() -> None:
     folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     acts = told.pop("acts", None)
     only = None if acts else {name: told.pop(name) for name in OF_AN_ACT if name in told}
@@ -121,4 +121,4 @@ class Blow:
 
 
 if __name__ == "__main__":
-    main()
+    run()
