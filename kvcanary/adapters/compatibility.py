@@ -42,19 +42,20 @@ class Needed:
 def accept(host: str, version: str, tested: Sequence[str]) -> str | None:
     """None where this release of a host may be attached to, else the sentence that refuses it.
 
-    tested: releases as `major.minor`, oldest first
+    tested: releases as `major.minor`, or with a patch where a host has no other numbers, oldest first
     A release outside of their range is accepted and told once a process (`kvcanary.untested_release`): names and
     signatures decide. With KVCANARY_ACCEPT=strict only tested releases are accepted.
     """
     policy = os.environ.get(ACCEPT, "").strip().lower()
     if policy not in ("", "strict"):
         raise CanaryConfigError(f"{ACCEPT} must be 'strict' or unset, got {policy!r}")
-    release = _release(version)
-    if release in [_release(own) for own in tested]:
+    known = [_numbers(own) for own in tested]
+    release = _numbers(version, len(known[0]))
+    if release in known:
         return None
     if policy == "strict":
         return f"{host} {version} is not known here: install {' or '.join(tested)}"
-    is_inside = release is not None and _release(tested[0]) < release < _release(tested[-1])  # type: ignore[operator]
+    is_inside = bool(release) and known[0] < release < known[-1]
     if not is_inside and (host, version) not in _warned:
         _warned.add((host, version))
         _events.warning("kvcanary.untested_release", host=host, version=version, tested=list(tested), docs=DOCS)
@@ -63,7 +64,7 @@ def accept(host: str, version: str, tested: Sequence[str]) -> str | None:
 
 def missing(needs: Iterable[Needed]) -> list[str]:
     """What is gone or has other parameters than these, one sentence each."""
-    return [sentence for need in needs if (sentence := _fault(need))]
+    return list(dict.fromkeys(sentence for need in needs if (sentence := _fault(need))))
 
 
 def resolved(name: str) -> Any:
@@ -75,17 +76,22 @@ def resolved(name: str) -> Any:
     return found
 
 
-def _release(version: str) -> tuple[int, int] | None:
-    """(major, minor); None where the version does not begin with both."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else None
+def _numbers(version: str, count: int | None = None) -> tuple[int, ...]:
+    """The numbers that a version begins with, the first `count`; () where there are fewer."""
+    found = re.match(r"\d+(\.\d+)+", version)
+    numbers = tuple(int(number) for number in found[0].split(".")) if found else ()
+    return numbers[:count] if len(numbers) >= (count or 0) else ()
 
 
 def _fault(need: Needed) -> str:
     try:
         found = resolved(need.name)
-    except (ImportError, AttributeError):
+    except AttributeError:
         return f"{need.name} is gone"
+    except ImportError as error:
+        module = need.name.partition(":")[0]
+        is_gone = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        return f"{need.name} is gone" if is_gone else f"{module} cannot be imported: {error}"
     parameters = tuple(inspect.signature(found).parameters) if need.parameters or need.among else ()  # type: ignore[arg-type]
     attributes = attributes_of(found) if need.attributes else frozenset()  # type: ignore[arg-type]
     return fault_of(need, parameters, attributes)
@@ -106,8 +112,8 @@ def fault_of(need: Needed, parameters: Sequence[str], attributes: Collection[str
 def attributes_of(cls: type) -> frozenset[str]:
     """Names that objects of a class have: fields, methods, properties, and what any of its methods assigns."""
     names = set(dir(cls))
-    for base in cls.__mro__:
-        names.update(vars(base).get("__annotations__", ()))
+    for base in cls.__mro__:  # an enumeration hides its methods from dir()
+        names.update(vars(base), vars(base).get("__annotations__", ()))
         for function in _functions([value for value in vars(base).values() if callable(value)]):
             stored = dis.get_instructions(function.__code__)
             names.update(instruction.argval for instruction in stored if instruction.opname == "STORE_ATTR")

@@ -78,7 +78,7 @@ def test_doctor_says_what_an_adapter_misses(kvcanary, monkeypatch: pytest.Monkey
     assert "refused: transformers 6.1.0 is not known here: install 5.14 or 5.16" in result.stdout
     assert result.stdout.endswith("broken: adapter of transformers\n")
     monkeypatch.setattr(health.importlib.util, "find_spec", lambda name: None)
-    assert health.adapters() == {"transformers": None, "vllm": None}
+    assert health.adapters() == {"transformers": None, "vllm": None, "sglang": None}
 
 
 def test_kernels_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,16 +127,26 @@ def test_the_command_ends_with_1_where_a_name_is_gone(release: Path, monkeypatch
 def test_every_minor_release_is_looked_at_by_its_last_patch() -> None:
     """From the oldest that was tried on; what is no final release is left out."""
     versions = ["0.33.0", "0.32.1rc1", "0.32.0", "0.27.1", "0.27.0", "0.26.0", "0.25.1"]
-    assert drift.every_minor(versions, (0, 26)) == ["0.26.0", "0.27.1", "0.32.0", "0.33.0"]
+    assert drift.newest_of_each(versions, (0, 26)) == ["0.26.0", "0.27.1", "0.32.0", "0.33.0"]
 
 
-def test_the_adapter_of_vllm_needs_neither_torch_nor_vllm_for_it() -> None:
+def test_every_patch_is_looked_at_where_all_releases_share_their_minor() -> None:
+    """A host whose releases are all 0.5 is looked at by patch; posts of a patch are no patch of their own."""
+    versions = ["0.5.23", "0.5.17.post1", "0.5.17", "0.5.16", "0.5.9"]
+    assert drift.newest_of_each(versions, (0, 5, 16)) == ["0.5.16", "0.5.17", "0.5.23"]
+
+
+@pytest.mark.parametrize(
+    ("host", "paths"),
+    [("vllm", ["every runner", "runner V1", "runner V2"]), ("sglang", ["drafts", "every scheduler"])],
+)
+def test_the_list_of_an_adapter_needs_neither_torch_nor_its_host(host: str, paths: list[str]) -> None:
     """Its list of names is read in a process that loads neither."""
     import subprocess
 
     program = (
-        "import sys; from kvcanary_tools.drift.__main__ import paths_of; paths = paths_of('vllm');"
-        "print(sorted(paths), len(paths['runner V2'][0]) > 10, {'torch', 'vllm'} & set(sys.modules))"
+        f"import sys; from kvcanary_tools.drift.__main__ import paths_of; paths = paths_of('{host}');"
+        f"print(sorted(paths), sum(map(len, sum(paths.values(), ()))) > 20, {{'torch', '{host}'}} & set(sys.modules))"
     )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert child.stdout.strip() == "['every runner', 'runner V1', 'runner V2'] True set()", child.stderr
+    assert child.stdout.strip() == f"{paths} True set()", child.stderr

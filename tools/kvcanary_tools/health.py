@@ -15,7 +15,11 @@ from typing import Any
 
 REQUIRED = ("kvcanary", "torch", "click", "numpy", "safetensors", "structlog", "tokenizers")
 #: By host, the module that says what its adapter leans on (NEEDED) and what speaks against it (check).
-ADAPTERS = {"transformers": "kvcanary.adapters.transformers", "vllm": "kvcanary.adapters.vllm.compatibility"}
+ADAPTERS = {
+    "transformers": "kvcanary.adapters.transformers",
+    "vllm": "kvcanary.adapters.vllm.compatibility",
+    "sglang": "kvcanary.adapters.sglang.compatibility",
+}
 REFUSED = "refused: "
 OPTIONAL = ("triton", "transformers", "flashinfer-python", "fastapi")
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 SCHEDULER = "sglang.srt.managers.scheduler"
+HOOKS = "sglang.srt.plugins.hook_registry"
+REMEDY = "unset KVCANARY_MODE to serve without a canary"
 
 
 def register() -> None:
@@ -30,10 +33,30 @@ def register() -> None:
         expect_watching(CanaryConfig.from_env(), "one request from outside")
     except KVCanaryError as error:
         raise SystemExit(f"kvcanary: {error}") from error
-    if SCHEDULER not in sys.modules:  # a process that has no scheduler; importing it would take it ten seconds
-        return
-    hooks = import_module("sglang.srt.plugins.hook_registry")
-    hooks.HookRegistry.register(f"{SCHEDULER}.Scheduler.__init__", _built, hooks.HookType.AFTER)
+    if not _is_there(SCHEDULER):
+        raise SystemExit(f"kvcanary: {SCHEDULER} is gone, nothing would be watched; {REMEDY}")
+    if SCHEDULER in sys.modules:  # a process without a scheduler would take ten seconds to import one
+        _hook()
+
+
+def _hook() -> None:
+    """SGLang only logs where a hook cannot be applied, so its target is looked for here."""
+    try:
+        hooks, scheduler = import_module(HOOKS), import_module(SCHEDULER).Scheduler
+        registry, after = hooks.HookRegistry, hooks.HookType.AFTER
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(f"kvcanary: nothing can be hooked into SGLang: {error}; {REMEDY}") from error
+    if not hasattr(scheduler.__init__, "kvcanary_hooked"):
+        scheduler.__init__.kvcanary_hooked = True
+        registry.register(f"{SCHEDULER}.Scheduler.__init__", _built, after)
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be found; it is not imported."""
+    try:
+        return module in sys.modules or find_spec(module) is not None
+    except ModuleNotFoundError:  # one that it lies in
+        return False
 
 
 def _built(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,46 +2,120 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from importlib import import_module
 
-from kvcanary.adapters.compatibility import Needed, missing
+from kvcanary.adapters.compatibility import Needed, accept, missing
+from kvcanary.adapters.observed.capabilities import PAGED_FED as FED
 
-#: Releases that the tests of this adapter ran inside.
-KNOWN_VERSIONS = ("0.5.23",)
-_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler."
-_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner."
-_POOL = "sglang.srt.mem_cache.memory_pool:"
-_FORWARD = (
-    "forward_mode",
-    "batch_size",
-    "input_ids",
-    "req_pool_indices",
-    "seq_lens",
-    "out_cache_loc",
-    "positions",
-    "rids",
-    "extend_prefix_lens_cpu",
-    "extend_seq_lens_cpu",
-    "seq_lens_cpu",
-    "spec_info",
-)
-NEEDED = (
-    Needed(f"{_SCHEDULER}run_batch", ("self", "batch")),
-    Needed(f"{_SCHEDULER}process_batch_result", ("self", "batch", "result")),
-    Needed(f"{_SCHEDULER}flush_cache", ("self",)),
-    Needed(f"{_RUNNER}forward", ("self", "forward_batch")),
-    Needed("sglang.srt.model_executor.forward_batch_info:ForwardBatch", (), _FORWARD),
-    Needed("sglang.srt.mem_cache.common:release_kv_cache", ("req", "tree_cache")),
-    Needed(f"{_POOL}ReqToTokenPool.alloc_rows", ("self", "need_size")),
-    Needed(f"{_POOL}MHATokenToKVPool.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v")),
-    Needed(f"{_POOL}MHATokenToKVPool.move_kv_cache", ("self", "tgt_loc", "src_loc")),
-)
+__all__ = ["ANCHOR", "DRAFTS", "EVERY_SCHEDULER", "FED", "NEEDED", "NEEDED_OF", "TESTED", "check", "closed_paths"]
+#: Releases that this adapter ran in, oldest first; all of them are 0.5, so that patches are told apart.
+TESTED = ("0.5.23",)
+#: What the plug-in hooks: once it has run, the scheduler and all of its runners are there.
+ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
+EVERY_SCHEDULER, DRAFTS = "every scheduler", "drafts"
+_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_MEMORY, _REQUEST = "sglang.srt.mem_cache.memory_pool:", "sglang.srt.managers.schedule_batch:"
+_FORWARD, _RESULT = "sglang.srt.model_executor.forward_batch_info:", "sglang.srt.managers.utils:GenerationBatchResult"
+_WORKER = "sglang.srt.speculative.eagle_worker_v2:"
+#: By path, the names that it uses; where those of drafts are gone, a scheduler that drafts is refused.
+NEEDED_OF = {
+    EVERY_SCHEDULER: (
+        Needed(ANCHOR, ("self", "server_args")),
+        Needed(
+            _SCHEDULER,
+            attributes=(
+                "tp_worker",
+                "draft_worker",
+                "max_prefill_tokens",
+                "max_req_len",
+                "max_running_requests",
+            ),
+        ),
+        Needed(f"{_SCHEDULER}.run_batch", ("self", "batch")),
+        Needed(f"{_SCHEDULER}.process_batch_result", ("self", "batch", "result")),
+        Needed(f"{_SCHEDULER}.flush_cache", ("self",)),
+        Needed(_RUNNER, attributes=("req_to_token_pool", "token_to_kv_pool")),
+        Needed(f"{_RUNNER}.forward", ("self", "forward_batch")),
+        Needed(
+            f"{_FORWARD}ForwardBatch",
+            (),
+            (
+                "forward_mode",
+                "batch_size",
+                "input_ids",
+                "req_pool_indices",
+                "seq_lens",
+                "out_cache_loc",
+                "positions",
+                "rids",
+                "extend_prefix_lens_cpu",
+                "extend_seq_lens_cpu",
+                "seq_lens_cpu",
+            ),
+        ),
+        Needed(f"{_FORWARD}ForwardMode", attributes=("is_idle", "is_extend", "is_target_verify")),
+        Needed(_RESULT, attributes=("copy_done",)),
+        Needed("sglang.srt.mem_cache.common:release_kv_cache", ("req", "tree_cache")),
+        Needed(
+            f"{_REQUEST}Req",
+            attributes=("rid", "kv", "origin_input_ids", "output_ids", "input_embeds"),
+            optional=("lora_id", "extra_key"),
+        ),
+        Needed(f"{_REQUEST}ReqKvInfo", attributes=("req_pool_idx", "holds_kv")),
+        Needed(f"{_MEMORY}ReqToTokenPool", attributes=("req_to_token", "req_generation")),
+        Needed(
+            f"{_MEMORY}MHATokenToKVPool",
+            attributes=(
+                "k_buffer",
+                "v_buffer",
+                "page_size",
+                "start_layer",
+                "head_num",
+                "head_dim",
+                "v_head_dim",
+                "dtype",
+                "use_hnd",
+            ),
+            optional=("kv_cache_layout",),
+        ),
+        Needed(
+            f"{_MEMORY}MHATokenToKVPool.set_kv_buffer",
+            ("self", "layer", "loc_info", "cache_k", "cache_v"),
+            ("layer_id_override",),
+        ),
+        Needed(f"{_MEMORY}MHATokenToKVPool.move_kv_cache", ("self", "tgt_loc", "src_loc")),
+        Needed("sglang.srt.runtime_context:get_parallel"),
+    ),
+    DRAFTS: (
+        Needed(f"{_FORWARD}ForwardMode", attributes=("is_draft_extend_v2", "is_decode")),
+        Needed(_RESULT, (), ("accept_lens", "accept_index", "next_token_ids")),
+        Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker",)),
+        Needed(f"{_WORKER}EAGLEWorkerV2.verify", ("self",)),
+        Needed(
+            f"{_WORKER}EagleDraftWorker",
+            attributes=("draft_runner", "topk", "speculative_num_steps", "speculative_num_draft_tokens"),
+        ),
+    ),
+}
+NEEDED = tuple(need for needs in NEEDED_OF.values() for need in needs)
 
 
-def check(version: str | None = None) -> list[str]:
-    """What speaks against attaching to the SGLang that is installed, one sentence each; empty: nothing."""
-    version = importlib.metadata.version("sglang") if version is None else version
-    faults = missing(NEEDED)
-    if version not in KNOWN_VERSIONS:
-        faults.insert(0, f"sglang {version} is not known here: install {' or '.join(KNOWN_VERSIONS)}")
-    return faults
+def check(version: str | None = None, drafts: bool = False) -> list[str]:
+    """What speaks against attaching to the SGLang that is installed, one sentence each.
+
+    version: None: what SGLang says of itself
+    drafts:  to a scheduler that drafts
+    """
+    version = str(import_module("sglang").__version__) if version is None else version
+    faults = missing(NEEDED if drafts else NEEDED_OF[EVERY_SCHEDULER])
+    if faults:
+        return [f"sglang {version}: {fault}" for fault in faults]
+    refused = accept("sglang", version, TESTED)
+    return [refused] if refused else []
+
+
+def closed_paths() -> dict[str, str]:
+    """By path, what is gone of its names, one sentence; those that are whole are left out."""
+    gone = {path: missing(needs) for path, needs in NEEDED_OF.items()}
+    return {path: "; ".join(faults) for path, faults in gone.items() if faults}

@@ -31,7 +31,7 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
     held = getattr(scheduler, "kvcanary", None)
     if held is not None:
         return held
-    faults = check()
+    faults = check(drafts=scheduler.draft_worker is not None)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
     return Handle(scheduler, CanaryConfig.from_env() if config is None else config)
@@ -170,7 +170,7 @@ class Handle:
 
 def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, WatchedDraft | None]:
     """The target's runner and the draft's, if there is one. AdapterError where a draft is of a kind not followed."""
-    args, worker = scheduler.server_args, scheduler.draft_worker
+    worker = scheduler.draft_worker
     most = max(scheduler.max_prefill_tokens, scheduler.max_req_len) + scheduler.max_running_requests
     if worker is None:
         return WatchedRunner(scheduler.tp_worker.model_runner, config, most, 1), None
@@ -180,8 +180,8 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
             f"drafts of {kind} are not followed yet, only those of {', '.join(FOLLOWED_DRAFTS)}; unset KVCANARY_MODE "
             "to serve without a canary"
         )
-    width, topk = args.speculative_num_draft_tokens, args.speculative_eagle_topk
-    steps = args.speculative_num_steps
+    drafts = worker.draft_worker
+    width, topk, steps = drafts.speculative_num_draft_tokens, drafts.topk, drafts.speculative_num_steps
     most = max(most, scheduler.max_running_requests * width)
     target = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width)
-    return target, WatchedDraft(worker.draft_worker.draft_runner, config, most, width, topk, steps)
+    return target, WatchedDraft(drafts.draft_runner, config, most, width, topk, steps)

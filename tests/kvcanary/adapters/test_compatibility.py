@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
+
 import pytest
 import structlog
 
 from kvcanary import CanaryConfigError
 from kvcanary.adapters import compatibility
-from kvcanary.adapters.compatibility import ACCEPT, accept
+from kvcanary.adapters.compatibility import ACCEPT, Needed, accept, missing
 
 TESTED = ("5.9", "5.14", "5.24")
 
@@ -35,6 +37,27 @@ def test_a_release_outside_of_it_is_told_once() -> None:
     assert warnings("5.25.0", "5.25.0", "6.0.1", "4.57.0", "dev", "dev") == ["5.25.0", "6.0.1", "4.57.0", "dev"]
 
 
+def test_patches_are_told_apart_where_a_host_has_no_other_numbers() -> None:
+    """With three numbers in the list a patch outside of it is told, and one between two is not."""
+    tested = ("0.5.9", "0.5.23")
+    with structlog.testing.capture_logs() as events:
+        for version in ("0.5.9", "0.5.23.post1", "0.5.17", "0.5.24", "0.5.8", "0.5"):
+            assert accept("host", version, tested) is None
+    assert [event["version"] for event in events] == ["0.5.24", "0.5.8", "0.5"]
+
+
+def test_methods_of_an_enumeration_are_attributes_of_it() -> None:
+    """dir() of an enumeration hides them."""
+
+    class Mode(enum.IntEnum):
+        EXTEND = 1
+
+        def is_extend(self) -> bool:
+            return True
+
+    assert {"is_extend", "EXTEND"} <= compatibility.attributes_of(Mode)
+
+
 def test_strict_refuses_every_release_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """KVCANARY_ACCEPT=strict: one sentence with what to install, also for a release between two tested ones."""
     monkeypatch.setenv(ACCEPT, " Strict ")
@@ -49,3 +72,14 @@ def test_another_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ACCEPT, "strickt")
     with pytest.raises(CanaryConfigError, match="KVCANARY_ACCEPT must be 'strict' or unset, got 'strickt'"):
         accept("host", "5.14.1", TESTED)
+
+
+def test_a_module_that_asks_for_another_one_is_not_gone(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be imported is told once, with the name of what it lacks; a module that is not there is gone."""
+    (tmp_path / "needs_other.py").write_text("import other_that_is_nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    needs = [Needed(f"needs_other:{name}") for name in ("a", "b")] + [Needed("nowhere.at_all:a")]
+    assert missing(needs) == [
+        "needs_other cannot be imported: No module named 'other_that_is_nowhere'",
+        "nowhere.at_all:a is gone",
+    ]

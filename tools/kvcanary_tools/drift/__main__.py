@@ -18,8 +18,9 @@ from kvcanary_tools.drift.source import Source
 #: By path of an adapter, lists of the names that it uses, one of which must be whole.
 Paths = Mapping[str, tuple[tuple[Needed, ...], ...]]
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
-FROM_WHEEL = {"transformers": True, "vllm": False}
-OLDEST = {"transformers": (5, 14), "vllm": (0, 26)}
+FROM_WHEEL = {"transformers": True, "vllm": False, "sglang": True}
+#: The oldest release that is looked at. Of each with as many numbers as these the newest one is.
+OLDEST = {"transformers": (5, 14), "vllm": (0, 26), "sglang": (0, 5, 16)}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,11 +32,11 @@ OLDEST = {"transformers": (5, 14), "vllm": (0, 26)}
 def main(host: str, versions: tuple[str, ...], folder: Path, as_json: bool, keep: bool) -> None:
     """Compare the names that the adapter of HOST uses with releases of it, by parsing their source.
 
-    VERSIONS: those to look at; none: the last patch of every minor release from the oldest that was tried on.
+    VERSIONS: those to look at; none: the last patch of every release from the oldest that was tried on.
 
     Exit codes: 0 every path is whole in every release, 1 a name is gone.
     """
-    record = compared(host, versions or every_minor(released(host), OLDEST[host]), folder)
+    record = compared(host, versions or newest_of_each(released(host), OLDEST[host]), folder)
     if keep:
         text = json.dumps(record, indent=1) + "\n"
         (RESULTS / f"drift_{host}.json").write_text(text, encoding="utf-8")
@@ -70,16 +71,19 @@ def paths_of(host: str) -> Paths:
         return {"every runner": (module.EVERY_RUNNER,)} | {
             module.RUNNERS[name]: (needs,) for name, needs in module.NEEDED_OF.items()
         }
+    if host == "sglang":
+        module = import_module("kvcanary.adapters.sglang.compatibility")
+        return {path: (needs,) for path, needs in module.NEEDED_OF.items()}
     return import_module("kvcanary.adapters.transformers.needs").PATHS  # type: ignore[no-any-return]
 
 
-def every_minor(versions: Iterable[str], oldest: tuple[int, int]) -> list[str]:
-    """Of versions, newest first, the newest of each minor release, oldest first."""
-    newest: dict[tuple[int, int], str] = {}
+def newest_of_each(versions: Iterable[str], oldest: tuple[int, ...]) -> list[str]:
+    """Of versions, newest first, the newest of each that begins with other numbers, as many as `oldest` has."""
+    newest: dict[tuple[int, ...], str] = {}
     for version in versions:
-        major, minor, *rest = version.split(".")
-        if (int(major), int(minor)) >= oldest and all(part.isdigit() for part in rest):
-            newest.setdefault((int(major), int(minor)), version)
+        parts = version.split(".")
+        if all(part.isdigit() for part in parts) and (key := tuple(map(int, parts[: len(oldest)]))) >= oldest:
+            newest.setdefault(key, version)
     return [newest[key] for key in sorted(newest)]
 
 
