@@ -479,3 +479,5 @@ def test_a_table_is_read_in_place_through_row_numbers(rig: Rig) -> None:
     twin.call(lines_of, "keep", rows, now=watched.now, kept=kept, width=WIDTH)
     assert torch.equal(kept[[0, 2]], twin.table[[0, 2]])
     assert not kept[[1, 3]].any()
+    batch, wrong = {2: [1], 3: [2, 3]}, {1: twin.slot(1, 9)}  # row 3 of the engine is the second of the batch
+    assert rig.forward(batch, slots=wrong)[2] == twin.forward(batch, slots=wrong)[2] == [None, ("W5", 0)]

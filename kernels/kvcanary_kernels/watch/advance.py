@@ -148,7 +148,7 @@ def advance(
             owner = owners[own.clamp(0, records.shape[0] - 1)]
             foreign = torch.where(owner == EVERYBODYS.value, violation_bit("W3"), violation_bit("W2"))
             bits |= torch.where(owner != truth.uids[number], foreign, 0)
-        tell_torch(cells, total, row, wanted, torch.where(is_inside, bits, violation_bit("W1")))
+        tell_torch(cells, total, torch.full_like(row, i), wanted, torch.where(is_inside, bits, violation_bit("W1")))
         bounds = torch.tensor([0, count], device=tokens.device)
         chain_scan_torch(tokens, wanted, bounds, seeds[i, :1], keys=keys, out=chains[where])
         slots[where] = torch.where(is_inside, own, -1)
