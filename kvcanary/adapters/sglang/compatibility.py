@@ -5,17 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvcanary.adapters.compatibility import Needed, accept, missing
-from kvcanary.adapters.observed.capabilities import PAGED_FED as FED
+from kvcanary.adapters.observed.capabilities import PAGED_FED
 
 __all__ = ["ANCHOR", "DRAFTS", "EVERY_SCHEDULER", "FED", "NEEDED", "NEEDED_OF", "TESTED", "check", "closed_paths"]
 #: Releases that this adapter ran in, oldest first; all of them are 0.5, so that patches are told apart.
 TESTED = ("0.5.23",)
+FED = PAGED_FED | {"R7", "R8", "W2", "W3"}  # grants and frees are told here
 #: What the plug-in hooks: once it has run, the scheduler and all of its runners are there.
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS = "every scheduler", "drafts"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
-_MEMORY, _REQUEST = "sglang.srt.mem_cache.memory_pool:", "sglang.srt.managers.schedule_batch:"
+_CACHE = "sglang.srt.mem_cache."
+_MEMORY, _REQUEST = f"{_CACHE}memory_pool:", "sglang.srt.managers.schedule_batch:"
 _FORWARD, _RESULT = "sglang.srt.model_executor.forward_batch_info:", "sglang.srt.managers.utils:GenerationBatchResult"
 _WORKER = "sglang.srt.speculative.eagle_worker_v2:"
 #: By path, the names that it uses; where those of drafts are gone, a scheduler that drafts is refused.
@@ -56,13 +58,23 @@ NEEDED_OF = {
         ),
         Needed(f"{_FORWARD}ForwardMode", attributes=("is_idle", "is_extend", "is_target_verify")),
         Needed(_RESULT, attributes=("copy_done",)),
-        Needed("sglang.srt.mem_cache.common:release_kv_cache", ("req", "tree_cache")),
+        Needed(f"{_CACHE}common:release_kv_cache", ("req", "tree_cache")),
+        Needed(f"{_CACHE}allocation:alloc_for_extend", ("batch",)),
+        Needed(f"{_CACHE}allocation:alloc_for_decode", ("batch", "token_per_req")),
+        Needed(f"{_CACHE}allocator.token:TokenToKVPoolAllocator", attributes=("page_size", "free_group")),
+        Needed(f"{_CACHE}allocator.token:TokenToKVPoolAllocator.free", ("self", "free_index")),
+        Needed(f"{_CACHE}allocator.paged:PagedTokenToKVPoolAllocator._release_page_ids", ("self", "page_ids")),
+        Needed(f"{_CACHE}base_prefix_cache:BasePrefixCache.checkpoint", ("self", "req")),
         Needed(
             f"{_REQUEST}Req",
             attributes=("rid", "kv", "origin_input_ids", "output_ids", "input_embeds"),
             optional=("lora_id", "extra_key"),
         ),
-        Needed(f"{_REQUEST}ReqKvInfo", attributes=("req_pool_idx", "holds_kv")),
+        Needed(
+            f"{_REQUEST}ReqKvInfo",
+            attributes=("req_pool_idx", "holds_kv", "kv_allocated_len", "cache_protected_len"),
+        ),
+        Needed(f"{_REQUEST}ScheduleBatch", attributes=("reqs", "prefix_lens", "extend_lens")),
         Needed(f"{_MEMORY}ReqToTokenPool", attributes=("req_to_token", "req_generation")),
         Needed(
             f"{_MEMORY}MHATokenToKVPool",
@@ -90,6 +102,11 @@ NEEDED_OF = {
     DRAFTS: (
         Needed(f"{_FORWARD}ForwardMode", attributes=("is_draft_extend_v2", "is_decode")),
         Needed(_RESULT, (), ("accept_lens", "accept_index", "next_token_ids")),
+        Needed(
+            f"{_CACHE}allocation:alloc_for_spec_decode",
+            ("tree_cache", "req_to_token_pool"),
+            ("reqs", "cur_kv_lens_cpu", "nxt_kv_lens_cpu"),
+        ),
         Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker",)),
         Needed(f"{_WORKER}EAGLEWorkerV2.verify", ("self",)),
         Needed(

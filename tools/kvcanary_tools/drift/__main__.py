@@ -20,7 +20,7 @@ Paths = Mapping[str, tuple[tuple[Needed, ...], ...]]
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 FROM_WHEEL = {"transformers": True, "vllm": False, "sglang": True}
 #: The oldest release that is looked at. Of each with as many numbers as these the newest one is.
-OLDEST = {"transformers": (5, 14), "vllm": (0, 26), "sglang": (0, 5, 16)}
+OLDEST = {"transformers": (5, 14), "vllm": (0, 26), "sglang": (0, 5, 23)}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -103,13 +103,41 @@ class Host:
         publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         self.scheduler: Any = Scheduler(server, PortArgs.init_new(server))
         self.requests: dict[str, Any] = {}
-        queue = self.scheduler._add_request_to_queue
+        self.counts: dict[str, int] = {}
+        self._count(self.scheduler, "_add_request_to_queue", self._asked)
+        self._count(self.scheduler, "run_batch", self._ran)
+        self._count(self.scheduler.tree_cache, "evict_for_alloc", self._evicted)
 
-        def add(request: Any, *args: Any, **kwargs: Any) -> Any:
-            self.requests[request.rid] = request
-            return queue(request, *args, **kwargs)
+    def _count(self, owner: Any, name: str, told: Callable[..., None]) -> None:
+        """Let `told(result, ...)` hear of every call; a canary that is attached later wraps this in turn."""
+        method = getattr(owner, name)
 
-        self.scheduler._add_request_to_queue = add
+        def around(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            told(result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, around)
+
+    def _asked(self, result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.requests[request.rid] = request
+
+    def _ran(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        self._add("steps", 1)
+        self._add("chunks", self.scheduler.chunked_req is not None)
+
+    def _evicted(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        self._add("evicted", getattr(result, "num_tokens_evicted", 0))
+
+    def _add(self, name: str, more: int) -> None:
+        self.counts[name] = self.counts.get(name, 0) + int(more)
+
+    def begin(self) -> dict[str, int]:
+        """Forget the requests that were; what is given counts how much each has when a turn begins."""
+        self.requests.clear()
+        self.counts = {}
+        self.given: dict[str, int] = {}
+        return self.given
 
     @property
     def canary(self) -> Any:
@@ -140,13 +168,27 @@ class Host:
         own.last_batch = batch
         return batch is not None
 
-    def run(self, before: Callable[[int], None] = lambda turn: None) -> int:
+    def run(self, before: Callable[[int], None], behind: Callable[[int], None]) -> int:
+        """Turns until there is nothing to do."""
         turns = idle = 0
-        while idle < 2 and turns < 1000:
+        while idle < 2:
+            if turns == 2000:
+                raise RuntimeError("two thousand turns, and requests are still there")
             before(turns)
+            self.given.update({name: len(tokens) for name, tokens in self.outputs.items()})
             idle = 0 if self.step() else idle + 1
+            behind(turns)
             turns += 1
+        for request in self.requests.values():
+            self._add("hits", request.cached_tokens)
+            self._add("retractions", request.retraction_count)
         return turns
+
+    def leave(self, name: str) -> None:
+        """The client of a request goes away."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.abort_request(AbortReq(rid=name))
 
     @property
     def outputs(self) -> dict[str, list[int]]:

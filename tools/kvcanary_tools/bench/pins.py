@@ -1,4 +1,4 @@
-"""``python -m kvcanary_tools.bench.vllm.pins`` pins the vLLM that tests run, with the hashes of its wheels.
+"""``python -m kvcanary_tools.bench.pins sglang`` pins the host that tests run, with the hashes of its wheels.
 
 The wheels that pip chooses for each Python on Linux x86_64 are asked for, and none is downloaded.
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[4] / "tests" / "kvcanary" / "adapters" / "real_vllm"
+FOLDER = Path(__file__).parents[3] / "tests" / "kvcanary" / "adapters"
 PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(17, 36)), "manylinux2014_x86_64")
 
@@ -44,7 +44,11 @@ def lines(listed: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    head = f"# Written by `python -m kvcanary_tools.bench.vllm.pins` for Python {', '.join(PYTHONS)}, Linux x86_64."
-    for name in ("vllm", "others"):
-        text = "\n".join([head, *lines(FOLDER / f"{name}.in")]) + "\n"
-        (FOLDER / f"{name}.txt").write_text(text, encoding="utf-8")
+    for host in sys.argv[1:]:
+        head = (
+            f"# Written by `python -m kvcanary_tools.bench.pins {host}` for Python {', '.join(PYTHONS)}, Linux x86_64."
+        )
+        for name in (host, "others"):
+            place = FOLDER / f"real_{host}" / name
+            text = "\n".join([head, *lines(place.with_suffix(".in"))]) + "\n"
+            place.with_suffix(".txt").write_text(text, encoding="utf-8")

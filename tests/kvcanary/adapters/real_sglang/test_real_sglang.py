@@ -1,0 +1,94 @@
+"""The canary inside a real SGLang on this CPU: `make real-sglang` installs it, pinned by hash, beside our own packages."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcanary_tools.bench.sglang.cpu import SCENES, TREES, folder_of, pinned, played
+
+INSTALLED = folder_of(pinned())
+pytestmark = pytest.mark.skipif(
+    not (INSTALLED / "sglang").is_dir(), reason=f"no sglang in build/{INSTALLED.name}: make real-sglang installs it"
+)
+Acts = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory):
+    """The acts of a scene, which is played once for all tests."""
+    place = tmp_path_factory.mktemp("sglang")
+    return cache(lambda name: played(SCENES[name], INSTALLED, place))
+
+
+def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
+    """No finding in any pool, tokens as without a canary, and enough entries judged."""
+    assert act["outputs"] == bare["outputs"]
+    for report in act["reports"].values():
+        assert (report["findings"], report["fired"], report["unchecked"]) == ([], {}, {})
+        assert report["untold_incidents"] == 0
+        assert report["slots_checked"] > least
+    assert bare["mode"] == "off"
+    assert "reports" not in bare
+
+
+def test_a_sound_scheduler_is_silent(scene) -> None:
+    """Chunks, prefix hits, eviction, retraction, an abort, a flush, attached by the entry point: equal tokens."""
+    act, bare = scene("dense")
+    expect_sound(act, bare, 5_000)
+    assert act["plugged_in"]
+    assert act["flushed"]
+    assert min(act["counts"][name] for name in ("chunks", "hits", "evicted", "retractions")) >= 1
+    assert 0 < len(act["outputs"]["x1"]) < 40  # its client went away
+
+
+def test_a_flipped_bit_names_request_slot_layer_and_bit(scene) -> None:
+    """One bit of K of the last layer: R9 with the request that reads it, and the one bit as its cause."""
+    found, touched = first(scene("dense faults"), "bit")
+    assert (found["code"], found["reader"], found["slot"]) == ("R9", touched["request"], touched["slot"])
+    assert (found["layer"], found["part"], found["bit"]) == (touched["layer"], "K", touched["bit"])
+    assert found["causes"][0]["text"].startswith("one flipped bit")
+
+
+@pytest.mark.parametrize("fault", ["swapped", "foreign"])
+def test_a_wrong_table_entry_names_request_and_slot(scene, fault: str) -> None:
+    """Two entries exchanged, or one of another request: R4 at the first, with whose bytes lie there."""
+    found, touched = first(scene("dense faults"), fault)
+    assert (found["code"], found["reader"]) == ("R4", touched["request"])
+    assert (found["position"], found["slot"]) == (touched["position"], touched["slot"])
+    assert found["writer"] == touched.get("other", touched["request"])
+
+
+def test_a_slot_off_by_one_names_the_request_that_stores(scene) -> None:
+    """One entry is stored one slot further, which nobody was granted: a write in that step comes first."""
+    found, touched = first(scene("dense faults"), "off_by_one")
+    assert found["code"] in ("W2", "W5")
+    assert (found["position"], found["site"]) == (touched["position"], ["decode", 0])
+
+
+def test_no_token_of_a_wrong_step_leaves(scene) -> None:
+    """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
+    act = scene("dense faults")[-1]
+    assert (act["raised"], act["left"]) == ("KVCorruptionError", 0)
+    assert (act["finding"]["code"], act["finding"]["reader"]) == ("R9", act["touched"]["request"])
+    assert sum(map(len, act["outputs"].values())) > 0
+
+
+def first(acts: Acts, fault: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first finding of the act with this fault in mode log, and what was touched; every incident was told."""
+    [act] = [act for act in acts if (act["fault"], act["mode"]) == (fault, "log")]
+    assert all(report["untold_incidents"] == 0 for report in act["reports"].values())
+    return act["findings"][0], act["touched"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name, own in TREES.items() if {"mode": "off"}.items() <= own.acts[-1].items()]
+)
+def test_more_sound_schedulers_are_silent(scene, name: str) -> None:
+    """Pages of one slot."""
+    act, bare = scene(name)
+    expect_sound(act, bare, 5_000)

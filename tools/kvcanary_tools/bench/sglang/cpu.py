@@ -1,0 +1,176 @@
+"""``python -m kvcanary_tools.bench.sglang.cpu --keep``: scenes in a real SGLang on a CPU, each in a process of its own.
+
+SGLang lies in a folder that comes first on the child's path; torch, Triton and transformers are our own. `--keep` writes
+what came out among the results that docs/adapters.md quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).parents[4]
+PINS = ROOT / "tests" / "kvcanary" / "adapters" / "real_sglang" / "sglang.txt"
+RESULTS = Path(__file__).parents[1] / "results" / "sglang_cpu.json"
+OURS = ("torch", "triton", "transformers")
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a scheduler is built with, what its process is told, and what happens to it.
+
+    is_plugged: the canary of the first act comes in by the entry point
+    """
+
+    acts: tuple[Json, ...]
+    settings: Json = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    is_plugged: bool = False
+
+
+LIFE = {"later": 6, "new": 20, "at": 9, "abort": "x1"}
+OFF: Json = {"mode": "off"}
+
+
+def trees(topk: int, page: int, *faults: str) -> Scene:
+    """EAGLE: sound, without a canary, and each fault in turn."""
+    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault, "new": 12, "at": 4} for fault in faults))
+    nodes = 4 if topk == 1 else 6
+    return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
+
+
+def reverted(number: int, topk: int, page: int) -> Scene:
+    """EAGLE without one of SGLang's own mends; its control is the sound act of the scene of the same settings."""
+    scene = trees(topk, page)
+    return Scene(scene.acts[:1], scene.settings, {"SGLANG_DEBUG_REVERT_PR": str(number)})
+
+
+#: What `make test` runs: a quarter of a minute.
+QUICK = {
+    "dense": Scene(
+        (LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320}, {"SGLANG_TEST_RETRACT": "1", "KVCANARY_MODE": "log"}, True
+    ),
+    "dense faults": Scene(
+        (
+            *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one")),
+            {"mode": "raise", "fault": "bit"},
+        )
+    ),
+}
+#: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
+TREES = {
+    "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}),
+    "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit"),
+    "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
+    "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
+    "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "topk 4, page 1": trees(4, 1, "one_too_long", "short_move"),
+    "topk 4, page 4": trees(4, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "without 25015": reverted(25015, 1, 4),
+    "without 26329": reverted(26329, 1, 4),
+}
+SCENES = QUICK | TREES
+
+
+def pinned() -> str:
+    """The release that tests run."""
+    return re.findall(r"^sglang==([\d.]+)", PINS.read_text(encoding="utf-8"), re.M)[0]
+
+
+def folder_of(release: str) -> Path:
+    """Where it is installed, by `make real-sglang`."""
+    return ROOT / "build" / f"sglang-{release}"
+
+
+def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
+    """What each act of a scene gave. RuntimeError, with the end of what the child said, where it did not come to an end.
+
+    installed: the folder that holds SGLang; place: for models and what lies on the child's path
+    """
+    path = [str(installed), *(str(ROOT / name) for name in (".", "kernels", "tools"))]
+    if scene.is_plugged:
+        path.insert(0, str(_plugged(place)))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
+    environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **scene.environ}
+    told = json.dumps({**scene.settings, "acts": scene.acts})
+    command = [sys.executable, "-m", "kvcanary_tools.bench.sglang.scene", str(place), told]
+    child = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, timeout=900, check=False)
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    if child.returncode or not lines:
+        raise RuntimeError(f"the scene ended with {child.returncode}: {child.stdout[-1000:]}{child.stderr[-3000:]}")
+    return list(json.loads(lines[-1])["acts"])
+
+
+def _plugged(place: Path) -> Path:
+    """A folder that tells of this tree's entry points, whatever was installed before they were written."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    folder = place / "plugged" / "kvcanary-0.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcanary\nVersion: 0\n", encoding="utf-8")
+    lines = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in own.items()) for group, own in points.items()]
+    (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+    return folder.parent
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("names", nargs=-1)
+@click.option("--keep", is_flag=True, help="Write it among the results that docs/adapters.md quotes.")
+def main(names: tuple[str, ...], keep: bool) -> None:
+    """Play the scenes of these NAMES, or all, and show what the canary said."""
+    record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() and names else {"scenes": {}}
+    record["machine"] = {"sglang": pinned(), **{name: version(name) for name in OURS}, "device": "cpu"}
+    record["machine"]["platform"] = platform.platform()
+    with tempfile.TemporaryDirectory() as place:
+        for name in names or SCENES:
+            started = time.perf_counter()
+            acts = played(SCENES[name], folder_of(pinned()), Path(place))
+            own = {"settings": SCENES[name].settings, "environ": SCENES[name].environ, "acts": list(summed(acts))}
+            record["scenes"][name] = {**own, "seconds": round(time.perf_counter() - started, 1)}
+            click.echo(f"{name}: {json.dumps(record['scenes'][name])}")
+            if keep:
+                RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def summed(acts: list[Json]) -> Iterator[Json]:
+    """Of each act what is kept: by pool how much was judged and what fired, the first findings, whether tokens are equal.
+
+    Tokens of a sound act are compared with those of the act that has no canary.
+    """
+    bare = next((act["outputs"] for act in acts if act["mode"] == "off"), None)
+    for act in acts:
+        if act["mode"] == "off":
+            continue
+        kept = ("mode", "fault", "touched", "plugged_in", "counts", "raised", "left")
+        own = {name: act[name] for name in kept if act.get(name) not in (None, "")}
+        names = ("forwards", "slots_checked", "bytes_checked", "fired", "untold_incidents")
+        own["pools"] = {role: {name: told[name] for name in names} for role, told in act["reports"].items()}
+        own["findings"] = [shown(finding) for finding in act["findings"]]
+        if not act["fault"] and bare is not None:
+            own["equal_tokens"] = act["outputs"] == bare
+        yield own
+
+
+def shown(finding: Json) -> Json:
+    """What a finding says in short."""
+    names = ("code", "pool", "reader", "writer", "position", "slot", "layer", "site", "step", "expected", "found")
+    cause = finding["causes"][0] if finding["causes"] else None
+    return {**{name: finding[name] for name in names}, "cause": cause and cause["text"]}
+
+
+if __name__ == "__main__":
+    main()

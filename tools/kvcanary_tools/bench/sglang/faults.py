@@ -1,0 +1,165 @@
+"""What somebody breaks in a real SGLang. Each strikes when it is started, and is healed when it is resumed.
+
+A fault yields what it touched: request, position and slot where it knows them. One that is LASTING goes on striking to the end
+of the scene; the others do so in one turn of the scheduler's loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Touched = dict[str, Any]
+
+
+def bit(host: Any) -> Iterator[Touched]:
+    """One bit of K of the last layer."""
+    yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool)
+
+
+def draft_bit(host: Any) -> Iterator[Touched]:
+    """The same in the pool of the draft model."""
+    yield from _flipped(host, host.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
+
+
+def swapped(host: Any) -> Iterator[Touched]:
+    """Two entries of a row of the table are exchanged."""
+    table, request = _table(host), _first(host)
+    row = request.kv.req_pool_idx
+    table[row, [0, 1]] = table[row, [1, 0]]
+    yield {"request": request.rid, "position": 0, "slot": int(table[row, 0])}
+    table[row, [0, 1]] = table[row, [1, 0]]
+
+
+def foreign(host: Any) -> Iterator[Touched]:
+    """An entry of a row is that of another request."""
+    table, (request, other) = _table(host), host.scheduler.running_batch.reqs[:2]
+    row = request.kv.req_pool_idx
+    before = table[row, 1].clone()
+    table[row, 1] = table[other.kv.req_pool_idx, 2]
+    yield {"request": request.rid, "position": 1, "slot": int(table[row, 1]), "other": other.rid}
+    table[row, 1] = before
+
+
+def off_by_one(host: Any) -> Iterator[Touched]:
+    """The first entry of the next forward that decodes or verifies is stored one slot further."""
+    touched: Touched = {}
+
+    def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not touched and not batch.forward_mode.is_extend():
+            batch.out_cache_loc[0] += 1
+            touched.update(request=batch.rids[0], position=int(batch.positions[0]), slot=int(batch.out_cache_loc[0]))
+        return method(batch, *args, **kwargs)
+
+    with around(host.scheduler.tp_worker.model_runner, "forward", forward):
+        yield touched
+
+
+def short_move(host: Any) -> Iterator[Touched]:
+    """Accepted entries are moved in all layers but the last."""
+    pool = host.scheduler.tp_worker.model_runner.token_to_kv_pool
+    touched: Touched = {"moves": 0}
+
+    def move(method: Any, target: Any, source: Any) -> None:
+        held = pool.k_buffer[-1].clone(), pool.v_buffer[-1].clone()
+        method(target, source)
+        touched["moves"] += int((target != source).sum())
+        pool.k_buffer[-1].copy_(held[0])
+        pool.v_buffer[-1].copy_(held[1])
+
+    with around(pool, "_move_kv_cache_impl", move):
+        yield touched
+
+
+def one_too_long(host: Any) -> Iterator[Touched]:
+    """Acceptance counts one token more than was right, once for each row."""
+    import sglang.srt.speculative.eagle_worker_common as common
+
+    touched: Touched = {"rows": 0}
+
+    def sample(method: Any, *args: Any, **kwargs: Any) -> Any:
+        predict, lens, index = method(*args, **kwargs)
+        for row in range(len(lens)):
+            kept = int(lens[row])
+            if kept < index.shape[1]:
+                first = int(index[row, 0])
+                taken = set(index[row, :kept].tolist())
+                nodes = int(host.scheduler.server_args.speculative_num_draft_tokens)
+                index[row, kept] = next(n for n in range(first, first + nodes) if n not in taken)
+                lens[row] += 1
+                touched["rows"] += 1
+        return predict, lens, index
+
+    with around(common, "eagle_sample", sample):
+        yield touched
+
+
+def no_tail_copy(host: Any) -> Iterator[Touched]:
+    """Branches after the first read what lay in their pages before."""
+    import sglang.srt.speculative.eagle_worker_common as common
+
+    name, touched = "duplicate_prefix_tail_to_draft_branches", {"calls": 0}
+    own = getattr(common, name)
+
+    def skip(*args: Any, **kwargs: Any) -> None:
+        touched["calls"] += 1
+
+    holders = [held for module in list(sys.modules.values()) if (held := vars(module)).get(name) is own]
+    for held in holders:
+        held[name] = skip
+    yield touched
+    for held in holders:
+        held[name] = own
+
+
+def freed(host: Any) -> Iterator[Touched]:
+    """The first page of a running request goes back to the allocator."""
+    import torch
+
+    request = _first(host)
+    slot = _table(host)[request.kv.req_pool_idx, :1].to(torch.int64)
+    host.scheduler.token_to_kv_pool_allocator.free(slot)
+    yield {"request": request.rid, "position": 0, "slot": int(slot)}
+
+
+Fault = Callable[[Any], Iterator[Touched]]
+FAULTS: dict[str, Fault] = {
+    own.__name__: own
+    for own in (bit, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed)
+}
+LASTING = ("short_move", "one_too_long", "no_tail_copy", "freed")
+
+
+@contextmanager
+def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """`owner.name(...)` calls `wrapper(method, ...)`."""
+    method, held = getattr(owner, name), vars(owner).get(name)
+    setattr(owner, name, lambda *args, **kwargs: wrapper(method, *args, **kwargs))
+    try:
+        yield
+    finally:
+        if held is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, held)
+
+
+def _first(host: Any) -> Any:
+    return host.scheduler.running_batch.reqs[0]
+
+
+def _table(host: Any) -> Any:
+    return host.scheduler.req_to_token_pool.req_to_token
+
+
+def _flipped(host: Any, pool: Any) -> Iterator[Touched]:
+    import torch
+
+    request = _first(host)
+    slot = int(_table(host)[request.kv.req_pool_idx, 1])
+    words = pool.k_buffer[-1][slot].view(torch.int32)
+    words[0, 3] ^= 1 << 7
+    yield {"request": request.rid, "position": 1, "slot": slot, "layer": len(pool.k_buffer) - 1, "bit": 7}
+    words[0, 3] ^= 1 << 7

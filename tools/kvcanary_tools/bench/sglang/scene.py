@@ -1,0 +1,124 @@
+"""One scheduler of a real SGLang, and what happens to it, act after act; a line of JSON says what the canary saw.
+
+python -m kvcanary_tools.bench.sglang.scene FOLDER '{"eagle": true, "topk": 2, "nodes": 5, "acts": [{"mode": "off"}, {"fault": "short_move"}]}'
+
+Without `acts` there is one, whose settings stand beside those of the scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvcanary_tools.bench.sglang import host as sglang_host
+from kvcanary_tools.bench.sglang.faults import FAULTS, LASTING, Touched
+
+PROMPTS = {
+    "a": [1, 5, 9, 13],
+    "b": [1, 7, 7, 7, 8],
+    "c": [1, 5, 9, 13, 4, 4, 4, 6, 8, 10, 3, 2, 1, *range(3, 30)],  # longer than a chunk
+    "d": [1, 5, 9, 13, 4, 4, 4, 6],  # begins as c does
+}
+OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content")
+
+
+def main() -> None:
+    folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
+    acts = told.pop("acts", None)
+    only = None if acts else {name: told.pop(name) for name in OF_AN_ACT if name in told}
+    sglang_host.install(told.get("eagle", False))
+    import torch
+
+    with torch.no_grad():
+        host = sglang_host.Host(folder, **told)
+        records = [play(host, **act) for act in acts or [only or {}]]
+    print(json.dumps({"acts": records} if acts else records[0]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def play(
+    host: Any,
+    mode: str = "log",
+    fault: str = "",
+    new: int = 8,
+    later: int = 0,
+    at: int = 3,
+    abort: str = "",
+    content: str = "full",
+) -> dict[str, Any]:
+    """Requests until none is left. Behind it nothing is cached, and no canary is attached.
+
+    later: how many longer requests come after the first four, so that entries are evicted
+    at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
+    """
+    said: dict[str, Any] = {"mode": mode, "fault": fault, "plugged_in": host.canary is not None}
+    if mode != "off" and host.canary is None:
+        from kvcanary import CanaryConfig
+        from kvcanary.adapters.sglang.scheduler import attach
+
+        attach(host.scheduler, CanaryConfig(mode=mode, content=content, seed=3))
+    elif mode == "off" and host.canary is not None:
+        host.canary.detach()
+    before = host.begin()
+    for name, tokens in PROMPTS.items():
+        host.ask(name, tokens, new)
+    blow = Blow(host, fault, at, abort, said)
+    try:
+        host.run(*((before_nothing, before_nothing) if later else blow.turns))
+        for number in range(later):
+            host.ask(f"x{number}", [1, 8, number + 3] + [(7 * number + n) % 32 for n in range(20)], 40)
+        if later:
+            host.run(*blow.turns)
+    except Exception as error:
+        said["raised"] = type(error).__name__
+        said["left"] = sum(len(out) - before.get(name, 0) for name, out in host.outputs.items())
+        said["finding"] = error.findings[0].to_dict() if hasattr(error, "findings") else str(error)
+    blow.end()
+    said["outputs"], said["counts"] = host.outputs, host.counts
+    if host.canary is not None:
+        said["reports"] = host.canary.report()
+        said["findings"] = [finding.to_dict() for finding in host.canary.findings]
+        if "raised" not in said:
+            said["flushed"] = host.scheduler.flush_cache()
+        host.canary.detach()
+    elif "raised" not in said:
+        said["flushed"] = host.scheduler.flush_cache()
+    return said
+
+
+def before_nothing(turn: int) -> None:
+    """Nobody does anything in this turn."""
+
+
+class Blow:
+    """A fault that strikes before one turn, and is healed behind it, or at the end where it lasts."""
+
+    def __init__(self, host: Any, fault: str, at: int, abort: str, said: dict[str, Any]) -> None:
+        self.host, self.fault, self.at, self.abort, self.said = host, fault, at, abort, said
+        self.turns = self._before, self._behind
+        self._running: Iterator[Touched] | None = None
+
+    def _before(self, turn: int) -> None:
+        if turn == self.at and self.abort:
+            self.host.leave(self.abort)
+        if turn == self.at and self.fault:
+            self._running = FAULTS[self.fault](self.host)
+            self.said["touched"] = next(self._running)
+
+    def _behind(self, turn: int) -> None:
+        if self.fault not in LASTING:
+            self.end()
+
+    def end(self) -> None:
+        if self._running is not None:
+            next(self._running, None)
+            self._running = None
+
+
+if __name__ == "__main__":
+    main()
