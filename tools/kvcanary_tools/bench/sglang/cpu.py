@@ -1,7 +1,7 @@
 """``python -m kvcanary_tools.bench.sglang.cpu --keep``: scenes in a real SGLang on a CPU, each in a process of its own.
 
-SGLang lies in a folder that comes first on the child's path; torch, Triton and transformers are our own. `--keep` writes
-what came out among the results that docs/adapters.md quotes.
+SGLang lies in a folder that comes first on the child's path; torch, Triton and transformers are our own. `--keep`
+writes what came out among the results that docs/adapters.md quotes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Scene:
 
 
 LIFE = {"later": 6, "new": 20, "at": 9, "abort": "x1"}
+RETRACT = {"SGLANG_TEST_RETRACT": "1"}  # every few steps
 OFF: Json = {"mode": "off"}
 
 
@@ -63,7 +64,7 @@ def reverted(number: int, topk: int, page: int) -> Scene:
 #: What `make test` runs: a quarter of a minute.
 QUICK = {
     "dense": Scene(
-        (LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320}, {"SGLANG_TEST_RETRACT": "1", "KVCANARY_MODE": "log"}, True
+        (LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320}, {**RETRACT, "KVCANARY_MODE": "log"}, is_plugged=True
     ),
     "dense faults": Scene(
         (
@@ -74,7 +75,7 @@ QUICK = {
 }
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
 TREES = {
-    "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}),
+    "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}, RETRACT),
     "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
@@ -98,7 +99,7 @@ def folder_of(release: str) -> Path:
 
 
 def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
-    """What each act of a scene gave. RuntimeError, with the end of what the child said, where it did not come to an end.
+    """What each act of a scene gave. RuntimeError, with what the child said last, where it did not come to an end.
 
     installed: the folder that holds SGLang; place: for models and what lies on the child's path
     """
@@ -147,7 +148,7 @@ def main(names: tuple[str, ...], keep: bool) -> None:
 
 
 def summed(acts: list[Json]) -> Iterator[Json]:
-    """Of each act what is kept: by pool how much was judged and what fired, the first findings, whether tokens are equal.
+    """Of each act what is kept: by pool how much was judged and what fired, first findings, whether tokens are equal.
 
     Tokens of a sound act are compared with those of the act that has no canary.
     """

@@ -1,7 +1,7 @@
 """What somebody breaks in a real SGLang. Each strikes when it is started, and is healed when it is resumed.
 
-A fault yields what it touched: request, position and slot where it knows them. One that is LASTING goes on striking to the end
-of the scene; the others do so in one turn of the scheduler's loop.
+A fault yields what it touched: request, position and slot where it knows them. One that is LASTING goes on striking to
+the end of the act; the others do so in one turn of the scheduler's loop.
 """
 
 from __future__ import annotations

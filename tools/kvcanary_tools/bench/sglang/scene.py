@@ -1,6 +1,6 @@
 """One scheduler of a real SGLang, and what happens to it, act after act; a line of JSON says what the canary saw.
 
-python -m kvcanary_tools.bench.sglang.scene FOLDER '{"eagle": true, "topk": 2, "nodes": 5, "acts": [{"mode": "off"}, {"fault": "short_move"}]}'
+python -m kvcanary_tools.bench.sglang.scene FOLDER '{"eagle": true, "topk": 2, "nodes": 5, "acts": [{"mode": "off"}]}'
 
 Without `acts` there is one, whose settings stand beside those of the scheduler.
 """
