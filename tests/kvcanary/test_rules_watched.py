@@ -19,7 +19,82 @@ def watching(*incident: SimpleNamespace, **read: object) -> SimpleNamespace:
 ASTRAY = {"record": a_record(position=35), "writer": "other", "write_step": 9, "last_write": "decode, step 9"}
 OWN = {"record": a_record(), "writer": "me", "last_write": "prefill, step 2"}
 GIVEN_BACK = a_violation(code="R7", notes=("group 0", "the slot is free"))
+
+
+def fed(code: str, kind: str, expected: dict, found: dict, **reported: object) -> SimpleNamespace:
+    """What a forward was fed, where nobody tells of pages."""
+    return watching(a_violation(code=code, site=(kind, 0), expected=expected, found=found, **reported))
+
+
+TOO_FAR = fed("W5", "draft", {"position": 5}, {"position": 6})
+OF_A_DRAFT = {"view": {"token_offset": 1}}
 SAID = [
+    (watched.draft_positions, shown(a_violation(expected={"position": 5}, found={"position": 6})), None),
+    (watched.draft_positions, fed("W5", "decode", {"position": 5}, {"position": 6}), None),
+    (watched.draft_positions, fed("W5", "draft", {"token": 5}, {"token": 6}), None),
+    (
+        watched.draft_positions,
+        TOO_FAR,
+        Cause(
+            "draft",
+            "the draft's positions are 1 too far",
+            "derived",
+            ("it was fed position 6, its branch goes on at 5",),
+        ),
+    ),
+    (
+        watched.draft_positions,
+        fed("W5", "draft", {"position": 5}, {"position": 3}),
+        Cause(
+            "draft",
+            "the draft's positions are 2 too early",
+            "derived",
+            ("it was fed position 3, its branch goes on at 5",),
+        ),
+    ),
+    (
+        watched.draft_positions,
+        fed("W5", "draft", {"slot": 21}, {"slot": 40}),
+        Cause(
+            "draft",
+            "a draft step stores where another entry belongs",
+            "derived",
+            ("it stores into slot 40, its branch has slot 21 there",),
+        ),
+    ),
+    (watched.unshifted_chunk_end, fed("W6", "prefill", {"token": 5}, {"token": 6}), None),
+    (watched.unshifted_chunk_end, fed("W6", "extend", {"token": 5}, {"token": 6}, **OF_A_DRAFT), None),
+    (
+        watched.unshifted_chunk_end,
+        fed("W6", "prefill", {"token": 5}, {"token": 6}, **OF_A_DRAFT),
+        Cause(
+            "draft",
+            "the draft's tokens are not the prompt's, one place on",
+            "derived",
+            ("the draft was fed token 6, the prompt goes on with 5",),
+        ),
+    ),
+    (
+        watched.unshifted_chunk_end,
+        fed("W6", "prefill", {"token": 5}, {"token": 6}, notes=(watched.LAST_ENTRY,), **OF_A_DRAFT),
+        Cause(
+            "draft",
+            "the token behind the chunk is not the prompt's next one",
+            "derived",
+            ("the draft was fed token 6, the prompt goes on with 5", watched.LAST_ENTRY),
+        ),
+    ),
+    (watched.accepted_otherwise, fed("W6", "decode", {"token": 5}, {"token": 6}), None),
+    (
+        watched.accepted_otherwise,
+        fed("W6", "verify", {"token": 5}, {"token": 6}),
+        Cause(
+            "draft",
+            "the accepted length, or the path that was accepted, is wrong",
+            "derived",
+            ("the entry was computed from token 6, the target chose 5 before it",),
+        ),
+    ),
     (watched.freed_under_its_reader, shown(GIVEN_BACK, **OWN), None),
     (watched.freed_under_its_reader, watching(GIVEN_BACK), None),
     (watched.freed_under_its_reader, watching(GIVEN_BACK, **OWN | {"writer": "other"}), None),

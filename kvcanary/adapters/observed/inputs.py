@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
 from kvcanary.calls.violation import Violation
+from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
 
 UNKNOWN = -1  # in `expected`: nobody knows
@@ -50,10 +51,10 @@ class Fed:
     site: tuple[str, int]
 
     def violations(self, step: int) -> Iterator[Violation]:
-        """The first of each row."""
-        told = set[int]()
+        """The first of each row. All of them are one incident, and so are those of its requests in later forwards."""
+        told, rows = set[int](), self.entries.rows
         for entry in self.wrong.nonzero()[:, 0].tolist():
-            row = int(self.entries.rows[entry])
+            row = int(rows[entry])
             if row in told:
                 continue
             told.add(row)
@@ -62,6 +63,8 @@ class Fed:
             violation = Violation(self.code, pool, slot, position, self.entries.requests[row], self.site, step)
             violation.expected = {self.what: int(self.expected[entry])}
             violation.found = {self.what: int(self.found[entry])}
+            violation.along = self.group.number, step
+            violation.notes = (LAST_ENTRY,) if entry + 1 == len(rows) or rows[entry + 1] != row else ()
             yield violation
 
 

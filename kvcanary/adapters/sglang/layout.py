@@ -26,7 +26,7 @@ class Part:
     window: int = 0
 
 
-def parts_of(pool: Any, role: str) -> list[Part]:
+def parts_of(pool: Any, role: str, token_offset: int = 0) -> list[Part]:
     """Every part of this pool. AdapterError where its layout is not known, or is not the one that it stores by."""
     kind = type(pool).__name__
     if kind not in PLAIN or getattr(pool, "kv_cache_layout", "nhd") not in ("nhd", "hnd"):
@@ -35,7 +35,10 @@ def parts_of(pool: Any, role: str) -> list[Part]:
             f"{', '.join(PLAIN)}; unset KVCANARY_MODE to serve without a canary"
         )
     layout = "HND" if pool.use_hnd else "NHD"
-    view = PoolView(role, list(pool.k_buffer), list(pool.v_buffer), page_size=pool.page_size, layout=layout)
+    view = PoolView(
+        role, list(pool.k_buffer), list(pool.v_buffer), page_size=pool.page_size, layout=layout,
+        token_offset=token_offset,
+    )  # fmt: skip
     fault = probe(pool, view)
     if fault:
         raise AdapterError(f"where K and V of {role} lie is not known: {fault}")

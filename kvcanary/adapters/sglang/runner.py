@@ -42,7 +42,7 @@ class WatchedRunner(HostHandle):
         self.num_rows, self.length = self.rows.req_to_token.shape
         pool = runner.token_to_kv_pool
         self.canary = self._adopt(PagedCanary(config, self.num_rows, width, most_tokens, pool.device))
-        for number, part in enumerate(parts_of(pool, self.role)):
+        for number, part in enumerate(parts_of(pool, self.role, self.token_offset)):
             slots, null_slots = part.view.num_slots, part.view.null_slots
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
             self.canary.memory.add_layers(group, part.view, part.names)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
+
+LAST_ENTRY = "the last entry that the row writes in this forward"  # a note of those who compare what was fed
 
 
 def stored_astray(facts: Evidence) -> Cause | None:
@@ -15,6 +19,49 @@ def stored_astray(facts: Evidence) -> Cause | None:
     position = f"position {facts.record.position} of {facts.writer!r}"
     evidence = (f"{facts.last_write} was to store {position} there",)
     return Cause("addressing", "another row's entry was stored into this slot", "derived", evidence)
+
+
+def draft_positions(facts: Evidence) -> Cause | None:
+    """A draft step was fed a position, or a slot, that is not the next one of its branch."""
+    wanted, found = _fed(facts)
+    if facts.violation.site[0] != "draft" or not wanted.keys() & {"position", "slot"}:
+        return None
+    if "slot" in wanted:
+        evidence = (f"it stores into slot {found['slot']}, its branch has slot {wanted['slot']} there",)
+        return Cause("draft", "a draft step stores where another entry belongs", "derived", evidence)
+    off = found["position"] - wanted["position"]
+    evidence = (f"it was fed position {found['position']}, its branch goes on at {wanted['position']}",)
+    where = f"{abs(off)} too {'far' if off > 0 else 'early'}"
+    return Cause("draft", f"the draft's positions are {where}", "derived", evidence)
+
+
+def unshifted_chunk_end(facts: Evidence) -> Cause | None:
+    """A draft is fed the token behind each entry; behind the last one of a chunk stands the prompt's next token."""
+    wanted, found = _fed(facts)
+    is_last = LAST_ENTRY in facts.violation.notes
+    if not facts.violation.pool.view.token_offset or facts.violation.site[0] != "prefill" or "token" not in wanted:
+        return None
+    evidence = (f"the draft was fed token {found['token']}, the prompt goes on with {wanted['token']}",)
+    if not is_last:
+        return Cause("draft", "the draft's tokens are not the prompt's, one place on", "derived", evidence)
+    text = "the token behind the chunk is not the prompt's next one"
+    return Cause("draft", text, "derived", (*evidence, LAST_ENTRY))
+
+
+def accepted_otherwise(facts: Evidence) -> Cause | None:
+    """What was accepted holds another token than the target has chosen for that place."""
+    wanted, found = _fed(facts)
+    if facts.violation.site[0] != "verify" or "token" not in wanted:
+        return None
+    evidence = (f"the entry was computed from token {found['token']}, the target chose {wanted['token']} before it",)
+    return Cause("draft", "the accepted length, or the path that was accepted, is wrong", "derived", evidence)
+
+
+def _fed(facts: Evidence) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a forward of a watched engine should have been fed, and what it was; nothing where nobody compares that."""
+    if facts.declared is not None:
+        return {}, {}
+    return facts.violation.expected or {}, facts.violation.found or {}
 
 
 def freed_under_its_reader(facts: Evidence) -> Cause | None:
