@@ -48,7 +48,8 @@ def off_by_one(host: Any) -> Iterator[Touched]:
     touched: Touched = {}
 
     def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not touched and not batch.forward_mode.is_extend():
+        mode = batch.forward_mode
+        if not touched and (mode.is_decode() or mode.is_target_verify()):
             batch.out_cache_loc[0] += 1
             touched.update(request=batch.rids[0], position=int(batch.positions[0]), slot=int(batch.out_cache_loc[0]))
         return method(batch, *args, **kwargs)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
-VOCAB = 32  # few tokens, so that random drafts are accepted now and then
+VOCAB = 32
+QUIETER, ASTRAY = 0.02, 0.1  # how much layers add to their input; how far the draft is from the target
 QUIET = {"log_level": "error", "skip_tokenizer_init": True, "disable_cuda_graph": True, "random_seed": 0}
 ON_CPU = {"device": "cpu", "sampling_backend": "pytorch", "grammar_backend": "none", "dtype": "float32"}
 
@@ -203,7 +204,10 @@ def install(eagle: bool = False) -> None:
 
 
 def make_models(folder: Path) -> None:
-    """A target of two layers, and a draft of one over its hidden states."""
+    """A target of two layers, and a draft of one: mostly the next token hangs on the last one, as the draft knows it.
+
+    So the right token is often among the draft's, and not always the first of them.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -217,10 +221,14 @@ def make_models(folder: Path) -> None:
             tie_word_embeddings=False, initializer_range=0.3, dtype="float32",
         )  # fmt: skip
 
-    LlamaForCausalLM(config(2)).float().save_pretrained(folder / "target")
-    state = LlamaForCausalLM(config(1)).float().state_dict()
+    target, draft = (LlamaForCausalLM(config(layers)).float() for layers in (2, 1))
+    for name, weight in (*target.named_parameters(), *draft.named_parameters()):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data *= QUIETER
+    target.save_pretrained(folder / "target")
+    state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
-    weights["fc.weight"] = torch.randn(64, 128) * 0.3
+    weights["fc.weight"] = torch.cat((torch.eye(64) + torch.randn(64, 64) * ASTRAY, torch.zeros(64, 64)), 1)
     (folder / "draft").mkdir()
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}
