@@ -7,13 +7,35 @@ from importlib import import_module
 from kvcanary.adapters.compatibility import Needed, accept, missing
 from kvcanary.adapters.observed.capabilities import PAGED_FED
 
-__all__ = ["ANCHOR", "DRAFTS", "EVERY_SCHEDULER", "FED", "NEEDED", "NEEDED_OF", "TESTED", "check", "closed_paths"]
+__all__ = [
+    "ANCHOR",
+    "DRAFTS",
+    "EVERY_SCHEDULER",
+    "FED",
+    "NEEDED",
+    "NEEDED_OF",
+    "NOT_FOLLOWED",
+    "TESTED",
+    "check",
+    "closed_paths",
+    "unfollowed",
+]
 #: Releases that this adapter ran in, oldest first; all of them are 0.5, so that patches are told apart.
 TESTED = ("0.5.23",)
 FED = PAGED_FED | {"R7", "R8", "W2", "W3"}  # grants and frees are told here
 #: What the plug-in hooks: once it has run, the scheduler and all of its runners are there.
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS = "every scheduler", "drafts"
+#: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
+NOT_FOLLOWED = {
+    "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False,
+    "enable_unified_memory": False,
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "dllm_algorithm": None,
+    "pp_size": 1,
+}
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _CACHE = "sglang.srt.mem_cache."
@@ -27,6 +49,7 @@ NEEDED_OF = {
         Needed(
             _SCHEDULER,
             attributes=(
+                "server_args",
                 "tp_worker",
                 "draft_worker",
                 "max_prefill_tokens",
@@ -130,6 +153,16 @@ def check(version: str | None = None, drafts: bool = False) -> list[str]:
         return [f"sglang {version}: {fault}" for fault in faults]
     refused = accept("sglang", version, TESTED)
     return [refused] if refused else []
+
+
+def unfollowed(settings: object) -> list[str]:
+    """What a server is set to do that is not followed, one sentence each; a setting that it does not have is off."""
+    told = {name: getattr(settings, name, off) for name, off in NOT_FOLLOWED.items()}
+    return [
+        f"{name} must be {NOT_FOLLOWED[name]!r} here, got {value!r}: what it does to entries is not followed yet"
+        for name, value in told.items()
+        if value != NOT_FOLLOWED[name]
+    ]
 
 
 def closed_paths() -> dict[str, str]:

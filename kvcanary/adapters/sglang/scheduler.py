@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvcanary.adapters.hosted.replacements import Replacements
-from kvcanary.adapters.sglang.compatibility import check
+from kvcanary.adapters.sglang.compatibility import check, unfollowed
 from kvcanary.adapters.sglang.runner import WatchedDraft, WatchedRunner
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
@@ -31,7 +31,7 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
     held = getattr(scheduler, "kvcanary", None)
     if held is not None:
         return held
-    faults = check(drafts=scheduler.draft_worker is not None)
+    faults = check(drafts=scheduler.draft_worker is not None) or unfollowed(scheduler.server_args)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
     return Handle(scheduler, CanaryConfig.from_env() if config is None else config)

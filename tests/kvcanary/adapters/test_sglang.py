@@ -7,8 +7,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from kvcanary.adapters.sglang.compatibility import unfollowed
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -91,6 +94,18 @@ def test_a_start_that_cannot_be_watched_ends_with_a_sentence(child, mode: str, f
     assert "Traceback" not in done.stderr
     if mode == "raise":
         assert "unset KVCANARY_MODE" in done.stderr
+
+
+def test_settings_that_are_not_followed_are_refused() -> None:
+    """Entries that come from elsewhere, or forwards that run otherwise: each is named; what a server lacks is off."""
+    assert unfollowed(SimpleNamespace(disaggregation_mode="null", enable_hierarchical_cache=False, pp_size=1)) == []
+    refused = unfollowed(SimpleNamespace(disaggregation_mode="decode", enable_hierarchical_cache=True, pp_size=2))
+    assert [sentence.split()[0] for sentence in refused] == [
+        "disaggregation_mode",
+        "enable_hierarchical_cache",
+        "pp_size",
+    ]
+    assert refused[0].startswith("disaggregation_mode must be 'null' here, got 'decode'")
 
 
 def test_the_entry_point_names_this_function() -> None:

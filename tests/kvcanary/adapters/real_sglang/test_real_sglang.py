@@ -89,3 +89,78 @@ def test_more_sound_schedulers_are_silent(scene, name: str) -> None:
     """Pages of one slot; drafts of one branch and of several, with pages of one slot and of four: both pools."""
     act, bare = scene(name)[:2]
     expect_sound(act, bare, 300)
+
+
+def struck(scene, fault: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of every scene with this fault: its name, the first finding, and what was touched."""
+    names = [name for name, own in TREES.items() if any(act.get("fault") == fault for act in own.acts)]
+    assert names
+    return [(name, *first(scene(name), fault)) for name in names]
+
+
+@pytest.mark.slow
+def test_an_accepted_length_that_is_too_long_is_named(scene) -> None:
+    """W6 of the verify, at the first entry behind those that were right, before any read of them; told once."""
+    for _, found, touched in struck(scene, "one_too_long"):
+        assert touched["rows"] > 0
+        assert (found["code"], found["pool"], found["site"]) == ("W6", "target", ["verify", 0])
+        assert found["causes"][0]["text"] == "the accepted length, or the path that was accepted, is wrong"
+        assert found["expected"] != found["found"]
+
+
+@pytest.mark.slow
+def test_a_move_of_one_layer_less_is_named(scene) -> None:
+    """Accepted nodes that are moved in all layers but the last: T1 with that layer; silent where none was moved."""
+    moved = 0
+    for name, acts in ((name, scene(name)) for name in TREES if name.startswith(("topk 2", "topk 4"))):
+        [act] = [act for act in acts if act["fault"] == "short_move"]
+        moved += act["touched"]["moves"]
+        assert bool(act["findings"]) == bool(act["touched"]["moves"]), name
+        for found in act["findings"]:
+            assert (found["code"], found["pool"], found["layer"]) == ("T1", "target", 1)
+    assert moved > 0
+
+
+@pytest.mark.slow
+def test_a_branch_without_its_copy_of_the_prefix_end_is_named(scene) -> None:
+    """With pages of several slots each further branch begins with a copy of the prefix's last page: T1 of the draft."""
+    for _, found, touched in struck(scene, "no_tail_copy"):
+        assert touched["calls"] > 0
+        assert (found["code"], found["pool"], found["site"]) == ("T1", "draft", ["move", 0])
+
+
+@pytest.mark.slow
+def test_a_bit_of_the_draft_model_is_named(scene) -> None:
+    """The draft's pool has records of its own."""
+    for _, found, touched in struck(scene, "draft_bit"):
+        assert (found["code"], found["pool"], found["reader"]) == ("R9", "draft", touched["request"])
+        assert (found["slot"], found["layer"], found["bit"]) == (touched["slot"], touched["layer"], touched["bit"])
+
+
+@pytest.mark.slow
+def test_a_node_that_is_stored_one_slot_further_is_named(scene) -> None:
+    """The first node of a verify, of which the accepted chain begins."""
+    for _, found, touched in struck(scene, "off_by_one"):
+        assert (found["code"], found["pool"]) in (("W5", "target"), ("W2", "target"))
+        assert (found["writer"], found["position"]) == (touched["request"], touched["position"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "code", "site", "cause"),
+    [
+        ("without 25015", "W5", "draft", "the draft's positions are 1 too far"),
+        ("without 26329", "W6", "prefill", "the token behind the chunk is not the prompt's next one"),
+    ],
+)
+def test_its_own_bugs_are_found_by_its_own_switches(scene, name: str, code: str, site: str, cause: str) -> None:
+    """A mend that is taken back is found in the draft's pool at the place that it is about, and once; it is silent
+    with the mend, and tokens are right in both, so that nobody else would see it.
+    """
+    [act], control = scene(name), scene("topk 1, page 4")[0]
+    assert (control["findings"], act["outputs"]) == ([], control["outputs"])
+    assert act["reports"]["target"]["fired"] == {}
+    found = act["findings"][0]
+    assert (found["code"], found["pool"], found["site"][0]) == (code, "draft", site)
+    assert found["causes"][0]["text"] == cause
+    assert len(act["findings"]) == 1

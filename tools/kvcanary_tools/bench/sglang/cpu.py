@@ -50,7 +50,7 @@ OFF: Json = {"mode": "off"}
 
 def trees(topk: int, page: int, *faults: str) -> Scene:
     """EAGLE: sound, without a canary, and each fault in turn."""
-    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault, "new": 12, "at": 4} for fault in faults))
+    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault} for fault in faults))
     nodes = 4 if topk == 1 else 6
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 

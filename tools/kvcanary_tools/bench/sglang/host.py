@@ -18,7 +18,7 @@ from typing import Any
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
-QUIETER, ASTRAY = 0.02, 0.1  # how much layers add to their input; how far the draft is from the target
+QUIETER, ASTRAY = 0.003, 0.1  # how much layers add to their input; how far the draft is from the target
 QUIET = {"log_level": "error", "skip_tokenizer_init": True, "disable_cuda_graph": True, "random_seed": 0}
 ON_CPU = {"device": "cpu", "sampling_backend": "pytorch", "grammar_backend": "none", "dtype": "float32"}
 

@@ -1,0 +1,70 @@
+"""What was shown in SGLang on a CPU: ``python -m kvcanary_tools.bench.sglang.page`` writes docs/adapters.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvcanary_tools.bench.sglang.cpu import RESULTS
+from kvcanary_tools.pages.marks import put_between
+
+PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
+BEGIN, END = "<!-- inside sglang: begin -->", "<!-- inside sglang: end -->"
+Record = dict[str, Any]
+
+
+def lines() -> Iterator[str]:
+    """The tables, as Markdown: sound acts, then faults with the first finding of each."""
+    record = read()
+    machine = record["machine"]
+    yield f"SGLang {machine['sglang']} on a {machine['device'].upper()}, torch {machine['torch']}, Triton "
+    yield f"{machine['triton']}, transformers {machine['transformers']}:"
+    yield ""
+    yield "| scene | forwards; entries judged, by pool | findings | tokens |"
+    yield "|---|---|---|---|"
+    acts = [(name, act) for name, scene in record["scenes"].items() for act in scene["acts"]]
+    for name, act in acts:
+        if "equal_tokens" in act:
+            fired = sum(sum(pool["fired"].values()) for pool in act["pools"].values())
+            yield f"| {name} | {judged(act)} | {fired} | {'equal' if act['equal_tokens'] else 'other ones'} |"
+    yield ""
+    yield "| scene | fault | first finding | its first cause |"
+    yield "|---|---|---|---|"
+    for name, act in acts:
+        if "equal_tokens" not in act:
+            raised = f", raised: {act['left']} tokens left" if "raised" in act else ""
+            yield f"| {name} | {fault_of(act, record['scenes'][name])}{raised} | {found_in(act)} |"
+
+
+def read() -> Record:
+    """The record that is kept."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def judged(act: Record) -> str:
+    return ", ".join(f"{role} {own['forwards']}; {own['slots_checked']:,}" for role, own in act["pools"].items())
+
+
+def fault_of(act: Record, scene: Record) -> str:
+    """The name of a fault; a mend of SGLang that was taken back; where nothing was struck, that."""
+    reverted = scene["environ"].get("SGLANG_DEBUG_REVERT_PR")
+    name = f"`{act['fault']}`" if act.get("fault") else f"`SGLANG_DEBUG_REVERT_PR={reverted}`"
+    struck = act.get("touched")
+    return f"{name} (nothing to strike)" if struck is not None and not any(struck.values()) else name
+
+
+def found_in(act: Record) -> str:
+    """Code, pool, request and place of the first finding, and its first cause."""
+    if not act["findings"]:
+        return "none | "
+    own = act["findings"][0]
+    who = own["reader"] or own["writer"]
+    where = f"position {own['position']}" if own["position"] is not None else f"slot {own['slot']}"
+    layer = "" if own["layer"] is None else f", layer {own['layer']}"
+    return f"{own['code']} in {own['pool']}, {own['site'][0]}, request {who}, {where}{layer} | {own['cause']}"
+
+
+if __name__ == "__main__":
+    put_between(PAGE, BEGIN, END, lines())
