@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load
+from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load, RowOf
 from kvcanary.dumps.watched_events import COPIED, LOADED, ZEROED
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
@@ -42,24 +42,34 @@ def copied(
         _event(canary, f"a copy of {what}", group, layers, dst, requests, judged)
 
 
-def moved(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Callable[[], object]) -> None:
+def moved(
+    canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, move: Callable[[], object], row_of: RowOf | None = None
+) -> None:
     """Let an engine move entries that have no records yet; what arrived must be what lay there before (T1).
 
-    src, dst: [n] slots; pairs within the null slots are padding
+    src, dst: [n] slots; pairs within the null slots are padding; row_of: as an `Event` has it
     """
     before = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
     move()
-    _compare(canary, group, dst, before, dst >= group.null_slots, "a move of entries")
+    _compare(canary, group, dst, before, dst >= group.null_slots, "a move of entries", row_of)
 
 
-def expect_equal(canary: PagedCanary, group: Group, dst: Tensor, src: Tensor, judged: Tensor, what: str) -> None:
-    """Slots [n] that should be copies of others, where `judged` [n] bool says so (T1)."""
+def expect_equal(
+    canary: PagedCanary, group: Group, dst: Tensor, src: Tensor, judged: Tensor, what: str, row_of: RowOf | None = None
+) -> None:
+    """Slots [n] that should be copies of others, where `judged` [n] bool says so (T1); row_of: as an `Event` has it."""
     wanted = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
-    _compare(canary, group, dst, wanted, judged, what)
+    _compare(canary, group, dst, wanted, judged, what, row_of)
 
 
 def _compare(
-    canary: PagedCanary, group: Group, slots: Tensor, wanted: Sequence[Tensor], judged: Tensor, what: str
+    canary: PagedCanary,
+    group: Group,
+    slots: Tensor,
+    wanted: Sequence[Tensor],
+    judged: Tensor,
+    what: str,
+    row_of: RowOf | None,
 ) -> None:
     """wanted: by pool of layers, [2, layers, n] fingerprints."""
     for layers, own in zip(group.layers, wanted, strict=True):
@@ -68,7 +78,7 @@ def _compare(
         bits = differs.to(torch.int64) << (numbers % 64)
         mismatch = torch.stack([bits[:, numbers // 64 == half].sum(1) for half in (0, 1)], 1)
         canary.memory.total += differs.any(1).sum()
-        canary.events.append(Event("T1", what, layers, slots.clone(), mismatch, group, {}))
+        canary.events.append(Event("T1", what, layers, slots.clone(), mismatch, group, {}, row_of=row_of))
 
 
 def zeroed(canary: PagedCanary, group: Group, slots: Tensor, requests: Mapping[int, str], what: str = "blocks") -> None:

@@ -110,8 +110,12 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
         seen = tuple(n for n in range(len(event.layers.names)) if bits[n // 64] >> n % 64 & 1)
         slot, message = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
         request = event.requests.get(slot // event.group.block_size)
-        place = {"position": None, "request_id": request, "site": ("move", 0), "step": step, "message": message}
-        yield _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place)
+        rows = [event.row_of(n, int(event.slots[n])) for n in wrong] if event.row_of is not None else [request]
+        place = {"position": None, "request_id": rows[0], "site": ("move", 0), "step": step, "message": message}
+        violation = _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place)
+        violation.others = tuple(dict.fromkeys(name for name in rows if name not in (None, rows[0])))
+        violation.along = None if event.row_of is None else (~event.group.number, step)
+        yield violation
 
 
 def _of_load(canary: PagedCanary, event: Event, load: Load, step: int) -> Iterator[Violation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,6 +114,9 @@ class Load:
     found: Tensor
 
 
+RowOf = Callable[[int, int], str | None]
+
+
 @dataclass(eq=False)
 class Event:
     """Slots that were read by themselves: after a copy, a load, a zeroing, or before a row goes.
@@ -121,6 +124,8 @@ class Event:
     mismatch: [n, 2] int64 bitmap of layers; slots: [n] int64
     requests: whose blocks they are, by block, where that is known
     load:     for T1 of a load, what is known of it
+    row_of:   whose an entry is, by its number among the slots and by its slot, where that is known; what is wrong
+              again for the same request is no further incident then
     """
 
     code: str
@@ -131,6 +136,7 @@ class Event:
     group: Group
     requests: Mapping[int, str]
     load: Load | None = None
+    row_of: RowOf | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,18 @@ from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.config import CanaryConfig
+
+
+class Verified(NamedTuple):
+    """A verify whose acceptance is not known yet.
+
+    nodes:  [rows * nodes] tokens of its trees, and where they are stored; before: [rows] entries that were committed
+    """
+
+    batch: Any
+    nodes: Tensor
+    slots: Tensor
+    before: Tensor
 
 
 class WatchedRunner(HostHandle):
@@ -49,6 +61,7 @@ class WatchedRunner(HostHandle):
         self.owners = self.canary.follow_owners()
         self._given = Given(self.num_rows, most_tokens, len(self.canary.groups), pool.device)
         self._generations: dict[int, int] = {}
+        self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
 
@@ -105,8 +118,9 @@ class WatchedRunner(HostHandle):
 
     def moved(self, method: Any, target: Tensor, source: Tensor) -> None:
         """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
+        row_of = None if self.verified is None else functools.partial(_of_window, self.verified)
         for group in self.canary.groups[:1]:
-            paged_moves.moved(self.canary, group, source, target, lambda: method(target, source))
+            paged_moves.moved(self.canary, group, source, target, lambda: method(target, source), row_of)
 
     def _held(self) -> Collection[int]:
         return list(self._generations)
@@ -144,12 +158,16 @@ class WatchedRunner(HostHandle):
 
     def _verify(self, method: Any, batch: Any) -> Any:
         """Nodes of trees have no places of their own yet: what is accepted is recorded when that is known."""
-        self.verified = batch, batch.input_ids.clone(), batch.out_cache_loc.clone(), batch.seq_lens.clone()
+        copies = (own.clone() for own in (batch.input_ids, batch.out_cache_loc, batch.seq_lens))
+        self.verified = Verified(batch, *copies)
         return method()
 
     def accepted(self, result: Any) -> None:
         """What the last verify accepted lies in front of its window now: judge and record it, and read its rows."""
-        batch, nodes, slots, before = self.verified
+        verified, self.verified = self.verified, None
+        if verified is None:
+            return
+        batch, nodes, slots, before = verified
         n, width = batch.batch_size, self.nodes
         new = np.full(n, width)
         offsets = torch.arange(width, device=nodes.device)
@@ -257,7 +275,7 @@ class WatchedDraft(WatchedRunner):
         granted = table.gather(1, begin + self._step).flatten().to(slots.dtype)
         judge_fed(self.canary, "W5", "slot", slots, granted, entries, site)
         if self._step == 0 and self._page > 1 and self._topk > 1:
-            self._judge_copies(table, lengths, stride)
+            self._judge_copies(batch.rids, table, lengths, stride)
 
     def _table_of(self, batch: Any) -> Tensor:
         """[rows of the batch, length] int64 slots."""
@@ -272,7 +290,7 @@ class WatchedDraft(WatchedRunner):
         numbers = torch.arange(self._topk, device=lengths.device)
         return lengths[:, None] + numbers * self._stride(lengths)[:, None]
 
-    def _judge_copies(self, table: Tensor, lengths: Tensor, stride: Tensor) -> None:
+    def _judge_copies(self, names: Iterable[str], table: Tensor, lengths: Tensor, stride: Tensor) -> None:
         """Every branch but the first begins with a copy of the prefix's last page, as far as that is full (T1)."""
         tail = lengths % self._page
         offsets = torch.arange(self._page, device=lengths.device)
@@ -283,9 +301,11 @@ class WatchedDraft(WatchedRunner):
         wanted, found = (
             table.gather(1, columns.expand_as(target).flatten(1)).flatten() for columns in (source, target)
         )
+        names, each = list(names), self._page * (self._topk - 1)
         paged_moves.expect_equal(
-            self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch"
-        )
+            self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch",
+            lambda entry, slot: names[entry // each],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -322,6 +342,13 @@ class Given:
         self.tokens[:total].copy_(fed.tokens)
         self.positions[:total].copy_(entries.positions)
         self.slots[0][:total].copy_(entries.slots)
+
+
+def _of_window(verified: Verified, entry: int, slot: int) -> str | None:
+    """Whose window of a verify a slot lies in."""
+    [places] = (verified.slots == slot).nonzero(as_tuple=True)
+    names = verified.batch.rids
+    return names[int(places[0]) * len(names) // len(verified.slots)] if len(places) else None
 
 
 def tokens_of(request: Any) -> list[int] | None:
