@@ -78,7 +78,9 @@ def _compare(
         bits = differs.to(torch.int64) << (numbers % 64)
         mismatch = torch.stack([bits[:, numbers // 64 == half].sum(1) for half in (0, 1)], 1)
         canary.memory.total += differs.any(1).sum()
-        canary.events.append(Event("T1", what, layers, slots.clone(), mismatch, group, {}, row_of=row_of))
+        canary.events.append(
+            Event("T1", what, layers, slots.clone(), mismatch, group, {}, by_record=False, row_of=row_of)
+        )
 
 
 def zeroed(canary: PagedCanary, group: Group, slots: Tensor, requests: Mapping[int, str], what: str = "blocks") -> None:

@@ -112,7 +112,7 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
         request = event.requests.get(slot // event.group.block_size)
         rows = [event.row_of(n, int(event.slots[n])) for n in wrong] if event.row_of is not None else [request]
         place = {"position": None, "request_id": rows[0], "site": ("move", 0), "step": step, "message": message}
-        violation = _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place)
+        violation = _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place, event.by_record)
         violation.others = tuple(dict.fromkeys(name for name in rows if name not in (None, rows[0])))
         violation.along = None if event.row_of is None else (~event.group.number, step)
         yield violation
@@ -142,11 +142,15 @@ def _of_bytes(
     slot: int,
     seen: tuple[int, ...],
     place: dict[str, Any],
+    by_record: bool = True,
 ) -> Violation:
-    """With every layer that differs now, and the one word that changed if it is one; `seen`: layers that differed."""
+    """With every layer that differs now, and the one word that changed if it is one; `seen`: layers that differed.
+
+    by_record: False: they differed from other bytes than those that are recorded here
+    """
     where = torch.tensor([slot], device=layers.fingerprints.device)
     differs = both_fingerprints(layers.rows, where, layers.keys)[:, :, 0] - layers.fingerprints[:, :, slot]
-    wrong = tuple(differs[0].nonzero()[:, 0].tolist())
+    wrong = tuple(differs[0].nonzero()[:, 0].tolist()) if by_record else ()
     pool, shown = _pool(canary, group, layers), wrong or seen
     fits = fitting_changes(pool, slot, wrong[0], *differs[:, wrong[0]].tolist()) if len(wrong) == 1 else []
     notes: tuple[str, ...] = (_place(group, slot, [layers.names[n] for n in shown]),)

@@ -124,6 +124,7 @@ class Event:
     mismatch: [n, 2] int64 bitmap of layers; slots: [n] int64
     requests: whose blocks they are, by block, where that is known
     load:     for T1 of a load, what is known of it
+    by_record: the slots were compared with what is recorded of them; False: with other slots
     row_of:   whose an entry is, by its number among the slots and by its slot, where that is known; what is wrong
               again for the same request is no further incident then
     """
@@ -136,6 +137,7 @@ class Event:
     group: Group
     requests: Mapping[int, str]
     load: Load | None = None
+    by_record: bool = True
     row_of: RowOf | None = None
 
 

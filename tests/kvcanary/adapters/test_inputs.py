@@ -1,0 +1,124 @@
+"""What a watched engine feeds a forward, and entries that it moves before they have records."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcanary.adapters.observed import moves
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.observed.report import report_step
+from kvcanary.report.causes.watched import LAST_ENTRY
+from kvcanary.report.finding import Finding
+
+from .test_paged import BLOCK, Engine
+
+
+def told(engine: Engine) -> list[Finding]:
+    """Findings of all steps so far; each step is told of once."""
+    for step in engine.canary.steps:
+        if not step.is_reported:
+            step.is_reported = True
+            report_step(engine.canary, step)
+    return engine.canary.log.findings
+
+
+def running(rows: int = 2) -> Engine:
+    """Rows of nine entries each."""
+    engine = Engine("cpu")
+    for number in range(rows):
+        engine.begin(number, [])
+    engine.step({number: [(7 * number + n) % 50 for n in range(9)] for number in range(rows)})
+    return engine
+
+
+def feed(engine: Engine, found: list[int], expected: list[int]) -> None:
+    """Two entries of row 0 and one of row 1."""
+    entries = Entries(["r0", "r1"], np.array([0, 0, 1]), torch.tensor([9, 10, 9]), torch.tensor([14, 15, 80]))
+    total = int(engine.canary.memory.total)
+    judge_fed(engine.canary, "W6", "token", torch.tensor(found), torch.tensor(expected), entries, ("prefill", 0))
+    assert int(engine.canary.memory.total) - total == sum(
+        a != b for a, b in zip(found, expected, strict=True) if b != UNKNOWN
+    )
+    engine.step({0: [1], 1: [2]})
+
+
+def test_what_nobody_knows_is_not_judged() -> None:
+    """Entries of which nobody knows what they should be, and right ones, are silent."""
+    engine = running()
+    feed(engine, [3, 4, 5], [3, UNKNOWN, 5])
+    assert told(engine) == []
+
+
+def test_what_one_forward_is_fed_wrong_is_one_incident() -> None:
+    """All rows of the forward, and the same requests again in later ones; the first entry of a row speaks."""
+    engine = running()
+    feed(engine, [3, 4, 5], [3, 9, 8])
+    [finding] = told(engine)
+    assert (finding.code, finding.writer, finding.site) == ("W6", "r1", ("prefill", 0))
+    assert (finding.position, finding.slot, finding.expected, finding.found) == (9, 80, {"token": 8}, {"token": 5})
+    assert LAST_ENTRY in finding.evidence
+    assert set(finding.readers) == {"r0", "r1"}
+    feed(engine, [3, 4, 5], [2, 4, 8])
+    assert len(told(engine)) == 1
+    assert engine.canary.coverage.fired["W6"] > 1
+
+
+def test_an_entry_in_the_middle_is_not_called_the_last() -> None:
+    """The first of two wrong entries of a row is told, without the note."""
+    engine = running()
+    feed(engine, [3, 4, 5], [2, 9, 5])
+    [finding] = told(engine)
+    assert (finding.position, finding.writer) == (9, "r0")
+    assert LAST_ENTRY not in finding.evidence
+
+
+def shift(engine: Engine, layers: int) -> None:
+    """Entries of row 0 are moved, in some of the layers; a pair of padding says nothing."""
+    source = torch.tensor([int(engine.table[0, 1]) * BLOCK, int(engine.table[0, 1]) * BLOCK + 1, 0])
+    target = torch.tensor([int(engine.table[0, 4]) * BLOCK, int(engine.table[0, 4]) * BLOCK + 1, 1])
+
+    def move() -> None:
+        for kv in engine.kv[:layers]:
+            rows = kv.transpose(1, 2).view(-1, *kv.transpose(1, 2).shape[2:])
+            rows[target[:2]] = rows[source[:2]]
+
+    group = engine.canary.groups[0]
+    moves.moved(engine.canary, group, source, target, move, lambda entry, slot: f"r{entry}")
+    engine.step({0: [1], 1: [2]})
+
+
+def test_entries_that_move_are_what_lay_there() -> None:
+    """A whole move is silent; one of a layer less is T1 with that layer and the request, and told once for it."""
+    engine = running()
+    shift(engine, 2)
+    assert told(engine) == []
+    engine.kv[1][int(engine.table[0, 4])] = 0
+    shift(engine, 1)
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.layers) == ("T1", "r0", (1,))
+    assert finding.readers == ("r0", "r1")
+    engine.kv[1][int(engine.table[0, 4])] = 1
+    shift(engine, 1)
+    assert len(told(engine)) == 1
+
+
+def test_a_copy_that_should_be_there_is_looked_for() -> None:
+    """Slots that should be copies of others: silent where they are, or are not judged; else T1 with the request."""
+    engine = running()
+    group, size = engine.canary.groups[0], BLOCK
+    source, target = (torch.arange(2) + int(engine.table[0, n]) * size for n in (1, 4))
+    judged = torch.tensor([True, False])
+
+    def look() -> list[Finding]:
+        moves.expect_equal(engine.canary, group, target, source, judged, "a copy", lambda entry, slot: "r0")
+        engine.step({0: [1], 1: [2]})
+        return told(engine)
+
+    for kv in engine.kv:
+        kv[int(engine.table[0, 4]), :, 0] = kv[int(engine.table[0, 1]), :, 0]
+    assert look() == []
+    engine.kv[0][int(engine.table[0, 4]), 0, 0, 3] += 1
+    [finding] = look()
+    assert (finding.code, finding.reader, finding.slot, finding.layers) == ("T1", "r0", int(target[0]), (0,))
+    assert len(look()) == 1

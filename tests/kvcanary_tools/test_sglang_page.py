@@ -1,0 +1,38 @@
+"""The tables of what ran in SGLang: those of the record, which agrees with what the adapter says it was tried with."""
+
+from __future__ import annotations
+
+import json
+
+from kvcanary.adapters.sglang.compatibility import NEEDED, TESTED
+from kvcanary_tools.bench.sglang import page
+from kvcanary_tools.bench.sglang.cpu import RESULTS, SCENES, pinned
+
+
+def test_the_page_quotes_the_record() -> None:
+    """The tables of docs/adapters.md are those of the record as it is, which is of every scene."""
+    assert "\n".join((page.BEGIN, *page.lines(), page.END)) in page.PAGE.read_text(encoding="utf-8")
+    assert set(page.read()["scenes"]) == set(SCENES)
+    assert page.read()["machine"]["sglang"] == pinned() == TESTED[-1]
+
+
+def test_sound_scenes_are_silent_and_faults_are_found_in_the_record() -> None:
+    """No finding and equal tokens where nothing was broken; a finding with its cause where something was."""
+    for name, scene in page.read()["scenes"].items():
+        for act in scene["acts"]:
+            fired = sum(sum(pool["fired"].values()) for pool in act["pools"].values())
+            struck = act.get("touched")
+            if "equal_tokens" in act:
+                assert (fired, act["equal_tokens"]) == (0, True), name
+            elif struck is None or any(struck.values()):
+                assert act["findings"][0]["cause"], name
+            else:
+                assert fired == 0, name
+
+
+def test_the_names_were_looked_up_as_they_are_now() -> None:
+    """The record of `make drift` is of as many names as the adapter has; none is gone from what it was tried with."""
+    record = json.loads((RESULTS.parent / "drift_sglang.json").read_text(encoding="utf-8"))
+    assert record["names"] == len(NEEDED)
+    assert all(record["releases"][release]["gone"] == {} for release in TESTED)
+    assert record["releases"]["0.5.17"]["gone"]
