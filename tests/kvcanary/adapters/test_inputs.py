@@ -73,10 +73,11 @@ def test_an_entry_in_the_middle_is_not_called_the_last() -> None:
     assert LAST_ENTRY not in finding.evidence
 
 
-def shift(engine: Engine, layers: int) -> None:
+def shift(engine: Engine, layers: int, block: int = 4) -> None:
     """Entries of row 0 are moved, in some of the layers; a pair of padding says nothing."""
     source = torch.tensor([int(engine.table[0, 1]) * BLOCK, int(engine.table[0, 1]) * BLOCK + 1, 0])
-    target = torch.tensor([int(engine.table[0, 4]) * BLOCK, int(engine.table[0, 4]) * BLOCK + 1, 1])
+    target = torch.tensor([int(engine.table[0, block]) * BLOCK, int(engine.table[0, block]) * BLOCK + 1, 1])
+    engine.kv[0][0, :, 0] = 7  # what lies in slots of padding is nobody's
 
     def move() -> None:
         for kv in engine.kv[:layers]:
@@ -98,9 +99,9 @@ def test_entries_that_move_are_what_lay_there() -> None:
     [finding] = told(engine)
     assert (finding.code, finding.reader, finding.layers) == ("T1", "r0", (1,))
     assert finding.readers == ("r0", "r1")
-    engine.kv[1][int(engine.table[0, 4])] = 1
-    shift(engine, 1)
+    shift(engine, 1, block=5)
     assert len(told(engine)) == 1
+    assert engine.canary.coverage.fired["T1"] > 1
 
 
 def test_a_copy_that_should_be_there_is_looked_for() -> None:

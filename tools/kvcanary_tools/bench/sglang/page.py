@@ -19,8 +19,8 @@ def lines() -> Iterator[str]:
     """The tables, as Markdown: sound acts, then faults with the first finding of each."""
     record = read()
     machine = record["machine"]
-    yield f"SGLang {machine['sglang']} on a {machine['device'].upper()}, torch {machine['torch']}, Triton "
-    yield f"{machine['triton']}, transformers {machine['transformers']}:"
+    yield f"SGLang {machine['sglang']} on a {machine['device'].upper()}, torch {machine['torch']},"
+    yield f"Triton {machine['triton']}, transformers {machine['transformers']}:"
     yield ""
     yield "| scene | forwards; entries judged, by pool | findings | tokens |"
     yield "|---|---|---|---|"
