@@ -21,7 +21,7 @@ def lines() -> Iterator[str]:
     machine = record["machine"]
     ours = f"torch {machine['torch']}, Triton {machine['triton']}, transformers {machine['transformers']}"
     yield f"SGLang {machine['sglang']} on a {machine['device'].upper()} with {ours}."
-    yield "The control of the last two rows, in which SGLang's own mends are taken back, is the sound scene `topk 1, page 4`:"
+    yield "The last two rows take back mends of SGLang by its own switches; the control is `topk 1, page 4`:"
     yield ""
     yield "| scene | forwards; entries judged, by pool | findings | tokens |"
     yield "|---|---|---|---|"
