@@ -145,8 +145,11 @@ class RowBook:
                 refcount=int(self._pages.refcounts[page]),
             )
 
-    def audit(self) -> None:
-        """PageReferenceError for the first page that has not as many references as rows name it."""
+    def audit(self, cached: Sequence[int] | None = None) -> None:
+        """PageReferenceError for the first page that has not as many references as rows name it.
+
+        cached: pages that the engine's prefix cache names now; each must be published, and no other page be
+        """
         named = [page for request in self._book.requests.values() for page in request.pages if page != NO_PAGE]
         rows, refcounts = np.bincount(np.array(named, np.int64), minlength=len(self._pages)), self._pages.refcounts
         for page in (rows != refcounts).nonzero()[0].tolist():
@@ -156,4 +159,19 @@ class RowBook:
                 "a row was changed without an event",
                 page=page,
                 refcount=count,
+            )
+        if cached is not None:
+            self._audit_cache(cached)
+
+    def _audit_cache(self, cached: Sequence[int]) -> None:
+        is_named = np.zeros(len(self._pages), dtype=np.bool_)
+        is_named[self._pages.numbers(cached)] = True
+        for page in (is_named != self._pages.published).nonzero()[0].tolist():
+            last = "".join(f", last {event} ({event.place})" for event in self._pages.history.of(page)[-1:])
+            names, holds = ("names", "does not hold") if is_named[page] else ("does not name", "holds")
+            raise PageReferenceError(
+                f"a prefix cache must name the pages that it holds, it {names} page {page} and {holds} it{last}: "
+                "share what it takes, evict what it drops",
+                page=page,
+                refcount=int(self._pages.refcounts[page]),
             )

@@ -368,3 +368,16 @@ def test_an_audit_counts_references_in_rows():
     ledger.request("a").pages.append(7)
     with pytest.raises(PageReferenceError, match=r"page 7 must have a reference for each row .* 0 and 1 rows"):
         ledger.rows.audit()
+
+
+def test_an_audit_compares_the_prefix_cache():
+    """A tree that points at a free page, or forgot one that it holds, is told with the page's last event."""
+    ledger = with_row(make_ledger("a"), "a", [5, 3], final=2)
+    ledger.share("a", [5, 3], 2)
+    ledger.rows.audit(cached=[3, 5])
+    with pytest.raises(PageReferenceError, match="it does not name page 3 and holds it, last published by 'a'"):
+        ledger.rows.audit(cached=[5])
+    ledger.free("a", [5, 3], 3)
+    ledger.evict([3], 4)
+    with pytest.raises(PageReferenceError, match="it names page 3 and does not hold it, last evicted at step 4"):
+        ledger.rows.audit(cached=[5, 3])
