@@ -57,6 +57,9 @@ class IncidentDumps:
         write_watched(self._collect(findings, self.environment), path)
 
 
+OWNERS_ALONE = "the engine tells who has a slot now, not what happened to it before"
+
+
 def block_history(canary: WatchedCanary, violation: Violation) -> tuple[str, ...]:
     """What happened to the block of a violation, for its report: grants, writes, loads and copies of the last steps."""
     own = [place for place, group in enumerate(canary.groups) if group.number == violation.pool.pool_id]
@@ -67,7 +70,8 @@ def block_history(canary: WatchedCanary, violation: Violation) -> tuple[str, ...
     rows = {} if request is None or number is None else {request: kept[number].tolist()}
     block = violation.slot // group.block_size
     lines = story_of_block(canary.recent.told(), group.number, block, group.block_size, rows)
-    return tuple(f"step {line.step}: block {block} {line.text}" for line in lines)
+    told = tuple(f"step {line.step}: block {block} {line.text}" for line in lines)
+    return told or (() if group.owners is None else (OWNERS_ALONE,))
 
 
 def machine(device: torch.device) -> dict[str, Any]:
