@@ -73,6 +73,22 @@ def test_right_captured_forwards_replay_clean(tree, tmp_path):
     assert torch.equal(ours, theirs)
 
 
+def test_damage_behind_a_captured_move_is_not_moved(tree, tmp_path):
+    """A slot that the move has read and written is damaged once it is over: the replay finds it there alone."""
+    assert tree.fired() == []
+    tree.canary.commit("ann", 3)
+    strike(tree, moves=None)
+    tree.canary.launch_move(tree.move)
+    tree.rig.kv[:, [7, 9]] = tree.rig.kv[:, [8, 7]]
+    tree.rig.kv[1, 7] += 1
+    tree.move.record(torch.tensor([8, 7]), torch.tensor([7, 9]), torch.tensor([True, True]))
+    tree.fired()
+    found = [(finding.code, finding.slot) for finding in tree.canary.findings]
+    assert found == [("T1", 7)]
+    outcome = replay(read_dump(tree.canary.dump(tmp_path / "moved.kvdump")))
+    assert ([(finding.code, finding.slot) for finding in outcome.findings], outcome.missing) == (found, [])
+
+
 def strike(
     tree: StaticTree,
     ids: list[int] = (4, 5, 6, 7, 8),

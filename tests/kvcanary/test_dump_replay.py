@@ -285,3 +285,52 @@ def test_damage_that_a_move_has_taken_along_is_there_before_it(make_engine, tmp_
     [finding] = caught.value.findings
     assert (finding.code, finding.site) == ("R9", ("move", 0))
     assert replay(read_dump(caught.value.report.dump)).missing == []
+
+
+def test_damage_behind_a_move_is_not_moved(make_engine, tmp_path):
+    """A slot that a move has read and written is damaged once it is over: found there, not where its bytes went."""
+    engine = make_engine(content="rolling", dump_dir=str(tmp_path), ring=64)
+    pool = engine.pools["target"]
+    move = pool.move
+
+    def move_and_damage(src: torch.Tensor, dst: torch.Tensor) -> None:
+        move(src, dst)
+        moved = src != dst
+        both = [slot for slot in dst[moved].tolist() if slot in src[moved]]
+        pool.kv[1, both[:1], 1, 0, 2] += 1.0
+
+    pool.move = move_and_damage
+    engine.start("only", 16)
+    with pytest.raises(KVCorruptionError) as caught:
+        step_on(engine)
+    [finding] = caught.value.findings
+    assert (finding.code, finding.site) == ("T1", ("move", 0))
+    found_again = replay(read_dump(caught.value.report.dump))
+    assert found_again.missing == []
+    assert [(found.code, found.slot) for found in found_again.findings] == [("T1", finding.slot)]
+
+
+@pytest.mark.parametrize("how", ["on_load_end", "on_restore"])
+def test_damage_of_what_came_back_is_behind_its_arrival(make_engine, tmp_path, how):
+    """Bytes are damaged on their way into other pages: the replay brings them back first, and then damages them."""
+    engine = make_engine(dump_dir=str(tmp_path), ring=64)
+    engine.start("only", 16)
+    engine.step()
+    canary, row, pool = engine.canary, engine.rows["only"], engine.pools["target"]
+    snapshot, old = canary.on_offload(row.pages), [engine.slot("only", position) for position in range(row.committed)]
+    kept = {name: own.kv[:, old].clone() for name, own in engine.pools.items()}
+    left, row.pages = row.pages, [engine.free_pages.pop() for _ in row.pages]
+    canary.on_free("only", left)
+    engine._begin()
+    canary.on_alloc("only", row.pages, for_load=True)
+    for name, own in engine.pools.items():
+        own.kv[:, [engine.slot("only", position) for position in range(row.committed)]] = kept[name]
+    pool.kv[1, engine.slot("only", 5), 1, 0, 2] += 1.0
+    if how == "on_load_end":
+        canary.on_load_begin("only", row.pages)
+    getattr(canary, how)("only", row.pages, row.committed, snapshot)
+    with pytest.raises(KVCorruptionError) as caught:
+        canary.check()
+    [finding] = caught.value.findings
+    assert (finding.code, finding.slot) == ("T1", engine.slot("only", 5))
+    assert replay(read_dump(caught.value.report.dump)).missing == []
