@@ -262,16 +262,17 @@ class CanaryManager:
         return self.reporting.act()
 
     @recorded
-    def drain(self) -> frozenset[str]:
+    def drain(self, cached: Sequence[int] | None = None) -> frozenset[str]:
         """At idle and shutdown: judge what is still pending; the answer is that of `collect`.
 
-        PageReferenceError where rows and reference counts disagree.
+        cached: pages that the engine's prefix cache names now
+        PageReferenceError where rows and reference counts disagree, or the cache and what was published.
         """
         self.session.expect_closed("drain()")
         self._num_untold = 0
         self._checks.judge_pending()
         self._checks.report(self._expected.missing())
-        self._ledger.rows.audit()
+        self._ledger.rows.audit(cached)
         return self.reporting.act()
 
     def rest(self) -> frozenset[str]:

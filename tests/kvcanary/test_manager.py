@@ -437,3 +437,23 @@ def test_drain_counts_references_again(make_engine):
     engine.canary.session.ledger.known(["one"])[0].pages.pop()
     with pytest.raises(PageReferenceError, match="must have a reference for each row that names it"):
         engine.canary.drain()
+
+
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_drain_compares_the_prefix_cache(make_engine, mode):
+    """A tree that forgot a page which it has published is told when the engine is idle, in every mode."""
+    engine = make_engine(mode=mode)
+    engine.start("one", 9)
+    pages = engine.rows["one"].pages[:2]
+    engine.canary.on_share("one", pages)
+    engine.canary.drain(cached=pages)
+    engine.canary.drain()
+    assert engine.canary.findings == []
+    words = f"it does not name page {pages[1]} and holds it"
+    if mode == "raise":
+        with pytest.raises(PageReferenceError, match=words):
+            engine.canary.drain(cached=pages[:1])
+    else:
+        engine.canary.drain(cached=pages[:1])
+        [finding] = engine.canary.findings
+        assert (finding.code, words in finding.sentence + str(finding.found)) == ("L1", True), finding

@@ -350,7 +350,7 @@ class Player:
             assert memoryview(request.row).cast("q").tolist() == slots
         states, num_owned = ledger.states[1:].tolist(), int((ledger.owners[1:] >= 0).sum())
         assert sum(map(states.count, (FREE, QUARANTINED, SHARED))) + num_owned == self.num_pages - 1
-        ledger.rows.audit()
+        ledger.rows.audit(sorted(model.cached))
 
     def compare_copies(self) -> None:
         """A copy of the arrays that follows `changes()` is the arrays."""
