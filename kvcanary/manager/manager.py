@@ -217,7 +217,8 @@ class CanaryManager:
     def collect(self, flight: InFlight) -> frozenset[str]:
         """Judge a step that has ended, and those before it, before a token of it leaves; waits for it alone.
 
-        A `begin_step` with more than MOST_UNCOLLECTED steps behind it of which none was collected is a HookOrderError.
+        Steps of which no token leaves are collected too: a `begin_step` with more than MOST_UNCOLLECTED steps behind it
+        of which none was is a HookOrderError.
         Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
         if self.session.open:
@@ -352,7 +353,7 @@ class CanaryManager:
         self.reporting.act()
         raise HookOrderError(
             f"begin_step() must wait for collect(): {count} steps have ended since the last one that was collected, at "
-            f"most {MOST_UNCOLLECTED} may: call collect(flight) before a token of its step leaves"
+            f"most {MOST_UNCOLLECTED} may: call collect(flight) of every step, also where no token of it leaves"
         )
 
     def _prepare_freed_pages(self) -> None:
