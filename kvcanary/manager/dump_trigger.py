@@ -95,10 +95,10 @@ def write_into(folder: str, name: str, trigger: str, write: Callable[[Path], Non
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
+        _tell(path, trigger)
     except Exception as error:  # a dump must never be what stops an engine, or hides a finding
         _events.error("kvcanary.dump_failed", folder=folder, trigger=trigger, error=f"{type(error).__name__}: {error}")
         return None
-    _tell(path, trigger)
     return str(path)
 
 

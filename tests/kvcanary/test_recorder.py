@@ -398,6 +398,20 @@ def test_a_folder_that_cannot_be_written_hides_no_finding(tmp_path: Path):
     assert [event["event"] for event in events if event["log_level"] == "error"] == ["kvcanary.dump_failed"]
 
 
+def test_a_dump_that_is_gone_at_once_hides_no_finding(tmp_path: Path, monkeypatch):
+    """Whoever tidies the folder away while a dump is told of stops no engine."""
+    from kvcanary.dumps import writing
+
+    write = writing.write_dump
+    monkeypatch.setattr(writing, "write_dump", lambda source, path: (write(source, path), path.unlink()))
+    engine = toy(dump_dir=str(tmp_path))
+    engine.start("only", 8)
+    flip(engine)
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.decode()
+    assert caught.value.report.dump is None
+
+
 def test_a_flood_of_findings_writes_few_dumps(tmp_path: Path):
     """In mode log every finding may dump, but not more than sixteen do."""
     engine = toy(dump_dir=str(tmp_path), mode="log")
