@@ -14,7 +14,7 @@ from kvcanary.dumps.reading import read_dump
 from kvcanary.faults import catalogue
 from kvcanary.faults.catalogue import faults
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.strike import UNDECLARED, NotNow
+from kvcanary.faults.strike import UNDECLARED, need
 from kvcanary.faults.target import Setup
 from kvcanary.replay.replayer import replay
 from kvcanary_tools.campaign import runner, runs, traffic
@@ -110,13 +110,15 @@ def test_a_fault_that_ends_otherwise_is_not_found(monkeypatch):
     assert (result.found, result.code) == (False, "R9")
 
 
-def test_a_fault_that_strikes_nothing_is_untried(monkeypatch):
-    """It is asked again before each step; it says nothing about the canary."""
+@pytest.mark.parametrize("is_raised", [True, False])
+def test_a_fault_that_strikes_nothing_is_untried(monkeypatch, is_raised):
+    """It is asked again before each step, where it raises NotNow or gives False; it says nothing about the canary."""
     asked = []
 
     def not_now(target):
         asked.append(target.step)
-        raise NotNow
+        need(not is_raised)
+        return False
 
     result = strike_with(monkeypatch, not_now)
     assert not result.struck

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+import kvcanary_kernels
 from kvcanary_kernels.content.check import check_content_torch
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
 from kvcanary_kernels.content.poison import poison_check_torch, poison_fill_torch
@@ -17,6 +23,7 @@ from kvcanary_kernels.judge.count import NUM_BITS, count_torch
 from kvcanary_kernels.judge.forward import ForwardPlan, Planned, new_planned
 from kvcanary_kernels.judge.move import move_torch
 from kvcanary_kernels.judge.plan import plan_torch
+from kvcanary_kernels.judge.post import parts_of, post_torch
 from kvcanary_kernels.judge.settle import NUM_RUNS, settle_torch
 from kvcanary_kernels.judge.verify import verify_torch
 from kvcanary_kernels.record.chain import chain_scan_torch, chain_tree_torch
@@ -92,6 +99,7 @@ CASES = {
         poison_check_torch,
         {"slots": ints(N), "mismatch": ints(N, 2), "rows": POOL},
     ),
+    "post": (post_torch, {"turn": ints(1), "box": ints(3, N + ROWS), "parts": parts_of([ints(N), ints(ROWS)])}),
     "verify": (
         verify_torch,
         {"records": RECORDS, "indices": ints(4), "codes": ints(4), "layers": ints(2), "step": ints(1)}
@@ -155,6 +163,35 @@ def test_a_reference_launches_nothing(case: str, monkeypatch: pytest.MonkeyPatch
     call(case)
     with pytest.raises(LaunchedError):
         perform(operation, case)
+
+
+def references() -> Iterator[tuple[str, partial[None]]]:
+    """By name every operation of the package that goes without its kernels."""
+    for module in pkgutil.walk_packages(kvcanary_kernels.__path__, "kvcanary_kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, partial) and value.func.__module__ == module.name:
+                yield f"{module.name}.{name}", value
+
+
+def launched(body: list[ast.stmt]) -> list[str]:
+    """Kernels that are given a grid there, and functions that give them one."""
+    calls = [node.func for statement in body for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    grids = [ast.unparse(call.value) for call in calls if isinstance(call, ast.Subscript)]
+    return sorted([*grids, *(call.id for call in calls if isinstance(call, ast.Name) and call.id == "launch")])
+
+
+def test_every_reference_goes_around_its_kernels() -> None:
+    """All that an operation launches stands where `launches` says so, and there the operation ends."""
+    every = dict(references())
+    assert len(every) >= 41
+    for name, reference in every.items():
+        assert reference.keywords == {"launches": False}, name
+        [operation] = ast.parse(inspect.getsource(reference.func)).body
+        [branch] = [
+            node for node in operation.body if isinstance(node, ast.If) and ast.unparse(node.test) == "launches"
+        ]
+        assert launched(branch.body) == launched(operation.body) != [], name
+        assert isinstance(branch.body[-1], ast.Return), name
 
 
 @pytest.mark.parametrize(("case", "name"), ARRAYS, ids=str)

@@ -381,5 +381,10 @@ def test_rules_that_always_fit_say_one_thing():
         (("H2",), "hooks"),
     }
     assert {(cause.basis, cause.evidence) for _, cause in fixed} == {("inferred", ())}
+    assert {cause.text for codes, cause in fixed if set(codes) & {"R2", "R4", "T1"}} == {
+        "rows of padding count as live, or a live row was padded",
+        "a later forward wrote the slot, or the entry before it, again",
+        "the move copied other bytes than the plan says, or used its source after that",
+    }
     assert all(len(cause.text) > 20 for _, cause in fixed)
     assert {code for codes, _ in fixed for code in codes} <= set(CODES)
