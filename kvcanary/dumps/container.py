@@ -7,7 +7,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvcanary.dumps.event_schema import FORMAT, VERSION
 from kvcanary.errors import DumpError
 
 MIB = 1 << 20
+MOST_NAME = 4096  # letters
 MOST_FILE_BYTES = 256 * MIB
 #: What a dump may hold, and how large each member may be when it is unpacked.
 MEMBERS = {
@@ -181,3 +182,24 @@ def _short(error: Exception) -> str:
 def told(error: Exception) -> str:
     """What was wrong, for the end of a sentence."""
     return f"{type(error).__name__} {error}".splitlines()[0][:120]
+
+
+class MemberReader:
+    """What readers of every kind of dump share: members of a file that may be anything. DumpError names the file."""
+
+    def __init__(self, path: Path, members: Mapping[str, bytes]) -> None:
+        self._path, self._members = path, members
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        for line in self._members[name].splitlines():
+            value = parse_json(self._path, name, line)
+            self._expect(isinstance(value, dict), f"a line of {name} is no object")
+            yield value
+
+    def _name(self, value: Any) -> str:
+        self._expect(isinstance(value, str) and len(value) <= MOST_NAME, "a name is no text, or too long")
+        return str(value)
+
+    def _expect(self, is_so: bool, what: str) -> None:
+        if not is_so:
+            raise DumpError(f"{self._path} is damaged: {what}")

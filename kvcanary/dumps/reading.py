@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.codes import CODES, UNWRITTEN
-from kvcanary.dumps.container import parse_json, read_arrays, read_members, told
+from kvcanary.dumps.container import MOST_NAME, MemberReader, parse_json, read_arrays, read_members, told
 from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL, plan_part
 from kvcanary.errors import DumpError
 from kvcanary.native.layout import plan_layout
@@ -23,7 +23,6 @@ from kvcanary.recorder.recorder import PUBLIC_WORDS
 from kvcanary_kernels.record.layout import MASK_32, MAX_LAYERS
 
 Call = dict[str, Any]
-MOST_NAME = 4096
 MOST_POOLS = 64
 MOST_SLOTS = 1 << 24
 MOST_ROW_ELEMENTS = 1 << 20
@@ -111,9 +110,9 @@ def read_dump(path: Path | str) -> Dump:
         raise DumpError(f"{path} is damaged: its parts do not fit together, {told(error)}") from error
 
 
-class _Reader:
+class _Reader(MemberReader):
     def __init__(self, path: Path, members: Mapping[str, bytes]) -> None:
-        self._path, self._members = path, members
+        super().__init__(path, members)
         self._arrays = read_arrays(path, members["arrays.safetensors"])
         self._ints = self._arrays.get("ints", _NONE)
 
@@ -134,12 +133,6 @@ class _Reader:
             },
             self._arrays,
         )
-
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        for line in self._members[name].splitlines():
-            value = parse_json(self._path, name, line)
-            self._expect(isinstance(value, dict), f"a line of {name} is no object")
-            yield value
 
     def _manifest(self) -> dict[str, Any]:
         manifest: dict[str, Any] = parse_json(self._path, "manifest.json", self._members["manifest.json"])
@@ -367,11 +360,3 @@ class _Reader:
         is_int = isinstance(value, int) and not isinstance(value, bool) and -high <= value < high
         self._expect(is_int, f"{what} is {str(value)[:40]}, no integer of that size")
         return int(value)
-
-    def _name(self, value: Any) -> str:
-        self._expect(isinstance(value, str) and len(value) <= MOST_NAME, "a name is no text, or too long")
-        return str(value)
-
-    def _expect(self, is_so: bool, what: str) -> None:
-        if not is_so:
-            raise DumpError(f"{self._path} is damaged: {what}")

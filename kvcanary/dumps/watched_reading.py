@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvcanary.codes import CODES
-from kvcanary.dumps.container import parse_json, read_arrays, read_members
-from kvcanary.dumps.reading import MOST_NAME, MOST_POOLS, MOST_SLOTS, Dump, read_dump
+from kvcanary.dumps.container import MemberReader, parse_json, read_arrays, read_members
+from kvcanary.dumps.reading import MOST_POOLS, MOST_SLOTS, Dump, read_dump
 from kvcanary.dumps.watched_events import COPIED, ENDED, GRANTED, KIND, LOADED, PREEMPTED, ZEROED
 from kvcanary.errors import DumpError
 
@@ -75,26 +75,23 @@ def read_any(path: Path | str) -> Dump | WatchedDump:
         raise DumpError(f"{path} is damaged: its parts do not fit together, {what}") from error
 
 
-class _Reader:
+class _Reader(MemberReader):
     def __init__(self, path: Path, members: Mapping[str, bytes], manifest: dict[str, Any]) -> None:
-        self._path, self._members, self._manifest = path, members, manifest
+        super().__init__(path, members)
+        self._manifest = manifest
         self._ints = read_arrays(path, members["arrays.safetensors"])["ints"]
 
     def dump(self) -> WatchedDump:
         self._check_manifest()
-        rows = list(self._lines("requests.jsonl", self._row))
+        rows = [self._row(line) for line in self._lines("requests.jsonl")]
         return WatchedDump(
             self._path,
             self._manifest,
-            list(self._lines("findings.jsonl", self._finding)),
-            list(self._lines("events.jsonl", self._step)),
-            list(self._lines("history.jsonl", self._slot)),
+            [self._finding(line) for line in self._lines("findings.jsonl")],
+            [self._step(line) for line in self._lines("events.jsonl")],
+            [self._slot(line) for line in self._lines("history.jsonl")],
             {row["request"]: row for row in rows},
         )
-
-    def _lines(self, name: str, check: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for line in self._members[name].splitlines():
-            yield check(parse_json(self._path, name, line))
 
     def _check_manifest(self) -> None:
         manifest = self._manifest
@@ -204,11 +201,3 @@ class _Reader:
         is_int = isinstance(value, int) and not isinstance(value, bool) and low <= value < high
         self._expect(is_int, f"{str(value)[:40]} is no number from {low} on")
         return int(value)
-
-    def _name(self, value: Any) -> str:
-        self._expect(isinstance(value, str) and len(value) <= MOST_NAME, "a name is no text, or too long")
-        return str(value)
-
-    def _expect(self, is_so: bool, what: str) -> None:
-        if not is_so:
-            raise DumpError(f"{self._path} is damaged: {what}")

@@ -101,13 +101,13 @@ class WatchedRunner(HostHandle):
 
     def granted(self, requests: Sequence[Any], begins: Sequence[int], ends: Sequence[int]) -> None:
         """Rows have slots for their entries from `begins` to `ends` now."""
-        counts = [max(end - begin, 0) for begin, end in zip(begins, ends, strict=True)]
-        numbers = [request.kv.req_pool_idx for request in requests]
-        uids = [self._uids.get(number, 0) for number in numbers]
-        if sum(counts) and all(uids):
-            columns = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(begins, counts, strict=True)])
-            told = np.stack((np.repeat(numbers, counts), columns, np.repeat(uids, counts)))
-            rows, places, owners = self.canary.memory.upload(torch.from_numpy(told))
+        told = []
+        for request, begin, end in zip(requests, begins, ends, strict=True):
+            number = request.kv.req_pool_idx
+            if end > begin and number in self._uids:  # else it ran before there was a canary, and is not followed
+                told.append(np.stack(np.broadcast_arrays(number, np.arange(begin, end), self._uids[number])))
+        if told:
+            rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.concatenate(told, 1)))
             self.owners.granted(self.rows.req_to_token[rows, places].to(torch.int64), owners)
 
     def shared(self, request: Any) -> None:
@@ -116,11 +116,11 @@ class WatchedRunner(HostHandle):
         if length:
             self.owners.shared(self.rows.req_to_token[number, :length].to(torch.int64))
 
-    def moved(self, method: Any, target: Tensor, source: Tensor) -> None:
+    def moved(self, method: Any, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
         row_of = None if self.verified is None else functools.partial(_of_window, self.verified)
-        for group in self.canary.groups[:1]:
-            paged_moves.moved(self.canary, group, source, target, lambda: method(target, source), row_of)
+        move = functools.partial(method, tgt_loc, src_loc)
+        paged_moves.moved(self.canary, self.canary.groups[0], src_loc, tgt_loc, move, row_of)
 
     def _held(self) -> Collection[int]:
         return list(self._generations)
@@ -193,9 +193,7 @@ class WatchedRunner(HostHandle):
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
             self._generations[number] = generation
-            tokens = tokens_of(request)
-            own = None if tokens is None else tokens[self.token_offset :]
-            new.append((number, request.rid, own, int(length), salt_of(request)))
+            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), salt_of(request)))
         if new:
             self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))
 
@@ -213,9 +211,8 @@ class WatchedRunner(HostHandle):
             ends = fed.ends.tolist()
             last = np.cumsum(fed.new)
             for row, (name, end) in enumerate(zip(fed.entries.requests, ends, strict=True)):
-                tokens = tokens_of(requests[name]) if name in requests else None
-                start = end - fed.new[row] + self.token_offset
-                own = [] if tokens is None else tokens[start : end + self.token_offset]
+                start, end = end - fed.new[row] + self.token_offset, end + self.token_offset
+                own = (tokens_of(requests[name], start, end) if name in requests else None) or []
                 first = last[row] - fed.new[row]
                 wanted[first : first + len(own)] = own
         return self.canary.memory.upload(torch.from_numpy(wanted))
@@ -351,9 +348,13 @@ def _of_window(verified: Verified, entry: int, slot: int) -> str | None:
     return names[int(places[0]) * len(names) // len(verified.slots)] if len(places) else None
 
 
-def tokens_of(request: Any) -> list[int] | None:
-    """All tokens of a request as far as the host has them; None: it was given embeddings."""
-    return None if request.input_embeds is not None else [*request.origin_input_ids, *request.output_ids]
+def tokens_of(request: Any, start: int, end: int | None = None) -> list[int] | None:
+    """Tokens [start, end) of a request as far as the host has them; None: it was given embeddings."""
+    if request.input_embeds is not None:
+        return None
+    prompt, answer = request.origin_input_ids, request.output_ids
+    behind = None if end is None else max(end - len(prompt), 0)
+    return [*prompt[start:end], *answer[max(start - len(prompt), 0) : behind]]
 
 
 def salt_of(request: Any) -> str:

@@ -1,8 +1,9 @@
 """The canary of one SGLang scheduler, which shares a process with its model runners.
 
-Everything is replaced on instances after the scheduler was built, and comes back with `detach()`. Order of a step:
-`run_batch` runs one or several forwards, `process_batch_result` gives out their tokens; no token leaves before the
-counter of findings that came with its step was looked at.
+Everything is replaced on instances after the scheduler was built, and comes back with `detach()`. What replaces a
+method has its parameters' names, for SGLang may use them. Order of a step: `run_batch` runs one or several forwards,
+`process_batch_result` gives out their tokens; no token leaves before the counter of findings that came with its step
+was looked at.
 """
 
 from __future__ import annotations
@@ -128,32 +129,32 @@ class Handle:
             own.granted(kwargs["reqs"], begins, ends)
         return result
 
-    def _free(self, method: Any, slots: Any) -> Any:
+    def _free(self, method: Any, free_index: Any) -> Any:
         if self.scheduler.token_to_kv_pool_allocator.free_group is None:  # else it comes again when the group ends
             for own in self.runners:
-                own.owners.freed(slots.to(torch.int64))
-        return method(slots)
+                own.owners.freed(free_index.to(torch.int64))
+        return method(free_index)
 
-    def _free_pages(self, method: Any, *pages: Any) -> Any:
-        for page in pages:
+    def _free_pages(self, method: Any, *page_ids: Any) -> Any:
+        for page in page_ids:
             slots = page.to(torch.int64)[:, None] * self._page + torch.arange(self._page, device=page.device)
             for own in self.runners:
                 own.owners.freed(slots.flatten())
-        return method(*pages)
+        return method(*page_ids)
 
-    def _checkpoint(self, method: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(request, *args, **kwargs)
-        if request.kv.holds_kv:
+    def _checkpoint(self, method: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(req, *args, **kwargs)
+        if req.kv.holds_kv:
             for own in self.runners:
-                own.shared(request)
+                own.shared(req)
         return result
 
-    def _release(self, method: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        number = request.kv.req_pool_idx
-        if request.kv.holds_kv:
+    def _release(self, method: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        number = req.kv.req_pool_idx
+        if req.kv.holds_kv:
             for own in self.runners:
-                own.leave(request)
-        result = method(request, *args, **kwargs)
+                own.leave(req)
+        result = method(req, *args, **kwargs)
         for own in self.runners:
             own.left(number)
         return result

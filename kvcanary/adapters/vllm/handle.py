@@ -119,11 +119,11 @@ class Handle(HostHandle):
                 src, dst = (self._slots_of(group, [pair[side] for pair in copies]) for side in (0, 1))
                 paged_moves.copied(self.canary, group, src, dst, requests)
 
-    def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
         if self.is_armed and self.canary is not None:
-            self.canary.recent.scheduled(args[0])
-        result = method(*args, **kwargs)
+            self.canary.recent.scheduled(scheduler_output)
+        result = method(scheduler_output, *args, **kwargs)
         if self._wrote() and self._loads is not None:
             self._loads.name()
         return result

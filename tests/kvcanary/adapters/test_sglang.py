@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from kvcanary.adapters.sglang.compatibility import unfollowed
+from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
+from kvcanary.adapters.sglang.runner import WatchedRunner, tokens_of
+from kvcanary.adapters.sglang.scheduler import Handle
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -112,3 +116,48 @@ def test_the_entry_point_names_this_function() -> None:
     """What SGLang loads by the name of its group is `register`."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
     assert points == {"kvcanary": "kvcanary.adapters.sglang:register"}
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "tokens"),
+    [(0, None, [1, 2, 3, 4, 5]), (1, 3, [2, 3]), (2, 4, [3, 4]), (3, 5, [4, 5]), (4, 9, [5]), (5, 6, [])],
+)
+def test_tokens_of_a_request_are_those_of_prompt_and_answer(start: int, end: int | None, tokens: list[int]) -> None:
+    """Any span of both, as far as the host has it; nobody knows those of embeddings."""
+    request = SimpleNamespace(input_embeds=None, origin_input_ids=[1, 2, 3], output_ids=[4, 5])
+    assert tokens_of(request, start, end) == tokens
+    request.input_embeds = [[0.5]]
+    assert tokens_of(request, start, end) is None
+
+
+def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
+    """Of the rows of one allocation those that are followed get their slots; of the others nothing is told."""
+    told: list[tuple[list[int], list[int]]] = []
+    granted = lambda slots, uids: told.append((slots.tolist(), uids.tolist()))  # noqa: E731
+    own = SimpleNamespace(
+        _uids={2: 7}, canary=SimpleNamespace(memory=SimpleNamespace(upload=lambda values: values)),
+        owners=SimpleNamespace(granted=granted), rows=SimpleNamespace(req_to_token=torch.arange(40).view(4, 10)),
+    )  # fmt: skip
+    rows = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=number)) for number in (1, 2, 2)]
+    WatchedRunner.granted(own, rows, [0, 3, 5], [4, 5, 5])
+    assert told == [([23, 24], [7, 7])]
+    WatchedRunner.granted(own, rows[:1], [0], [4])
+    assert len(told) == 1
+
+
+def test_what_replaces_a_method_has_its_parameters_names() -> None:
+    """SGLang may call by name: what a wrapper names itself is called as in SGLang, and all else is passed on."""
+    hooks = {"move_kv_cache": WatchedRunner.moved} | {
+        name: getattr(Handle, f"_{own}")
+        for name, own in {
+            "run_batch": "run_batch", "process_batch_result": "process_batch_result", "free": "free",
+            "release_kv_cache": "release", "alloc_for_extend": "alloc_for_extend", "checkpoint": "checkpoint",
+            "alloc_for_decode": "alloc_for_decode", "alloc_for_spec_decode": "alloc_for_spec_decode",
+        }.items()
+    }  # fmt: skip
+    needed = {need.name.rpartition(".")[2].rpartition(":")[2]: need.parameters for need in NEEDED}
+    for name, hook in hooks.items():
+        taken = [own for own in inspect.signature(hook).parameters.values() if own.name not in ("self", "method")]
+        named = [own.name for own in taken if own.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        theirs = [parameter for parameter in needed[name] if parameter != "self"]
+        assert named == theirs[: len(named)], name

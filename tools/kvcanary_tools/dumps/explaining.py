@@ -82,12 +82,17 @@ def explain_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield from (f"  step {line['step']:>6}  {line['text']}" for line in facts["story"])
     if not facts["story"]:
         yield "  the finding has no place in a pool"
+    yield from why_and_next(facts, "also fired: ")
+
+
+def why_and_next(facts: Mapping[str, Any], besides: str = "") -> Iterator[str]:
+    """The causes, what else speaks for them (`besides` before each line), and what to do."""
     yield ""
     yield "why, likeliest first"
     for rank, cause in enumerate(facts["causes"], 1):
         yield f"  {rank}. {cause['text']} ({cause['family']}, {cause['basis']})"
         yield from (f"     {text}" for text in cause.get("evidence", ()))
-    yield from (f"     also fired: {text}" for text in finding["evidence"])
+    yield from (f"     {besides}{text}" for text in facts["finding"]["evidence"])
     yield ""
     yield "next"
     yield from (f"  - {text}" for text in facts["next"])

@@ -10,7 +10,7 @@ from kvcanary.dumps.watched_events import Line, story_of_block
 from kvcanary.dumps.watched_reading import WatchedDump
 from kvcanary.pools.launch_site import site_name
 from kvcanary_tools.console import numbered
-from kvcanary_tools.dumps.explaining import advice_of
+from kvcanary_tools.dumps.explaining import advice_of, why_and_next
 from kvcanary_tools.dumps.tables import table
 
 WRONG = ">"  # before the entry of a row that a finding is about
@@ -179,15 +179,7 @@ def explain_watched_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["row"]:
         yield ""
         yield from row_lines(finding, facts["row"])
-    yield ""
-    yield "why, likeliest first"
-    for rank, cause in enumerate(facts["causes"], 1):
-        yield f"  {rank}. {cause['text']} ({cause['family']}, {cause['basis']})"
-        yield from (f"     {text}" for text in cause.get("evidence", ()))
-    yield from (f"     {text}" for text in finding["evidence"])
-    yield ""
-    yield "next"
-    yield from (f"  - {text}" for text in facts["next"])
+    yield from why_and_next(facts)
 
 
 def _place(finding: Mapping[str, Any], now: Mapping[str, Any] | None, pools: Collection[str]) -> str:
