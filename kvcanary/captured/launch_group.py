@@ -110,6 +110,10 @@ class Launch(NamedTuple):
     written: array[int]
     record: Any = None
 
+    def make_room(self) -> None:
+        """For what a step accepts of these requests."""
+        _make_room(self.batch, self.launch_group.places)
+
     def runs(self) -> Iterator[Launched]:
         """Each of them."""
         accepted, records = self.launch_group.accepted(self.turn), repeat(None) if self.record is None else self.record
@@ -144,10 +148,19 @@ class Launched(NamedTuple):
     accepted: Ints | None = None
     record: Any = None
 
+    def make_room(self) -> None:
+        """As of the `Launch`."""
+        _make_room(self.batch, 0 if self.accepted is None else self.accepted.shape[1])
+
     @property
     def committed(self) -> list[int]:
         """By request; of the first part, which has those of all others."""
         return self.rows[ROWS.committed * len(self.batch) : ROWS.size * len(self.batch)].tolist()
+
+
+def _make_room(batch: Batch, places: int) -> None:
+    """`places`: numbers that a step tells of each request, as `LaunchGroup` has it."""
+    batch.make_room(repeat(max(places - 1, 0), len(batch)))
 
 
 def _expect_in_a_row(part: Part) -> None:

@@ -21,11 +21,11 @@ from kvcanary.captured.decoded import DecodedForward, lineage_of, tokens_of
 from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup, runs_of
 from kvcanary.captured.moves import CapturedMove, LaunchedMove
 from kvcanary.captured.one_shot import OneShotSubstep, Singles
-from kvcanary.captured.pending import RunReader, make_room
 from kvcanary.captured.readback import CapturedViolation, CoverageGap, judge_read_rows, read_rows
 from kvcanary.captured.registry import PendingReadback, SubstepRegistry
-from kvcanary.captured.substep import HEADER_PART, CapturedSubstep
+from kvcanary.captured.substep import HEADER_PART, SAFE, CapturedSubstep
 from kvcanary.checks.content import find_changed
+from kvcanary.checks.fast_path import RunReader
 from kvcanary.errors import PageStateError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.requests import Batch
@@ -40,7 +40,6 @@ from kvcanary.native.layout import (
     NOT_QUIET,
     NOWHERE,
     PLACE_BITS,
-    REWRITES,
     RUN,
     RUN_BITS,
     SAID,
@@ -239,16 +238,13 @@ class CapturedStep:
             return False
         run_reader = self._run_reader or self._hear_of(record_store)
         kept = array("q", bytes(8 * num_kept))
-        runs = len(structs) // RUN.size, structs.buffer_info()[0], len(moves), move_structs.buffer_info()[0]
-        own = planned.buffer_info()[0], proves, kept.buffer_info()[0], run_reader.quiet_at
         run_reader.said[SAID.end] = 0
-        while (found := run_reader.collect_quiet(*runs, *own)) == LACKS_ROOM:
+        while (found := run_reader.prove(structs, len(moves), move_structs, planned, kept, proves)) == LACKS_ROOM:
             for launch in launches:
-                make_room(launch.batch, launch.launch_group.places)
+                launch.make_room()
         if found == NOT_QUIET:
             self._num_collected = run_reader.said[SAID.end]
             return False
-        record_store.collected(run_reader.said[SAID.seen] >> RUN_BITS & REWRITES)
         if self.num_pending_acceptances:
             self.num_pending_acceptances -= len([launch for launch in launches if launch.launch_group.places])
         if kept:
@@ -267,10 +263,11 @@ class CapturedStep:
         proves: a forward that a loop finds clean is not left to the rules
         """
         run_reader, forwards, ledger = self._run_reader or self._hear_of(record_store), sent.forwards, self._ledger
-        structs, end, num_learned, num_collected = sent.pending.structs, 0, 0, self._num_collected
-        self._num_collected = 0
+        structs, planned, end, num_learned = sent.pending.structs, sent.pending.planned, 0, 0
+        num_collected, self._num_collected = self._num_collected, 0
         while (first := end) < len(forwards):
-            end = num_collected or run_reader.read(forwards, structs, first, sent.pending.planned, proves)
+            while (end := num_collected or run_reader.read(first, len(forwards), structs, planned, proves)) == first:
+                forwards[first].make_room()
             num_collected = 0
             for number in range(first, end):
                 run, seen = forwards[number], structs[RUN.size * number + RUN.seen]
@@ -280,7 +277,7 @@ class CapturedStep:
                     unwritten(requests, run.step)
                 if not seen & HAS_RUN:  # H1 says so
                     continue
-                if run_reader.is_clean(run, seen >> RUN_BITS):
+                if run_reader.is_clean(seen >> RUN_BITS, run.message[SAFE]):
                     num_learned += 1
                     self.listener.collected_one(run)
                     continue

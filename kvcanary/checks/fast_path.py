@@ -1,6 +1,8 @@
-"""Fast path: all forwards that wait are proved clean, sealed and noted in one compiled loop, as they nearly always are.
+"""Fast path: a step that is clean, as nearly all are, is judged by one compiled loop.
 
-The loop only says that something is wrong; the rules (manager/rules.py) then judge the same forwards and name it.
+A `Prover` has forwards that the host judges, a `RunReader` what the device says of those that judged themselves. The
+loop only says that something is wrong; the rules (manager/rules.py, `CapturedStep.learn`) then judge the same forwards
+and name it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,28 @@ from kvcanary.calls.forward import Forward, Ints
 from kvcanary.calls.violation_log import ViolationLog
 from kvcanary.checks.seals import Sealer
 from kvcanary.ledger.ledger import Judged, Ledger, Request
-from kvcanary.native.layout import FACT, FORWARD, PLANS_WRONG, READS_WRONG, REQUEST, REWRITTEN, ROW_CHAIN, SEALED_BITS
+from kvcanary.ledger.page_states import Pages
+from kvcanary.native.layout import (
+    FACT,
+    FORWARD,
+    LACKS_ROOM,
+    LEFT_TO_RULES,
+    MESSAGE_BITS,
+    NOT_QUIET,
+    PAGES_FRESH,
+    PLANS_WRONG,
+    QUIET,
+    READS_WRONG,
+    REQUEST,
+    REWRITES,
+    REWRITTEN,
+    ROW_CHAIN,
+    RUN,
+    RUN_BITS,
+    SAID,
+    SEALED_BITS,
+    filled,
+)
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState
 
@@ -86,6 +109,66 @@ class Prover:
                 place += ROW_CHAIN.size
                 if has_judged and judged:
                     request.judged[pool_id] = Judged(max(known, judged), step, epoch)
+
+
+class RunReader:
+    """Runs of captured forwards, read in their order: the ledger goes on by what they say of pages and records.
+
+    said: how far `prove` came, SAID (native/layout.py)
+    """
+
+    def __init__(
+        self, state: CanaryState, pages: Pages, record_store: RecordStore, headers: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        """`headers`: as of `SubstepRegistry.seen`; `prove` needs them."""
+        self._pages, self._record_store, loops = pages, record_store, state.pools[0].loops
+        self._read_runs, self._collect_quiet = loops.read_runs, loops.collect_quiet
+        self._tables = array("q", (pages.states.ctypes.data, *record_store.flags_address))
+        self._books_at, self._page_size = self._tables.buffer_info()[0], state.page_size
+        self.said = array("q", bytes(8 * SAID.size))
+        seen, counts, header = headers
+        own = {"tables": self._books_at, "page_size": state.page_size, "final": pages.final_at}
+        said_at = self.said.buffer_info()[0]
+        self._quiet = filled(QUIET, **own, seen=seen, counts=counts, header=header, said=said_at)
+        self._quiet_at = self._quiet.buffer_info()[0]
+
+    def prove(
+        self,
+        structs: array[int],
+        num_moves: int,
+        move_structs: array[int],
+        planned: array[int],
+        kept: array[int],
+        proves: bool,
+    ) -> int:
+        """`loops.collect_quiet` of a step, from where `said` stands; the record store knows what is new, if it is done.
+
+        structs, move_structs: of its runs and moves;  planned: rows, entries and reads that were expected
+        kept: room for what the flight recorder keeps;  proves: tokens that the host knows are compared, too
+        """
+        runs = len(structs) // RUN.size, structs.buffer_info()[0], num_moves, move_structs.buffer_info()[0]
+        at = planned.buffer_info()[0], proves, kept.buffer_info()[0], self._quiet_at
+        found: int = self._collect_quiet(*runs, *at)
+        if found not in (NOT_QUIET, LACKS_ROOM):
+            self._record_store.collected(self.said[SAID.seen] >> RUN_BITS & REWRITES)
+        return found
+
+    def read(self, first: int, end: int, structs: array[int], planned: array[int], proves: bool) -> int:
+        """`loops.read_runs` of these of the runs: how far it came, `first` where requests lack room."""
+        at = structs.buffer_info()[0], self._books_at, planned.buffer_info()[0]
+        return int(self._read_runs(first, end, *at, proves))
+
+    def is_clean(self, seen: int, slots: Ints) -> bool:
+        """Whether nothing is left to the rules: pages are written then, and the record store knows new records.
+
+        seen: what the loop says of the message;  slots: those that it names as safe to write
+        """
+        if seen & LEFT_TO_RULES:
+            return False
+        if seen & PAGES_FRESH:
+            self._pages.wrote(slots[: seen >> MESSAGE_BITS], self._page_size)
+        self._record_store.collected(seen & REWRITES)
+        return True
 
 
 def _requests_of(forwards: Sequence[Forward]) -> list[Request]:

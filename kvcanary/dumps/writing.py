@@ -64,7 +64,7 @@ class Writer:
     def __init__(self, source: Source) -> None:
         self._source, self._packed = source, Packed()
         self._state, self._ledger = source.manager_state.state, source.manager_state.ledger
-        source.recorder.wait_over()
+        source.recorder.forwards.wait_over()
         self._first, self._events = source.recorder.segments[0].checkpoint, [*_told(source.recorder.segments)]
         self._now = take_checkpoint(
             source.manager_state, source.step, room_for_records(source.manager_state, source.recorder.most_bytes)

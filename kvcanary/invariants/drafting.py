@@ -95,25 +95,6 @@ def check_relay(request: str, row: int, committed_len: int, published: tuple[str
         raise RelayError(f"{request} drafts at length {committed_len}, but the proposals of row {row} are {found}")
 
 
-class StagingError(InvariantError):
-    """A host buffer is read for what it held before it was taken again, or has no room for what is put into it."""
-
-
-def check_staging(buffer: str, generation: int, now: int, count: int) -> None:
-    if generation != now:
-        raise StagingError(
-            f"host buffer {buffer!r} is read for its use {generation}, it is in its use {now}: a ring of {count} "
-            "buffers is too short for the steps that the host is behind"
-        )
-
-
-def check_staging_room(buffer: str, needed: int, size: int) -> None:
-    if needed > size:
-        raise StagingError(
-            f"{needed} numbers are put into {buffer!r}, which has room for {size}: size it by the largest"
-        )
-
-
 class TreeShapeError(InvariantError):
     """A draft tree is no tree, or an accepted path is no path of it."""
 

@@ -1,4 +1,4 @@
-"""Rows: whose they are and where they end, what is announced, fed and committed, and sizes that all must agree on."""
+"""Rows: whose they are and where they end, what is fed and committed, host buffers, sizes that all must agree on."""
 
 from __future__ import annotations
 
@@ -217,6 +217,25 @@ def check_flat_indices(what: str, rows: int, width: int) -> None:
         raise IndexOverflowError(
             f"{what}: {rows} rows * {width} columns = {rows * width} must be below {MAX_FLAT_INDEX + 1}: "
             "lower max_running_requests, topk or context_length"
+        )
+
+
+class StagingError(InvariantError):
+    """A host buffer is read for what it held before it was taken again, or has no room for what is put into it."""
+
+
+def check_staging(buffer: str, generation: int, now: int, count: int) -> None:
+    if generation != now:
+        raise StagingError(
+            f"host buffer {buffer!r} is read for its use {generation}, it is in its use {now}: a ring of {count} "
+            "buffers is too short for the steps that the host is behind"
+        )
+
+
+def check_staging_room(buffer: str, needed: int, size: int) -> None:
+    if needed > size:
+        raise StagingError(
+            f"{needed} numbers are put into {buffer!r}, which has room for {size}: size it by the largest"
         )
 
 

@@ -54,7 +54,7 @@ class DeviceSubstep(SubstepCanary):
         captured, entries = session.on_device(), array("q", written)
         run = captured.take_once(pool, (kind, index), read, write, batch, written)
         launch_group, reads = LaunchGroup([(run,)]), [read.indices.shape[0]]
-        record = session.recorder.captured.launched(launch_group, batch.names, entries, reads)
+        record = session.recorder.forwards.launched(launch_group, batch.names, entries, reads)
         captured.launch(launch_group, batch, session.step, entries, [0], record)
         if checks.is_full:
             checks.read_all([run], batch.requests, session.step)
@@ -84,7 +84,7 @@ class DeviceSubstep(SubstepCanary):
         self, run: OneShotSubstep, layer: int, slots: Tensor, k: Tensor, v: Tensor | None, extras: tuple[Tensor, ...]
     ) -> None:
         if layer in run.layers:
-            self._session.recorder.stored_again(self._pool.name, layer)
+            self._session.recorder.forwards.stored_again(self._pool.name, layer)
         run.store(layer, k, v, *extras, slots=slots)
 
 

@@ -92,7 +92,7 @@ class Forwards:
         if captured.num_pending_acceptances > 1 and any(request.pending_acceptances > 1 for request in batch.requests):
             checks.collect()
         entries = array("q", written)
-        record = self._recorder.captured.launched(launch_group, batch.names, entries, reads)
+        record = self._recorder.forwards.launched(launch_group, batch.names, entries, reads)
         checks.flush_before_launch()
         if checks.is_full:
             for part in launch_group.parts:
@@ -104,7 +104,7 @@ class Forwards:
         captured = self._checks.captured
         if captured is None:
             raise HookOrderError("launch_move() needs a move of this manager's registry, got one of another")
-        record = self._recorder.captured.launched_move(captured.registry.moves.index(move), move.pool.name)
+        record = self._recorder.forwards.launched_move(captured.registry.moves.index(move), move.pool.name)
         self._checks.publish_pages()
         captured.launch_move(move, record)
 

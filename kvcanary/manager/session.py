@@ -73,8 +73,8 @@ class Session:
         )
         recorder = Recorder(manager_state, self.config.ring)
         checks.violations.watch = recorder.fired
-        checks.rules.judged, checks.proved = recorder.judged, recorder.proved
-        checks.collecting = recorder.captured.collecting
+        checks.rules.judged, checks.proved = recorder.forwards.judged, recorder.forwards.proved
+        checks.collecting = recorder.forwards.collecting
         async_tracker.note, async_tracker.log = recorder.note, recorder.log
         return recorder
 
@@ -89,7 +89,7 @@ class Session:
         """What judges forwards that judge themselves there: made for the first of them."""
         checks = self.checks
         if checks.captured is None:
-            checks.captured = captured = CapturedStep(self.state, self.ledger, self.coverage, self.recorder.captured)
+            checks.captured = captured = CapturedStep(self.state, self.ledger, self.coverage, self.recorder.forwards)
             captured.registry.compares_moves = checks.mover.compares_content
             captured.registry.compares_reads = checks.is_full
         return checks.captured

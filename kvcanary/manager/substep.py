@@ -83,7 +83,7 @@ class SubstepCanary:
         if not is_announced and kind == "draft":
             violations = [*violations, *self._expected.left_out(forward)]
         session.checks.open(forward)
-        session.recorder.opened(forward)
+        session.recorder.forwards.opened(forward)
         session.checks.report(violations)
         self._forward, self._loop, self._puts = forward, pool.loops.put_values, True
         return forward.indices, forward.slots
@@ -148,7 +148,7 @@ class SubstepCanary:
             raise PlanError(f"{self} {wrong_values(self._pool.view, self._forward.num_entries, values)}")
         forward = self._forward
         if forward.stored >> layer & 1:
-            self._session.recorder.stored_again(self._pool.name, layer)
+            self._session.recorder.forwards.stored_again(self._pool.name, layer)
             self._session.checks.report(judge_layer(forward, layer))
         forward.stored |= 1 << layer
         forward.stored_by_engine = True
@@ -161,7 +161,7 @@ class SubstepCanary:
             raise HookOrderError(f"close() follows open(): {self} is {self._phase}")
         self._phase, self._puts = CLOSED, False
         if self._is_judged:
-            self._session.recorder.closed(self._pool.name)
+            self._session.recorder.forwards.closed(self._pool.name)
         self._session.open.remove(self._where)
 
 

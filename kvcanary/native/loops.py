@@ -5,7 +5,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.native import device_results, fingerprints, page_states, pool_bytes, prove  # noqa: F401
+from kvcanary.native import device_results, fingerprints, forwards, page_states, pool_bytes  # noqa: F401
 from kvcanary.native.jit import LOOPS, entry
 
 if TYPE_CHECKING:

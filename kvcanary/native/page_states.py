@@ -106,3 +106,11 @@ def describe_pages(struct, pages, numbers, room):
         page = pages[i if i < pages.size else 0]
         numbers[i], numbers[room + i] = page, generations[page]
         numbers[2 * room + i], numbers[3 * room + i] = owners[page], states[page]
+
+
+@loop("void(int64[::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[::1], int64[::1])")
+def publish_pages(pages, generations, owners, states, to_generations, to_owners, to_states):
+    """Copy what is true of these pages; the others [num_pages]."""
+    for page in pages:
+        to_generations[page], to_owners[page] = generations[page], owners[page]
+        to_states[page] = states[page]

@@ -9,9 +9,9 @@ judged:    [rows] bool, entries that were found to be their requests' truth
 import numpy as np
 
 from kvcanary.native import layout
-from kvcanary.native.forward_plan import plan_of
 from kvcanary.native.jit import longs_at, loop, view
 from kvcanary.native.layout import FORWARD, POOL
+from kvcanary.native.plans import plan_of
 from kvcanary_kernels.record import layout as at
 from kvcanary_kernels.record.formulas import chain_step, mix_of, seal_column
 from kvcanary_kernels.record.layout import COLUMNS, LOAD_FAILED, MASK_32, RESERVED

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,16 +22,13 @@ from torch import Tensor
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.codes import UNWRITTEN
 from kvcanary.pools.event_log import LONG, Event, EventLog, nowhere
-from kvcanary.recorder.captured_events import CapturedEvents
 from kvcanary.recorder.checkpoint import ManagerState, room_for_records, take_checkpoint
-from kvcanary.recorder.kept_forwards import RecordedForward
+from kvcanary.recorder.forward_events import ForwardEvents
 from kvcanary.recorder.segment import EVENT_BYTES, PARTS, SPARE, Damage, Segment
 from kvcanary.transfers.snapshots import PageSnapshot
 
 if TYPE_CHECKING:
-    from kvcanary.calls.forward import Forward
     from kvcanary.calls.violation import Violation
-    from kvcanary.checks.rows import Verdict
 
 MOST_BYTES = 64 << 20  # of all segments together
 INT_BYTES = 8
@@ -50,7 +47,7 @@ class Recorder:
 
     log:      where events are recorded
     maps:     pools behind a slot map, whose changes are events too
-    captured: what is told of captured steps
+    forwards: is told of forwards and of captured moves
     """
 
     def __init__(self, manager_state: ManagerState, steps: int, most_bytes: int = MOST_BYTES) -> None:
@@ -61,9 +58,8 @@ class Recorder:
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self.log = EventLog()
         self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
-        self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
-        self.captured = CapturedEvents(self.segments, self.log)
-        self._waiting: dict[int, RecordedForward] = {}
+        self.forwards = ForwardEvents(self.segments, self.log)
+        self._add = self.forwards.add
         self._snapshots: dict[int, tuple[PageSnapshot, int]] = {}
         self._num_snapshots = 0
 
@@ -91,7 +87,7 @@ class Recorder:
         self.segments.clear()
         self.log.append = nowhere()
         self._rooms.clear()
-        self._waiting.clear()
+        self.forwards.forget()
 
     # what happens
 
@@ -151,64 +147,11 @@ class Recorder:
             event = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in event])
         self.log.append(event)
 
-    def opened(self, forward: Forward) -> None:
-        """A forward was opened; its rows are known when it is judged."""
-        if not self.segments:
-            return
-        if self.maps:
-            self.note_maps()
-        recorded = RecordedForward(forward)
-        self._waiting[id(forward)] = recorded
-        self._add(("forward", recorded))
-
-    def closed(self, pool: str) -> None:
-        """The open forward of this pool is closed."""
-        self._add(("close", pool))
-
-    def stored_again(self, pool: str, layer: int) -> None:
-        """A layer of the open forward of this pool has stored before, and does again."""
-        self._add(("store", pool, layer))
-
-    def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
-        """These forwards were judged: their plans are kept, and the rows that are not as granted."""
-        if not self._waiting:
-            return
-        suspects: dict[int, set[int]] = {}
-        for segment in verdict.suspects:
-            suspects.setdefault(id(segment.forward), set()).add(segment.row)
-        for forward in forwards:
-            self._keep(forward, suspects.get(id(forward), ()))
-
-    def proved(self, forwards: Sequence[Forward]) -> None:
-        """These forwards were judged, and a loop has proved every row to be as granted."""
-        if not self._waiting:
-            return
-        heads = np.array([forward.head for forward in forwards], np.int64)
-        ends = np.empty((len(heads), 2), np.int64)
-        keep_plans = forwards[0].pool.loops.keep_plans
-        size = keep_plans(heads, self._room_for_plans, ends)
-        if size > len(self._room_for_plans):
-            self._room_for_plans = np.empty(2 * size, np.int32)
-            size = keep_plans(heads, self._room_for_plans, ends)
-        if size < 0:
-            for forward in forwards:
-                forward.read_rows()
-                self._keep(forward, ())
-            return
-        values = self._room_for_plans[:size].copy()
-        self.segments[-1].array_bytes += values.nbytes
-        begin = 0
-        for forward, (middle, end) in zip(forwards, ends.tolist(), strict=True):
-            recorded = self._waiting.pop(id(forward), None)
-            if recorded is not None:
-                recorded.keep_clean(forward, values[begin:middle], values[middle:end])
-            begin = end
-
     def fired(self, violation: Violation | ViolationBatch) -> None:
         """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
         if not self.segments or violation.code not in _DAMAGE:
             return
-        place = self.captured.event_of(violation.pool.name, violation.site, violation.step)
+        place = self.forwards.event_of(violation.pool.name, violation.site, violation.step)
         segment, number = place or (self.segments[-1], max(len(self.segments[-1].events) - 1, 0))
         violations = (
             [violation.violation(n) for n in range(min(len(violation), MOST_DAMAGED))]
@@ -239,11 +182,6 @@ class Recorder:
             while len(self._snapshots) > MOST_SNAPSHOTS:
                 del self._snapshots[next(iter(self._snapshots))]
 
-    def wait_over(self) -> None:
-        """Forwards that were not judged yet, with the rows that they have now; for a dump in mid-step."""
-        for recorded in self._waiting.values():
-            recorded.keep_unjudged()
-
     # helpers
 
     def _count_arrays(self) -> None:
@@ -252,21 +190,10 @@ class Recorder:
             self.segments[-1].array_bytes += INT_BYTES * self.log.ints
         self.log.ints = 0
 
-    def _add(self, event: Event) -> None:
-        """With slot maps as they were noted last, where somebody records."""
-        if self.segments:
-            self.segments[-1].events.append(event)
-
     def _noted(self, event: Event) -> None:
         """Behind what has changed in slot maps."""
         self.note_maps()
         self._add(event)
-
-    def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
-        recorded = self._waiting.pop(id(forward), None)
-        if recorded is not None:
-            recorded.keep(forward, suspects)
-            self.segments[-1].array_bytes += recorded.num_bytes
 
     def _number_of(self, snapshot: PageSnapshot) -> int:
         """-1 of one that left before the recording."""

@@ -180,9 +180,9 @@ def test_places_of_the_last_run_are_exact(tree, monkeypatch):
     tree.canary.commit("ann", 3)
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
     tree.launch(2, tree.verify, [4, 9, 10, 7, 8], TOKENS[3:5], [-1, 0])
-    reported, noticed = [], tree.canary.recorder.captured.noticed
+    reported, noticed = [], tree.canary.recorder.forwards.noticed
     monkeypatch.setattr(
-        tree.canary.recorder.captured, "noticed", lambda violation: (reported.append(violation), noticed(violation))
+        tree.canary.recorder.forwards, "noticed", lambda violation: (reported.append(violation), noticed(violation))
     )
     tree.canary.collect(tree.canary.end_step())
     assert sorted((violation.slot, violation.is_exact) for violation in reported if violation.code == "R12") == [
@@ -195,9 +195,9 @@ def test_places_of_an_earlier_run_are_its_first(tree, monkeypatch):
     """Two runs read a slot each that nobody has written: what the later one left is no place of the earlier one."""
     tree.canary.commit("ann", 3)
     tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
-    reported, noticed = [], tree.canary.recorder.captured.noticed
+    reported, noticed = [], tree.canary.recorder.forwards.noticed
     monkeypatch.setattr(
-        tree.canary.recorder.captured, "noticed", lambda violation: (reported.append(violation), noticed(violation))
+        tree.canary.recorder.forwards, "noticed", lambda violation: (reported.append(violation), noticed(violation))
     )
     flights = []
     for step, row in ((2, [4, 9, 6, 7, 8]), (3, [4, 5, 10, 7, 8])):

@@ -245,7 +245,7 @@ def test_a_large_captured_forward_is_packed_at_once(tmp_path, monkeypatch):
     """It takes less room than one that waits for somebody to ask, and is the same in a dump."""
     waits = captured_step()
     monkeypatch.setattr("kvcanary.recorder.kept_forwards.MOST_UNPACKED", 0)
-    monkeypatch.setattr("kvcanary.recorder.captured_events.MOST_KEPT", 0)
+    monkeypatch.setattr("kvcanary.recorder.forward_events.MOST_KEPT", 0)
     packed_one = captured_step()
     assert packed_one.recorder.num_bytes < waits.recorder.num_bytes
     later, at_once = (

@@ -16,9 +16,9 @@ from kvcanary.captured.decoded import CollectedRun, DecodedForward
 from kvcanary.captured.kernel_launches import HEADER
 from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.moves import LaunchedMove
-from kvcanary.captured.pending import RunReader
 from kvcanary.captured.step import CapturedStep
-from kvcanary.captured.substep import MASKS, message_struct
+from kvcanary.captured.substep import MASKS, SAFE, message_struct
+from kvcanary.checks.fast_path import RunReader
 from kvcanary.checks.lengths import judge_mask
 from kvcanary.checks.tokens import judge_tokens
 from kvcanary.ledger.ledger import Ledger, Role
@@ -36,7 +36,6 @@ from kvcanary.native.layout import (
     NOT_QUIET,
     NOWHERE,
     PAGES_FRESH,
-    REWRITES,
     ROWS,
     RUN,
     RUN_BITS,
@@ -93,10 +92,10 @@ class World:
     def read(self, run: Launched) -> int:
         """What is seen of the line; what is clean is true of pages and mirror then."""
         structs = array("q", self.struct)
-        assert self.run_reader.read([run], structs, 0, array("q", [0] * NUM_RUNS), True) == 1
+        assert self.run_reader.read(0, 1, structs, array("q", [0] * NUM_RUNS), True) == 1
         assert structs[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN
         seen = structs[RUN.seen] >> RUN_BITS
-        assert self.run_reader.is_clean(run, seen) == (not seen & LEFT_TO_RULES)
+        assert self.run_reader.is_clean(seen, run.message[SAFE]) == (not seen & LEFT_TO_RULES)
         return seen
 
 
@@ -200,9 +199,9 @@ def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
     accepted, first = np.array([[1, 7], [0, 0]]), list(world.struct)
     first[RUN.written], first[RUN.accepted], first[RUN.places] = 0, accepted.ctypes.data, 2
     structs, planned = array("q", [*first, *world.struct]), array("q", [0] * NUM_RUNS)
-    assert world.run_reader.read([run, run], structs, 0, planned, True) == 1
+    assert world.run_reader.read(0, 2, structs, planned, True) == 1
     assert structs[RUN.seen] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
-    assert world.run_reader.read([run, run], structs, 1, planned, True) == 2
+    assert world.run_reader.read(1, 2, structs, planned, True) == 2
     assert [request.committed_len for request in world.ledger.requests.values()] == [1, 0]
 
 
@@ -274,22 +273,18 @@ class Steps:
             requests,
         ]
 
-    def collect_at_once(self, runs: list[Launched], structs: array) -> tuple[int, list[int]]:
+    def collect_at_once(self, structs: array) -> tuple[int, list[int]]:
         """What the loop answers, and what is kept of the step."""
         moves = self.move_structs
         kept = array("q", bytes(8 * (sum(structs[RUN.keep :: RUN.size]) + sum(moves[MOVE.keep :: MOVE.size]))))
-        run_reader, at = self.world.run_reader, (structs.buffer_info()[0], len(self.moves), moves.buffer_info()[0])
-        own = self.planned.buffer_info()[0], True, kept.buffer_info()[0], run_reader.quiet_at
+        run_reader = self.world.run_reader
         run_reader.said[SAID.end] = 0
-        found = run_reader.collect_quiet(len(runs), *at, *own)
-        if found != NOT_QUIET:
-            self.world.record_store.collected(run_reader.said[SAID.seen] >> RUN_BITS & REWRITES)
-        return found, kept.tolist()
+        return run_reader.prove(structs, len(self.moves), moves, self.planned, kept, True), kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], structs: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""
         run_reader, totals = self.world.run_reader, array("q", [0] * NUM_RUNS)
-        end = run_reader.read(runs, structs, 0, self.planned, True)
+        end = run_reader.read(0, len(runs), structs, self.planned, True)
         seen = [structs[RUN.size * number + RUN.seen] for number in range(end)]
         if end < len(runs) or any(one & (HAS_RUN | IS_SHORT) != HAS_RUN for one in seen):
             return end, False, [], 0
@@ -302,7 +297,7 @@ class Steps:
         if not loops.take_quiet(len(runs), structs.buffer_info()[0], *at, 2 * NUM_BITS, HEADER):
             return end, False, [], 0
         for run, one in zip(runs, seen, strict=True):
-            run_reader.is_clean(run, one >> RUN_BITS)
+            run_reader.is_clean(one >> RUN_BITS, run.message[SAFE])
         CapturedStep.learn_moves(self, SimpleNamespace(moves=self.moves), self.world.record_store)
         return end, True, totals.tolist(), self.ledger.steps.finalise_runs(structs, 0)
 
@@ -376,7 +371,7 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
             runs, structs = zip(*made, strict=True)
             both.append((steps, runs, array("q", chain.from_iterable(structs))))
         (first, runs, structs), (second, others, other_structs) = both
-        said, (found, kept) = first.world.run_reader.said, first.collect_at_once(runs, structs)
+        said, (found, kept) = first.world.run_reader.said, first.collect_at_once(structs)
         is_quiet = found != NOT_QUIET
         end, was_quiet, totals, place = second.land_one_by_one(others, other_structs)
         assert (said[SAID.end], is_quiet) == (end, was_quiet)

@@ -18,7 +18,7 @@ from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.pools.event_log import EventLog
-from kvcanary.recorder.captured_events import KEPT_STEPS, MOVE_SITE, CapturedEvents
+from kvcanary.recorder.forward_events import KEPT_STEPS, MOVE_SITE, ForwardEvents
 from kvcanary.recorder.recorder import (
     LONG,
     MOST_BYTES,
@@ -141,7 +141,7 @@ def test_damage_of_an_older_segment_counts_at_once(monkeypatch: pytest.MonkeyPat
         engine.decode()
     oldest, second, _ = recorder.segments
     monkeypatch.setattr("kvcanary.recorder.segment.DAMAGE_BYTES", MOST_BYTES)
-    monkeypatch.setattr(recorder.captured, "event_of", lambda *site: (oldest, 0))
+    monkeypatch.setattr(recorder.forwards, "event_of", lambda *site: (oldest, 0))
     flip(engine)
     engine.decode()
     assert oldest.damage
@@ -290,7 +290,7 @@ def test_what_many_are_told_is_kept_as_it_was_told(count: int):
 def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     """The last launch of a site, a move, else the departure of the step that lands; what is heard is the launch's."""
     segment, log, last = SimpleNamespace(events=[], array_bytes=0), EventLog(), 3 * KEPT_STEPS
-    recorded, log.append = CapturedEvents(deque([segment]), log), segment.events.append
+    recorded, log.append = ForwardEvents(deque([segment]), log), segment.events.append
     substep = SimpleNamespace(
         number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,), num_kept=2
     )
@@ -319,9 +319,9 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     move = recorded.launched_move(0, "target")
     assert move.moved is None
     moves = [SimpleNamespace(move=SimpleNamespace(num_places=4), record=record) for record in (None, move)]
-    monkeypatch.setattr("kvcanary.recorder.captured_events._pack", (packed := []).append)
+    monkeypatch.setattr("kvcanary.recorder.forward_events._pack", (packed := []).append)
     for most in (13, 12):
-        monkeypatch.setattr("kvcanary.recorder.captured_events.MOST_KEPT", most)
+        monkeypatch.setattr("kvcanary.recorder.forward_events.MOST_KEPT", most)
         assert packed == []
         log.ints = segment.array_bytes = 0
         recorded.collected(launched, moves, numbers := array("q", [*range(9), 4, -1, 5, 6]))
@@ -341,7 +341,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
 def test_a_launch_is_found_in_a_segment_that_began_within_its_step():
     """Also where no room is left for the one in which the step began; one of any other step is not."""
     segment, log = SimpleNamespace(events=[], checkpoint=SimpleNamespace(step=7)), EventLog()
-    recorded, log.append = CapturedEvents(deque([segment]), log), segment.events.append
+    recorded, log.append = ForwardEvents(deque([segment]), log), segment.events.append
     substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0))
     recorded.launched(SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=0), ("only",), (1,), [5])
     assert recorded.event_of("target", substep.site, 7) == (segment, 0)

@@ -1,8 +1,9 @@
 """The path of a step: the files of kvcanary whose code a clean decode step runs, eager and captured.
 
 ``python -m kvcanary_tools.step_path`` counts them. Whoever wants to know what a step does reads these, so fewer are
-better, and those that both ways share are read once. Embedded model without drafts, default canary; of some steps in
-the midst of an answer the one with the fewest files, since others re-read bytes or grant pages as well.
+better, and those that both ways share are read once. Compiled loops count with the file in which they are written.
+Embedded model without drafts, default canary; of some steps in the midst of an answer the one with the fewest files,
+since others re-read bytes or grant pages as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 import kvcanary
+from kvcanary.native import loops
+from kvcanary.native.jit import LOOPS
 from spec_engine import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(kvcanary.__file__).parent
@@ -30,10 +33,13 @@ def path_of_a_step(graphs: str) -> set[str]:
 
 def _files_of_step(engine: Engine) -> set[str]:
     files: set[str] = set()
+    entries = {id(getattr(loops, name)): made.py_func.__code__.co_filename for name, made in LOOPS.items()}
 
-    def called(frame: FrameType, event: str, _: object) -> None:
+    def called(frame: FrameType, event: str, function: object) -> None:
         if event == "call":
             files.add(frame.f_code.co_filename)
+        elif event == "c_call" and id(function) in entries:
+            files.add(entries[id(function)])
 
     sys.setprofile(called)
     try:

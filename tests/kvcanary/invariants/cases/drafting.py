@@ -97,21 +97,6 @@ CASES = [
         "req-3 drafts at length 20, but the proposals of row 2 are nobody's",
     ),
     (
-        invariants.check_staging,
-        ("results 0", 3, 4, 2),
-        ("results 0", 3, 3, 2),
-        invariants.StagingError,
-        "host buffer 'results 0' is read for its use 3, it is in its use 4: a ring of 2 buffers is too short for the "
-        "steps that the host is behind",
-    ),
-    (
-        invariants.check_staging_room,
-        ("results", 33, 32),
-        ("results", 32, 32),
-        invariants.StagingError,
-        "33 numbers are put into 'results', which has room for 32: size it by the largest",
-    ),
-    (
         invariants.check_chain,
         ("parents", [-1, -1, 0], [-1, 0, 1]),
         ("parents", [-1, 0, 1], [-1, 0, 1]),

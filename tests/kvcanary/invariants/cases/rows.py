@@ -243,6 +243,21 @@ CASES = [
         "lower max_running_requests, topk or context_length",
     ),
     (
+        invariants.check_staging,
+        ("results 0", 3, 4, 2),
+        ("results 0", 3, 3, 2),
+        invariants.StagingError,
+        "host buffer 'results 0' is read for its use 3, it is in its use 4: a ring of 2 buffers is too short for the "
+        "steps that the host is behind",
+    ),
+    (
+        invariants.check_staging_room,
+        ("results", 33, 32),
+        ("results", 32, 32),
+        invariants.StagingError,
+        "33 numbers are put into 'results', which has room for 32: size it by the largest",
+    ),
+    (
         invariants.check_estimate,
         ("req-3", 7, 7, 16, 4, 9),
         ("req-3", 6, 7, 16, 4, 6),

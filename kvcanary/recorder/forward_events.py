@@ -1,4 +1,4 @@
-"""CapturedEvents: launches and moves of captured steps in a recording, filled in when the host collects them."""
+"""ForwardEvents: forwards and captured moves in a recording, filled in when the host has judged or collected them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcanary.captured.decoded import CollectedRun
 from kvcanary.pools.event_log import Event, EventLog
-from kvcanary.recorder.kept_forwards import MOST_UNPACKED, RecordedGroup, RecordedLaunch, RecordedMove
+from kvcanary.recorder.kept_forwards import MOST_UNPACKED, RecordedForward, RecordedGroup, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record.layout import MASK_32
 
 if TYPE_CHECKING:
+    from kvcanary.calls.forward import Forward
     from kvcanary.captured.decoded import DecodedForward
     from kvcanary.captured.launch_group import Launch, Launched, LaunchGroup
     from kvcanary.captured.moves import LaunchedMove
     from kvcanary.captured.readback import CapturedViolation
+    from kvcanary.checks.rows import Verdict
     from kvcanary.recorder.segment import Segment
 
 _LAYERS = attrgetter("layers")
@@ -28,16 +33,93 @@ Site = tuple[str, int]
 Place = tuple["Segment", int]
 
 
-class CapturedEvents:
-    """What a recorder has of captured steps; a `captured.step.Listener`.
+class ForwardEvents:
+    """What a recorder has of forwards, those that the host judges and captured ones; a `captured.step.Listener`.
 
-    All that was launched is collected, before another segment begins.
+    All that was opened is judged, and all that was launched is collected, before another segment begins.
     """
 
     def __init__(self, segments: deque[Segment], log: EventLog) -> None:
         """`segments`: of the recording, none where nobody records; `log`: where it is recorded."""
         self._segments, self._log = segments, log
+        self._waiting: dict[int, RecordedForward] = {}
+        self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self._collecting: int | None = None
+
+    def add(self, event: Event) -> None:
+        """With slot maps as they were noted last, where somebody records."""
+        if self._segments:
+            self._segments[-1].events.append(event)
+
+    def forget(self) -> None:
+        """Nobody records any more."""
+        self._waiting.clear()
+
+    # forwards that the host judges
+
+    def opened(self, forward: Forward) -> None:
+        """A forward was opened; its rows are known when it is judged."""
+        if not self._segments:
+            return
+        recorded = RecordedForward(forward)
+        self._waiting[id(forward)] = recorded
+        self._log.append(("forward", recorded))
+
+    def closed(self, pool: str) -> None:
+        """The open forward of this pool is closed."""
+        self.add(("close", pool))
+
+    def stored_again(self, pool: str, layer: int) -> None:
+        """A layer of the open forward of this pool has stored before, and does again."""
+        self.add(("store", pool, layer))
+
+    def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
+        """These forwards were judged: their plans are kept, and the rows that are not as granted."""
+        if not self._waiting:
+            return
+        suspects: dict[int, set[int]] = {}
+        for segment in verdict.suspects:
+            suspects.setdefault(id(segment.forward), set()).add(segment.row)
+        for forward in forwards:
+            self._keep(forward, suspects.get(id(forward), ()))
+
+    def proved(self, forwards: Sequence[Forward]) -> None:
+        """These forwards were judged, and a loop has proved every row to be as granted."""
+        if not self._waiting:
+            return
+        heads = np.array([forward.head for forward in forwards], np.int64)
+        ends = np.empty((len(heads), 2), np.int64)
+        keep_plans = forwards[0].pool.loops.keep_plans
+        size = keep_plans(heads, self._room_for_plans, ends)
+        if size > len(self._room_for_plans):
+            self._room_for_plans = np.empty(2 * size, np.int32)
+            size = keep_plans(heads, self._room_for_plans, ends)
+        if size < 0:
+            for forward in forwards:
+                forward.read_rows()
+                self._keep(forward, ())
+            return
+        values = self._room_for_plans[:size].copy()
+        self._count(values.nbytes)
+        begin = 0
+        for forward, (middle, end) in zip(forwards, ends.tolist(), strict=True):
+            recorded = self._waiting.pop(id(forward), None)
+            if recorded is not None:
+                recorded.keep_clean(forward, values[begin:middle], values[middle:end])
+            begin = end
+
+    def wait_over(self) -> None:
+        """Forwards that were not judged yet, with the rows that they have now; for a dump in mid-step."""
+        for recorded in self._waiting.values():
+            recorded.keep_unjudged()
+
+    def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
+        recorded = self._waiting.pop(id(forward), None)
+        if recorded is not None:
+            recorded.keep(forward, suspects)
+            self._count(recorded.num_bytes)
+
+    # what was launched
 
     def launched(
         self,
