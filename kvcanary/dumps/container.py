@@ -7,7 +7,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class Packed:
         """These arrays and all that was packed, as safetensors."""
         ints = np.concatenate(self._parts) if self._parts else np.empty(0, np.int64)
         return save({"ints": ints, **{name: np.ascontiguousarray(values) for name, values in arrays.items()}})
+
+
+def json_lines(values: Iterable[Any]) -> bytes:
+    """One value a line."""
+    return b"".join(json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in values)
 
 
 def write_members(path: Path, members: Mapping[str, bytes]) -> None:

@@ -1,17 +1,20 @@
-"""Manifest: pools and captured forwards as that of a dump has them, plain JSON."""
+"""Manifest: how a dump begins, findings, pools and captured forwards as a dump has them, plain JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import kvcanary
-from kvcanary.dumps.event_schema import FORMAT, VERSION
+from kvcanary.dumps.event_schema import FORMAT, SAFE_VALUES, VERSION, WITHHELD
 
 if TYPE_CHECKING:
     from kvcanary.captured.registry import SubstepRegistry
     from kvcanary.captured.substep import CapturedSubstep
+    from kvcanary.config import CanaryConfig
     from kvcanary.pools.views import PoolView
+    from kvcanary.report.finding import Finding
 
 #: Of the canary's settings, those that a replay takes as they are.
 SETTINGS = ("mode", "content", "budget", "poison")
@@ -23,6 +26,25 @@ def head_of_manifest() -> dict[str, Any]:
     """What every dump begins with."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"format": FORMAT, "version": VERSION, "kvcanary": kvcanary.__version__, "created": created}
+
+
+def settings_of(config: CanaryConfig, names: Sequence[str]) -> dict[str, Any]:
+    """These of the canary's settings, and the checks that are off."""
+    return {name: getattr(config, name) for name in names} | {"ring": config.ring, "disable": sorted(config.disable)}
+
+
+def reported_findings(findings: Iterable[Finding], is_plain: bool) -> list[dict[str, Any]]:
+    """As their events have them, without what says something of texts, bytes or keys unless all may leave."""
+    reported = [finding.to_dict() for finding in findings]
+    for finding in reported if not is_plain else ():
+        for side in ("expected", "found"):
+            finding[side] = {k: v if k in SAFE_VALUES else WITHHELD for k, v in finding[side].items()}
+    return reported
+
+
+def reported_certificate(certificate: Mapping[str, Any]) -> dict[str, Any]:
+    """Without findings, which a dump has by themselves, and without what names the keys."""
+    return {key: value for key, value in certificate.items() if key not in ("seed_id", "findings")}
 
 
 def shape_of_pool(view: PoolView) -> dict[str, Any]:

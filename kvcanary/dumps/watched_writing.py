@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-import kvcanary
-from kvcanary.dumps.container import Packed, write_members
-from kvcanary.dumps.event_schema import FORMAT, SAFE_VALUES, VERSION, WITHHELD
+from kvcanary.dumps.container import Packed, json_lines, write_members
+from kvcanary.dumps.manifest import head_of_manifest, reported_certificate, reported_findings, settings_of
 from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms
 from kvcanary.dumps.watched_events import KIND
 from kvcanary.pools.launch_site import site_name, unpack_site
@@ -107,10 +105,10 @@ class WatchedWriter:
         source = self._source
         members = {
             "manifest.json": json.dumps(self._manifest(), indent=1).encode(),
-            "findings.jsonl": lines(reported_findings(source.findings, source.config.dump_content)),
-            "events.jsonl": lines(source.steps),
-            "requests.jsonl": lines(self._rows()),
-            "history.jsonl": lines(self._slots()),
+            "findings.jsonl": json_lines(reported_findings(source.findings, source.config.dump_content)),
+            "events.jsonl": json_lines(source.steps),
+            "requests.jsonl": json_lines(self._rows()),
+            "history.jsonl": json_lines(self._slots()),
         }
         members["arrays.safetensors"] = self._packed.tensors({})
         if source.config.dump_content and source.content is not None:
@@ -120,26 +118,18 @@ class WatchedWriter:
     def _manifest(self) -> dict[str, Any]:
         source, config = self._source, self._source.config
         return {
-            "format": FORMAT,
-            "version": VERSION,
+            **head_of_manifest(),
             "kind": KIND,
-            "kvcanary": kvcanary.__version__,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "trigger": "finding",
             "step": source.step,
             "first_step": min([step["step"] for step in source.steps], default=source.step),
             "device": source.device,
             "environment": dict(source.environment),
-            "config": {
-                "mode": config.mode,
-                "content": config.content,
-                "ring": config.ring,
-                "disable": sorted(config.disable),
-            },
+            "config": settings_of(config, ("mode", "content")),
             "groups": [dict(group) for group in source.groups],
             "tokens": "as they are" if config.dump_content else "replaced",
             "content": config.dump_content and source.content is not None,
-            "certificate": {k: v for k, v in source.certificate.items() if k not in ("seed_id", "findings")},
+            "certificate": reported_certificate(source.certificate),
         }
 
     def _rows(self) -> Iterator[dict[str, Any]]:
@@ -193,17 +183,3 @@ def record_of(words: NDArray[np.uint64], writer: str | None) -> dict[str, Any]:
         "step": when & MASK_32,
         "site": site_name(kind, index),
     }
-
-
-def reported_findings(findings: Iterable[Finding], is_plain: bool) -> list[dict[str, Any]]:
-    """As their events have them, without what says something of texts, bytes or keys unless all may leave."""
-    reported = [finding.to_dict() for finding in findings]
-    for finding in reported if not is_plain else ():
-        for side in ("expected", "found"):
-            finding[side] = {k: v if k in SAFE_VALUES else WITHHELD for k, v in finding[side].items()}
-    return reported
-
-
-def lines(values: Iterable[Any]) -> bytes:
-    """JSON lines."""
-    return b"".join(json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in values)

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.dumps.container import Packed, write_members
+from kvcanary.dumps.container import Packed, json_lines, write_members
 from kvcanary.dumps.content import content_of
-from kvcanary.dumps.event_schema import CALLS, FORWARDS, SAFE_VALUES, WITHHELD, by_request, named, plan_part
-from kvcanary.dumps.manifest import SETTINGS, head_of_manifest, shape_of_pool, shapes_of_captured
+from kvcanary.dumps.event_schema import CALLS, FORWARDS, by_request, named, plan_part
+from kvcanary.dumps.manifest import (
+    SETTINGS,
+    head_of_manifest,
+    reported_certificate,
+    reported_findings,
+    settings_of,
+    shape_of_pool,
+    shapes_of_captured,
+)
 from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms
 from kvcanary.ledger.requests import growth_of
 from kvcanary.recorder.checkpoint import ManagerState, RequestState, room_for_records, take_checkpoint
@@ -80,13 +88,13 @@ class Writer:
 
     def members(self) -> dict[str, bytes]:
         """By name the files of the dump."""
-        findings = self._findings()
+        findings = reported_findings(self._source.findings, self._is_plain)
         members = {
             "manifest.json": json.dumps(self._manifest(), indent=1).encode(),
-            "findings.jsonl": _lines(findings),
-            "events.jsonl": _lines(self._reported()),
-            "requests.jsonl": _lines(self._requests()),
-            "history.jsonl": _lines(self._history()),
+            "findings.jsonl": json_lines(findings),
+            "events.jsonl": json_lines(self._reported()),
+            "requests.jsonl": json_lines(self._requests()),
+            "history.jsonl": json_lines(self._history()),
             "arrays.safetensors": self._packed.tensors(self._arrays()),  # and all that lines have packed
         }
         if self._source.config.dump_content:
@@ -149,15 +157,13 @@ class Writer:
     def _manifest(self) -> dict[str, Any]:
         source, config, first = self._source, self._source.config, self._first
         captured = source.manager_state.checks.captured
-        certificate = {key: value for key, value in source.certificate.items() if key not in ("seed_id", "findings")}
         return {
             **head_of_manifest(),
             "trigger": source.trigger,
             "step": source.step,
             "first_step": first.step,
             "device": self._state.records.device.type,
-            "config": {name: getattr(config, name) for name in SETTINGS}
-            | {"ring": config.ring, "disable": sorted(config.disable)},
+            "config": settings_of(config, SETTINGS),
             "quarantine": source.quarantine,
             "page_size": self._state.page_size,
             "num_pages": len(self._ledger.generations),
@@ -173,7 +179,7 @@ class Writer:
                 **{name: getattr(first, name) for name in ("quarantine", "buffers", "budgets", "hurried")},
                 "poisoners": [poisoned._asdict() for poisoned in first.poisoners],
             },
-            "certificate": certificate,
+            "certificate": reported_certificate(source.certificate),
         }
 
     def _uids(self) -> list[int]:
@@ -225,14 +231,6 @@ class Writer:
         tokens = plan_part({**forward, "plan": plan}, "tokens")
         tokens[:] = self._pseudonyms.of(tokens)
         return plan
-
-    def _findings(self) -> list[dict[str, Any]]:
-        reported = [finding.to_dict() for finding in self._source.findings]
-        if not self._is_plain:
-            for finding in reported:
-                for side in ("expected", "found"):
-                    finding[side] = {k: v if k in SAFE_VALUES else WITHHELD for k, v in finding[side].items()}
-        return reported
 
     def _history(self) -> Iterator[dict[str, Any]]:
         for page in range(len(self._ledger.generations)):
@@ -328,7 +326,3 @@ def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:
     if word is not None:
         reported["word"] = [word.part, word.head, word.dim, word.byte, word.bit]
     return reported
-
-
-def _lines(values: Iterable[Any]) -> bytes:
-    return b"".join(json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in values)
