@@ -8,6 +8,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,17 @@ def _short(error: Exception) -> str:
 def told(error: Exception) -> str:
     """What was wrong, for the end of a sentence."""
     return f"{type(error).__name__} {error}".splitlines()[0][:120]
+
+
+@contextmanager
+def expect_whole(path: Path) -> Iterator[None]:
+    """Within, whatever a reader stumbles over is a DumpError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        if isinstance(error, DumpError):
+            raise
+        raise DumpError(f"{path} is damaged: its parts do not fit together, {told(error)}") from error
 
 
 class MemberReader:

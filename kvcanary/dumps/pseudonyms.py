@@ -12,15 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary_kernels.record.formulas import mix_of
-from kvcanary_kernels.record.layout import (
-    CHAIN,
-    MASK_32,
-    STEP_SITE,
-    TOKEN_POSITION,
-    Keys,
-    continue_chain,
-    signed,
-)
+from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, TOKEN_POSITION, Keys, continue_chain, signed
 
 Words = NDArray[np.uint64]
 MOST_TOKENS = 1 << 31

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.codes import CODES, UNWRITTEN
-from kvcanary.dumps.container import MOST_NAME, MemberReader, parse_json, read_arrays, read_members, told
+from kvcanary.dumps.container import MOST_NAME, MemberReader, expect_whole, parse_json, read_arrays, read_members
 from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL, plan_part
-from kvcanary.errors import DumpError
 from kvcanary.native.layout import plan_layout
 from kvcanary.pools.launch_site import SUBSTEP_KINDS
 from kvcanary.recorder.checkpoint import PAGE_ARRAYS
@@ -102,12 +101,8 @@ def read_dump(path: Path | str) -> Dump:
     """DumpError, one sentence, where it is no dump that this version can read."""
     path = Path(path)
     members = read_members(path)
-    try:
+    with expect_whole(path):
         return _Reader(path, members).dump()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        if isinstance(error, DumpError):
-            raise
-        raise DumpError(f"{path} is damaged: its parts do not fit together, {told(error)}") from error
 
 
 class _Reader(MemberReader):

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvcanary.codes import CODES
-from kvcanary.dumps.container import MemberReader, parse_json, read_arrays, read_members
+from kvcanary.dumps.container import MemberReader, expect_whole, parse_json, read_arrays, read_members
 from kvcanary.dumps.reading import MOST_POOLS, MOST_SLOTS, Dump, read_dump
 from kvcanary.dumps.watched_events import COPIED, ENDED, GRANTED, KIND, LOADED, PREEMPTED, ZEROED
-from kvcanary.errors import DumpError
 
 _INT64 = 1 << 63
 _TEXTS = ("kvcanary", "created", "trigger", "device", "tokens")
@@ -66,13 +65,8 @@ def read_any(path: Path | str) -> Dump | WatchedDump:
     manifest = parse_json(path, "manifest.json", members["manifest.json"])
     if manifest.get("kind") != KIND:
         return read_dump(path)
-    try:
+    with expect_whole(path):
         return _Reader(path, members, manifest).dump()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        if isinstance(error, DumpError):
-            raise
-        what = f"{type(error).__name__} {error}".splitlines()[0][:120]
-        raise DumpError(f"{path} is damaged: its parts do not fit together, {what}") from error
 
 
 class _Reader(MemberReader):

@@ -59,11 +59,6 @@ class Request(RequestState):
         self.released = self.is_damaged = False
         self.brought_len = 0
 
-    @property
-    def collected_len(self) -> int:
-        """The committed length that the engine has declared last."""
-        return self.uncollected[0].before if self.uncollected else self.committed_len
-
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
 

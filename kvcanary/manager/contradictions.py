@@ -20,23 +20,14 @@ from torch import Tensor
 from kvcanary.calls.forward import on_host
 from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.captured.in_flight import InFlight
-from kvcanary.errors import (
-    ENGINES_DOING,
-    HookOrderError,
-    LifetimeError,
-    PageStateError,
-    UnknownRequestError,
-)
+from kvcanary.errors import ENGINES_DOING, HookOrderError, LifetimeError, PageStateError, UnknownRequestError
 from kvcanary.ledger.ledger import NO_PAGE
 from kvcanary.ledger.page_states import EVENTS, STATE_NAMES
 from kvcanary.ledger.requests import Batch
 from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.manager.reporting import Reporting
 from kvcanary.manager.session import Refusal, Session, Where
-from kvcanary.pools.plans import (
-    ReadPlan,
-    WritePlan,
-)
+from kvcanary.pools.plans import ReadPlan, WritePlan
 from kvcanary.pools.slot_maps import locate_slots
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.snapshots import PageSnapshot
@@ -84,11 +75,7 @@ class Contradictions:
         return hook
 
     def refused_plan(
-        self,
-        error: Refusal,
-        where: Where,
-        read: ReadPlan,
-        write: WritePlan,
+        self, error: Refusal, where: Where, read: ReadPlan, write: WritePlan
     ) -> tuple[Tensor, Tensor] | None:
         """A forward whose plans cannot be: what it may use all the same; None where it is to be opened again.
 

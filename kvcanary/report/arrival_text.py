@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvcanary.provenance.arrival import (
-    MISROUTED,
-    ONE_WORD,
-    SHORT,
-    STALE,
-    UNKNOWN,
-    Arrival,
-    Origin,
-    PoolArrival,
-    Trip,
-)
+from kvcanary.provenance.arrival import MISROUTED, ONE_WORD, SHORT, STALE, UNKNOWN, Arrival, Origin, PoolArrival, Trip
 
 MOST_LINES = 3
 

@@ -83,7 +83,9 @@ class Ahead:
 
     @property
     def collected(self) -> int:
-        return self.request.collected_len
+        """The committed length that the engine has declared last."""
+        request = self.request
+        return request.uncollected[0].before if request.uncollected else request.committed_len
 
     def collect(self, flight, tokens: list[int], length: int) -> list[tuple[str, int]]:
         """What fired, by code and step, when the engine has collected the step of a step and says so."""
@@ -133,14 +135,14 @@ def test_books_go_on_when_the_step_is_judged(ahead):
     one.canary.drain()
     reported = (
         one.request.committed_len,
-        one.request.collected_len,
+        one.collected,
         one.request.pending_acceptances,
         one.request.tokens.tolist(),
     )
     assert reported == (5, 3, 0, [*PROMPT, 53, *ACCEPTED])
     assert (one.request.commit_step, one.request.growth[-1]) == (2, (2, 6))
     assert one.collect(flight, ACCEPTED, 5) == []
-    assert (one.request.committed_len, one.request.collected_len) == (5, 5)
+    assert (one.request.committed_len, one.collected) == (5, 5)
 
 
 def test_a_step_that_landed_early_leaves_the_next_one_exact_truth(ahead):
