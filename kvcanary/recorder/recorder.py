@@ -26,6 +26,7 @@ from kvcanary.recorder.captured_events import CapturedEvents
 from kvcanary.recorder.checkpoint import ManagerState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward
 from kvcanary.recorder.segment import EVENT_BYTES, PARTS, SPARE, Damage, Segment
+from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.snapshots import PageSnapshot
 
 if TYPE_CHECKING:
@@ -268,9 +269,9 @@ class Recorder:
             recorded.keep(forward, suspects)
             self.segments[-1].array_bytes += recorded.num_bytes
 
-    def _number_of(self, snapshot: PageSnapshot) -> int:
+    def _number_of(self, snapshot: Seal) -> int:
         """-1 of one that left before the recording."""
-        return self._snapshots.get(id(snapshot), (snapshot, -1))[1]
+        return self._snapshots[id(snapshot)][1] if id(snapshot) in self._snapshots else -1
 
     def _kept(self, value: Any) -> Any:
         """An argument that nobody can change any more; of snapshots their numbers."""
@@ -279,9 +280,9 @@ class Recorder:
             return value
         if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
             return tuple(value)
-        if isinstance(value, PageSnapshot):
+        if isinstance(value, Seal):
             return self._number_of(value)
-        if isinstance(value, list) and value and isinstance(value[0], PageSnapshot):
+        if isinstance(value, list) and value and isinstance(value[0], Seal):
             value = [self._number_of(snapshot) for snapshot in value]
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             return tuple(value)
