@@ -25,7 +25,10 @@ _HOMES = {
     "PlanError": "errors",
     "PoolView": "pools.views",
     "ReadPlan": "pools.plans",
+    "ForeignSnapshotError": "errors",
     "Report": "report.render",
+    "Seal": "transfers",
+    "SealError": "errors",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
@@ -40,6 +43,7 @@ __all__ = [
     "CanaryConfigError",
     "CanaryManager",
     "Finding",
+    "ForeignSnapshotError",
     "HookClock",
     "HookOrderError",
     "KVCanaryError",
@@ -49,6 +53,8 @@ __all__ = [
     "PoolView",
     "ReadPlan",
     "Report",
+    "Seal",
+    "SealError",
     "SubstepCanary",
     "WarmupSubstep",
     "WritePlan",
@@ -61,11 +67,13 @@ if TYPE_CHECKING:
     from kvcanary.config import CanaryConfig
     from kvcanary.errors import (
         CanaryConfigError,
+        ForeignSnapshotError,
         HookOrderError,
         KVCanaryError,
         KVCorruptionError,
         LifetimeError,
         PlanError,
+        SealError,
     )
     from kvcanary.manager.hook_clock import HookClock
     from kvcanary.manager.manager import CanaryManager
@@ -79,6 +87,7 @@ if TYPE_CHECKING:
     from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
+    from kvcanary.transfers import Seal
 
 
 def __getattr__(name: str) -> Any:

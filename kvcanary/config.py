@@ -24,6 +24,7 @@ _INTEGERS = (
     ("ring", range(2**63), "a number of steps, 0 or more"),
     ("seed", range(2**64), "an integer in [0, 2^64) or None"),
 )
+MOST_MODEL = 1024
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -38,6 +39,7 @@ class CanaryConfig:
     budget: bytes a step of the rolling check; None re-reads the running rows within 128 steps.
     seed: of all keys; None draws a secret one. Fix it to compare two runs.
     show_tokens: whether token ids may appear in findings and reports.
+    model: what seals say of the model and its weights, such as a name with a revision; a seal of another is refused.
     disable: codes that are neither reported nor counted; the certificate names them.
     poison: what freed pages are filled with, and looked at for before they are granted again: `finite` (a pattern
         that attention survives), `nan` (a debug mode: one wrong read ruins the output), `off`.
@@ -58,6 +60,7 @@ class CanaryConfig:
     dump_dir: str | None = None
     dump_content: bool = False
     show_tokens: bool = False
+    model: str = ""
 
     def __post_init__(self) -> None:
         if self.mode in LATER_MODES:
@@ -71,6 +74,8 @@ class CanaryConfig:
             value = getattr(self, name)
             if value is not getattr(CanaryConfig, name) and not (type(value) is int and value in allowed):
                 raise CanaryConfigError(f"{name} must be {meaning}, got {value!r}")
+        if not isinstance(self.model, str) or len(self.model) > MOST_MODEL:
+            raise CanaryConfigError(f"model must be a name of at most {MOST_MODEL} characters, got {self.model!r}")
         if self.dump_dir is not None and not self.ring:
             raise CanaryConfigError(
                 f"a ring of 0 steps has nothing to dump into {self.dump_dir!r}: give ring some steps"
@@ -86,7 +91,7 @@ class CanaryConfig:
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:
         """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _POISON, _QUARANTINE, _RING, _DUMP and _DISABLE.
 
-        `overrides` win. The seed is KVCANARY_KV_CANARY_SEED.
+        `overrides` win. The seed is KVCANARY_KV_CANARY_SEED, the model KVCANARY_KV_CANARY_MODEL.
 
         KVCANARY_SEED is the sampling seed of the command line, never the canary's.
         """
@@ -130,7 +135,7 @@ def _parse_integer(name: str) -> Callable[[str], int]:
     return parse
 
 
-_VARIABLES = {"seed": "KV_CANARY_SEED", "dump_dir": "DUMP"}
+_VARIABLES = {"seed": "KV_CANARY_SEED", "dump_dir": "DUMP", "model": "KV_CANARY_MODEL"}
 _PARSERS = {
     "mode": str.lower,
     "content": str.lower,
@@ -141,6 +146,7 @@ _PARSERS = {
     "ring": _parse_integer("ring"),
     "dump_dir": os.fspath,
     "disable": parse_codes,
+    "model": str.strip,
 }
 
 

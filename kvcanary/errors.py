@@ -43,11 +43,18 @@ class ContradictionError(PlanError):
 
 
 class ForeignSnapshotError(ContradictionError):
-    """A snapshot of other keys, or of pools of another layout: what it knows says nothing of these bytes."""
+    """A seal of other keys, another model, or another layout: what it knows says nothing of these bytes.
+
+    expected, found: the seed id, model or layout here, and that of the seal
+    """
 
     def __init__(self, message: str, *, expected: str, found: str) -> None:
         super().__init__(message)
         self.expected, self.found = expected, found
+
+
+class SealError(KVCanaryError, ValueError):
+    """Bytes are no seal, not all of one, or of another release; nothing was read from them."""
 
 
 class AdapterError(KVCanaryError, RuntimeError):

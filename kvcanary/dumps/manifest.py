@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SETTINGS = ("mode", "content", "budget", "poison")
 #: Of a pool's view.
 VIEW_SETTINGS = ("token_offset", "ahead", "null_slots", "vocab_size", "group", "window")
+#: Of shards and stages, which older dumps do not name.
+SHARE_SETTINGS: dict[str, Any] = {"first_head": 0, "whole_heads": 0, "layer_numbers": ()}
 
 
 def head_of_manifest() -> dict[str, Any]:
@@ -59,7 +61,7 @@ def shape_of_pool(view: PoolView) -> dict[str, Any]:
             for part in view.parts
         ],
         "slot_bytes": view.slot_bytes,
-        **{name: getattr(view, name) for name in VIEW_SETTINGS},
+        **{name: getattr(view, name) for name in (*VIEW_SETTINGS, *SHARE_SETTINGS)},
         "map_slots": None if view.slot_map is None else len(view.slot_map),
     }
 

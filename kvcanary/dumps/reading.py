@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from kvcanary.codes import CODES, UNWRITTEN
 from kvcanary.dumps.container import MOST_NAME, MemberReader, expect_whole, parse_json, read_arrays, read_members
 from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL, plan_part
+from kvcanary.dumps.manifest import SHARE_SETTINGS
 from kvcanary.native.layout import plan_layout
 from kvcanary.pools.launch_site import SUBSTEP_KINDS
+from kvcanary.pools.shares import MAX_LAYER_NUMBER
 from kvcanary.recorder.checkpoint import PAGE_ARRAYS
 from kvcanary.recorder.recorder import PUBLIC_WORDS
 from kvcanary_kernels.record.layout import MASK_32, MAX_LAYERS
@@ -153,6 +155,7 @@ class _Reader(MemberReader):
 
     def _pool(self, pool: Any) -> None:
         self._sizes(pool, _POOL_SIZES, " of a pool")
+        self._share(pool)
         for key in ("vocab_size", "window", "map_slots"):
             self._expect(pool[key] is None or 0 < self._int(pool[key], key) < _INT64, f"{key} is {pool[key]}")
         self._expect(pool["map_slots"] is None or pool["map_slots"] <= MOST_SLOTS, "a slot map is too long")
@@ -165,6 +168,13 @@ class _Reader(MemberReader):
             self._expect(len(shape) <= 3 and all(size > 0 for size in shape), f"a part has shape {shape[:4]}")
             self._expect(np.prod(shape, dtype=object) <= MOST_ROW_ELEMENTS, f"a part has shape {shape}")
             self._expect(part["dtype"] in DTYPES, f"elements are {part['dtype']!r}")
+
+    def _share(self, pool: Any) -> None:
+        pool |= SHARE_SETTINGS | pool
+        self._sizes(pool, dict.fromkeys(("first_head", "whole_heads"), (0, MOST_ROW_ELEMENTS + 1)), " of a pool")
+        numbers = [self._int(number, "a layer's number") for number in pool["layer_numbers"]]
+        fits = not numbers or len(numbers) == len(set(numbers)) == pool["layers"]
+        self._expect(fits and all(0 <= n <= MAX_LAYER_NUMBER for n in numbers), f"layers are numbered {numbers[:8]}")
 
     def _captured(self, one: Any) -> None:
         nodes = {} if one["nodes"] is None else {"nodes": (1, MOST_NAME)}

@@ -75,7 +75,7 @@ class StepChecks:
 
         moves = config.content != "write" and "T1" not in config.disable
         self.mover = Mover(state, record_store, ledger, moves, reports_sources=compares_content)
-        self.snapshots = PageSnapshots(state, record_store, ledger, compares_content=moves)
+        self.snapshots = PageSnapshots(state, record_store, ledger, moves, config.model)
         self.window_eviction = WindowEviction(state, ledger, record_store, coverage)
 
         self.captured: CapturedStep | None = None

@@ -12,7 +12,8 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 from kvcanary.pools.aliasing import first_overlap
 from kvcanary.pools.parts import Extras, Part, describe_parts
-from kvcanary_kernels.record.layout import MAX_LAYERS, MAX_WORDS_PER_ROW
+from kvcanary.pools.shares import share_of
+from kvcanary_kernels.record.layout import MAX_LAYERS, MAX_WORDS_PER_ROW, Share
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows, pool_rows
 
 FULL_GROUP = "full"  # of pools whose slots are those that plans name
@@ -41,8 +42,14 @@ class PoolView:
     window:       tokens that attention over this pool sees, the reader's own included; None: all
     role:         what its chain values begin with, empty: the name. Pools of one model, for layers of several groups,
                   have one role: the same token has the same chain in all of them
+    first_head, whole_heads: of a shard, the number of its first KV head in the whole model, and how many that has; 0:
+                  the pool has all. The fingerprints of shards that make up a row add up to that of the row, mod 2^64.
+                  Ranks that hold copies of one head say the same, and one of them counts. A part has heads if its
+                  first dimension is as long as K's; others are whole on every rank, and count once a shard
+    layer_numbers: of a pipeline stage, by layer its number in the whole model; empty: 0, 1, ...
 
-    parts, rows:  derived: K, V and extras in the order of the row, and where their words lie
+    parts, rows, share: derived: K, V and extras in the order of the row, where their words lie, and what they are of
+                  the whole model's rows
     PlanError where any of this does not fit together: nothing is kept then.
     """
 
@@ -60,15 +67,20 @@ class PoolView:
     ahead: int = 0
     vocab_size: int | None = None
     role: str = ""
+    first_head: int = 0
+    whole_heads: int = 0
+    layer_numbers: Sequence[int] = ()
     parts: tuple[Part, ...] = field(init=False, repr=False)
     rows: PoolRows = field(init=False, repr=False)
+    share: Share = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
             self._set(k=() if self.k is None else tuple(self.k), v=() if self.v is None else tuple(self.v))
             _check_numbers(self)
             self._set(parts=describe_parts(self.k, self.v, self.extras, self.layout, self.page_size))
-            self._set(rows=_rows(self))
+            self._set(rows=_rows(self), layer_numbers=tuple(self.layer_numbers))
+            self._set(share=share_of(self.parts, self.layer_numbers, self.first_head, self.whole_heads))
             _check_memory(self)
             if self.null_slots < 0:
                 self._set(null_slots=self.page_size)

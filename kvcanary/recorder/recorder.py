@@ -25,6 +25,7 @@ from kvcanary.pools.event_log import LONG, Event, EventLog, nowhere
 from kvcanary.recorder.checkpoint import ManagerState, room_for_records, take_checkpoint
 from kvcanary.recorder.forward_events import ForwardEvents
 from kvcanary.recorder.segment import EVENT_BYTES, PARTS, SPARE, Damage, Segment
+from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.snapshots import PageSnapshot
 
 if TYPE_CHECKING:
@@ -195,9 +196,9 @@ class Recorder:
         self.note_maps()
         self._add(event)
 
-    def _number_of(self, snapshot: PageSnapshot) -> int:
+    def _number_of(self, snapshot: Seal) -> int:
         """-1 of one that left before the recording."""
-        return self._snapshots.get(id(snapshot), (snapshot, -1))[1]
+        return self._snapshots[id(snapshot)][1] if id(snapshot) in self._snapshots else -1
 
     def _kept(self, value: Any) -> Any:
         """An argument that nobody can change any more; of snapshots their numbers."""
@@ -206,9 +207,9 @@ class Recorder:
             return value
         if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
             return tuple(value)
-        if isinstance(value, PageSnapshot):
+        if isinstance(value, Seal):
             return self._number_of(value)
-        if isinstance(value, list) and value and isinstance(value[0], PageSnapshot):
+        if isinstance(value, list) and value and isinstance(value[0], Seal):
             value = [self._number_of(snapshot) for snapshot in value]
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             return tuple(value)

@@ -48,7 +48,7 @@ class PoolState:
         """`records`, `expected`: those of all pools, zeros here."""
         from kvcanary.native import loops
 
-        keys = make_keys(seed, view.num_layers, view.rows.words_per_row, device=records.device)
+        keys = make_keys(seed, view.num_layers, view.rows.words_per_row, records.device, view.share)
         self.view, self.pool_id, self.keys, self.base = view, pool_id, keys, base
         self.rows, self.root = view.rows, chain_root(keys, view.root_name)
         self.records, self.expected = (values[base : base + view.num_slots] for values in (records, expected))

@@ -133,6 +133,7 @@ class Stage:
             tensors.pop("V", None),
             page_size,
             **{name: pool[name] for name in VIEW_SETTINGS},
+            layer_numbers=pool["layer_numbers"],
             extras=tensors,
             slot_map=maps.get(pool["group"]),
             role=pool["root_name"],

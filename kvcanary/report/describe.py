@@ -85,7 +85,7 @@ class Describer:
             readers=facts.readers,
             exposed_tokens=facts.exposed_tokens,
             causes=rank_causes(facts),
-            evidence=violation.notes + _others(facts.incident),
+            evidence=violation.notes + _layers_of_model(violation) + _others(facts.incident),
             incident=number,
             action=action,
         )
@@ -99,6 +99,15 @@ def _is_undeclared(facts: Evidence) -> bool:
     if violation.code in ("R4", "R5", "R6"):
         return facts.declared is not None and facts.record is not None and not facts.holds_its_own
     return violation.code in _UNDECLARED
+
+
+def _layers_of_model(violation: Violation) -> tuple[str, ...]:
+    """What the whole model calls the layers of a pipeline stage."""
+    numbers = getattr(violation.pool.view, "layer_numbers", ())  # caches of transformers are never cut
+    if list(numbers) == list(range(len(numbers))):
+        return ()
+    named = ", ".join(str(numbers[layer]) for layer in violation.layers[:EVIDENCE_LINES])
+    return (f"in the whole model: layer {named}",) if named else ()
 
 
 def _others(incident: Sequence[Violation]) -> tuple[str, ...]:

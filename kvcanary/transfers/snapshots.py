@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.calls.violation import Violation, speaks_first
-from kvcanary.errors import ContradictionError, ForeignSnapshotError
+from kvcanary.errors import ContradictionError, ForeignSnapshotError, SealError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
 from kvcanary.provenance.arrival import Arrival, ArrivedSlots, Sent, Trip
@@ -21,9 +22,12 @@ from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import RecordStore, Words, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
+from kvcanary.transfers.cards import PoolCard, card_of, read_card
 from kvcanary.transfers.recent_snapshots import RecentSnapshots, SentSnapshot, SnapshotFingerprints
+from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
-from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
+from kvcanary.transfers.wire import Reader, Writer
+from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,21 +53,47 @@ class Contents:
             self.records[own], self.damage[own], self.fingerprint_a[:, own], self.fingerprint_b[own], self.current[own]
         )
 
+    def write(self, writer: Writer) -> None:
+        """Damage is nearly always nothing, and has a flag for that."""
+        damage = self.damage.numpy()
+        writer.number("u16", int(damage.any()))
+        for values in (self.records.view(np.int64), *([damage] if damage.any() else [])):
+            writer.array(values, "<i8")
+        for tensor in (self.fingerprint_a, self.fingerprint_b):
+            writer.array(tensor.numpy(), "<i8")
+        writer.array(np.packbits(self.current), "u1")
+
+    @classmethod
+    def read(cls, reader: Reader, n: int, num_layers: int) -> Contents:
+        """Of n slots."""
+        is_damaged = reader.number("u16", 0, 1)
+        records = reader.array("<i8", n, COLUMNS)
+        damage = reader.array("<i8", n, COLUMNS) if is_damaged else np.zeros_like(records)
+        fingerprint_a, fingerprint_b = reader.array("<i8", num_layers, n), reader.array("<i8", n)
+        current = np.unpackbits(reader.array("u1", -(-n // 8)), count=n).astype(np.bool_)
+        damages, a, b = (torch.from_numpy(array) for array in (damage, fingerprint_a, fingerprint_b))
+        return cls(records.view(np.uint64), damages, a, b, current)
+
 
 @dataclass(frozen=True, eq=False)
-class PageSnapshot:
+class PageSnapshot(Seal):
     """Identity and fingerprints of whole pages, by pool. They name content, so they hold wherever it comes back.
 
+    Its bytes (`to_bytes`) hold token ids and positions, no K and no V.
+
     sent: what left together;  first: number of the first of these pages among them
-    seed_id: of the keys that made the fingerprints;  layouts: by pool its name, and what its rows are
+    layouts: by pool its name, and what its rows are
     """
+
+    kind, of = 1, "snapshot"
 
     num_pages: int
     contents: tuple[Contents, ...]
     seed_id: str
-    layouts: tuple[str, ...]
+    layouts: tuple[PoolCard, ...]
     sent: Sent
     first: int = 0
+    model: str = ""
 
     def behind(self, page: int) -> PageSnapshot:
         """The snapshot of all but the first ``page`` pages, which need not come back."""
@@ -77,15 +107,41 @@ class PageSnapshot:
         sizes = (len(contents.fingerprint_b) // self.num_pages for contents in self.contents)
         parts = zip(self.contents, sizes, strict=True)
         contents = tuple(one.part(slice(first * size, end * size)) for one, size in parts)
-        return PageSnapshot(end - first, contents, self.seed_id, self.layouts, self.sent, self.first + first)
+        return PageSnapshot(
+            end - first, contents, self.seed_id, self.layouts, self.sent, self.first + first, self.model
+        )
+
+    def _write(self, writer: Writer) -> None:
+        for number in (self.num_pages, self.first, self.sent.number, self.sent.step, len(self.sent.pages)):
+            writer.number("u64", number)
+        writer.array(np.array(self.sent.pages, np.int64), "<i8")
+        writer.number("u16", len(self.contents))
+        for card, contents in zip(self.layouts, self.contents, strict=True):
+            card.write(writer)
+            contents.write(writer)
+
+    @classmethod
+    def _read(cls, reader: Reader) -> Self:
+        num_pages, first, number, step, count = (reader.number("u64") for _ in range(5))
+        pages = tuple(reader.array("<i8", count).tolist())
+        if not 0 <= num_pages <= count - first:
+            raise SealError(f"a seal of {count} pages has none from {first} on, {num_pages} of them: nothing was read")
+        cards, contents = list[PoolCard](), list[Contents]()
+        for _ in range(reader.number("u16", 1)):
+            cards.append(read_card(reader))
+            contents.append(Contents.read(reader, num_pages * cards[-1].page_size, len(cards[-1].layers)))
+        own = num_pages, tuple(contents), reader.seed_id, tuple(cards), Sent(number, step, pages), first
+        return cls(*own, reader.model)
 
 
 class PageSnapshots:
     """Packs and unpacks; everything that was written must be sealed before."""
 
-    def __init__(self, state: CanaryState, record_store: RecordStore, ledger: Ledger, compares_content: bool) -> None:
+    def __init__(
+        self, state: CanaryState, record_store: RecordStore, ledger: Ledger, compares_content: bool, model: str = ""
+    ) -> None:
         self._state, self._record_store, self._ledger = state, record_store, ledger
-        self._compares_content = compares_content
+        self._compares_content, self._model = compares_content, model
         self._recent, self.left = RecentSnapshots(), LeftRecords(state, record_store, ledger)
         self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
 
@@ -99,32 +155,28 @@ class PageSnapshots:
         if self._compares_content:
             own = (SnapshotFingerprints(one.fingerprint_a, one.current) for one in contents)
             self._recent.remember(SentSnapshot(sent, dict(zip([pool.pool_id for pool in pools], own, strict=True))))
-        return PageSnapshot(len(pages), contents, self._state.keys.seed_id, tuple(map(_layout, pools)), sent)
+        cards = tuple(card_of(pool.view) for pool in pools)
+        return PageSnapshot(len(pages), contents, self._state.keys.seed_id, cards, sent, model=self._model)
 
     def _pools(self, group: str | None) -> Sequence[PoolState]:
         return self._state.pools if group is None else self._state.pools_of(group)
 
     def expect_own(self, snapshots: Sequence[PageSnapshot], pages: Sequence[int], group: str | None = None) -> None:
-        """ContradictionError unless snapshots come back into as many pages as left; ForeignSnapshotError for other keys
-        or pools, with both sides.
+        """ContradictionError unless snapshots come back into as many pages as left; ForeignSnapshotError for other
+        keys, another model or other pools, with both sides.
         """
+        _expect_of_pages(snapshots)
         num_pages = sum(snapshot.num_pages for snapshot in snapshots)
         if num_pages != len(pages):
             raise ContradictionError(
                 f"a snapshot must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
                 "pack and load the same pages, in row order"
             )
-        seed_id, layouts = self._state.keys.seed_id, tuple(map(_layout, self._pools(group)))
+        seed_id, layouts = self._state.keys.seed_id, tuple(card_of(pool.view) for pool in self._pools(group))
         for snapshot in snapshots:
-            if snapshot.seed_id != seed_id:
-                raise ForeignSnapshotError(
-                    f"a snapshot must come back under the seed that made its fingerprints, got one of seed id "
-                    f"{snapshot.seed_id} for {seed_id}: give both canaries one seed, or load without a snapshot",
-                    expected=seed_id,
-                    found=snapshot.seed_id,
-                )
+            snapshot.expect(seed_id, self._model)
             if snapshot.layouts != layouts:
-                expected, found = ("; ".join(own) or "no pool" for own in (layouts, snapshot.layouts))
+                expected, found = ("; ".join(map(str, own)) or "no pool" for own in (layouts, snapshot.layouts))
                 raise ForeignSnapshotError(
                     f"a snapshot must come back into pools like those that it left, got one of {found} for {expected}: "
                     "load without a snapshot",
@@ -277,10 +329,15 @@ class PageSnapshots:
         return slots_of_pages(pages, self._state.page_size)
 
 
-def _layout(pool: PoolState) -> str:
-    """`target: 2 layers of 32 words, pages of 4`: what a pool's contents fit into."""
-    view = pool.view
-    return f"{view.name}: {view.num_layers} layers of {pool.rows.words_per_row} words, pages of {view.page_size}"
+def _expect_of_pages(snapshots: Sequence[Seal]) -> None:
+    for snapshot in snapshots:
+        if not isinstance(snapshot, PageSnapshot):
+            raise ForeignSnapshotError(
+                f"pages must come back with a {PageSnapshot.of} of pages, got a {snapshot.of}: give what on_offload "
+                "returned for them",
+                expected=PageSnapshot.of,
+                found=snapshot.of,
+            )
 
 
 def _one_of_each_page_first(violations: list[Violation]) -> list[Violation]:

@@ -32,6 +32,7 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "dump_dir": None,
         "dump_content": False,
         "show_tokens": False,
+        "model": "",
         "disable": frozenset(),
     }
 

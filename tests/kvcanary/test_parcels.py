@@ -149,7 +149,7 @@ def test_a_snapshot_of_other_pools_is_refused_with_both(make_toy):
     """Other names or rows of another size: what was packed there says nothing of what lies here."""
     tier = Tier(make_toy())
     layouts = tier.snapshot.layouts
-    tier.snapshot = replace(tier.snapshot, layouts=("other: 2 layers of 8 words, pages of 4", *layouts[1:]))
+    tier.snapshot = replace(tier.snapshot, layouts=(replace(layouts[0], name="other", words=8), *layouts[1:]))
     with pytest.raises(ForeignSnapshotError, match=r"got one of other: 2 layers of 8 words.* for target: .* layers of"):
         tier.bring_back()
 

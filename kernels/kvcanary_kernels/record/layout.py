@@ -102,16 +102,42 @@ class Keys:
         return f"Keys(seed_id={self.seed_id!r}, num_layers={self.num_layers}, words_per_row={self.words_per_row})"
 
 
-def make_keys(seed: int, num_layers: int, words_per_row: int, device: torch.device | str = "cpu") -> Keys:
-    """Derive every key from `seed`. `words_per_row`: 32-bit words of one layer's K row plus its V row."""
+@dataclass(frozen=True)
+class Share:
+    """What a pool holds of the rows of the whole model: some layers, and some heads of each.
+
+    layers:     by layer of the pool, its number in the model
+    words:      by part of a row, the numbers of its words in the whole row
+    first_head, end_head, whole_heads: its heads, [first_head, end_head) of so many
+    """
+
+    layers: tuple[int, ...]
+    words: tuple[range, ...]
+    first_head: int
+    end_head: int
+    whole_heads: int
+
+
+def make_keys(
+    seed: int, num_layers: int, words_per_row: int, device: torch.device | str = "cpu", share: Share | None = None
+) -> Keys:
+    """Derive every key from `seed`. `words_per_row`: 32-bit words of one layer's K row plus its V row.
+
+    A word has the key of its layer and place in the whole model, and the starts of shares that make up a row add up to
+    that of the row: so do their fingerprints, mod 2^64. share: None: the pool has all heads, of layers 0, 1, ...
+    """
     if not 0 < num_layers <= MAX_LAYERS:
         raise ValueError(f"num_layers must be 1 to {MAX_LAYERS}, got {num_layers}")
     if not 0 < words_per_row <= MAX_WORDS_PER_ROW:
         raise ValueError(f"words_per_row must be 1 to {MAX_WORDS_PER_ROW}, got {words_per_row}")
-    fingerprints = [
-        [_odd_keys(seed, f"lane {fingerprint} {i}", words_per_row) for i in range(num_layers)] for fingerprint in "ab"
-    ]
-    starts = [[next(_draws(seed, f"start {fingerprint} {i}")) for i in range(num_layers)] for fingerprint in "ab"]
+    share = share or Share(tuple(range(num_layers)), (range(words_per_row),), 0, 1, 1)
+    if len(share.layers) != num_layers or sum(map(len, share.words)) != words_per_row:
+        raise ValueError(
+            f"a share must be of {num_layers} layers and {words_per_row} words, got {len(share.layers)} and "
+            f"{sum(map(len, share.words))}"
+        )
+    fingerprints = [[_word_keys(seed, f"lane {side} {i}", share.words) for i in share.layers] for side in "ab"]
+    starts = [[_start(seed, f"start {side} {i}", share) for i in share.layers] for side in "ab"]
     seal_keys = _odd_keys(seed, "seal", IDENTITY_WORDS + 2)
     seal_start, mix_key = next(_draws(seed, "seal start")), next(_draws(seed, "mix"))
     multiplier = next(_draws(seed, "chain")) & ~7 | 5  # 5 mod 8: full period, and odd, so that it has an inverse
@@ -150,7 +176,11 @@ def seed_id(seed: int) -> str:
 
 def mix(tokens: Tensor, positions: Tensor, keys: Keys) -> Tensor:
     """[n] int64: the keyed splitmix finaliser of (token << 32 | position), a bijection. Both inputs [n] int64."""
-    z = (tokens << 32).bitwise_or_(positions & MASK_32).add_(signed(keys.mix_key))
+    return _finalised((tokens << 32).bitwise_or_(positions & MASK_32).add_(signed(keys.mix_key)))
+
+
+def _finalised(z: Tensor) -> Tensor:
+    """The splitmix64 finaliser of int64, in place."""
     z ^= (z >> 30).bitwise_and_(MASK_64 >> 30)  # the mask makes the shift logical
     z *= SPLITMIX_FIRST
     z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
@@ -247,22 +277,43 @@ def _finalise(z: int) -> int:
     return mix_of(z >> 32, z, 0) & MASK_64
 
 
+def _first_state(seed: int, purpose: str) -> int:
+    return _finalise(seed) ^ int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
+
+
 def _draws(seed: int, purpose: str) -> Iterator[int]:
     """The splitmix64 stream of one purpose."""
-    state = _finalise(seed) ^ int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
+    state = _first_state(seed, purpose)
     while True:
         state = (state + SPLITMIX_STEP) & MASK_64
         yield _finalise(state)
 
 
+def _start(seed: int, purpose: str, share: Share) -> int:
+    """What all heads begin with is drawn by the purpose, what those below one of them do by its number as well."""
+
+    def below(head: int) -> int:
+        if head in (0, share.whole_heads):
+            return next(_draws(seed, purpose)) if head else 0
+        return next(_draws(seed, f"{purpose} below head {head}"))
+
+    return (below(share.end_head) - below(share.first_head)) & MASK_64
+
+
+def _word_keys(seed: int, purpose: str, words: tuple[range, ...]) -> list[int]:
+    """The keys of these words among those of the whole row."""
+    keys = _odd_keys(seed, purpose, 1 + max(part[-1] for part in words if part))
+    return [key for part in words for key in keys[part.start : part.stop]]
+
+
 def _odd_keys(seed: int, purpose: str, count: int) -> list[int]:
-    """`count` distinct odd 32-bit keys."""
-    keys: dict[int, None] = {}
-    for value in _draws(seed, purpose):
-        keys[value >> 32 | 1] = None
-        if len(keys) == count:
-            break
-    return list(keys)
+    """`count` distinct odd 32-bit keys, the first of them whatever the count."""
+    state, drawn, keys = _first_state(seed, purpose), count, list[int]()
+    while len(keys) < count:
+        z = torch.arange(1, drawn + 1).mul_(signed(SPLITMIX_STEP)).add_(signed(state))
+        keys = list(dict.fromkeys((_finalised(z) >> 32 & MASK_32 | 1).tolist()))
+        drawn *= 2
+    return keys[:count]
 
 
 def _piece_bits(words_per_row: int) -> int:

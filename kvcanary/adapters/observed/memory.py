@@ -44,7 +44,7 @@ class Memory:
         rows, num_slots = view.rows, group.records.shape[0]
         if rows.num_slots != num_slots:
             raise AdapterError(f"layers of {view.name} have {rows.num_slots} slots, their group {num_slots}")
-        keys = make_keys(self.seed, rows.num_layers, rows.words_per_row, self.device)
+        keys = make_keys(self.seed, rows.num_layers, rows.words_per_row, self.device, view.share)
         fingerprints, stamps = self.zeros(2, rows.num_layers, num_slots), self.zeros(num_slots)
         group.layers.append(Layers(view, tuple(names), keys, fingerprints, stamps, is_late))
 
