@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary_kernels.content.finite import Format
+from kvcanary_kernels.record.formats import Format
 from kvcanary_kernels.record.rows import Piece
 
 

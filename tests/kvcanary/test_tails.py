@@ -14,7 +14,8 @@ from kvcanary.config import ROTATION_STEPS
 from kvcanary.records.state import CanaryState
 from kvcanary.scrub.rereads import Rereads
 from kvcanary.scrub.scrubber import STRIDE
-from kvcanary_kernels.content.finite import finite_check_torch, formats_of
+from kvcanary_kernels.content.finite import finite_check_torch
+from kvcanary_kernels.record.formats import formats_of
 from kvcanary_kernels.content.poison import poison_fill_torch
 
 NAN = float("nan")

@@ -136,7 +136,7 @@ def _attest_kernel(
         return
     key_a += i_layer * WORDS
     key_b += i_layer * WORDS
-    b_a, b_b = layer_fingerprints(
+    b_a, b_b, _ = layer_fingerprints(
         ptrs + i_layer, num_layers, o_n, m_n, key_a, key_b, PIECES, ALIGNMENT, TILE, CHUNK, True
     )
     if i_layer == 0:

@@ -167,7 +167,7 @@ def _put_kernel(
         tl.store(twice + i_n, 1)
         b_slot = tl.zeros([1], tl.int64) + slot
         m_slot = b_slot >= 0
-        _, b_old = layer_fingerprints(
+        _, b_old, _ = layer_fingerprints(
             ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, PIECES[BLOCK_FIELD], True
         )
         total_b -= tl.sum(b_old)
