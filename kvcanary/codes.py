@@ -67,7 +67,7 @@ DEVICE = {
 OBSERVED = {
     "kvcanary_kernels.watch.advance:advance": "W1 W5 W6",
     "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R10 R12",
-    "kvcanary_kernels.watch.reread:take": "W4",
+    "kvcanary_kernels.watch.reread:take": "W4 N1",
     "kvcanary_kernels.watch.reread:reread": "R9",
     "kvcanary.adapters.observed.canary:PagedCanary.written_twice": "W4",
     "kvcanary.adapters.observed.moves:copied": "T1",
@@ -129,6 +129,7 @@ _ALL = (
     Code("W9", "padding write", "padding writes a slot that is not a null slot"),
     Code("W4", "duplicate write", "one forward writes the same slot, or the same layer of it, twice"),
     Code("W5", "write position", "an entry is written at a position that is not its parent's plus one"),
+    Code("N1", "stored value not finite", "a forward stored NaN or Inf: who reads the entry computes NaN from it"),
     Code("T1", "moved bytes", "bytes were moved, and what arrived is not what was sent"),
     Code("O1", "unordered access", "memory was used without waiting for the copy that fills it, or for an old grant"),
     Code("P1", "poison damaged", "somebody wrote into a page that was free"),

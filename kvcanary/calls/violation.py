@@ -21,6 +21,7 @@ NO_SLOT = -1  # of violations that have no place, as those of forwards that ran 
 #: What is found in rows of which no hook has told what was written.
 FOLLOWING = frozenset({"W5", "T1", "R12", "R4", "R5", "R10", "R9", "R6", "H1"})
 NO_BRANCH = -1
+POSITION_BITS = 40  # more than a position has
 
 
 class Lineage(NamedTuple):
@@ -201,6 +202,8 @@ def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, in
         else violation.arrival.turn(violation.pool.name, violation.arrived_as)
     )
     where = nowhere != violation.is_unhooked, along, RANK[violation.code], violation.pool.pool_id
+    if violation.code == "N1":  # the first layer speaks, not those to which it has spread
+        along += violation.layers[0] << POSITION_BITS if violation.layers else 0
     return not violation.is_unhooked, violation.code != "L1", is_read, violation.code == "T1", *where
 
 

@@ -212,7 +212,7 @@ def _both_sides(facts: Evidence) -> tuple[Values, Values]:
     if violation.arrival is not None:
         place = violation.arrived_as
         return expected | expected_of(violation.arrival, place), found | found_of(violation.arrival, place)
-    if violation.is_unwritten:
+    if violation.is_unwritten or violation.code == "N1":
         return {"elements": "finite"}, {"layers_not_finite": list(violation.layers)}
     sides = next((sides for codes, sides in _SIDES if facts.violation.code in codes.split()), None)
     return sides(facts) if sides in _NEED_NO_RECORD or (sides and facts.record is not None) else ({}, {})
