@@ -326,7 +326,7 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
 
 
 def test_the_first_layer_that_is_not_finite_is_kept(rig: Rig) -> None:
-    """Of all layers of all entries that a step stores the least, layer before entry; one count each, and no other slot."""
+    """Of all that a step stores the least, layer before entry; one count each, and no other slot."""
     rig.forward({0: list(range(18)), 1: list(range(9))})
     assert rig.firsts.tolist() == [NO_VIOLATION] * RING
     for layer, row, position, value in (1, 0, 18, torch.inf), (1, 1, 10, torch.nan), (0, 1, 11, -torch.inf):

@@ -1,7 +1,7 @@
 """Formats: how to see in the words of a row that an element is NaN or infinite.
 
-All formats are looked through as 32-bit words: in a lane of a word as wide as an element, the bits that the format masks
-are a value that no finite number has. Integers have no such value.
+All formats are looked through as 32-bit words: in a lane of a word as wide as an element, the bits that the format
+masks are a value that no finite number has. Integers have no such value.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -312,7 +312,7 @@ def test_the_check_can_be_left_out() -> None:
 
 
 def test_in_a_hundred_of_a_hundred_the_place_is_right() -> None:
-    """Any layer, row and position of prefill and decode steps: layer, request, position and step are those of the blow."""
+    """Any layer, row and position, of prefills and decodes: layer, request, position and step are those of the blow."""
     for seed in range(100):
         draw, engine = random.Random(seed), Engine("cpu", ("full", "write")[seed % 2])
         for number in range(3):
