@@ -141,6 +141,8 @@ class Violation:
     @property
     def places(self) -> list[tuple[object, ...]]:
         """All under which it is known when it fires again."""
+        if self.code == "N1":
+            return [self.place, *((self.code, name) for _, name in self.rows if name is not None)]
         if self.along is None:
             return [self.place]
         return [self.place, *(("along", self.along[0], name) for _, name in self.rows if name is not None)]
@@ -214,6 +216,8 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
             groups.setdefault(("page", violation.page, violation.step), []).append(number)
+        if violation.code == "N1":  # of one step
+            groups.setdefault((violation.code, violation.step), []).append(number)
         if violation.along is not None:
             groups.setdefault(("along", *violation.along), []).append(number)
         if violation.arrival is not None:

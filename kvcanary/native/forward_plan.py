@@ -93,7 +93,7 @@ def take_plan(given, memory):
     head, asked = memory.ctypes.data, view(ASKED, given)
     forward, pool = view(FORWARD, head), view(POOL, asked.pool)
     _copy(given, longs_at(head, FORWARD.fingerprints))
-    forward.fingerprints = forward.before = forward.num_before = forward.seen = 0
+    forward.fingerprints = forward.before = forward.num_before = forward.seen = forward.not_finite = 0
     plan = plan_of(head)
     for row in range(asked.rows):
         plan.written[row], plan.starts[row] = asked.count, 0

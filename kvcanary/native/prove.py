@@ -196,7 +196,7 @@ def prove_forwards(heads, facts, structs, generations, states, constants, table,
     for number in range(heads.shape[0]):
         forward, plan = view(FORWARD, heads[number]), plan_of(heads[number])
         pool = view(POOL, forward.pool)
-        if not (
+        if forward.not_finite or not (
             _tokens_are_right(forward, pool, plan, facts)
             and _mask_is_right(forward, plan)
             and _rows_are_right(heads, number, forward, pool, plan, facts)

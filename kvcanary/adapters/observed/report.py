@@ -18,7 +18,7 @@ from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
 from kvcanary.pools.launch_site import unpack_site
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
-from kvcanary.provenance.not_finite import describe_elements, layers_not_finite
+from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.state import PoolState
 from kvcanary.report.causes.watched import READ_BEFORE
 from kvcanary.report.watched_evidence import WatchedPool
@@ -32,7 +32,6 @@ RIGHT_AGAIN = (
     "or only the copy that was read was damaged, on its way from memory"
 )
 OWNED = ("R7", "R8", "W2", "W3")  # codes that say something of a slot's owner
-NOT_FINITE_ROWS = -(1 << 32)  # stands for a cache in `Violation.along`: what one request stores is one incident
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
@@ -103,16 +102,15 @@ def _firsts(
         held = read_record(group.records, slot)
         place = wrong[0], held.position, slot
         firsts[held.request] = min(place, firsts.get(held.request, place))
-    for uid, (layer, position, slot) in firsts.items():
+    for uid, (_, position, slot) in firsts.items():
         notes = [_place(group, slot, [layers.names[n] for n in by_slot[slot]])]
-        notes.append(describe_elements(layers.view, layer, slot))
         request = canary.writers.get(uid)
         if uid not in canary.launches.not_finite:
             notes.append(_read_before(canary, group, layers, request, position, step))
         yield Violation(
             "N1", _pool(canary, group, layers), slot, position, request,
             ("draft", 0) if layers.is_late else step.site, step.number, layers=by_slot[slot],
-            along=(NOT_FINITE_ROWS, step.number), notes=tuple(note for note in notes if note),
+            notes=tuple(note for note in notes if note),
         )  # fmt: skip
     canary.launches.not_finite |= firsts.keys()
 

@@ -252,7 +252,7 @@ def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: 
     [found] = engine.canary.log.findings
     assert (found.code, found.writer, found.position, found.step) == ("N1", "r2", 5, 2)
     assert (found.layer, found.layers, found.site) == (1, (1,), ("decode", 0))
-    assert "NaN in 1 of 16 elements of K, the first in head 1, dim 3" in found.evidence
+    assert found.found["elements"] == "NaN in 1 of 16 elements of K, the first in head 1, dim 3"
     assert found.causes[0].family == "numerics"
 
 
@@ -277,7 +277,7 @@ def test_nan_that_spreads_is_one_finding_of_its_first_layer(device: str) -> None
     report_step(engine.canary, engine.canary.steps[-1])
     [found] = engine.canary.log.findings
     assert (found.code, found.writer, found.position, found.step, found.layers) == ("N1", "r0", 4, 1, (0, 1))
-    assert "Inf in 1 of 16 elements of V, the first in head 1, dim 2" in found.evidence
+    assert found.found["elements"] == "Inf in 1 of 16 elements of V, the first in head 1, dim 2"
     engine.table[1] = engine.table[0]
     engine.table[1, 2] = engine.free.pop()
     engine.begin(1, engine.tokens[0], 8)
