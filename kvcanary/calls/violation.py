@@ -203,9 +203,9 @@ def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, in
         if violation.arrival is None
         else violation.arrival.turn(violation.pool.name, violation.arrived_as)
     )
-    where = nowhere != violation.is_unhooked, along, RANK[violation.code], violation.pool.pool_id
     if violation.code == "N1":  # the first layer speaks, not those to which it has spread
         along += violation.layers[0] << POSITION_BITS if violation.layers else 0
+    where = nowhere != violation.is_unhooked, along, RANK[violation.code], violation.pool.pool_id
     return not violation.is_unhooked, violation.code != "L1", is_read, violation.code == "T1", *where
 
 

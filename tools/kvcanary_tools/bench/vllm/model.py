@@ -104,7 +104,7 @@ def write_model(folder: Path, shape: dict[str, Any], is_draft: bool = False) -> 
     return folder
 
 
-#: A DeepSeek V2 with a latent cache of 96 numbers an entry, and no experts.
+#: A DeepSeek V2 with the latent cache of the real one, 576 numbers an entry, and no experts.
 LATENT: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -116,10 +116,10 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,
     "q_lora_rank": None,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
