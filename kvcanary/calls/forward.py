@@ -92,6 +92,7 @@ class Forward:
     chains_before:  of the draft forward before, by row, where its lineage can be compared with them; None: it can not
     stored:         bitmap of the layers that have stored; `stored_by_engine`: whether one was stored by the engine
                     itself
+    not_finite:     [] bool, of values on a device: one of them is NaN or infinite; None: none was looked at there
     names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
                     `host_names`, `host_ids`: where the loops read them
     """
@@ -103,6 +104,7 @@ class Forward:
     stored_by_engine = False
     chains_before: Ints | None = None
     raw = b""
+    not_finite: Tensor | None = None
     names: Ints
     ids: Ints
     host_names: Tensor
@@ -211,6 +213,13 @@ class Forward:
         shape = self.pool.full_layers.bit_length(), 2, self.num_entries
         self.fingerprints = torch.empty(shape, dtype=torch.int64, device=self.pool.records.device)
         self.fingerprints_at = self.memory[FORWARD.fingerprints] = self.fingerprints.data_ptr()
+
+    @property
+    def first_not_finite(self) -> tuple[int, int] | None:
+        """Layer and entry of what was stored first with NaN or infinity; (0, 0) where only a device knows which."""
+        if first := int(self.memory[FORWARD.not_finite]):
+            return divmod(first - 1, self.num_entries)
+        return (0, 0) if self.not_finite is not None and bool(self.not_finite) else None
 
     @property
     def drafted(self) -> Drafted:

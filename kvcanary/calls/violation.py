@@ -21,6 +21,7 @@ NO_SLOT = -1  # of violations that have no place, as those of forwards that ran 
 #: What is found in rows of which no hook has told what was written.
 FOLLOWING = frozenset({"W5", "T1", "R12", "R4", "R5", "R10", "R9", "R6", "H1"})
 NO_BRANCH = -1
+POSITION_BITS = 40  # more than a position has
 
 
 class Lineage(NamedTuple):
@@ -140,6 +141,8 @@ class Violation:
     @property
     def places(self) -> list[tuple[object, ...]]:
         """All under which it is known when it fires again."""
+        if self.code == "N1":
+            return [self.place, *((self.code, name) for _, name in self.rows if name is not None)]
         if self.along is None:
             return [self.place]
         return [self.place, *(("along", self.along[0], name) for _, name in self.rows if name is not None)]
@@ -200,6 +203,8 @@ def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, in
         if violation.arrival is None
         else violation.arrival.turn(violation.pool.name, violation.arrived_as)
     )
+    if violation.code == "N1":  # the first layer speaks, not those to which it has spread
+        along += violation.layers[0] << POSITION_BITS if violation.layers else 0
     where = nowhere != violation.is_unhooked, along, RANK[violation.code], violation.pool.pool_id
     return not violation.is_unhooked, violation.code != "L1", is_read, violation.code == "T1", *where
 
@@ -211,6 +216,8 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
             groups.setdefault(("page", violation.page, violation.step), []).append(number)
+        if violation.code == "N1":  # of one step
+            groups.setdefault((violation.code, violation.step), []).append(number)
         if violation.along is not None:
             groups.setdefault(("along", *violation.along), []).append(number)
         if violation.arrival is not None:

@@ -146,7 +146,7 @@ class Launches:
         self._known = known | {"page_size": state.page_size, "null_slots": view.null_slots, "num_slots": view.num_slots}
         counts = header[: 2 * NUM_BITS].view(2, NUM_BITS)
         self._bind_writes(site)
-        self._bind_values()
+        self._bind_values(pool.asks_finite)
         self._bind_judges(header[2 * NUM_BITS :])
         self._bind_counts(counts[PLANNED], counts[READ])
 
@@ -170,15 +170,16 @@ class Launches:
         grants = {"requests": planned.requests, "generations": planned.generations, "sites": planned.sites}
         self.seal = bind(ops.seal, slots=planned.safe_slots, **grants, **self._entries)
 
-    def _bind_values(self) -> None:
+    def _bind_values(self, asks_finite: bool) -> None:
         """K and V into the pool, and their fingerprints: as they are put, or of copies of what was stored."""
         bind, ops, rows, work = self._bind, self._ops, self._pool.rows, self._work
         live = {} if self._settings.is_deferred else self._entries  # how many are live is not planned yet
         self.store = bind(ops.store, rows, kept=work.kept, **live)
-        self.put = bind(ops.put, rows, **self._entries)
+        self.put = bind(ops.put, rows, asks_finite=asks_finite, **self._entries)
         self.attest: Launch = lambda: None
         if not self._settings.puts:
-            self.attest = bind(ops.attest, kept_rows(rows, work.kept), work.planned.safe_slots, **self._entries)
+            finite, slots = rows if asks_finite else None, work.planned.safe_slots
+            self.attest = bind(ops.attest, kept_rows(rows, work.kept), slots, finite=finite, **self._entries)
 
     def _bind_judges(self, runs: Tensor) -> None:
         """Prefixes, which earlier forwards wrote, are one segment a row, from its root; what this forward wrote is one

@@ -45,6 +45,7 @@ from kvcanary.native.layout import (
     SAID,
 )
 from kvcanary.pools.plans import ReadPlan, WritePlan
+from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.mailbox import NUM_MESSAGES
 from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
@@ -385,8 +386,16 @@ class CapturedStep:
         name = self._ledger.name(violation.uid) if violation.uid >= 0 else None
         others = tuple(other for uid in violation.others if (other := self._ledger.name(uid)) is not None)
         own = violation.code, pool, violation.slot, position, name, violation.site, violation.step
-        return Violation(*own, lineage=lineage_of(violation, runs), is_captured=True, others=others)
+        layers = _layers_of(violation, pool)
+        return Violation(*own, layers, lineage=lineage_of(violation, runs), is_captured=True, others=others)
 
     def _gap(self, gap: CoverageGap, step: int) -> Violation:
         pool, planned, run = self._state.by_name[gap.pool], gap.planned._asdict(), gap.run._asdict()
         return Violation("H1", pool, -1, None, None, gap.site, step, expected=planned, found=run)
+
+
+def _layers_of(violation: CapturedViolation, pool: PoolState) -> tuple[int, ...]:
+    """Of what is not finite, in which layers of its slot; else none is named."""
+    if violation.code != "N1" or not 0 <= violation.slot < pool.view.num_slots:
+        return ()
+    return layers_not_finite(pool.rows, torch.tensor([violation.slot], device=pool.records.device))[0]

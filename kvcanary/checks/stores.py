@@ -1,5 +1,7 @@
 """Storing: the fingerprints of values on their way into a pool, taken at the store and written when they are sealed.
 
+What is not finite is seen in the same reading.
+
 They are those of what was to be stored, not of what the pool holds now.
 """
 
@@ -8,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary.calls.entries import fired_writes
 from kvcanary.calls.forward import Forward
+from kvcanary.calls.violation_log import ViolationBatch
+from kvcanary.native.layout import FORWARD
+from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.fingerprints import fingerprints_of_layer, joined
 from kvcanary.records.state import PoolState
+from kvcanary_kernels.record.formats import words_not_finite
 from kvcanary_kernels.record.layout import signed
 from kvcanary_kernels.record.rows import WORD_BYTES
 
@@ -27,7 +35,11 @@ def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values
     """
     pool, host = forward.pool, forward.pool.host
     if host is None:
-        fingerprints[layer] = torch.stack(fingerprints_of_layer(pool, layer, _words(pool, values)))
+        words = _words(pool, values)
+        fingerprints[layer] = torch.stack(fingerprints_of_layer(pool, layer, words))
+        if pool.asks_finite:
+            found, before = words_not_finite(words, pool.lanes).any(), forward.not_finite
+            forward.not_finite = found if before is None else before | found
         return
     n, keys, start = forward.num_entries, host.layer_keys[layer], host.starts[layer]
     out = forward.fingerprints_at + layer * n * FINGERPRINTS_BYTES
@@ -44,10 +56,24 @@ def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values
             and k.is_cpu
             and v.is_cpu
         ):
-            pool.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out)
+            pool.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out, forward.head)
             return
     row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
-    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out)
+    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out, forward.head)
+
+
+def judge_finite(forward: Forward) -> list[ViolationBatch]:
+    """N1 for every entry of which some layer has stored NaN or infinity; at least for the first that did."""
+    first = forward.first_not_finite
+    if first is None:
+        return []
+    pool, layers = forward.pool, np.zeros((forward.num_entries, forward.pool.view.num_layers), np.bool_)
+    for entry, found in enumerate(layers_not_finite(pool.rows, forward.pool_slots)):
+        layers[entry, list(found)] = True
+    if forward.memory[FORWARD.not_finite]:  # known where it was stored, whatever lies there now
+        layers[first[1], first[0]] = True
+    which = np.flatnonzero(layers.any(1) & (forward.planned.slots >= pool.view.null_slots))
+    return [fired_writes("N1", forward, which, layers=layers)]
 
 
 def keep_fingerprints(forward: Forward) -> None:

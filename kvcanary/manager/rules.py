@@ -21,7 +21,7 @@ from kvcanary.checks.lengths import judge_lengths, judge_mask, judge_starts
 from kvcanary.checks.row_spans import read_entries, sort_rows
 from kvcanary.checks.rows import Reader, Verdict
 from kvcanary.checks.seals import Sealer
-from kvcanary.checks.stores import keep_fingerprints
+from kvcanary.checks.stores import judge_finite, keep_fingerprints
 from kvcanary.checks.tokens import Oracle, judge_tokens
 from kvcanary.checks.writes import judge_layers
 from kvcanary.config import CanaryConfig
@@ -82,7 +82,8 @@ class Rules:
         violations: list[Violation | ViolationBatch] = []
         for forward in forwards:
             forward.read_rows()
-            violations += [*judge_layers(forward), *judge_tokens(forward, self.oracle), *judge_mask(forward)]
+            violations += [*judge_layers(forward), *judge_finite(forward)]
+            violations += [*judge_tokens(forward, self.oracle), *judge_mask(forward)]
         violations += self.sealer.seal(forwards)
         self._record_store.flush()
         for forward in forwards:

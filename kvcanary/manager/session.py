@@ -53,6 +53,8 @@ class Session:
             roles=[Role(pool.view.root_name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
         )
         state.bind(self.ledger.pages)
+        for pool in state.pools:
+            pool.asks_finite = "N1" not in config.disable
         self.coverage = Coverage()
         self.excluded = Excluded(self.coverage)
         self.checks = checks = StepChecks(state, self.ledger, config, self.coverage, self.excluded)

@@ -8,8 +8,8 @@ Sums are mod 2^64; signed and unsigned ones have the same bits.
 
 import numpy as np
 
-from kvcanary.native.jit import longs_at, loop, nth, words_at
-from kvcanary.native.layout import HEADS, PIECE
+from kvcanary.native.jit import longs_at, loop, nth, view, words_at
+from kvcanary.native.layout import FORMAT, FORWARD, HEADS, PIECE, POOL
 from kvcanary_kernels.record.layout import CONTENT_B
 
 WORD_BYTES = 4
@@ -37,14 +37,46 @@ def keyed_once(words, count, keys):
     return np.int64(fingerprint)
 
 
-@loop("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def sum_values(first, first_step, first_words, second, second_step, second_words, n, keys, start, fingerprints):
+@loop()
+def find_in_run(at, first, count, form):
+    """Bits that are set where an element of `count` words is not finite; `first`: of them, in their piece."""
+    words, found = words_at(at, count), np.uint32(0)
+    same, other = (form[FORMAT.odd], form[FORMAT.even]) if first % 2 else (form[FORMAT.even], form[FORMAT.odd])
+    even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[FORMAT.value])
+    lows, highs = np.uint32(form[FORMAT.lows]), np.uint32(form[FORMAT.highs])
+    for i in range(count):
+        fingerprints = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
+        found |= np.uint32(fingerprints - lows) & ~fingerprints & highs
+    return found
+
+
+@loop()
+def find_not_finite(forward, pool, layer, first, first_step, first_words, second, second_step):
+    """Note the first of a forward's rows, each made of two parts as for `sum_values`, that is not finite."""
+    forms = longs_at(pool.formats, pool.parts * FORMAT.size)
+    for row in range(forward.entries if pool.asks_finite and not forward.not_finite else 0):
+        found = np.uint32(0)
+        for part in range(pool.parts):
+            piece, form = nth(PIECE, pool.layout, part), forms[part * FORMAT.size : (part + 1) * FORMAT.size]
+            behind = piece.first - first_words
+            at = first + row * first_step + WORD_BYTES * piece.first
+            if behind >= 0:
+                at = second + row * second_step + WORD_BYTES * behind
+            if form[FORMAT.even] | form[FORMAT.odd]:
+                found |= find_in_run(at, 0, piece.words, form)
+        if found and not forward.not_finite:
+            forward.not_finite = 1 + layer * forward.entries + row
+
+
+@loop("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def sum_values(first, first_step, first_words, second, second_step, second_words, n, keys, start, fingerprints, head):
     """Fingerprints of n rows of one layer that are made of two parts; the second may have no words.
 
     first, second: addresses of the parts of row 0, rows are so many bytes apart
     keys:          address of the layer's keys
     start:         of fingerprint a
     fingerprints:         address of [2, n] int64 out: fingerprint a, and what the layer adds to fingerprint b
+    head:          address of `Forward.memory`, which says where they are not finite; 0: nobody asks
     """
     other_fingerprint = WORD_BYTES * (first_words + second_words)
     other_part = keys + WORD_BYTES * first_words
@@ -54,6 +86,11 @@ def sum_values(first, first_step, first_words, second, second_step, second_words
         c, d = keyed(second + row * second_step, second_words, other_part, other_part + other_fingerprint)
         out[row] = start + a + c
         out[n + row] = b + d
+    if head and n:
+        forward = view(FORWARD, head)
+        layer = (fingerprints - forward.fingerprints) // (16 * n)
+        pool = view(POOL, forward.pool)
+        find_not_finite(forward, pool, layer, first, first_step, first_words, second, second_step)
 
 
 @loop()

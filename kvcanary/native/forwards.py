@@ -82,7 +82,7 @@ def take_plan(given, memory):
     head, asked = memory.ctypes.data, view(ASKED, given)
     forward, pool = view(FORWARD, head), view(POOL, asked.pool)
     _copy(given, longs_at(head, FORWARD.fingerprints))
-    forward.fingerprints = forward.before = forward.num_before = forward.seen = 0
+    forward.fingerprints = forward.before = forward.num_before = forward.seen = forward.not_finite = 0
     plan = plan_of(head)
     for row in range(asked.rows):
         plan.written[row], plan.starts[row] = asked.count, 0
@@ -299,7 +299,7 @@ def prove_forwards(heads, facts, structs, generations, states, constants, table,
     for number in range(heads.shape[0]):
         forward, plan = view(FORWARD, heads[number]), plan_of(heads[number])
         pool = view(POOL, forward.pool)
-        if not (
+        if forward.not_finite or not (
             _tokens_are_right(forward, pool, plan, facts)
             and _mask_is_right(forward, plan)
             and _rows_are_right(heads, number, forward, pool, plan, facts)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary_kernels.content.finite import Format
+from kvcanary_kernels.record.formats import Format
 from kvcanary_kernels.record.rows import Piece
 
 
@@ -34,11 +34,13 @@ def flags(count: int) -> list[int]:
 
 #: Of a pool, filled once: numbers, and addresses of arrays that stay where they are.
 #: window, vocabulary: 0: none, not known;  words: of a row of one layer;  addresses: [parts, layers] of slot 0
+#: formats: [parts, FORMAT];  asks_finite: whether what is stored must be finite
 #: layout: [parts, PIECE];  starts: [layers] of fingerprint a;  writers: 0: pages are not known to the loops
 POOL = struct(
     "Pool",
     "num_slots null_slots page_size window vocabulary token_offset ahead pool_id base seal_term layers low_layers "
-    "high_layers words parts addresses layout keys starts start_b content_a records seen_slots writers",
+    "high_layers words parts addresses layout keys starts start_b content_a records seen_slots writers formats "
+    "asks_finite",
 )
 #: How one part of a row lies: `Piece` of the kernels.
 PIECE = struct("PartOfRow", " ".join(Piece._fields))
@@ -53,11 +55,12 @@ HEADS = struct("Heads", "address batch_step head_step entry_step words heads")
 #: nodes: entries that every row must write, as many as its tree mask says; -1: any
 #: has_lineage: it lies in the place of parents;  mask: 0: none
 #: fingerprints: 0: nobody compares the bytes;  before, num_before: chain values of the draft forward before, which the
-#: lineage names, 0: none;  seen: what sealing it has seen
+#: lineage names, 0: none;  seen: what sealing it has seen;  not_finite: 1 + layer * entries + entry of the first
+#: that was stored with an element that is NaN or infinite
 FORWARD = struct(
     "Head",
     "pool entries rows width requests kind index step site has_parents has_lineage ids num_ids mask nodes "
-    "fingerprints before num_before seen",
+    "fingerprints before num_before seen not_finite",
 )
 #: What `loops.take_plan` makes such a plan of: fields of FORWARD as they become, then addresses of tensors, 0 where
 #: there is none; behind them of each request its uid and committed length.

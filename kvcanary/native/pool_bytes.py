@@ -6,7 +6,7 @@ forward's struct which slots were planned. `struct`: the address of the pool's.
 
 import numpy as np
 
-from kvcanary.native.fingerprints import WORD_BYTES, keyed, offset_of, sum_part
+from kvcanary.native.fingerprints import WORD_BYTES, find_in_run, find_not_finite, keyed, offset_of, sum_part
 from kvcanary.native.jit import longs_at, loop, nth, view, words_at
 from kvcanary.native.layout import FORMAT, FORWARD, PIECE, POOL
 from kvcanary_kernels.content.poison import FINITE_BITS, NAN_WORD
@@ -77,6 +77,8 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
         if fingerprints:
             out[row] = start + a + c
             out[n + row] = b + d
+    words = nth(PIECE, pool.layout, 0).words
+    find_not_finite(forward, pool, layer, first, first_step, words, second, second_step)
     return True
 
 
@@ -137,19 +139,6 @@ def poison(struct, slots, nan, fills):
     return well
 
 
-@loop()
-def _find_in_run(at, first, count, form):
-    """Bits that are set where an element of `count` words is not finite; `first`: of them, in their piece."""
-    words, found = words_at(at, count), np.uint32(0)
-    same, other = (form[FORMAT.odd], form[FORMAT.even]) if first % 2 else (form[FORMAT.even], form[FORMAT.odd])
-    even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[FORMAT.value])
-    lows, highs = np.uint32(form[FORMAT.lows]), np.uint32(form[FORMAT.highs])
-    for i in range(count):
-        fingerprints = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
-        found |= np.uint32(fingerprints - lows) & ~fingerprints & highs
-    return found
-
-
 @loop("int64(int64, int64[::1], int64[::1], int64, int64[::1], int64[:, ::1], int64[::1])")
 def find_unwritten(struct, slots, names, page_size, generations, table, which):
     """Those of n slots that no forward has written since their pages were granted; how many these are.
@@ -180,5 +169,5 @@ def are_finite(struct, slots, formats):
                 run, target = piece.run, firsts[part * layers + layer] + offsets[i, part]
                 for number in range(piece.words // max(run, 1) if form[FORMAT.even] | form[FORMAT.odd] else 0):
                     at = target + WORD_BYTES * number * piece.run_stride
-                    found |= _find_in_run(at, number * run, run, form)
+                    found |= find_in_run(at, number * run, run, form)
     return found == 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcanary.native.layout import POOL, filled
 from kvcanary.pools.views import PoolView
+from kvcanary_kernels.record.formats import formats_of
 from kvcanary_kernels.record.layout import Keys, signed
 from kvcanary_kernels.record.rows import WORD_BYTES
 
@@ -63,6 +64,7 @@ class HostPool:
     parts:      of a row;  steps: of values as a model gives them
     address:    [pieces, layers] of slot 0
     layout:     [pieces, fields] what each `Piece` of a row says
+    formats:    [pieces, fields] of each `Format`
     keys:       [layers, 2, words] int32, of fingerprint a and fingerprint b
     layer_keys: by layer, the address of its keys
     start_a:    [layers], and the same as integers: `starts`
@@ -79,6 +81,7 @@ class HostPool:
         self.keys = torch.stack([keys.fingerprint_a, keys.fingerprint_b], 1)
         self.layer_keys = [layer.data_ptr() for layer in self.keys]
         self.words = view.rows.words_per_row
+        self.formats = np.array(formats_of(view.rows), np.int64)
         self.start_a: Longs = keys.start_a.numpy()
         self.starts: list[int] = keys.start_a.tolist()
         self.start_b = signed(keys.start_b)
@@ -94,6 +97,7 @@ def pool_struct(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], 
     numbers |= {"ahead": view.ahead, "layers": view.num_layers, "words": view.rows.words_per_row}
     numbers |= {"parts": len(view.parts), "seen_slots": seen.ctypes.data}
     if host is not None:
+        numbers["formats"] = host.formats.ctypes.data
         arrays = {"addresses": host.address, "layout": host.layout, "starts": host.start_a, "content_a": host.content_a}
         numbers |= {name: array.ctypes.data for name, array in arrays.items()}
         numbers |= {"records": host.records.ctypes.data, "keys": host.layer_keys[0], "start_b": host.start_b}

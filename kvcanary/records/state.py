@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvcanary.records.host_pool import HostPool, pool_struct
 from kvcanary.records.mailbox import to_device
 from kvcanary.records.page_updates import PageUpdates
 from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.formats import lanes_of
 from kvcanary_kernels.record.layout import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
 from kvcanary_kernels.record.seal import seal_offset, seal_torch
 
@@ -40,6 +41,8 @@ class PoolState:
     full_layers, all_layers: bitmap of all layers; the same as the two columns of a record, signed
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
+    asks_finite: whether what is stored must be finite (N1)
+    lanes:      by which the words of a row tell that (record/formats.py)
     seen:       [num_slots] bool, all False: a loop's own
     struct:     POOL, the same for loops that read by address (native/layout.py); `struct_at`: its address
     """
@@ -64,6 +67,7 @@ class PoolState:
         self.seen: NDArray[np.bool_] = np.zeros(view.num_slots, np.bool_)
         numbers = {"pool_id": pool_id, "base": base, "seal_term": signed(self.seal_term)}
         self.struct = pool_struct(view, self.host, self.seen, low_layers=low, high_layers=high, **numbers)
+        self.asks_finite = True
         self.struct_at: int = self.struct.ctypes.data
 
     def write_fingerprints(self, slots: Tensor, fingerprint_a: Tensor, fingerprint_b: Tensor) -> None:
@@ -71,6 +75,18 @@ class PoolState:
         self.content_a.index_copy_(1, slots, fingerprint_a)
         for records in (self.records, self.expected):
             records.select(1, record.CONTENT_B).index_copy_(0, slots, fingerprint_b)
+
+    @property
+    def asks_finite(self) -> bool:
+        return bool(self.struct[POOL.asks_finite])
+
+    @asks_finite.setter
+    def asks_finite(self, value: bool) -> None:
+        self.struct[POOL.asks_finite] = value
+
+    @cached_property
+    def lanes(self) -> tuple[Tensor, ...]:
+        return lanes_of(self.rows)
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ class Describer:
         """The finding of one incident."""
         facts = self._read(incident, place)
         violation = facts.violation
-        writes = violation.code.startswith("W")
+        writes = violation.code[0] in "WN"
         expected, seen = expected_and_found(facts)
         if self._show_tokens:
             wanted, token = tokens_of(facts)

@@ -16,8 +16,10 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import site_name, unpack_site
 from kvcanary.pools.slot_maps import slots_in
+from kvcanary.pools.views import PoolView
 from kvcanary.provenance.bytes_of import Provenance, holds_its_own
 from kvcanary.provenance.changed_word import ChangedWord
+from kvcanary.provenance.not_finite import describe_elements
 from kvcanary.report.arrival_text import expected_of, found_of
 from kvcanary.report.row_evidence import RowEvidence
 from kvcanary_kernels.record import layout as record
@@ -212,10 +214,21 @@ def _both_sides(facts: Evidence) -> tuple[Values, Values]:
     if violation.arrival is not None:
         place = violation.arrived_as
         return expected | expected_of(violation.arrival, place), found | found_of(violation.arrival, place)
+    if violation.code == "N1":
+        return {"elements": "finite"}, _not_finite(violation)
     if violation.is_unwritten:
         return {"elements": "finite"}, {"layers_not_finite": list(violation.layers)}
     sides = next((sides for codes, sides in _SIDES if facts.violation.code in codes.split()), None)
     return sides(facts) if sides in _NEED_NO_RECORD or (sides and facts.record is not None) else ({}, {})
+
+
+def _not_finite(violation: Violation) -> Values:
+    """What lies there now, in the first of the layers."""
+    view, found = violation.pool.view, {"layers_not_finite": list(violation.layers)}
+    if not isinstance(view, PoolView) or not violation.layers or not 0 <= violation.slot < view.num_slots:
+        return found
+    said = describe_elements(view, violation.layers[0], violation.slot)
+    return {"elements": said or "finite by now"} | found
 
 
 def tokens_of(facts: Evidence) -> tuple[Values, Values]:

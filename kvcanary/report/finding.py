@@ -27,6 +27,7 @@ FAMILIES = (
     "transfer",
     "scales",
     "uninitialised",
+    "numerics",
     "ranks",
     "bits",
     "hooks",

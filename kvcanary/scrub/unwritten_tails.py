@@ -30,7 +30,7 @@ from kvcanary.records.record_store import RecordStore
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.scrub.rereads import Part, Rereads
 from kvcanary_kernels.content.check import mismatched_layers
-from kvcanary_kernels.content.finite import formats_of
+from kvcanary_kernels.record.formats import formats_of
 
 Which = Ints | slice
 EVERY = slice(None)

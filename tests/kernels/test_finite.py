@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvcanary_kernels.content.check import mismatched_layers
-from kvcanary_kernels.content.finite import finite_check, finite_check_torch, format_of
+from kvcanary_kernels.content.finite import finite_check, finite_check_torch
+from kvcanary_kernels.record.formats import format_of
 from kvcanary_kernels.record.rows import pool_rows
 from stored_pool import dense_words
 

@@ -200,3 +200,32 @@ def test_every_other_slot(store, layout: str, page_size: int, dtype, make_stored
     for layer in range(2):
         assert store(pool, layer, slots, values) == [POISON] * len(slots)
     pool.expect(slots, values, [0, 1])
+
+
+@every_way
+@pytest.mark.parametrize("layout", ["nhd", "hnd_fused"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2], ids=str)
+def test_what_is_not_finite_is_told(store, dtype: torch.dtype, layout: str, make_stored, make_content, tensor) -> None:
+    """N1 by entry, of any layer and part, beside W4, in the reading that makes fingerprints; nothing for padding, and
+    nothing where nobody asks.
+    """
+    pool = make_stored(12, layout, 4, dtype, extras=1)
+    values = make_content(6, dtype, extras=1, seed=1)
+    for part in (values.k, values.v, *values.extras):
+        part[:] = [torch.ones_like(t) for t in part]
+    values.k[1][1, 2, 7], values.v[0][3, 0, 0], values.extras[0][1][4, 1] = torch.nan, torch.inf, -torch.inf
+    values.k[0][5] = torch.nan  # of padding
+    slots, live = [9, 3, 5, 7, 0, 1], tensor([5])
+    assert store(pool, [0, 1], slots, values, num_live=live, asks_finite=True) == [POISON, 2, POISON, 2, 2, POISON]
+    again = store(pool, [0, 1, 0], slots, values, num_live=live, asks_finite=True)
+    assert again == [1, 3, 1, 3, 3, POISON]
+    assert store(make_stored(12, layout, 4, dtype, extras=1), [0, 1], slots, values) == [POISON] * 6
+
+
+@every_way
+def test_integers_are_always_finite(store, make_stored, make_content) -> None:
+    """All bits set, in a type that has no NaN."""
+    pool, values = make_stored(8, "nhd", 4, torch.uint8), make_content(2, torch.uint8, seed=1)
+    for part in (values.k, values.v):
+        part[:] = [torch.full_like(t, 255) for t in part]
+    assert store(pool, [0, 1], [3, 1], values, asks_finite=True) == [POISON] * 2

@@ -50,6 +50,7 @@ class Rig:
     null_slots: int = BLOCK_SIZE
     in_place: bool = False
     owners: Tensor | None = None
+    asks_finite: bool = True
 
     def __post_init__(self) -> None:
         device = self.device
@@ -99,7 +100,7 @@ class Rig:
         rows = self.rows(batch, accepted or {})
         window = changes.pop("window", 0)
         fed = self.fed(batch, rows, **changes)
-        walked, written, read = self.cells(4), self.cells(4), self.cells(2, 4)
+        walked, written, read, self.firsts = self.cells(4), self.cells(4), self.cells(2, 4), self.cells()
         watched = self.watched(self.records, len(batch), len(fed.tokens), window)
         self.call(writes_of, "advance", watched, rows, fed, self.truth, seeds=self.seeds,
                   slots=self.slots, chains=self.chains, violations=written)  # fmt: skip
@@ -108,7 +109,8 @@ class Rig:
         )
         self.reread(watched, rows, max_length=80, stride=1, whole=False, violations=read)
         self.call(fingerprints_of, "take", watched, self.pool, self.slots, self.chains, self.keys,
-                  fingerprints=self.fingerprints, stamps=self.stamps)  # fmt: skip
+                  fingerprints=self.fingerprints, stamps=self.stamps,
+                  firsts=self.firsts if self.asks_finite else None)  # fmt: skip
         self.violations = torch.cat((walked, written, *read.unbind(1)))
         walked, written, (read, self.places) = (violations[self.step % RING] for violations in (walked, written, read))
         for row, new in batch.items():
@@ -321,6 +323,28 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
     assert rig.forward({0: [1], 1: [2]})[1] == [None, (1, 6)]
     assert divmod(int(rig.places[1]), fingerprints_of.SLOTS_PER_ENTRY) == (6, rig.slot(1, 6))
     assert int(rig.total) == 1
+
+
+def test_the_first_layer_that_is_not_finite_is_kept(rig: Rig) -> None:
+    """Of all that a step stores the least, layer before entry; one count each, and no other slot."""
+    rig.forward({0: list(range(18)), 1: list(range(9))})
+    assert rig.firsts.tolist() == [NO_VIOLATION] * RING
+    for layer, row, position, value in (1, 0, 18, torch.inf), (1, 1, 10, torch.nan), (0, 1, 11, -torch.inf):
+        block, offset = divmod(rig.slot(row, position), BLOCK_SIZE)
+        rig.kv[layer][block, 1, offset, 4] = value
+    rig.kv[0][0] = torch.nan  # nobody's
+    rig.kv[0][divmod(rig.slot(0, 25), BLOCK_SIZE)[0]] = torch.nan  # behind the row
+    rig.forward({0: [1], 1: [1, 2, 3, 4]})
+    wanted = [NO_VIOLATION] * RING
+    wanted[rig.step % RING] = 0 * fingerprints_of.ENTRIES_PER_LAYER + 3  # the fourth of the forward
+    assert rig.firsts.tolist() == wanted
+    assert int(rig.total) == 3
+    rig.asks_finite = False
+    for position in (19, 20):
+        block, offset = divmod(rig.slot(0, position), BLOCK_SIZE)
+        rig.kv[1][block, 0, offset, 0] = torch.nan
+    rig.forward({0: [1, 2]})
+    assert int(rig.total) == 3
 
 
 def test_a_last_look_reads_whole_rows_along_their_own_lines(rig: Rig) -> None:

@@ -78,7 +78,7 @@ def test_a_wrong_entry_would_be_told() -> None:
     """The reader behind that test finds no code in a place that does not judge it."""
     source = inspect.getsource(settle)
     judged = [kind for kind in KINDS if kind in CODES and mentions(source, kind)]
-    assert judged == ["W4", "R12", "R5", "R6"]
+    assert judged == ["W4", "N1", "R12", "R5", "R6"]
     assert mentions("R2 to R8 and R12", "R7")
     assert not mentions("R2 to R8 and R12", "R11")
 

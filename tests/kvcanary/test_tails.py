@@ -14,8 +14,9 @@ from kvcanary.config import ROTATION_STEPS
 from kvcanary.records.state import CanaryState
 from kvcanary.scrub.rereads import Rereads
 from kvcanary.scrub.scrubber import STRIDE
-from kvcanary_kernels.content.finite import finite_check_torch, formats_of
+from kvcanary_kernels.content.finite import finite_check_torch
 from kvcanary_kernels.content.poison import poison_fill_torch
+from kvcanary_kernels.record.formats import formats_of
 
 NAN = float("nan")
 TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2

@@ -17,6 +17,7 @@ from kvcanary_kernels.record.rows import PoolRows, pool_rows
 
 MASK = 2**64 - 1
 POISON = -77
+UNTOUCHED = -80  # of what a call adds bits to
 CONTENT_B, LOW, HIGH = 4, 5, 6
 Place = Callable[[Tensor, int], Tensor]
 Way = Callable[..., list[int]]
@@ -114,12 +115,12 @@ def by_put(operation: Callable[..., None]) -> Way:
     def put_layers(
         pool: StoredPool, layers: int | list[int], slots: list[int], values: Any, place: Place = from_projection, **live
     ) -> list[int]:
-        twice = torch.full((len(slots),), POISON, device=pool.device)
+        twice = torch.full((len(slots),), UNTOUCHED, device=pool.device)
         slot_ids = torch.tensor(slots, dtype=torch.int64, device=pool.device)
         for layer in [layers] if isinstance(layers, int) else layers:
             k, v, extras = _given(values, layer, place)
             operation(pool.rows, layer, slot_ids, k, v, extras=extras, twice=twice, **pool.tables, **live)
-        return twice.tolist()
+        return _added(twice)
 
     return put_layers
 
@@ -131,7 +132,8 @@ def by_store(store: Callable[..., None], attest: Callable[..., None]) -> Way:
         pool: StoredPool, layers: int | list[int], slots: list[int], values: Any, place: Place = from_projection, **live
     ) -> list[int]:
         n, num_layers = len(slots), pool.rows.num_layers
-        twice = torch.full((n,), POISON, device=pool.device)
+        twice = torch.full((n,), UNTOUCHED, device=pool.device)
+        finite = pool.rows if live.pop("asks_finite", False) else None
         slot_ids = torch.tensor(slots, dtype=torch.int64, device=pool.device)
         kept = torch.full((num_layers, n, pool.rows.words_per_row), POISON, dtype=torch.int32, device=pool.device)
         times = torch.zeros(num_layers, n, dtype=torch.int64, device=pool.device)
@@ -141,11 +143,16 @@ def by_store(store: Callable[..., None], attest: Callable[..., None]) -> Way:
             is_ready = layer not in listed[:number] and layer % 2 == 0
             options = {"kept": kept, "times": times, "is_ready": is_ready} | live
             store(pool.rows, layer, slot_ids, k, v, extras=extras, **options)
-        attest(kept_rows(pool.rows, kept), slot_ids, times=times, twice=twice, **pool.tables, **live)
+        attest(kept_rows(pool.rows, kept), slot_ids, times=times, twice=twice, finite=finite, **pool.tables, **live)
         assert not times.any()
-        return twice.tolist()
+        return _added(twice)
 
     return store_layers
+
+
+def _added(twice: Tensor) -> list[int]:
+    """The bits that calls added, POISON where they added none."""
+    return [POISON if value == UNTOUCHED else value ^ UNTOUCHED for value in twice.tolist()]
 
 
 WAYS = {

@@ -68,6 +68,13 @@ ADVICE: dict[str, Advice] = {
         "an offset that was added twice, or a length that was not advanced after acceptance. "
         "`kvcanary replay DUMP` runs the step again on a CPU.",
     ),
+    "N1": Advice(
+        "Every request that reads this entry computes NaN from it, in this step and in all that follow, and shared "
+        "prefixes pass it on. Their answers end in one repeated token.",
+        "Look at the layer and the phase that the finding names, with that request's tokens alone: an overflow in "
+        "float16, weights or scales that are not finite, or a kernel that reads padding. Where a model stores Inf by "
+        "design, switch the check off with `KVCANARY_DISABLE=N1`. `kvcanary explain DUMP` shows the row before it.",
+    ),
     "T1": Advice(
         "The requests of these pages continue from bytes that were damaged or mixed up on the way. "
         "Their next tokens may be wrong, without any other sign.",

@@ -12,7 +12,18 @@ from torch import Tensor
 from kvcanary_kernels.content.fingerprint import expect_keys, layer_fingerprints, row_fingerprints
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.arguments import expect_int64, expect_layered, expect_records, live_indices
-from kvcanary_kernels.record.device import COLUMNS, CONTENT_B, LAYERS_LOW, START_B, live_count, tl, triton
+from kvcanary_kernels.record.device import (
+    COLUMNS,
+    CONTENT_B,
+    LAYERS_LOW,
+    START_B,
+    STORED_NOT_FINITE,
+    STORED_TWICE,
+    live_count,
+    tl,
+    triton,
+)
+from kvcanary_kernels.record.formats import format_constants, lanes_of, words_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import TILE_WORDS, PoolRows, pool_rows
 
@@ -35,6 +46,7 @@ def attest(
     content_a: Tensor,
     twice: Tensor,
     num_live: Tensor | None = None,
+    finite: PoolRows | None = None,
     launches: bool = True,
 ) -> None:
     """Enter both fingerprints and the bit of every layer that `store` was called for since the last time. May be
@@ -48,8 +60,10 @@ def attest(
     times:     [layers, n] int64, how often `store` was called; zero again afterwards
     records:   [num_slots, 8] int64, sealed; content_b and layers are added to
     content_a: [layers, num_slots] int64, fingerprint a of layers that were stored is written
-    twice:     [n] int64 out, 1 where a layer was stored more than once (W4); other entries stay as they are
+    twice:     [n] int64 out, STORED_TWICE is added where a layer was stored more than once (W4), STORED_NOT_FINITE
+               where what it stored is NaN or infinite (N1); other entries stay as they are
     num_live:  [1] int64, entries at and after it are padding; None: all live
+    finite:    the rows of which `kept` are copies, for the types of their elements; None: nobody asks
     """
     n = slots.numel()
     expect_keys(kept, keys)
@@ -83,15 +97,20 @@ def attest(
             content_a.stride(0),
             **tiling,
             HAS_LIVE=num_live is not None,
+            FORMATS=None if finite is None else format_constants(finite),
         )
         return
+    lanes = None if finite is None else lanes_of(finite)
     live = torch.arange(n, device=slots.device)[live_indices(slots, records.shape[0], num_live)]
-    twice[live[(times[:, live] > 1).any(0)]] = 1
+    twice[live[(times[:, live] > 1).any(0)]] |= record.STORED_TWICE
     for layer in range(kept.num_layers):
         column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
         entries = live[times[layer, live] > 0]
         where = slots[entries]
-        content_a[layer, where], part_b = row_fingerprints(kept.gather_layer(layer, entries), layer, keys)
+        words = kept.gather_layer(layer, entries)
+        content_a[layer, where], part_b = row_fingerprints(words, layer, keys)
+        if lanes is not None:
+            twice[entries[words_not_finite(words, lanes).any(1)]] |= record.STORED_NOT_FINITE
         records[where, record.CONTENT_B] += part_b
         records[where, column] |= bit
     times[:, live] = 0
@@ -123,6 +142,7 @@ def _attest_kernel(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    FORMATS: tl.constexpr,
 ):
     o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     i_layer = tl.program_id(1).to(tl.int64)
@@ -136,8 +156,8 @@ def _attest_kernel(
         return
     key_a += i_layer * WORDS
     key_b += i_layer * WORDS
-    b_a, b_b = layer_fingerprints(
-        ptrs + i_layer, num_layers, o_n, m_n, key_a, key_b, PIECES, ALIGNMENT, TILE, CHUNK, True
+    b_a, b_b, b_bad = layer_fingerprints(
+        ptrs + i_layer, num_layers, o_n, m_n, key_a, key_b, PIECES, ALIGNMENT, TILE, CHUNK, True, FORMATS
     )
     if i_layer == 0:
         b_b += tl.load(constants + START_B)
@@ -147,4 +167,7 @@ def _attest_kernel(
     b_bit = tl.full([TILE], 1, tl.int64) << (i_layer % 64)
     tl.atomic_or(row + LAYERS_LOW + i_layer // 64, b_bit, mask=m_n, sem="relaxed")
     tl.store(own_times, tl.zeros_like(b_times), mask=m_n)
-    tl.store(twice + o_n, tl.full([TILE], 1, tl.int64), mask=m_n & (b_times > 1))
+    b_wrong = tl.where(b_times > 1, STORED_TWICE, 0).to(tl.int64)
+    if FORMATS is not None:
+        b_wrong |= tl.where(b_bad, STORED_NOT_FINITE, 0).to(tl.int64)
+    tl.atomic_or(twice + o_n, b_wrong, mask=m_n & (b_wrong != 0), sem="relaxed")

@@ -128,7 +128,7 @@ def _check_content_kernel(
     i_layer = tl.program_id(1).to(tl.int64)
     key = key_a + i_layer * WORDS
     b_stored = tl.load(content_a + i_layer * content_stride + b_slot, mask=m_n, other=0)  # on its way meanwhile
-    b_fingerprint, _ = layer_fingerprints(
+    b_fingerprint, _, _ = layer_fingerprints(
         ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False
     )
     m_differs = m_n & (b_fingerprint + tl.load(start_a + i_layer) != b_stored)

@@ -27,6 +27,7 @@ from kvcanary_kernels.record.device import (
     tl,
     triton,
 )
+from kvcanary_kernels.record.formats import is_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
 
@@ -129,7 +130,7 @@ def _fingerprint_kernel(
         return
     i_layer = tl.program_id(1).to(tl.int64)
     keys = i_layer * WORDS
-    b_a, b_b = layer_fingerprints(
+    b_a, b_b, _ = layer_fingerprints(
         ptrs + i_layer,
         num_layers,
         b_slot,
@@ -160,8 +161,10 @@ def layer_fingerprints(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_FINGERPRINT_B: tl.constexpr,
+    FORMATS: tl.constexpr = None,
 ):
-    """[TILE] both keyed sums of the rows of slots in one layer (without starting constants), in one reading of them.
+    """[TILE] both keyed sums of the rows of slots in one layer (without starting constants), and whether any element of
+    them is not finite (where their FORMATS are given, record/formats.py), in one reading of them.
 
     Products are added word by word, and only the last sums across the threads of a row, who wait for each other there.
 
@@ -171,17 +174,21 @@ def layer_fingerprints(
     b_slot = tl.where(m_n, b_slot, 0)  # loads without a mask are fewer instructions
     b_a = tl.zeros([TILE, CHUNK], tl.int64)
     b_b = tl.zeros([TILE, CHUNK], tl.int64)
+    b_bad = tl.zeros([TILE, CHUNK], tl.int64)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
         base = tl.multiple_of(base, ALIGNMENT)  # or loads are of one word each
-        b_a, b_b = _add_piece(b_a, b_b, base, b_slot, key_a, key_b, PIECES, i_piece, CHUNK, HAS_FINGERPRINT_B)
-    return tl.sum(b_a, 1), tl.sum(b_b, 1)
+        b_a, b_b, b_bad = _add_piece(
+            b_a, b_b, b_bad, base, b_slot, key_a, key_b, PIECES, i_piece, CHUNK, HAS_FINGERPRINT_B, FORMATS
+        )
+    return tl.sum(b_a, 1), tl.sum(b_b, 1), tl.max(b_bad, 1) != 0
 
 
 @triton.jit
 def _add_piece(
     b_a,
     b_b,
+    b_bad,
     base,
     b_slot,
     key_a,
@@ -190,6 +197,7 @@ def _add_piece(
     I_PIECE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_FINGERPRINT_B: tl.constexpr,
+    FORMATS: tl.constexpr,
 ):
     WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
@@ -204,7 +212,9 @@ def _add_piece(
             b_a += b_x * low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
             if HAS_FINGERPRINT_B:
                 b_b += b_x * low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
-    return b_a, b_b
+            if FORMATS is not None:
+                b_bad |= is_not_finite(b_x, b_slot, 0, o_w[None, :], FORMATS, PIECES, I_PIECE).to(tl.int64)
+    return b_a, b_b, b_bad
 
 
 @triton.jit

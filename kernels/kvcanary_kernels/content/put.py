@@ -21,6 +21,8 @@ from kvcanary_kernels.record.device import (
     LAYERS_LOW,
     PIECE_FIELDS,
     START_B,
+    STORED_NOT_FINITE,
+    STORED_TWICE,
     WORDS_FIELD,
     follow,
     live_count,
@@ -28,6 +30,7 @@ from kvcanary_kernels.record.device import (
     tl,
     triton,
 )
+from kvcanary_kernels.record.formats import format_constants, is_not_finite, lanes_of, words_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.overlap import overlap_options
 from kvcanary_kernels.record.rows import TILE_WARPS, PoolRows, dense_values
@@ -46,6 +49,7 @@ def put(
     content_a: Tensor,
     twice: Tensor,
     num_live: Tensor | None = None,
+    asks_finite: bool = False,
     launches: bool = True,
 ) -> None:
     """Write values into the rows of `slots` in one layer, with fingerprint a, their part of fingerprint b and the
@@ -61,7 +65,8 @@ def put(
     extras:    [n, ...] each, values of the pool's extras
     records:   [num_slots, 8] int64, sealed; content_b and layers are added to
     content_a: [layers, num_slots] int64, fingerprint a of this layer is written
-    twice:     [n] int64 out, 1 where the layer's bit was set already (W4); other entries stay as they are
+    twice:     [n] int64 out, STORED_TWICE is added where the layer's bit was set already (W4), and where it is asked
+               STORED_NOT_FINITE where a value is NaN or infinite (N1); other entries stay as they are
     num_live:  [1] int64, entries at and after it write nothing; None: all live
     """
     n = slots.numel()
@@ -96,6 +101,7 @@ def put(
             content_a.stride(0),
             **rows.layout,
             HAS_LIVE=num_live is not None,
+            FORMATS=format_constants(rows) if asks_finite else None,
             num_warps=TILE_WARPS,
             **overlap_options(slots.device),
         )
@@ -107,11 +113,14 @@ def put(
     repeated, replaced = _shared_slots(slots)
     again = stored if repeated is None else stored | repeated
     if bool(again.any()):
-        twice[torch.arange(n, device=slots.device)[entries][again]] = 1
+        twice[torch.arange(n, device=slots.device)[entries][again]] |= record.STORED_TWICE
     if replaced is not None:
         entries = torch.arange(n, device=slots.device)[entries][~replaced]
         slots, stored = slots[~replaced], stored[~replaced]
     words = torch.cat([value[entries] for value in values], dim=1)
+    if asks_finite:
+        bad = words_not_finite(words, lanes_of(rows)).any(1)
+        twice[torch.arange(n, device=slots.device)[entries][bad]] |= record.STORED_NOT_FINITE
     fingerprint_a, fingerprint_b = row_fingerprints(words, layer, keys)
     if bool(stored.any()):  # by difference: what the slot holds now is in fingerprint b, the starting constant with it
         _, old_b = row_fingerprints(rows.gather_layer(layer, slots[stored]), layer, keys)
@@ -148,6 +157,7 @@ def _put_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    FORMATS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     follow(OVERLAPS)
@@ -164,10 +174,10 @@ def _put_kernel(
     bit = tl.full([], 1, tl.int64) << (i_layer % 64)
     total_b = tl.zeros([], tl.int64)
     if tl.atomic_or(row + LAYERS_LOW + i_layer // 64, bit, sem="relaxed") & bit != 0:
-        tl.store(twice + i_n, 1)
+        tl.atomic_or(twice + i_n, STORED_TWICE, sem="relaxed")
         b_slot = tl.zeros([1], tl.int64) + slot
         m_slot = b_slot >= 0
-        _, b_old = layer_fingerprints(
+        _, b_old, _ = layer_fingerprints(
             ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, PIECES[BLOCK_FIELD], True
         )
         total_b -= tl.sum(b_old)
@@ -179,21 +189,24 @@ def _put_kernel(
         base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
         base = tl.multiple_of(base, ALIGNMENT)
         source = values[i_piece] + i_n * value_strides[i_piece]
-        a, b = _put_piece(base, slot, source, key_a, key_b, PIECES, i_piece)
+        a, b, bad = _put_piece(base, slot, source, key_a, key_b, PIECES, i_piece, FORMATS)
         total_a += a
         total_b += b
+        if FORMATS is not None:
+            tl.atomic_or(twice + i_n, STORED_NOT_FINITE, mask=bad != 0, sem="relaxed")
     tl.store(content_a + i_layer * content_stride + slot, total_a)
     tl.atomic_add(row + CONTENT_B, total_b, sem="relaxed")
 
 
 @triton.jit
-def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
-    """Copy one piece of a row into the pool; both keyed sums of it."""
+def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr, FORMATS: tl.constexpr):
+    """Copy one piece of a row into the pool; both keyed sums of it, and whether an element is not finite."""
     WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
     BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
     b_a = tl.zeros([BLOCK], tl.int64)
     b_b = tl.zeros([BLOCK], tl.int64)
+    b_bad = tl.zeros([BLOCK], tl.int64)
     for i_word in range(0, WORDS, BLOCK):
         o_w = i_word + tl.arange(0, BLOCK)
         m_w = o_w < WORDS
@@ -203,7 +216,9 @@ def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: 
         b_x = low_word(b_value.to(tl.int64))
         b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
-    return tl.sum(b_a), tl.sum(b_b)
+        if FORMATS is not None:
+            b_bad |= is_not_finite(b_x, slot, 0, o_w, FORMATS, PIECES, I_PIECE).to(tl.int64)
+    return tl.sum(b_a), tl.sum(b_b), tl.max(b_bad)
 
 
 def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -19,9 +19,12 @@ from kvcanary_kernels.record.device import (
     COLUMNS,
     LAYERS_HIGH,
     LAYERS_LOW,
+    N1,
     R5,
     R6,
     R12,
+    STORED_NOT_FINITE,
+    STORED_TWICE,
     W4,
     live_count,
     programs_for,
@@ -51,10 +54,11 @@ def settle(
     null_slots: int,
     launches: bool = True,
 ) -> None:
-    """Judge layers (R12, W4), own entries and lineages (R5), and row truths (R6) of live rows. May be captured; after
-    verify.
+    """Judge layers (R12, W4, N1), own entries and lineages (R5), and row truths (R6) of live rows. May be captured;
+    after verify.
 
-    forward, planned: as `plan` left them; planned.codes: R12 where a layer stored nothing, W4 where one stored twice
+    forward, planned: as `plan` left them; planned.codes: R12 where a layer stored nothing, W4 where one stored twice,
+                N1 where what one stored is not finite
     records:    [num_slots, 8] int64, sealed and stored
     expected:   [num_slots, 8] int64, the entries' records are copied there
     layers:     [2] int64, bitmap of all layers
@@ -119,7 +123,8 @@ def settle(
         _judge_chains(forward, planned, last, planned.seeds[:live], "R5", records, codes, null_slots)
     asked, safe = planned.asked[:n], planned.safe_slots[:n]
     claims[asked[(asked >= 0) & (asked < num_slots)]] = NO_CLAIM
-    planned.codes[:n] |= torch.where(twice[:n] != 0, CODE_BITS["W4"], 0)
+    planned.codes[:n] |= torch.where((twice[:n] & record.STORED_TWICE) != 0, CODE_BITS["W4"], 0)
+    planned.codes[:n] |= torch.where((twice[:n] & record.STORED_NOT_FINITE) != 0, CODE_BITS["N1"], 0)
     twice[:n] = 0
     sealed = (safe >= 0).nonzero().flatten()
     slots = safe[sealed]
@@ -206,11 +211,13 @@ def _settle_kernel(
         low_bits = tl.load(records + row + LAYERS_LOW, mask=m_sealed, other=0)
         high_bits = tl.load(records + row + LAYERS_HIGH, mask=m_sealed, other=0)
         missing = m_sealed & (((low & ~low_bits) != 0) | ((high & ~high_bits) != 0))
-        again = tl.load(twice + o_e, mask=m_e, other=0) != 0
-        tl.store(twice + o_e, tl.zeros_like(slot), mask=m_e & again)
+        stored = tl.load(twice + o_e, mask=m_e, other=0)
+        is_wrong = stored != 0
+        tl.store(twice + o_e, tl.zeros_like(slot), mask=m_e & is_wrong)
         code = tl.load(plan_codes + o_e, mask=m_e, other=0)
-        code |= tl.where(missing, R12, 0) | tl.where(again, W4, 0)
-        tl.store(plan_codes + o_e, code, mask=m_e & (missing | again))
+        code |= tl.where(missing, R12, 0) | tl.where((stored & STORED_TWICE) != 0, W4, 0)
+        code |= tl.where((stored & STORED_NOT_FINITE) != 0, N1, 0)
+        tl.store(plan_codes + o_e, code, mask=m_e & (missing | is_wrong))
 
         place = tl.load(places + o_e, mask=m_e, other=-1)
         read = device_entry_at(indices, place, m_sealed, num_codes)

@@ -37,8 +37,13 @@ MULTIPLIER = MIX_KEY + 1
 START_B = MULTIPLIER + 1
 NUM_CONSTANTS = START_B + 1
 
-# One bit a check in a 64-bit code word: R<n> is bit n - 1, W<n> is bit 31 + n, P1 is bit 48.
-CODE_BITS = {f"R{n}": 1 << n - 1 for n in range(1, 14)} | {f"W{n}": 1 << 31 + n for n in range(1, 10)} | {"P1": 1 << 48}
+# One bit a check in a 64-bit code word: R<n> is bit n - 1, W<n> is bit 31 + n, P1 is bit 48, N1 is bit 49.
+CODE_BITS = {f"R{n}": 1 << n - 1 for n in range(1, 14)} | {f"W{n}": 1 << 31 + n for n in range(1, 10)}
+CODE_BITS |= {"P1": 1 << 48, "N1": 1 << 49}
+
+# Bits of what is wrong with what an entry stored: W4 and N1.
+STORED_TWICE = 1
+STORED_NOT_FINITE = 2
 
 # States of a page in the device's truth. Reading the first two and any other word is R7, the next three R12.
 FREE = 0

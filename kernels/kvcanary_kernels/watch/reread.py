@@ -1,4 +1,6 @@
-"""Take and reread: fingerprints of what a forward stored, and the same bytes read again along block tables."""
+"""Take and reread: fingerprints of what a forward stored, and whether it is finite; the same bytes read again along
+block tables.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from kvcanary_kernels.content.fingerprint import join, keyed_sums, layer_fingerprints
 from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.device import CHAIN, COLUMNS, tl, triton
+from kvcanary_kernels.record.formats import format_constants, lanes_of, words_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
 from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
@@ -33,6 +36,8 @@ from kvcanary_kernels.watch.walk import (
 
 LAYERS_PER_ENTRY = 128  # a violation of `reread` is position * LAYERS_PER_ENTRY + layer
 SLOTS_PER_ENTRY = 1 << 34  # and beside it, position * SLOTS_PER_ENTRY + slot
+ENTRIES_PER_LAYER = 1 << 34  # what `take` finds first is layer * ENTRIES_PER_LAYER + entry
+PER_LAYER = tl.constexpr(ENTRIES_PER_LAYER)
 PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
 PLACES = tl.constexpr(SLOTS_PER_ENTRY)
 
@@ -47,6 +52,7 @@ def take(
     fingerprints: Tensor,
     stamps: Tensor,
     most: int | None = None,
+    firsts: Tensor | None = None,
     launches: bool = True,
 ) -> None:
     """Take both fingerprints of the slots of this step as they lie in the pool now. No allocation, no wait.
@@ -55,8 +61,12 @@ def take(
     fingerprints:  [2, layers, num_slots] int64, written
     stamps: [num_slots] int64, written: the chain of the record whose bytes these are
     most:   at least the tokens that `now` says; None: as many as a line has
-    Entries whose record is another's count as wrong (W4: one forward wrote the slot twice).
+    firsts: [ring] int64, NO_VIOLATION or lower before: in the cell of this step the least of layer * ENTRIES_PER_LAYER
+            + entry at which an element is NaN or infinite (N1); None: nobody asks
+    Entries whose record is another's count as wrong (W4: one forward wrote the slot twice), and layers of entries that
+    are not finite.
     """
+    total = watched.total
     if launches:
         most = slots.shape[1] if most is None else most
         _take_fingerprints_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
@@ -70,23 +80,32 @@ def take(
             keys.start_a,
             fingerprints,
             stamps,
-            watched.total,
+            total,
             slots.stride(0),
             pool.num_slots,
             pool.num_layers,
             fingerprints.stride(0),
             fingerprints.stride(1),
+            total if firsts is None else firsts,
+            0 if firsts is None else firsts.stride(0),
+            FORMATS=None if firsts is None else format_constants(pool),
             **pool.tiling,
         )
         return
-    records, total = watched.records, watched.total
+    records = watched.records
     _, n, _, _, place, *_ = watched.now[:NOW_WIDTH].tolist()
     slots, chains = slots[place, :n], chains[place, :n]
-    live = slots >= 0
-    slots, chains = slots[live], chains[live]
+    (entries,) = (slots >= 0).nonzero(as_tuple=True)
+    slots, chains = slots[entries], chains[entries]
     fingerprints[:, :, slots] = both_fingerprints(pool, slots, keys)
     stamps[slots] = records[slots, record.CHAIN]
     total += (records[slots, record.CHAIN] != chains).sum()
+    if firsts is not None:
+        lanes = lanes_of(pool)
+        for layer in range(pool.num_layers):
+            bad = entries[words_not_finite(pool.gather_layer(layer, slots), lanes).any(1)]
+            total += len(bad)
+            firsts[place] = min([int(firsts[place]), *(layer * ENTRIES_PER_LAYER + bad).tolist()])
 
 
 take_torch = partial(take, launches=False)
@@ -189,7 +208,7 @@ def both_fingerprints(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
     return torch.stack((fingerprint_a, join(sums[..., pieces:], keys)))
 
 
-@triton.jit(do_not_specialize=["slots_stride", "num_slots"])
+@triton.jit(do_not_specialize=["slots_stride", "num_slots", "firsts_stride"])
 def _take_fingerprints_kernel(
     ptrs,
     records,
@@ -207,8 +226,11 @@ def _take_fingerprints_kernel(
     num_layers,
     side_stride,
     layer_stride,
+    firsts,
+    firsts_stride,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
+    FORMATS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -222,12 +244,20 @@ def _take_fingerprints_kernel(
     b_slot = tl.load(slots + line + o_n, mask=o_n < n, other=-1)
     m_n = (b_slot >= 0) & (b_slot < num_slots)
     keys = i_layer * WORDS
-    b_a, b_b = layer_fingerprints(
-        ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True
-    )
+    b_a, b_b, b_bad = layer_fingerprints(
+        ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True,
+        FORMATS,
+    )  # fmt: skip
     own = fingerprints + i_layer * layer_stride + b_slot
     tl.store(own, b_a + tl.load(start_a + i_layer), mask=m_n)
     tl.store(own + side_stride, b_b, mask=m_n)
+    if FORMATS is not None:
+        m_bad = m_n & b_bad
+        bad = tl.sum(m_bad.to(tl.int64))
+        if bad > 0:
+            tl.atomic_add(total, bad, sem="relaxed")
+            first = tl.min(tl.where(m_bad, i_layer * PER_LAYER + o_n, NONE))
+            tl.atomic_min(firsts + tl.load(now + NOW_PLACE) * firsts_stride, first, sem="relaxed")
     if i_layer == 0:
         b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
         tl.store(stamps + b_slot, b_chain, mask=m_n)
@@ -313,7 +343,7 @@ def _reread_kernel(
         tl.atomic_add(counted, tl.sum(m_n.to(tl.int64)), sem="relaxed")
     b_held = tl.load(fingerprints + i_layer * layer_stride + b_slot, mask=m_n, other=0)
     key = key_a + i_layer * WORDS
-    b_fingerprint, _ = layer_fingerprints(
+    b_fingerprint, _, _ = layer_fingerprints(
         ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False
     )
     m_differs = m_n & (b_fingerprint + tl.load(start_a + i_layer) != b_held)

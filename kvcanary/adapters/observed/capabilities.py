@@ -6,7 +6,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 
 #: Codes that block tables, lengths, tokens and slots can feed (nobody tells of grants and frees: R7, R8, W2, W3, P1).
-PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "W1", "W4", "W5", "W6"})
+PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "N1", "W1", "W4", "W5", "W6"})
 
 
 def expect_watching(config: CanaryConfig, one: str) -> None:

@@ -64,7 +64,7 @@ def place_of(canary: WatchedCanary, finding: Finding) -> Place | None:
     for group in canary.groups:
         for layers in group.layers:
             if pool_name(canary, group, layers) == finding.pool:
-                request = finding.writer if finding.code.startswith("W") else finding.reader
+                request = finding.writer if finding.code[0] in "WN" else finding.reader
                 number = None if request is None else canary.recent.number_of(request)
                 return Place(group, layers, request, number)
     return None

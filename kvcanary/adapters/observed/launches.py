@@ -10,6 +10,7 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ class Launches:
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy()
         self._seeds, self._rejected = memory.zeros(num_rows, 2), memory.zeros(num_rows)
+        self.not_finite: set[int] = set()  # writers of records who are known to have stored NaN or Inf
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         #: What an engine gives with every forward, as long as it gives the same, and where that lies.
         self._lasting: tuple[Sequence[Tensor], Sequence[Tensor], tuple[int, ...]] = (), (), ()
@@ -92,7 +94,7 @@ class Launches:
     def take_now(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor) -> None:
         """Take the bytes of these slots [n] as they lie now."""
         now = torch.tensor([0, len(slots), 0, 0, 0], device=self.memory.device)
-        self._take(group, layers, slots[None], chains[None], now, len(slots))
+        self._take(group, layers, slots[None], chains[None], now, len(slots), are_stored=False)
 
     def restart(self) -> None:
         """Begin to count steps anew; the lines of steps say nothing."""
@@ -116,14 +118,23 @@ class Launches:
         """On the host: the cells of one step, which waits for the device.
 
         walk, write: [groups, rows];  read: [2, pools of layers, rows];  look: [2, LOOKS, pools of layers, rows]
+        stored: [pools of layers], what was stored first of what is not finite
         """
         if self.memory.is_cuda:
             torch.cuda.synchronize(self.memory.device)
         cells = self._cells[step.number % RING].cpu()
         num_groups = len(self.memory.groups)
-        read = cells[2 * num_groups :].view(1 + LOOKS, -1, 2, self.num_rows).permute(2, 0, 1, 3)
+        read = cells[self._read_kinds].view(1 + LOOKS, -1, 2, self.num_rows).permute(2, 0, 1, 3)
         walked, written = cells[: 2 * num_groups].split(num_groups)
-        return {"walk": walked, "write": written, "read": read[:, 0], "look": read[:, 1:]}
+        stored = cells[self._read_kinds.stop :, 0]
+        return {"walk": walked, "write": written, "read": read[:, 0], "look": read[:, 1:], "stored": stored}
+
+    def take_first(self, step: Step, layers: Layers) -> int:
+        """Of these layers the cell `stored` of a step, which is told with that; NO_VIOLATION the next time."""
+        cell = self._firsts(layers)[step.number % RING]
+        first = int(cell)
+        cell.fill_(NO_VIOLATION)
+        return first
 
     def stored_by(self, step: Step, group: Group) -> tuple[Tensor, Tensor]:
         """[n] slots and chains of what a step stored."""
@@ -174,8 +185,7 @@ class Launches:
 
     def _reread(self, group: Group, rows: Rows, now: Tensor, look: int, max_length: int, stride: int) -> None:
         """look: 0: of what a forward reads; else of whole rows."""
-        first = 2 * len(self.memory.groups)
-        cells = self._cells[:, first:].unflatten(1, (1 + LOOKS, -1, 2))
+        cells = self._cells[:, self._read_kinds].unflatten(1, (1 + LOOKS, -1, 2))
         for column, layers in enumerate(self.memory.layers) if self.config.content != "write" else ():
             if layers in group.layers:
                 self._ops.reread(
@@ -211,8 +221,20 @@ class Launches:
         slots, chains = (entries.index_select(0, place)[0, :most] for entries in self._entries[group.number])
         return torch.where(index < self._now[NOW_TOKENS : NOW_TOKENS + 1], slots, -1), chains
 
-    def _take(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor, now: Tensor, most: int) -> None:
-        own = {"fingerprints": layers.fingerprints, "stamps": layers.stamps}
+    def _take(
+        self,
+        group: Group,
+        layers: Layers,
+        slots: Tensor,
+        chains: Tensor,
+        now: Tensor,
+        most: int,
+        are_stored: bool = True,
+    ) -> None:
+        """are_stored: by the forward of this step, which is asked whether they are finite."""
+        own: dict[str, Any] = {"fingerprints": layers.fingerprints, "stamps": layers.stamps}
+        if are_stored and "N1" not in self.config.disable:
+            own["firsts"] = self._firsts(layers)
         self._ops.take(self._watched(group, now), layers.rows, slots, chains, layers.keys, **own, most=most)
 
     def _watched(self, group: Group, now: Tensor) -> Watched:
@@ -233,10 +255,20 @@ class Launches:
     @cached_property
     def _cells(self) -> Tensor:
         """[RING, kinds, rows] int64: first violations of walk and of advance by group, of reread twice by look and
-        pool.
+        pool, and by pool, in its first column, of take.
         """
-        kinds = 2 * len(self.memory.groups) + 2 * (1 + LOOKS) * len(self.memory.layers)
+        kinds = self._read_kinds.stop + len(self.memory.layers)
         return self.memory.zeros(RING, kinds, self.num_rows) + NO_VIOLATION
+
+    @cached_property
+    def _read_kinds(self) -> slice:
+        """Of `_cells`, those of reread."""
+        first = 2 * len(self.memory.groups)
+        return slice(first, first + 2 * (1 + LOOKS) * len(self.memory.layers))
+
+    def _firsts(self, layers: Layers) -> Tensor:
+        """[RING] cells of what `take` finds in these layers."""
+        return self._cells[:, self._read_kinds.stop + self.memory.layers.index(layers), 0]
 
     @cached_property
     def counted(self) -> Tensor:

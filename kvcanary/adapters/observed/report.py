@@ -16,11 +16,14 @@ from kvcanary.adapters.observed.owners import FREE, SHARED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
+from kvcanary.pools.launch_site import unpack_site
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
+from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.state import PoolState
+from kvcanary.report.causes.watched import READ_BEFORE
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
-from kvcanary_kernels.watch.reread import LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
+from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
 from kvcanary_kernels.watch.walk import NO_VIOLATION, code_of, table_slots
 
 SHOWN_LAYERS = 4
@@ -61,11 +64,75 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             for look in looks:
                 yield from _content(canary, group, layers, *look, step.number)
             column += 1
+            yield from _not_finite(canary, group, layers, step)
     for event in step.events:
         if isinstance(event, Fed):
             yield from event.violations(step.number)
         else:
             yield from _of_event(canary, event, step.number)
+
+
+def _not_finite(canary: PagedCanary, group: Group, layers: Layers, step: Step) -> Iterator[Violation]:
+    """N1 of every request for which a forward stored NaN or Inf: in the first layer, at the first position there.
+
+    Late layers of a step are stored behind its count: what they have shown since is told with the next.
+    """
+    for known in [known for known in canary.steps if known.number <= step.number] if layers.is_late else [step]:
+        first = canary.launches.take_first(known, layers)
+        if first == NO_VIOLATION:
+            continue
+        layer, entry = divmod(first, ENTRIES_PER_LAYER)
+        slots, chains = canary.launches.stored_by(known, group)
+        own = int(slots[entry])
+        told = torch.tensor(list(canary.launches.not_finite), dtype=torch.int64, device=slots.device)
+        held = group.records[slots.clamp(min=0)]
+        is_asked = (slots >= 0) & (layers.stamps[slots.clamp(min=0)] == chains)
+        asked = slots[is_asked & ~torch.isin(held[:, REQUEST_GENERATION] & MASK_32, told)]
+        seen = {own: (layer,)}  # by the device, whatever lies there now
+        found = zip(asked.tolist(), layers_not_finite(layers.rows, asked), strict=True)
+        yield from _firsts(canary, group, layers, seen | {slot: wrong for slot, wrong in found if wrong}, known)
+
+
+def _firsts(
+    canary: PagedCanary, group: Group, layers: Layers, by_slot: dict[int, tuple[int, ...]], step: Step
+) -> Iterator[Violation]:
+    """Of each request; by_slot: layers that are not finite."""
+    firsts: dict[int, tuple[int, int, int]] = {}
+    for slot, wrong in by_slot.items():
+        held = read_record(group.records, slot)
+        place = wrong[0], held.position, slot
+        firsts[held.request] = min(place, firsts.get(held.request, place))
+    for uid, (_, position, slot) in firsts.items():
+        notes = [_place(group, slot, [layers.names[n] for n in by_slot[slot]])]
+        request = canary.writers.get(uid)
+        if uid not in canary.launches.not_finite:
+            notes.append(_read_before(canary, group, layers, request, position, step))
+        yield Violation(
+            "N1", _pool(canary, group, layers), slot, position, request,
+            ("draft", 0) if layers.is_late else step.site, step.number, layers=by_slot[slot],
+            notes=tuple(note for note in notes if note),
+        )  # fmt: skip
+    canary.launches.not_finite |= firsts.keys()
+
+
+def _read_before(
+    canary: PagedCanary, group: Group, layers: Layers, request: str | None, position: int, step: Step
+) -> str:
+    """What the row of a request had before that is not finite either: its first entry, and who stored it."""
+    numbers = dict(zip(step.requests, step.numbers.tolist(), strict=True))
+    if request not in numbers or not position:
+        return ""
+    lines, first = canary.kept[group.number], max(0, position - group.window) if group.window else 0
+    places = torch.arange(first, position, device=lines.device)
+    slots = table_slots(lines[numbers[request]][None], places[None], group.block_size)[0]
+    slots = slots[(slots >= 0) & (slots < len(group.records))]
+    for slot, wrong in zip(slots.tolist(), layers_not_finite(layers.rows, slots), strict=True):
+        held = read_record(group.records, slot)
+        if wrong and held.site and held.step < step.number:
+            kind, writer = unpack_site(held.site)[0], canary.writers.get(held.request, "a request that is forgotten")
+            by = f"by {kind} of {writer!r} at step {held.step}"
+            return f"{READ_BEFORE}: position {held.position}, {layers.names[wrong[0]]}, stored {by}"
+    return ""
 
 
 def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str, ...]:

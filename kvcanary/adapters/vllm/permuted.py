@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.hosted.cells import typed
 from kvcanary.pools.views import PoolView
 from kvcanary_kernels.record.rows import PoolRows
 
-DIGIT = 1 << 7  # what the mantissa of every type that K and V have tells apart
+#: What the mantissa of a type tells apart, by bytes of an element and for numbers of 8 bits that are less precise.
+DIGITS = {4: 1 << 7, 2: 1 << 7, 1: 1 << 3}
+LESS_PRECISE, FEWER_DIGITS = "e5m2", 1 << 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +65,23 @@ def order_of(layer: Any, heads: int, head_size: int) -> Tensor | None:
     """
     cache, store = layer.kv_cache, getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
     page_size, size = cache.shape[2], 2 * heads * head_size
-    count, before = page_size * size, cache[1].clone()
-    if store is None or cache.device.type != "cpu" or not cache[0].is_contiguous() or cache[0].numel() != count:
+    count, before, kind = page_size * size, cache[1].clone(), str(getattr(layer, "kv_cache_dtype", ""))
+    [numbers_of] = typed([cache], kind)
+    digit = FEWER_DIGITS if LESS_PRECISE in kind else DIGITS.get(cache.element_size(), 1)
+    is_dense = cache.device.type == "cpu" and cache[0].is_contiguous() and cache[0].numel() == count
+    if store is None or not is_dense or not numbers_of.dtype.is_floating_point:
         return None
     numbers = torch.arange(count).view(page_size, 2, heads, head_size)
+    given = cache.dtype if cache.dtype.is_floating_point else torch.bfloat16
     found, factor = torch.zeros(count, dtype=torch.int64), 1
     try:
         while factor < count:
-            digits = (1 + numbers // factor % DIGIT / DIGIT).to(cache.dtype)
+            digits = (1 + numbers // factor % digit / digit).to(given)
             k, v = (digits[:, part].contiguous() for part in (0, 1))
             store(layer, k, v, cache, torch.arange(page_size) + page_size)
-            seen = (cache[1].flatten().double() - 1) * DIGIT
-            found += seen.long().clamp(0, DIGIT - 1) * factor
-            factor *= DIGIT
+            seen = (numbers_of[1].flatten().double() - 1) * digit
+            found += seen.long().clamp(0, digit - 1) * factor
+            factor *= digit
     finally:
         cache[1] = before
     order = found.argsort()

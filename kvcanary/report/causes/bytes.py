@@ -118,6 +118,15 @@ def not_finite(facts: Evidence) -> Cause | None:
     return Cause("bits", "overwritten with values that no forward has stored", "inferred", (provenance.text,))
 
 
+def first_not_finite(facts: Evidence) -> Cause:
+    """What this layer and those before it computed: the first layer is named, not those to which NaN has spread."""
+    violation = facts.violation
+    text = "an overflow of the type, weights or scales that are not finite, or memory that a kernel read beside its row"
+    layer = violation.layers[0] if violation.layers else 0
+    before = f"layers before it stored finite values for {violation.request_id!r}" if layer else "it is the first layer"
+    return Cause("numerics", text, "inferred", (f"layer {layer} is the first in which it was seen: {before}",))
+
+
 def padding_not_finite(facts: Evidence) -> Cause | None:
     violation = facts.violation
     if violation.slot >= violation.pool.view.null_slots:

@@ -61,6 +61,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((UNWRITTEN,), bytes_.never_cleared),
     ((UNWRITTEN,), bytes_.not_finite_since),
     ((UNWRITTEN,), bytes_.late_write),
+    (("N1",), watched.not_finite_before),
+    (("N1",), bytes_.first_not_finite),
     (("T1",), _fixed("transfer", "the move copied other bytes than the plan says, or used its source after that")),
     *(((ARRIVED,), partial(transfers.arrived, kind)) for kind in KINDS),
     (("P1",), bytes_.written_when_free),

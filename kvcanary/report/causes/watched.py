@@ -7,6 +7,7 @@ from typing import Any
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
+READ_BEFORE = "its row has read what is not finite"  # begins a note that says what, and who stored it
 LAST_ENTRY = "the last entry that the row writes in this forward"  # a note of those who compare what was fed
 
 
@@ -19,6 +20,14 @@ def stored_astray(facts: Evidence) -> Cause | None:
     position = f"position {facts.record.position} of {facts.writer!r}"
     evidence = (f"{facts.last_write} was to store {position} there",)
     return Cause("addressing", "another row's entry was stored into this slot", "derived", evidence)
+
+
+def not_finite_before(facts: Evidence) -> Cause | None:
+    """The row had NaN or Inf before this forward: what it stores follows from that."""
+    evidence = tuple(note for note in facts.violation.notes if note.startswith(READ_BEFORE))
+    if not evidence:
+        return None
+    return Cause("numerics", "computed from an entry that was not finite before", "derived", evidence)
 
 
 def draft_positions(facts: Evidence) -> Cause | None:

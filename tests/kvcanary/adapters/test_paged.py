@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 class Engine:
     """Rows that lie where their numbers are; K and V that depend on token and position."""
 
-    def __init__(self, device: str, content: str = "full") -> None:
+    def __init__(self, device: str, content: str = "full", **settings: Any) -> None:
         self.device = device
-        self.canary = PagedCanary(CanaryConfig(mode="log", content=content, seed=3), ROWS, 2, TOKENS, device)
+        config = CanaryConfig(mode="log", content=content, seed=3, **settings)
+        self.canary = PagedCanary(config, ROWS, 2, TOKENS, device)
         self.kv = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, device=device).transpose(1, 2) for _ in range(LAYERS)]
         k, v = [kv[..., :DIM] for kv in self.kv], [kv[..., DIM:] for kv in self.kv]
         group = self.canary.memory.add_group(0, BLOCK, BLOCKS * BLOCK, null_slots=BLOCK)
@@ -33,6 +35,7 @@ class Engine:
         self.lengths, self.starts = self.zeros(ROWS, dtype=torch.int32), self.zeros(ROWS + 1, dtype=torch.int32)
         self.fed, self.positions = self.zeros(TOKENS, dtype=torch.int32), self.zeros(TOKENS)
         self.slots = self.zeros(1, TOKENS)
+        self.spoil: Callable[[], None] = lambda: None  # between what a forward stores and what is taken of it
         self.tokens: dict[int, list[int]] = {}
         self.free = list(range(1, BLOCKS))
         self.canary.prepare(self.forward_of([], 0, [WIDTH * BLOCK]))
@@ -78,6 +81,7 @@ class Engine:
         for layer, kv in enumerate(self.kv):
             key = torch.sin(value[:, None, None] * (layer + 1) + torch.arange(HEADS * DIM).view(HEADS, DIM))
             kv[blocks, :, slots % BLOCK] = torch.cat((key, key.cos()), -1).to(self.device)
+        self.spoil()
         self.canary.wrote()
         for number in numbers:
             self.tokens[number] += batch[number]
@@ -222,3 +226,108 @@ def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) 
             assert made[-1] >= max(ended, *(len(engine.tokens[number]) for number in batch))
             ended = 0
     assert max(made) <= WIDTH * BLOCK
+
+
+def planted(engine: Engine, layer: int, number: int, position: int, value: float, element: int = 3) -> None:
+    """An element that is not finite in the second head, as a forward of these layers would have stored it."""
+    block = int(engine.table[number, position // BLOCK])
+    engine.kv[layer][block, 1, position % BLOCK, element] = value
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: str) -> None:
+    """NaN in the second layer of one row's prefill: layer, request, position and step, in the step that stored it."""
+    engine = Engine(device, "write")
+    for number in range(3):
+        engine.begin(number, [])
+    engine.step({n: list(range(9)) for n in range(2)})
+
+    def spoil() -> None:  # 7 lies behind 5 in the row, and in the layer before
+        planted(engine, 1, 2, 5, torch.nan)
+        planted(engine, 1, 2, 7, torch.nan)
+
+    engine.spoil = spoil
+    assert engine.step({0: [1], 2: list(range(10)), 1: [2]}) == 2
+    assert report_step(engine.canary, engine.canary.steps[-1]) == 1
+    [found] = engine.canary.log.findings
+    assert (found.code, found.writer, found.position, found.step) == ("N1", "r2", 5, 2)
+    assert (found.layer, found.layers, found.site) == (1, (1,), ("decode", 0))
+    assert found.found["elements"] == "NaN in 1 of 16 elements of K, the first in head 1, dim 3"
+    assert found.causes[0].family == "numerics"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_that_spreads_is_one_finding_of_its_first_layer(device: str) -> None:
+    """From layer 0 on behind position 4, in later steps and in a row that shares the prefix: one incident, then R8's
+    reader names who stored what it read.
+    """
+    engine = Engine(device)
+    engine.begin(0, [])
+
+    def spread() -> None:
+        planted(engine, 0, 0, 4, torch.inf, element=DIM + 2)
+        for position in range(4, 9):
+            planted(engine, 1, 0, position, torch.nan)
+
+    engine.spoil = spread
+    engine.step({0: list(range(9))})
+    report_step(engine.canary, engine.canary.steps[-1])
+    engine.spoil = lambda: planted(engine, 1, 0, 9, torch.nan)
+    engine.step({0: [5]})
+    report_step(engine.canary, engine.canary.steps[-1])
+    [found] = engine.canary.log.findings
+    assert (found.code, found.writer, found.position, found.step, found.layers) == ("N1", "r0", 4, 1, (0, 1))
+    assert found.found["elements"] == "Inf in 1 of 16 elements of V, the first in head 1, dim 2"
+    engine.table[1] = engine.table[0]
+    engine.table[1, 2] = engine.free.pop()
+    engine.begin(1, engine.tokens[0], 8)
+    engine.spoil = lambda: planted(engine, 1, 1, 8, torch.nan)
+    engine.step({1: [8]})
+    report_step(engine.canary, engine.canary.steps[-1])
+    second = engine.canary.log.findings[-1]
+    assert (second.code, second.writer, second.position, second.step) == ("N1", "r1", 8, 3)
+    source = "position 4, l0, stored by decode of 'r0' at step 1"
+    assert second.causes[0].evidence == (f"its row has read what is not finite: {source}",)
+    assert engine.canary.coverage.fired == {"N1": 3}
+
+
+def test_what_nobody_reads_may_be_anything() -> None:
+    """NaN in the null block, behind the end of a row and in free blocks: no count, before and after a forward."""
+    engine = Engine("cpu")
+    engine.begin(0, [])
+    for kv in engine.kv:
+        kv[:] = torch.nan
+    assert engine.step({0: list(range(9))}) == 0
+    assert engine.step({0: [1]}) == 0
+
+
+def test_the_check_can_be_left_out() -> None:
+    """KVCANARY_DISABLE=N1: nothing is counted, and the certificate says so."""
+    engine = Engine("cpu", disable=frozenset({"N1"}))
+    engine.begin(0, [])
+    engine.spoil = lambda: planted(engine, 1, 0, 2, torch.nan)
+    assert engine.step({0: list(range(9))}) == 0
+    assert engine.canary.certificate()["inactive_classes"]["N1"] == "disabled"
+    assert "N1" in Engine("cpu").canary.certificate()["classes"]
+
+
+def test_in_a_hundred_of_a_hundred_the_place_is_right() -> None:
+    """Any layer, row and position, of prefills and decodes: layer, request, position and step are those of the blow."""
+    for seed in range(100):
+        draw, engine = random.Random(seed), Engine("cpu", ("full", "write")[seed % 2])
+        for number in range(3):
+            engine.begin(number, [])
+        engine.step({n: list(range(draw.randint(1, 12))) for n in range(3)})
+        for _ in range(draw.randint(0, 3)):
+            assert engine.step({n: [draw.randrange(50)] for n in range(3)}) == 0
+        batch = {n: list(range(draw.choice((1, 1, 5, 9)))) for n in draw.sample(range(3), 3)}
+        number, layer = draw.randrange(3), draw.randrange(LAYERS)
+        position = len(engine.tokens[number]) + draw.randrange(len(batch[number]))
+        value, element = draw.choice((torch.nan, torch.inf, -torch.inf)), draw.randrange(2 * DIM)
+        place = (layer, number, position, value, element)
+        engine.spoil = lambda engine=engine, place=place: planted(engine, *place)
+        assert engine.step(batch) == 1
+        report_step(engine.canary, engine.canary.steps[-1])
+        [found] = engine.canary.log.findings
+        where = found.code, found.layer, found.writer, found.position, found.step
+        assert where == ("N1", layer, f"r{number}", position, engine.canary.step), seed

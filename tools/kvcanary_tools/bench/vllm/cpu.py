@@ -51,16 +51,18 @@ INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_V
 class CpuBench(Bench):
     """A tiny model with few blocks: requests share prefixes, are read in chunks, and are preempted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: Path | None = None, **engine: Any) -> None:
+        """`engine`: options of vLLM in the place of ours."""
         self.started, self.deadline = time.perf_counter(), 600.0
-        model = write_model(folder / "model", SHAPES["tiny"])
+        model = write_model(folder / "model", SHAPES["tiny"]) if model is None else model
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams
+        own = {"block_size": BLOCK, "enable_prefix_caching": True, "max_num_batched_tokens": BUDGET}
+        own |= {"num_gpu_blocks_override": BLOCKS}
         self.llm = LLM(
-            model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", block_size=BLOCK,
-            enable_prefix_caching=True, max_model_len=512, max_num_seqs=ROWS, max_num_batched_tokens=BUDGET,
-            num_gpu_blocks_override=BLOCKS, seed=0,
+            model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
+            max_num_seqs=ROWS, seed=0, **own | engine,
         )  # fmt: skip
         core = self.llm.llm_engine.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker

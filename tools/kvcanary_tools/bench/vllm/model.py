@@ -102,3 +102,73 @@ def write_model(folder: Path, shape: dict[str, Any], is_draft: bool = False) -> 
     config |= {"hidden_act": "silu", "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False}
     (folder / "config.json").write_text(json.dumps(shape | config))
     return folder
+
+
+#: A DeepSeek V2 with the latent cache of the real one, 576 numbers an entry, and no experts.
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_latent_model(folder: Path) -> Path:
+    """A random checkpoint of LATENT."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shape, generator = LATENT, torch.Generator().manual_seed(11)
+    hidden, heads, rank = shape["hidden_size"], shape["num_attention_heads"], shape["kv_lora_rank"]
+    nope, rope, size_v = shape["qk_nope_head_dim"], shape["qk_rope_head_dim"], shape["v_head_dim"]
+    inner, vocabulary = shape["intermediate_size"], shape["vocab_size"]
+
+    def matrix(rows: int, columns: int, scale: float | None = None) -> torch.Tensor:
+        own = columns**-0.5 if scale is None else scale
+        return (torch.randn(rows, columns, generator=generator) * own).to(torch.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": matrix(vocabulary, hidden, 1.0)}
+    tensors["lm_head.weight"] = matrix(vocabulary, hidden, 2 * hidden**-0.5)
+    tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    for layer in range(shape["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        for part, rows, columns in (
+            ("self_attn.q_proj", heads * (nope + rope), hidden),
+            ("self_attn.kv_a_proj_with_mqa", rank + rope, hidden),
+            ("self_attn.kv_b_proj", heads * (nope + size_v), rank),
+            ("self_attn.o_proj", hidden, heads * size_v),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            tensors[f"{name}{part}.weight"] = matrix(rows, columns)
+        for part, size in (("self_attn.kv_a_layernorm", rank), ("input_layernorm", hidden)):
+            tensors[f"{name}{part}.weight"] = torch.ones(size, dtype=torch.bfloat16)
+        tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
