@@ -70,6 +70,7 @@ class CanaryManager:
         self._expected, self._num_untold = forwards.expected, 0  # steps that have ended since one was collected
 
         self.admit, self.release = lifecycle.admit, lifecycle.release
+        self.on_weights, self.on_adapter = lifecycle.on_weights, lifecycle.on_adapter
         self.append_all, self.commit_all = lifecycle.append_all, lifecycle.commit_all
         self.on_alloc, self.on_alloc_all, self.on_free = lifecycle.on_alloc, lifecycle.on_alloc_all, lifecycle.on_free
         self.on_share, self.on_acquire, self.on_evict = lifecycle.on_share, lifecycle.on_acquire, lifecycle.on_evict

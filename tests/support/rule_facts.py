@@ -54,7 +54,7 @@ def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     facts |= {"granted": None, "events": (), "reader": None, "write_site": None, "write_step": None, "provenance": ()}
     facts |= {"finite_since": None}
     facts |= {"last_write": "nobody", "was_never_right": False, "is_first_read": False, "granted_slot": None}
-    facts |= {"is_shared": False}
+    facts |= {"is_shared": False, "written_as": None}
     facts |= {"is_own_place": False, "own_position": None, "different_record": None, "first_difference": None}
     facts |= {"incident": incident or (a_violation(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
     facts |= {"row": a_row(), "holds_its_own": True}

@@ -73,6 +73,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R5",), branches.other_branch),
     (("R5",), branches.copies_of_ancestors),
     (("R5", "R6"), identity.other_root),
+    (("R6",), identity.other_span),
     (("R4", "R5", "R6"), identity.other_prompt),
     (("R4", "R5", "R6"), moves.moved_from_elsewhere),
     (("R4", "R5", "R6", "R12"), moves.stale_copy),
