@@ -36,6 +36,7 @@ CALLS = {
         "judge_copies": "",
         "close": "pool:name",
         "store": "pool:name layer:int",
+        "on_cleared": "pools:names",  # since version 8
         "map": "pool:name slots:ints places:ints",
         "admit": "request_id:name token_ids:tokens root:int",
         "reroot": "request_id:name root:int",  # since version 8

@@ -28,7 +28,7 @@ from kvcanary_kernels.record.seal import seal_offset, seal_torch
 
 
 class PoolState:
-    """One pool: what the engine gave, and what the canary keeps beside it; nothing of it changes.
+    """One pool: what the engine gave, and what the canary keeps beside it; only where it lies may change.
 
     base:       row of its slot 0 in the records of all pools
     root:       chain value that position 0 continues, unsigned
@@ -41,8 +41,12 @@ class PoolState:
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
     seen:       [num_slots] bool, all False: a loop's own
+    is_gone:    its memory is nobody's: nothing is read there;  cleared_in: step in which its bytes went last
     struct:     POOL, the same for loops that read by address (native/layout.py); `struct_at`: its address
     """
+
+    is_gone = False
+    cleared_in: int | None = None
 
     def __init__(self, view: PoolView, pool_id: int, base: int, seed: int, records: Tensor, expected: Tensor) -> None:
         """`records`, `expected`: those of all pools, zeros here."""

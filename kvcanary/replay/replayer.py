@@ -140,6 +140,10 @@ class Replayer:
         book = self._manager_state.ledger.book
         book.change_identity(book.request(event["request_id"]), Identity(salt_of(event["root"])))
 
+    def _on_cleared(self, event: Call) -> None:
+        """What stands in for the bytes stays."""
+        self.manager.transfers.forget_bytes_of(event["pools"])
+
     def _map(self, event: Call) -> None:
         slot_map = self._stage.pool(event["pool"]).view.slot_map
         if slot_map is None:

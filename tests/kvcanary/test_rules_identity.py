@@ -101,7 +101,7 @@ SAID = [
             identity.other_root,
             shown(
                 a_violation(code="R5"),
-                reader=SimpleNamespace(identity=Identity("s", "x", "2", "new")),
+                reader=a_reader(identity=Identity("s", "x", "2", "new")),
                 record=a_record(),
                 written_as=wrote,
                 writer="you",

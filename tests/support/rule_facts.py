@@ -21,7 +21,7 @@ def a_violation(**reported) -> SimpleNamespace:
     """A verify forward of step 9 found it at position 5 of `me`, slot 21."""
     view = {"num_slots": 64, "page_size": PAGE_SIZE, "num_layers": 3, "null_slots": 4, "token_offset": 0}
     view |= {"vocab_size": 100, "slot_map": None, "window": None} | reported.pop("view", {})
-    pool = SimpleNamespace(view=SimpleNamespace(**view), name="target", full_layers=0b111, pool_id=0)
+    pool = SimpleNamespace(view=SimpleNamespace(**view), name="target", full_layers=0b111, pool_id=0, cleared_in=None)
     violation = {
         "code": "R9",
         "slot": 21,
@@ -92,7 +92,7 @@ def a_word(bit: int | None = 6, part: str = "K") -> SimpleNamespace:
 
 
 def a_reader(**reported) -> SimpleNamespace:
-    return SimpleNamespace(**{"uid": 3, "committed_len": 8, "pages": [5, 6]} | reported)
+    return SimpleNamespace(**{"uid": 3, "committed_len": 8, "pages": [5, 6], "tokens": []} | reported)
 
 
 def expect_said(said: Sequence[Said]) -> None:

@@ -45,6 +45,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("L1",), rows.contradiction),
     (("L1",), rows.no_page_to_name),
     (("L1",), rows.refused_event),
+    (("R12",), bytes_.gone),
     (("R9",), bytes_.scale),
     (("R9",), bytes_.changed_word),
     (("R9", "R4", "R5", "R6"), moves.undeclared_move),
