@@ -13,6 +13,7 @@ from kvcanary.calls.entries import fired_writes
 from kvcanary.calls.model_call import ModelCall
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.ledger.ledger import Request
+from kvcanary.pools.spans import is_span_id
 
 TokenOf = Callable[[str, int], int | None]
 
@@ -56,7 +57,7 @@ def _outside_vocabulary(forward: ModelCall) -> list[int]:
     size, tokens = forward.pool.view.vocab_size, forward.planned.tokens
     if size is None:
         return []
-    is_outside = tokens.view(np.uint64) >= size  # unsigned, -1 is huge
+    is_outside = (tokens.view(np.uint64) >= size) & ~is_span_id(tokens)  # unsigned, -1 is huge
     return np.flatnonzero(is_outside).tolist() if np.count_nonzero(is_outside) else []
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.native.layout import plan_layout
+from kvcanary_kernels.record.layout import Identity
 
 
 def _fields(text: str) -> dict[str, str]:
@@ -35,8 +36,10 @@ CALLS = {
         "judge_copies": "",
         "close": "pool:name",
         "store": "pool:name layer:int",
+        "on_cleared": "pools:names",  # since version 8
         "map": "pool:name slots:ints places:ints",
         "admit": "request_id:name token_ids:tokens root:int",
+        "reroot": "request_id:name root:int",  # since version 8
         "append": "request_id:name token_ids:tokens",  # this and `commit`: up to version 2
         "append_all": "request_ids:names counts:ints token_ids:tokens",
         "commit": "request_id:name committed_len:int",
@@ -82,7 +85,7 @@ CALLS = {
 
 
 #: Of events that are recorded with other arguments than a dump has: a salt leaves as the chain that it begins.
-ARGUMENTS = {"admit": ("request_id", "token_ids", "salt", "adapter")}
+ARGUMENTS = {"admit": ("request_id", "token_ids", *Identity._fields), "reroot": ("request_id", *Identity._fields)}
 #: Events of several requests, each with the field in which what they get lies, one behind the other, and its name.
 OF_SEVERAL = {"append_all": ("token_ids", "tokens"), "on_alloc_all": ("pages", "pages")}
 
@@ -101,7 +104,7 @@ def by_request(counts: Sequence[int], values: Sequence[int]) -> list[list[int]]:
 #: Events that are model calls: eager, and captured.
 FORWARDS = frozenset({"forward", "launch"})
 FORMAT = "kvcanary-dump"
-VERSION = 7  # since 7 the manifest may have a kind
+VERSION = 8  # since 7 the manifest may have a kind
 _SAFE = (
     "slot slot_map_of writes_in_forward layers position branch owner generation missing written_by_step "
     "written_in_step last_write layers_changed first_different_position length entries rows behind access runs "

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcanary.dumps.container import Packed, json_lines, write_members
 from kvcanary.dumps.content import content_of
-from kvcanary.dumps.event_schema import CALLS, FORWARDS, by_request, named, plan_part
+from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, FORWARDS, by_request, named, plan_part
 from kvcanary.dumps.manifest import (
     SETTINGS,
     head_of_manifest,
@@ -26,12 +26,13 @@ from kvcanary.dumps.manifest import (
 )
 from kvcanary.dumps.pseudonyms import Chains, TokenPseudonyms
 from kvcanary.ledger.requests import growth_of
+from kvcanary.pools.spans import SPAN_IDS
 from kvcanary.recorder.checkpoint import ManagerState, RequestState, room_for_records, take_checkpoint
 from kvcanary.recorder.kept_forwards import RecordedForward, RecordedLaunch, RecordedMove
 from kvcanary.recorder.recorder import Event, Recorder
 from kvcanary.recorder.segment import Damage, Segment
 from kvcanary.transfers.async_tracker import LAID_OUT
-from kvcanary_kernels.record.layout import chain_root, make_keys
+from kvcanary_kernels.record.layout import Identity, chain_root, make_keys
 
 if TYPE_CHECKING:
     from kvcanary.config import CanaryConfig
@@ -83,6 +84,7 @@ class Writer:
         self._labels = {root: number for number, root in enumerate(roots)}
         self._is_plain = source.config.dump_content
         sizes = [pool.view.vocab_size for pool in self._state.pools if pool.view.vocab_size is not None]
+        sizes += SPAN_IDS.start, SPAN_IDS.stop
         self._pseudonyms = TokenPseudonyms(self._all_tokens(), sizes, self._is_plain)
         self._chains = self._relabelled()
 
@@ -116,6 +118,10 @@ class Writer:
                 tokens = [int(token) for token in fields["token_ids"]]
                 open_ones[fields["request_id"]] = Admission(self._roots_in(fields), tokens)
                 yield open_ones[fields["request_id"]]
+            elif name == "reroot" and fields["request_id"] in open_ones:
+                before = open_ones[fields["request_id"]]
+                open_ones[fields["request_id"]] = Admission(self._roots_in(fields), list(before.tokens))
+                yield open_ones[fields["request_id"]]
             elif name == "append_all":
                 of_each = by_request(fields["counts"], fields["token_ids"])
                 for request_id, own in zip(fields["request_ids"], of_each, strict=True):
@@ -123,8 +129,8 @@ class Writer:
                         open_ones[request_id].tokens.extend(own)
 
     def _roots_in(self, fields: Mapping[str, Any]) -> Roots:
-        """By pool, what stands for its role and the salt and adapter that a request was admitted with."""
-        given = fields.get("salt", ""), fields.get("adapter", "")
+        """By pool, what stands for its role and the identity that a request was admitted with."""
+        given = [fields.get(name, "") for name in Identity._fields]
         return tuple(chain_root(self._state.keys, pool.view.root_name, *given) for pool in self._state.pools)
 
     def _all_tokens(self) -> Iterator[int]:
@@ -209,7 +215,7 @@ class Writer:
     def _reported(self) -> Iterator[dict[str, Any]]:
         words = {(f.pool, f.slot, f.layer): f for f in self._source.findings if f.part is not None}
         for number, (name, fields, damage) in enumerate(self._events):
-            if name == "admit":
+            if name in ARGUMENTS:
                 fields = fields | {"root": self._labels[self._roots_in(fields)]}
             if name in FORWARDS:
                 fields = fields | {"plan": self._plan(fields)}

@@ -192,8 +192,14 @@ class RequestState:
         return self._numbers[CHAINS + pool_id, : self.struct[self._chain(pool_id, ROW_CHAIN.count)]].view(np.uint64)
 
     def root(self, pool_id: int) -> int:
-        """The chain value that position 0 continues, unsigned: role, salt and adapter."""
+        """The chain value that position 0 continues, unsigned: role and identity."""
         return unsigned(self.struct[self._chain(pool_id, ROW_CHAIN.root)])
+
+    def set_roots(self, roots: Sequence[int]) -> None:
+        """By pool; all chains are others from now on."""
+        for pool_id, root in enumerate(roots):
+            self.struct[self._chain(pool_id, ROW_CHAIN.root)] = signed(root)
+            self.struct[self._chain(pool_id, ROW_CHAIN.count)] = 0
 
     def reaches(self, pool_id: int, length: int) -> bool:
         """Whether the tokens of so many entries are known; then the chain has at least as many values."""

@@ -14,10 +14,11 @@ from kvcanary.ledger.request_ids import RequestIds
 from kvcanary.ledger.request_state import Chain, RequestState
 from kvcanary.native.layout import REQUEST, ROWS
 from kvcanary.pools.slot_maps import final_len
-from kvcanary_kernels.record.layout import Keys, chain_root
+from kvcanary_kernels.record.layout import Identity, Keys, chain_root
 
 NO_PAGE = -1
 MOST_BATCHES = 16
+MOST_IDENTITIES = 1024  # whose roots stay known to reports
 
 
 class Judged(NamedTuple):
@@ -48,7 +49,12 @@ class Request(RequestState):
     pages:       page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
     is_damaged:  something was found in what it holds, and it may have computed NaN from that
     brought_len: entries that a load or restore is said to have brought: no forward need have written them
+    identity:    under which its rows are chained
+    given:       [n] int64, the prompt as it was given where ids of spans stand for tokens of it; else None
     """
+
+    identity = Identity()
+    given: NDArray[np.int64] | None = None
 
     def __init__(
         self, request_id: str, uid: int, tokens: Sequence[int], chains: Sequence[Chain], keys: Keys, step: int
@@ -166,15 +172,40 @@ class RequestBook:
         self.requests: dict[str, Request] = {}
         self.batches = Batches(self.requests)
         self.uids, self._keys, self._roles = RequestIds(), keys, [Role(*role) for role in roles]
+        self.weights, self.adapters = "", dict[str, str]()  # versions of now
+        self.has_spans = False  # of some request
+        self.roots: dict[Identity, tuple[int, ...]] = {}  # by pool, those that were met last
 
     def admit(self, request_id: str, token_ids: Sequence[int], step: int, salt: str = "", adapter: str = "") -> Request:
         """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
         if request_id in self.requests:
             raise LifetimeError(f"request {request_id!r} is admitted already")
-        keys, roles, uid = self._keys, self._roles, self.uids.new(request_id)
-        chains = [(chain_root(keys, role.name, salt, adapter), role.token_offset, role.ahead) for role in roles]
-        self.requests[request_id] = request = Request(request_id, uid, list(token_ids), chains, keys, step)
+        uid, identity = self.uids.new(request_id), self.identity(salt, adapter)
+        own = zip(self.roots_of(identity), self._roles, strict=True)
+        chains = [(root, role.token_offset, role.ahead) for root, role in own]
+        self.requests[request_id] = request = Request(request_id, uid, list(token_ids), chains, self._keys, step)
+        request.identity = identity
         return request
+
+    def identity(self, salt: str = "", adapter: str = "") -> Identity:
+        """Of a request that is admitted now."""
+        return Identity(salt, adapter, self.adapters.get(adapter, ""), self.weights)
+
+    def roots_of(self, identity: Identity) -> tuple[int, ...]:
+        """By pool, the chain value that position 0 continues, unsigned."""
+        roots = self.roots.pop(identity, None) or tuple(
+            chain_root(self._keys, role.name, *identity) for role in self._roles
+        )
+        self.roots[identity] = roots
+        if len(self.roots) > MOST_IDENTITIES:
+            del self.roots[next(iter(self.roots))]
+        return roots
+
+    def change_identity(self, request: Request, identity: Identity) -> None:
+        """From now on its rows are chained under this one: what it has written under another is not its own."""
+        request.identity = identity
+        request.set_roots(self.roots_of(identity))
+        request.judged = [Judged()] * len(request.judged)
 
     def known(self, request_ids: Sequence[str]) -> list[Request]:
         """LifetimeError for one that is not admitted."""

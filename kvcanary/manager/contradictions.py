@@ -177,7 +177,7 @@ class Contradictions:
             return self._exclude_all(given)
         self._take_away([page for page in request.pages if page != NO_PAGE])
         self._ledger.forget(name)
-        return self._lifecycle.add(name, given["token_ids"], given["salt"], given["adapter"])
+        return self._lifecycle.add(*(given[own] for own in ("request_id", "token_ids", "salt", "adapter", "spans")))
 
     def _commit(self, given: Given) -> None:
         lens = given["committed_lens"]

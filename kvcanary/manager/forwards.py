@@ -55,6 +55,8 @@ class Forwards:
                 raise session.not_closed(f"forward({kind!r})")
         if not session.is_armed:
             return WarmupSubstep()
+        if state.is_gone:
+            raise HookOrderError(f"pool {pool!r} was cleared: call on_reallocated() before a forward uses it again")
         hooks = DeviceSubstep if puts and self._judges_there else SubstepCanary
         return hooks(session, self.expected, kind, index, state)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 
 import numpy as np
@@ -14,8 +14,9 @@ from kvcanary.ledger.step_book import in_a_row
 from kvcanary.manager.reporting import Reporting
 from kvcanary.manager.session import Session
 from kvcanary.manager.substep import ExpectedForwards
+from kvcanary.pools.spans import Span, with_spans
 from kvcanary.recorder.recorder import recorded
-from kvcanary_kernels.record.layout import FREE, QUARANTINED
+from kvcanary_kernels.record.layout import FREE, QUARANTINED, Identity
 
 HELD_BACK_STEPS = 1  # that a freed page waits at least, even under pressure: the host is not behind the device
 
@@ -30,19 +31,49 @@ class Lifecycle:
 
     # requests
 
-    def admit(self, request_id: str, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> None:
+    def admit(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        salt: str = "",
+        adapter: str = "",
+        spans: Sequence[Span] = (),
+    ) -> None:
         """A request with its prompt: the host truth of its rows starts.
 
         `salt` and `adapter` name what makes equal tokens mean other K and V: rows of one are never right for another.
+        spans: (start, end, content id) of tokens that are placeholders of an image, sound or embedding: the text in
+               front of them is shared as it is, what follows only with rows of the same content. Forwards are told of
+               the tokens that they are fed, as everywhere
+        PlanError for a span outside the tokens.
         """
-        tokens = np.array(token_ids, np.int64)
-        self.recorder.note("admit", request_id, tokens, salt, adapter)
+        tokens = with_spans(token_ids, spans)
+        self.recorder.note("admit", request_id, tokens, *self._ledger.book.identity(salt, adapter))
         if not self._session.is_armed:
             raise HookOrderError(
                 f"request {request_id!r} is admitted by a canary that was never armed: "
                 "call arm() after warm-up and capture, before the first request"
             )
-        self.add(request_id, tokens.tolist(), salt, adapter)
+        self.add(request_id, token_ids, salt, adapter, spans)
+
+    def on_weights(self, version: str | int, keeps: Collection[str] | bool = ()) -> None:
+        """The weights are another version from now on, between two steps: K and V of another are no row's own.
+
+        version: any name; weights that come back come with their old one, and what was written under it is right again
+        keeps: ids of requests that run and go on with what was written under other versions, a mix that is meant; True:
+               all that run. The others compute their rows anew before they read them. Pages of a mix are no hit for a
+               request that is admitted from now on: R5 or R6, which names both versions
+        """
+        self._ledger.book.weights = str(version)
+        self._change_identities(keeps)
+
+    def on_adapter(self, name: str, version: str | int, keeps: Collection[str] | bool = ()) -> None:
+        """As `on_weights`, of the requests of one adapter, whose weights were loaded or replaced under this name.
+
+        version: a digest of its weights, best, or a count of loads: loaded again with equal ones it is the same
+        """
+        self._ledger.book.adapters[name] = str(version)
+        self._change_identities(keeps)
 
     def append_all(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
         """The same for the requests of a step, each named once, in one call."""
@@ -117,6 +148,8 @@ class Lifecycle:
         self._session.async_tracker.freed(pages)
         is_damaged = request.is_damaged
         self._ledger.free(request_id, pages, self._session.step)
+        if not (request.pages or request.released):
+            self._change_identity(request, self._identity_now(request))
         self.gone(request, pages, is_damaged)
 
     @recorded
@@ -148,6 +181,8 @@ class Lifecycle:
         self._checks.judge_pending()
         parent, child = self._ledger.request(request_id), self._ledger.request(child_id)
         self._ledger.fork(request_id, child_id, pages, self._session.step)
+        if child.identity[:2] == parent.identity[:2]:  # what the parent keeps of other versions, it does too
+            self._change_identity(child, parent.identity)
         length = min(len(pages) * self._state.page_size, parent.committed_len, len(child.tokens))
         self._inherit(child, length)
         for pool in self._state.pools if length == parent.committed_len else ():
@@ -197,10 +232,31 @@ class Lifecycle:
 
     # followed by `Contradictions` too, where an event was refused
 
-    def add(self, request_id: str, token_ids: Sequence[int], salt: str, adapter: str) -> None:
-        self._ledger.admit(request_id, token_ids, self._session.step, salt, adapter)
+    def add(
+        self, request_id: str, token_ids: Sequence[int], salt: str, adapter: str, spans: Sequence[Span] = ()
+    ) -> None:
+        tokens = with_spans(token_ids, spans)
+        request = self._ledger.admit(request_id, tokens.tolist(), self._session.step, salt, adapter)
+        if spans:
+            request.given, self._ledger.book.has_spans = np.array(token_ids, np.int64), True
         if self._session.excluded:
             self._session.excluded.forget(request_id)
+
+    def _change_identities(self, keeps: Collection[str] | bool) -> None:
+        """Rows of another version begin anew; those without an entry do so at once, and nobody need keep them."""
+        self._session.expect_closed("a change of weights")
+        self._checks.judge_pending()
+        for name, request in self._ledger.requests.items():
+            if not (keeps is True or (keeps and name in keeps)) or not any(request.row_lens):
+                self._change_identity(request, self._identity_now(request))
+
+    def _identity_now(self, request: Request) -> Identity:
+        return self._ledger.book.identity(*request.identity[:2])
+
+    def _change_identity(self, request: Request, identity: Identity) -> None:
+        if identity != request.identity:
+            self.recorder.note("reroot", request.request_id, *identity)
+            self._ledger.book.change_identity(request, identity)
 
     def grant(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]], for_load: bool = False) -> None:
         granted = [*chain.from_iterable(pages)]

@@ -65,11 +65,12 @@ class CanaryManager:
         self.forwards = forwards = Forwards(session)
         self.lifecycle = lifecycle = Lifecycle(session, reporting, forwards.expected)
         self.mapped_groups = groups = MappedGroups(session, reporting)
-        self.transfers = transfers = Transfers(session)
+        self.transfers = transfers = Transfers(session, self._attachment)
         self._checks, self._ledger, self._log = session.checks, session.ledger, session.recorder.log
         self._expected, self._num_untold = forwards.expected, 0  # steps that have ended since one was collected
 
         self.admit, self.release = lifecycle.admit, lifecycle.release
+        self.on_weights, self.on_adapter = lifecycle.on_weights, lifecycle.on_adapter
         self.append_all, self.commit_all = lifecycle.append_all, lifecycle.commit_all
         self.on_alloc, self.on_alloc_all, self.on_free = lifecycle.on_alloc, lifecycle.on_alloc_all, lifecycle.on_free
         self.on_share, self.on_acquire, self.on_evict = lifecycle.on_share, lifecycle.on_acquire, lifecycle.on_evict
@@ -83,6 +84,7 @@ class CanaryManager:
         self.on_load_fail, self.on_restore = transfers.on_load_fail, transfers.on_restore
         self.on_offload = transfers.on_offload
         self.before_move, self.on_move = transfers.before_move, transfers.on_move
+        self.on_cleared, self.on_reallocated = transfers.on_cleared, transfers.on_reallocated
 
         self.expect, self.forward = forwards.expect, forwards.forward
         self.substep = forwards.forward  # its first name

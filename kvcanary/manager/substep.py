@@ -20,6 +20,7 @@ from kvcanary.ledger.ledger import Request
 from kvcanary.manager.session import Session
 from kvcanary.pools.launch_site import SUBSTEP_KINDS, site_name
 from kvcanary.pools.plans import ReadPlan, WritePlan, wrong_values
+from kvcanary.pools.spans import as_admitted
 from kvcanary.records.state import PoolState
 
 NEW, OPEN, CLOSED = "not opened", "open", "closed"
@@ -58,6 +59,8 @@ class SubstepCanary:
         """
         if self._phase != NEW:
             raise HookOrderError(f"open() comes once: {self} is {self._phase}")
+        if self._session.ledger.book.has_spans:
+            write = self._as_admitted(read, write)
         try:
             safe = self._take(read, write)
         except ENGINES_DOING as error:
@@ -87,6 +90,16 @@ class SubstepCanary:
         session.checks.report(violations)
         self._forward, self._loop, self._puts = forward, pool.loops.put_values, True
         return forward.indices, forward.slots
+
+    def _as_admitted(self, read: ReadPlan, write: WritePlan) -> WritePlan:
+        """With ids of spans in the place of their tokens, where a row may still write some."""
+        requests, pool = self._session.ledger.requests, self._pool
+        rows, offset = [requests[name] for name in read.requests if name in requests], pool.view.token_offset
+        ends = [0 if row.given is None else len(row.given) - offset - row.row_lens[pool.pool_id] for row in rows]
+        if len(rows) < len(read.requests) or max(ends, default=0) <= 0:
+            return write
+        known = [(row.tokens if row.given is None else row.given, row.tokens) for row in rows]
+        return as_admitted(write, read, known, offset)
 
     def _requests_of(self, read: ReadPlan) -> list[Request]:
         """It is judged by what the host knows now: by all that was accepted for its requests, too."""

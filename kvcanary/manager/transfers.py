@@ -10,21 +10,27 @@ from torch import Tensor
 
 from kvcanary.calls.forward import on_host
 from kvcanary.errors import PlanError
+from kvcanary.ledger.requests import Judged
 from kvcanary.manager.rules import Rewritten
 from kvcanary.manager.session import Session
+from kvcanary.pools.attachment import Attachment
+from kvcanary.pools.memory import Released, rebind
 from kvcanary.pools.slot_maps import slots_in
+from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
 from kvcanary.records.record_store import Move
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.imports import adopt
+from kvcanary.transfers.pools_that_go import forget_bytes, take_as_it_lies
 from kvcanary.transfers.snapshots import PageSnapshot
 
 
 class Transfers:
     """The part of a manager that speaks of bytes which no forward has written where they lie."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, attachment: Attachment) -> None:
+        self._session, self._attachment = session, attachment
+        self._released: dict[str, Released] = {}
         self._state, self._ledger, self._checks = session.state, session.ledger, session.checks
         self.recorder = session.recorder
 
@@ -108,7 +114,59 @@ class Transfers:
         has_fingerprints = not guesses or session.config.content == "full"
         checks.violations += checks.mover.apply(source, target, move, session.step, has_fingerprints, not guesses)
 
+    def on_cleared(self, pools: Sequence[str] = ()) -> None:
+        """The bytes of these pools (none named: of all) are about to go, between two steps: sleep, or a resize.
+
+        Requests, pages and a prefix cache stay as they are told; who reads an entry that was written before is R12,
+        *the bytes are gone*. The canary lets go of the tensors, and reads nothing there, until `on_reallocated`: a
+        forward in between is a HookOrderError.
+        """
+        names = tuple(pools) or tuple(pool.name for pool in self._state.pools)
+        chosen = [self._session.pool(name) for name in names]
+        self._session.expect_closed("on_cleared()")
+        self._checks.judge_pending()
+        self.forget_bytes_of(names)
+        for pool in chosen:
+            if not pool.is_gone:
+                self._released[pool.name], pool.is_gone = Released(pool.view), True
+        self._attachment.claim([pool.view for pool in self._state.pools])
+
+    def on_reallocated(self, views: Sequence[PoolView] = (), keeps_bytes: bool = False) -> None:
+        """Pools have memory again, or other memory than before, and nothing of what was written.
+
+        views: of the pools that lie elsewhere now, named and laid out as before; a pool that was cleared and of which
+               the engine has kept the very tensors needs none
+        keeps_bytes: the engine has copied all of them, as where it moves a pool: they are what was written, and checked
+        PlanError for another layout or size: detach() and attach a new canary then.
+        """
+        self._session.expect_closed("on_reallocated()")
+        given = {view.name: view for view in views}
+        chosen = [self._session.pool(name) for name in given] + [
+            pool for pool in self._state.pools if pool.is_gone and pool.name not in given
+        ]
+        for pool in chosen:
+            rebind(pool.view, given.get(pool.name) or self._released[pool.name].again(pool.view))
+            pool.is_gone = False
+        self._attachment.claim([pool.view for pool in self._state.pools])
+        self._checks.judge_pending()
+        if not keeps_bytes:
+            self.forget_bytes_of([pool.name for pool in chosen if self._released.pop(pool.name, None) is None])
+            for pool in chosen:
+                take_as_it_lies(self._state, pool)
+
     # helpers
+
+    def forget_bytes_of(self, names: Sequence[str]) -> None:
+        """What `on_cleared` says of records; a replay has no bytes to lose."""
+        if not names:
+            return
+        self.recorder.note("on_cleared", tuple(names))
+        for name in names:
+            forget_bytes(self._session.pool(name), self._checks.record_store, self._session.step)
+        for poisoner in self._session.poisoners:
+            poisoner.forget()
+        for request in self._ledger.requests.values():
+            request.judged = [Judged()] * len(request.judged)
 
     @torch.inference_mode()
     def _unpack(self, how: str, snapshot: PageSnapshot, request_id: str, pages: Sequence[int], length: int) -> None:

@@ -20,8 +20,15 @@ class Attachment:
         """HookOrderError where a canary is attached to one of these pools already, or a graph is being captured."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise HookOrderError("a canary allocates when it is attached: attach it before a CUDA graph is captured")
+        self.claim(pools)
+
+    def claim(self, pools: Sequence[PoolView]) -> None:
+        """The memory in which these lie now, and no other. HookOrderError as above."""
         tensors = [(view.name, tensor) for view in pools for part in view.parts for tensor in part.tensors]
-        self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors}
+        self._storages = {
+            tensor.untyped_storage().data_ptr(): name for name, tensor in tensors if tensor.device.type != "meta"
+        }
+        _attached.discard(self)
         for other in _attached:
             for storage in self._storages.keys() & other._storages.keys():
                 raise HookOrderError(

@@ -27,7 +27,12 @@ def fingerprints_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tenso
 
 
 def slots_are_right(pool: PoolState, slots: Tensor, both_fingerprints: bool = False) -> bool:
-    """Whether fingerprint a of every layer, or both fingerprints, are those that are kept, for all of these slots."""
+    """Whether fingerprint a of every layer, or both fingerprints, are those that are kept, for all of these slots.
+
+    Of a pool whose memory is gone nothing is wrong: there is nothing to look at.
+    """
+    if pool.is_gone:
+        return True
     if pool.host is not None:
         return pool.loops.match_slots(pool.struct_at, slots.contiguous().numpy(), both_fingerprints)
     fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, slots)

@@ -29,7 +29,7 @@ from kvcanary_kernels.record.seal import seal_offset, seal_torch
 
 
 class PoolState:
-    """One pool: what the engine gave, and what the canary keeps beside it; nothing of it changes.
+    """One pool: what the engine gave, and what the canary keeps beside it; only where it lies may change.
 
     base:       row of its slot 0 in the records of all pools
     root:       chain value that position 0 continues, unsigned
@@ -44,8 +44,12 @@ class PoolState:
     asks_finite: whether what is stored must be finite (N1)
     lanes:      by which the words of a row tell that (record/formats.py)
     seen:       [num_slots] bool, all False: a loop's own
+    is_gone:    its memory is nobody's: nothing is read there;  cleared_in: step in which its bytes went last
     struct:     POOL, the same for loops that read by address (native/layout.py); `struct_at`: its address
     """
+
+    is_gone = False
+    cleared_in: int | None = None
 
     def __init__(self, view: PoolView, pool_id: int, base: int, seed: int, records: Tensor, expected: Tensor) -> None:
         """`records`, `expected`: those of all pools, zeros here."""

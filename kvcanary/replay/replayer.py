@@ -30,6 +30,7 @@ from kvcanary.report.finding import Finding
 from kvcanary.transfers.async_ops import AsyncOp
 from kvcanary.transfers.async_tracker import Resources
 from kvcanary.transfers.snapshots import PageSnapshot
+from kvcanary_kernels.record.layout import Identity
 
 #: Of a forward between open and close the slots of the pool, [n] int64, that it writes; -1: none there.
 Open = tuple[SubstepCanary | WarmupSubstep, Tensor]
@@ -134,6 +135,14 @@ class Replayer:
 
     def _admit(self, event: Call) -> None:
         self.manager.admit(event["request_id"], event["token_ids"].tolist(), salt_of(event["root"]))
+
+    def _reroot(self, event: Call) -> None:
+        book = self._manager_state.ledger.book
+        book.change_identity(book.request(event["request_id"]), Identity(salt_of(event["root"])))
+
+    def _on_cleared(self, event: Call) -> None:
+        """What stands in for the bytes stays."""
+        self.manager.transfers.forget_bytes_of(event["pools"])
 
     def _map(self, event: Call) -> None:
         slot_map = self._stage.pool(event["pool"]).view.slot_map

@@ -23,7 +23,7 @@ from kvcanary.provenance.not_finite import describe_elements
 from kvcanary.report.arrival_text import expected_of, found_of
 from kvcanary.report.row_evidence import RowEvidence
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.layout import MASK_32, Record, chain_host
+from kvcanary_kernels.record.layout import MASK_32, MASK_64, Identity, Record, chain_host
 
 Values = dict[str, Any]
 
@@ -162,6 +162,20 @@ class Evidence:
         if slot is None or slot != int(self.violation.row_slots[self.first_difference - begin]):
             return None
         return record.read_record(self.violation.pool.records, slot)
+
+    @cached_property
+    def written_as(self) -> Identity | None:
+        """Under which the row's own tokens give the chain that was found; None where that is no other that is known."""
+        reader, found, pool = self.reader, self.record, self.violation.pool
+        if reader is None or found is None or self.declared is None or found.position != self.violation.position:
+            return None
+        truth = self.declared.truth(reader, pool.pool_id, found.position + 1)
+        if truth is None:
+            return None
+        inverse = pow(pool.keys.inverse, found.position + 1, 1 << 64)  # a chain is linear in its root
+        root = (reader.root(pool.pool_id) + (found.chain - truth) * inverse) & MASK_64
+        known = self.declared.book.roots.items()
+        return next((one for one, roots in known if roots[pool.pool_id] == root and one != reader.identity), None)
 
     @cached_property
     def holds_its_own(self) -> bool:

@@ -51,6 +51,7 @@ class WatchedPool:
     keys: Keys | None = None
     label: str = ""
     content_a: Tensor | None = None
+    cleared_in: int | None = None
 
     @property
     def name(self) -> str:

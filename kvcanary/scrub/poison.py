@@ -72,12 +72,18 @@ class Poisoner:
         `is_damaged`: at once, whatever the budget, or zero them where nothing is poisoned: NaN that was computed from
         damage must not meet their next owner, who reads whole pages
         """
-        if not self._pools:
+        if not self._pools or self._pools[0].is_gone:
             return
         if not self._is_off:
             self.waiting.update(dict.fromkeys(pages))
         if is_damaged:
             (self._zero if self._is_off else self.fill)(pages)
+
+    def forget(self) -> None:
+        """The pools were cleared: no page is poisoned, and none waits."""
+        self.waiting.clear()
+        self.poisoned.clear()
+        self.credit = 0
 
     def tick(self) -> None:
         """A step has passed: fill what its budget, and what was saved of it, allow."""

@@ -164,6 +164,8 @@ class Rereads:
 
         judge: names it by the slots, where bytes differ
         """
+        if pool.is_gone:
+            return []
         if self._at_once:
             return [] if pool.loops.match_slots(pool.struct_at, slots, False) else judge(slots)
         count = len(slots)
@@ -175,6 +177,8 @@ class Rereads:
 
     def check_finite(self, pool: PoolState, parts: Sequence[Part]) -> Found:
         """The same of elements that are not finite, in all parts at once."""
+        if pool.is_gone:
+            return []
         if self._at_once:
             return [violation for slots, _, judge in parts for violation in self._not_finite(pool, slots, judge)]
         place = self._take("finite", self._finite, pool, sum([len(slots) for slots, _, _ in parts]))

@@ -27,6 +27,7 @@ from kvcanary.manager.lifecycle import Lifecycle
 from kvcanary.manager.mapped_groups import MappedGroups
 from kvcanary.manager.transfers import Transfers
 from kvcanary.replay.replayer import replay
+from kvcanary_kernels.record.layout import Identity
 from kvcanary_tools.bench.toy.engine import ToyEngine
 
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -421,7 +422,10 @@ def test_each_kind_of_replay_is_said(good, struck, tmp_path):
 
 
 def test_events_have_the_arguments_of_the_methods_that_tell_them():
-    """A dump names them in the manager's order; what is told of several requests at once is laid out by itself."""
+    """A dump names them in the manager's order; what is told of several requests at once is laid out by itself.
+
+    An admission is recorded as what it comes to: ids of spans among its tokens, and the identity of its rows.
+    """
     parts = Lifecycle, MappedGroups, Transfers
     methods = {name: getattr(part, name) for part in parts for name in CALLS.keys() - OF_SEVERAL if hasattr(part, name)}
     as_dumped = {"snapshot": "parcel", "snapshots": "parcels"}
@@ -431,4 +435,6 @@ def test_events_have_the_arguments_of_the_methods_that_tell_them():
     }
     assert len(reported) > 15
     named = {name: [*ARGUMENTS.get(name, CALLS[name])] for name in reported}
+    assert named.pop("admit") == ["request_id", "token_ids", *Identity._fields]
+    del reported["admit"]
     assert named == reported

@@ -172,7 +172,7 @@ def test_the_same_tokens_under_another_salt(run, is_broken):
     def act(engine):
         follow(engine, "two", publish(engine, 8), 8, salt="new weights" if is_broken else "")
 
-    expect(run(act), is_broken, "R5", "identity", "the salt or the adapter differs", "'one' wrote it")
+    expect(run(act), is_broken, "R5", "identity", "the salt differs", "written by 'one'")
 
 
 @pytest.mark.parametrize("same_head", [0, 5])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.report.causes import bytes as bytes_
 from kvcanary.report.finding import Cause
@@ -15,7 +17,33 @@ LATE = "a write of the page's former owner that came late"
 FREE_WRITE = "a write into a page after it was freed: a copy or forward was still running"
 CLEARED_NEVER = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
 
+GONE = {"code": "R12", "pool": SimpleNamespace(cleared_in=8)}
 SAID = [
+    (
+        bytes_.gone,
+        shown(a_violation(**GONE), record=a_record(layers=0), last_write="prefill, step 7"),
+        Cause(
+            "lifetime",
+            "the bytes are gone: the pool was cleared after they were written, and its pages were kept",
+            "derived",
+            (
+                "the pool was cleared, or allocated anew, in step 8",
+                "prefill, step 7 wrote the entry before that",
+                "nobody has written it since",
+                "the pages were not freed, nor evicted, when their bytes went",
+            ),
+        ),
+    ),
+    *(
+        (bytes_.gone, shown(a_violation(code="R12", **pool), record=found), None)
+        for pool, found in (
+            ({}, a_record(layers=0)),
+            ({"pool": GONE["pool"]}, None),
+            ({"pool": GONE["pool"]}, a_record()),
+            ({"pool": GONE["pool"]}, a_record(layers=0, step=9)),
+            ({"pool": GONE["pool"]}, a_record(layers=0, site=0)),
+        )
+    ),
     (
         bytes_.changed_word,
         shown(word=a_word()),

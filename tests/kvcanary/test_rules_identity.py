@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from kvcanary.ledger.page_history import PageEvent
+from kvcanary.pools.spans import SPAN_IDS
 from kvcanary.report.causes import identity
 from kvcanary.report.finding import Cause
+from kvcanary_kernels.record.layout import Identity
 from rule_facts import a_reader, a_record, a_row, a_violation, expect_said, shown, silent_rules
 
 ROOT = "the salt or the adapter differs: the same tokens of another tenant, adapter or version of the weights"
@@ -16,6 +18,31 @@ NAMES = SimpleNamespace(states={}, name={4: "you"}.get)
 THEIRS = a_record(request=4, position=1)
 AT_END = {"code": "R6", "position": 1, "row_slots": (20, 21), "view": {"token_offset": 1}}
 BY_PREFILL = {"write_site": ("prefill", 0), "last_write": "prefill, step 7", "record": a_record()}
+CAT = SPAN_IDS.start + 5
+BY = "written by 'you', prefill, step 7"
+#: Under which it was written, and what is said where the row's own is ("s", "x", "2", "new").
+REPLACED = (
+    (
+        Identity("s", "x", "2", "old"),
+        "weights were replaced: what the ones before computed is read as if it were of now",
+        ("what differs: weights", "weights old when 'you' wrote it, new of the row that reads it", BY),
+    ),
+    (
+        Identity("s", "x", "", "new"),
+        "the adapter was loaded anew with other weights: what the ones before computed is read",
+        ("what differs: adapter version", "adapter version none when 'you' wrote it, 2 of the row that reads it", BY),
+    ),
+    (
+        Identity("s", "", "", "new"),
+        "the adapter differs: the same tokens under another one, or under none",
+        ("what differs: adapter", "adapter none when 'you' wrote it, x of the row that reads it", BY),
+    ),
+    (
+        Identity("t", "x", "2", "old"),
+        "the salt differs: the same tokens of another tenant",
+        ("what differs: salt, weights", "weights old when 'you' wrote it, new of the row that reads it", BY),
+    ),
+)
 
 
 def other_root(reported: str, writer: str) -> Cause:
@@ -23,7 +50,11 @@ def other_root(reported: str, writer: str) -> Cause:
         "identity",
         ROOT,
         "derived",
-        (reported, f"the chain is not: {writer} wrote it under another root", "a root is role, salt and adapter"),
+        (
+            reported,
+            f"the chain is not: {writer} wrote it under another root",
+            "a root is role, salt, adapter and the versions of both weights",
+        ),
     )
 
 
@@ -64,6 +95,63 @@ SAID = [
         identity.other_root,
         shown(a_violation(code="R6", position=1, row_slots=(20, 21)), reader=HEAD, record=a_record()),
         other_root("all 2 tokens and positions are the row's", "a request that ended long ago"),
+    ),
+    *(
+        (
+            identity.other_root,
+            shown(
+                a_violation(code="R5"),
+                reader=a_reader(identity=Identity("s", "x", "2", "new")),
+                record=a_record(),
+                written_as=wrote,
+                writer="you",
+                last_write="prefill, step 7",
+            ),
+            Cause("identity", text, "derived", ("all tokens and positions are those that the row expects", *evidence)),
+        )
+        for wrote, text, evidence in REPLACED
+    ),
+    *(
+        (
+            identity.other_span,
+            shown(
+                a_violation(code="R6"),
+                reader=a_reader(tokens=[7, own]),
+                first_difference=1,
+                different_record=None if lies is None else a_record(request=4, position=1, token=lies),
+                ledger=NAMES,
+            ),
+            None,
+        )
+        for own, lies in ((9, 8), (CAT, None))
+    ),
+    *(
+        (
+            identity.other_span,
+            shown(
+                a_violation(code="R6"),
+                reader=a_reader(tokens=[7, own]),
+                first_difference=1,
+                different_record=a_record(request=4, position=1, token=lies),
+                ledger=NAMES,
+            ),
+            Cause(
+                "identity",
+                "an image, sound or embedding of another prompt: its placeholders are equal, its content is not",
+                "derived",
+                (
+                    "the row differs from position 1 on, within a span",
+                    "it holds what 'you' has at position 1",
+                    says,
+                    "what lies in front of it is the row's own",
+                ),
+            ),
+        )
+        for own, lies, says in (
+            (CAT, CAT + 1, "span 0x000005 was admitted there, not span 0x000006"),
+            (CAT, 9, "span 0x000005 was admitted there, not a token"),
+            (9, CAT, "a token was admitted there, not span 0x000005"),
+        )
     ),
     *(
         (

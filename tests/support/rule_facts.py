@@ -21,7 +21,7 @@ def a_violation(**reported) -> SimpleNamespace:
     """A verify forward of step 9 found it at position 5 of `me`, slot 21."""
     view = {"num_slots": 64, "page_size": PAGE_SIZE, "num_layers": 3, "null_slots": 4, "token_offset": 0}
     view |= {"vocab_size": 100, "slot_map": None, "window": None} | reported.pop("view", {})
-    pool = SimpleNamespace(view=SimpleNamespace(**view), name="target", full_layers=0b111, pool_id=0)
+    pool = SimpleNamespace(view=SimpleNamespace(**view), name="target", full_layers=0b111, pool_id=0, cleared_in=None)
     violation = {
         "code": "R9",
         "slot": 21,
@@ -54,7 +54,7 @@ def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     facts |= {"granted": None, "events": (), "reader": None, "write_site": None, "write_step": None, "provenance": ()}
     facts |= {"finite_since": None}
     facts |= {"last_write": "nobody", "was_never_right": False, "is_first_read": False, "granted_slot": None}
-    facts |= {"is_shared": False}
+    facts |= {"is_shared": False, "written_as": None}
     facts |= {"is_own_place": False, "own_position": None, "different_record": None, "first_difference": None}
     facts |= {"incident": incident or (a_violation(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
     facts |= {"row": a_row(), "holds_its_own": True}
@@ -92,7 +92,7 @@ def a_word(bit: int | None = 6, part: str = "K") -> SimpleNamespace:
 
 
 def a_reader(**reported) -> SimpleNamespace:
-    return SimpleNamespace(**{"uid": 3, "committed_len": 8, "pages": [5, 6]} | reported)
+    return SimpleNamespace(**{"uid": 3, "committed_len": 8, "pages": [5, 6], "tokens": []} | reported)
 
 
 def expect_said(said: Sequence[Said]) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,18 @@ SPLITMIX_STEP = 0x9E3779B97F4A7C15
 POWER_BITS = 12  # powers of the multiplier: one table for the low 12 bits of the exponent, one for the next 12
 POWERS = 1 << POWER_BITS
 MAX_WORDS_PER_ROW = 1 << 20  # float64 sums of 32-bit words times one key bit are exact up to it
+
+
+class Identity(NamedTuple):
+    """What beside its tokens makes K and V of a row what they are: rows share bytes where all of it is equal.
+
+    adapter_version, weights: names of what was loaded, of the adapter and of the model; empty: nobody says
+    """
+
+    salt: str = ""
+    adapter: str = ""
+    adapter_version: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -199,9 +212,14 @@ def mix_host(token: int, position: int, keys: Keys) -> int:
     return mix_of(token, position, keys.mix_key) & MASK_64
 
 
-def chain_root(keys: Keys, role: str, salt: str = "", adapter: str = "") -> int:
-    """The chain value before the first token, unsigned: a keyed hash of what makes equal tokens mean equal rows."""
-    key, name = keys.root_key.to_bytes(8, "little"), repr((role, salt, adapter)).encode()
+def chain_root(
+    keys: Keys, role: str, salt: str = "", adapter: str = "", adapter_version: str = "", weights: str = ""
+) -> int:
+    """The chain value before the first token, unsigned: a keyed hash of a role and the fields of an `Identity`.
+
+    Fields are hashed apart: no salt is ever the name of an adapter.
+    """
+    key, name = keys.root_key.to_bytes(8, "little"), repr((role, salt, adapter, adapter_version, weights)).encode()
     return int.from_bytes(hashlib.blake2b(name, key=key, digest_size=8).digest(), "little")
 
 

@@ -10,6 +10,21 @@ PARTS = ("K", "V")
 LATE_STEPS = 8  # in which a copy that was in flight when its page was freed has surely landed
 
 
+def gone(facts: Evidence) -> Cause | None:
+    """An entry that was whole until its pool was cleared."""
+    found, step = facts.record, facts.violation.pool.cleared_in
+    if step is None or found is None or not found.site or found.layers or found.step > step:
+        return None
+    evidence = (
+        f"the pool was cleared, or allocated anew, in step {step}",
+        f"{facts.last_write} wrote the entry before that",
+        "nobody has written it since",
+        "the pages were not freed, nor evicted, when their bytes went",
+    )
+    text = "the bytes are gone: the pool was cleared after they were written, and its pages were kept"
+    return Cause("lifetime", text, "derived", evidence)
+
+
 def changed_word(facts: Evidence) -> Cause | None:
     if facts.word is None:
         return None

@@ -6,7 +6,7 @@ from kvcanary.calls.violation import Violation
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import SUBSTEP_KINDS, TREE_KINDS, site_name, unpack_site
 from kvcanary.pools.slot_maps import window_start
-from kvcanary.report.causes.identity import other_prompt, other_root
+from kvcanary.report.causes.identity import other_prompt, other_root, other_span
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 from kvcanary_kernels.record.layout import LOAD_FAILED, LOADING, NEVER_WRITTEN, Record
@@ -144,7 +144,7 @@ def other_entry(facts: Evidence) -> Cause | None:
 
 
 def foreign_token(facts: Evidence) -> Cause | None:
-    if facts.writer is None or facts.writer == facts.violation.request_id:
+    if facts.writer is None or facts.writer == facts.violation.request_id or facts.written_as is not None:
         return None
     if facts.violation.code == "R4" and (facts.own_position is not None or facts.declared is None):
         return None  # a shared page of the row itself: whoever wrote it, the row looks at the wrong one of its entries
@@ -158,7 +158,7 @@ def foreign_token(facts: Evidence) -> Cause | None:
 
 def row_mixed_up(facts: Evidence) -> Cause | None:
     length, differs, lies = len(facts.violation.row_slots), facts.first_difference, facts.different_record
-    if other_root(facts) is not None or other_prompt(facts) is not None:
+    if any(rule(facts) is not None for rule in (other_root, other_span, other_prompt)):
         return None
     evidence = [] if differs is None else [f"its tokens differ from position {differs} on, of {length}"]
     if lies is not None and facts.reader is not None and lies.request != facts.reader.uid:
