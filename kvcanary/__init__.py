@@ -22,10 +22,12 @@ _HOMES = {
     "KVCorruptionError": "errors",
     "LifetimeError": "errors",
     "NOWHERE": "pools.slot_maps",
+    "NO_STATE": "pools.state_views",
     "PlanError": "errors",
     "PoolView": "pools.views",
     "ReadPlan": "pools.plans",
     "Report": "report.render",
+    "StateView": "pools.state_views",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
@@ -35,6 +37,7 @@ _HOMES = {
 
 __all__ = [
     "NOWHERE",
+    "NO_STATE",
     "Announced",
     "CanaryConfig",
     "CanaryConfigError",
@@ -49,6 +52,7 @@ __all__ = [
     "PoolView",
     "ReadPlan",
     "Report",
+    "StateView",
     "SubstepCanary",
     "WarmupSubstep",
     "WritePlan",
@@ -76,6 +80,7 @@ if TYPE_CHECKING:
         WritePlan,
     )
     from kvcanary.pools.slot_maps import NOWHERE, first_visible
+    from kvcanary.pools.state_views import NO_STATE, StateView
     from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.codes import UNWRITTEN
 from kvcanary.pools.event_log import LONG, Event, EventLog, nowhere
@@ -30,7 +31,6 @@ from kvcanary.transfers.snapshots import PageSnapshot
 
 if TYPE_CHECKING:
     from kvcanary.calls.forward import Forward
-    from kvcanary.calls.violation import Violation
     from kvcanary.checks.rows import Verdict
 
 MOST_BYTES = 64 << 20  # of all segments together
@@ -207,6 +207,8 @@ class Recorder:
     def fired(self, violation: Violation | ViolationBatch) -> None:
         """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
         if not self.segments or violation.code not in _DAMAGE:
+            return
+        if isinstance(violation, Violation) and violation.state is not None:
             return
         place = self.captured.event_of(violation.pool.name, violation.site, violation.step)
         segment, number = place or (self.segments[-1], max(len(self.segments[-1].events) - 1, 0))
