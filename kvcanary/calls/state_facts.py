@@ -37,7 +37,7 @@ class StateFacts:
     first_difference: position from which the tokens that it has absorbed are others; None: they are the same
     same_tokens: they are the same under another root: salt or adapter
     bytes_of:  whose bytes lie there now, in words; empty: not known
-    bytes_source: "null", "entry", "zero" or "word" with it
+    bytes_source: "null", "entry" or "zero" with it
     history:   grants, copies, publications and frees of the entry, oldest first
     """
 

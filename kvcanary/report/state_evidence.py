@@ -8,7 +8,6 @@ from kvcanary.calls.state_facts import StateFacts
 from kvcanary.calls.violation import Violation
 from kvcanary.ledger.ledger import Ledger
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.provenance.changed_word import locate_word
 from kvcanary.report.evidence import Evidence
 from kvcanary_kernels.record.layout import Record
 
@@ -19,13 +18,12 @@ def of_state(incident: Sequence[Violation], state: StateFacts, ledger: Ledger) -
     names = [name for own in incident for name in (own.request_id, *own.others)]
     touched = [ledger.requests[name] for name in dict.fromkeys((*names, state.owner)) if name in ledger.requests]
     good = violation.last_good
-    is_word = state.bytes_source == "word" and violation.code == "R9"
     return Evidence(
         incident,
         None,
         record=_record(state) if lies.kind else None,
         writer=lies.writer,
-        word=locate_word(violation.pool, violation.slot, violation.layers[0]) if is_word else None,
+        word=violation.word,
         owner="a prefix cache" if state.is_shared else state.owner,
         is_shared=state.is_shared,
         granted=state.generation,

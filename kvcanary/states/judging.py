@@ -72,10 +72,11 @@ class Judge:
         """R9 of those whose bytes are not what was left there; `names`: whose rows they are."""
         found = self._bytes.changed(entries)
         readers = dict(zip(entries, names, strict=True)) if found else {}
-        return [
-            self.violation("R9", entry, readers[entry], event, layers=layers, last_good=int(self._entries.steps[entry]))
-            for entry, layers in found
-        ]
+        violations = []
+        for entry, layers in found:
+            known = {"last_good": int(self._entries.steps[entry]), "word": self._bytes.changed_word(entry, layers)}
+            violations.append(self.violation("R9", entry, readers[entry], event, layers=layers, **known))
+        return violations
 
     # a state that somebody writes
 

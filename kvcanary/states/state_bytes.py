@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.pools.state_views import StateView
-from kvcanary.provenance.changed_word import locate_word
+from kvcanary.provenance.changed_word import ChangedWord, locate_word
 from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.content.fingerprint import fingerprint
@@ -104,9 +104,13 @@ class StateBytes:
         if equal is not None:
             is_null = equal < self.view.null_entries
             return f"the bytes of {'null ' if is_null else ''}entry {equal}", "null" if is_null else "entry"
-        if self.kept[entry] == WHOLE and len(layers) == 1 and locate_word(self.pool, entry, layers[0]) is not None:
-            return "its own, but for one word", "word"
         return "", ""
+
+    @torch.inference_mode()
+    def changed_word(self, entry: int, layers: Sequence[int]) -> ChangedWord | None:
+        """The one word that changed, where that is all and the whole entry was kept."""
+        is_one = self.kept[entry] == WHOLE and len(layers) == 1
+        return locate_word(self.pool, entry, layers[0]) if is_one else None
 
     # helpers
 

@@ -231,7 +231,7 @@ def bytes_cleared(facts: Evidence) -> Cause | None:
 
 
 def one_word(facts: Evidence) -> Cause | None:
-    if _known(facts).bytes_source != "word":
+    if facts.word is None:
         return None
     evidence = ("one word of one layer differs, all others are as they were left",)
     return Cause("bits", "one word changed where the state lay", "derived", evidence)
