@@ -59,8 +59,11 @@ class Judge:
             return self.violation("R12", entry, request, event, length)
         if entries.lengths[entry] != length:
             return self.violation("R4", entry, request, event, length)
-        if entries.has_drafts_of(entry, request) is False:
+        are_kept = entries.has_drafts_of(entry, request)
+        if are_kept is False:
             return self.violation("R5", entry, request, event, length)
+        if are_kept:
+            entries.drafts.pop(entry, None)  # they are the request's own tokens now
         if entries.writers[entry] == request.uid:
             return None
         wanted, found = entries.truth(request, length), entries.chain(entry)

@@ -6,8 +6,6 @@ from kvcanary.calls.state_facts import StateFacts
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
-TREE = ("verify", "draft", "extend")
-
 
 def _known(facts: Evidence) -> StateFacts:
     return facts.violation.state or StateFacts()
@@ -29,7 +27,7 @@ def published_in_part(facts: Evidence) -> Cause | None:
 def other_column(facts: Evidence) -> Cause | None:
     """The verify left a state for each node or count, and not that of the accepted one is taken."""
     state = _known(facts)
-    if state.lies.kind not in TREE or not state.lies.drafted or state.wanted is None:
+    if not state.lies.drafted or state.wanted is None or state.elsewhere_step > state.lies.step:
         return None
     over = state.lies.absorbed - state.wanted
     evidence = [f"{facts.last_write} left it behind {state.lies.drafted} drafts, {state.lies.absorbed} tokens in all"]
@@ -59,9 +57,7 @@ def other_node(facts: Evidence) -> Cause | None:
 def not_copied(facts: Evidence) -> Cause | None:
     """The right state lies in another entry of the request, and no copy of it has come here."""
     state = _known(facts)
-    if state.elsewhere is None or (state.lies.drafted and state.lies.kind in TREE):
-        return None
-    if state.lies.kind and state.elsewhere_step < state.lies.step:
+    if state.elsewhere is None or (state.lies.kind and state.elsewhere_step <= state.lies.step):
         return None
     here = facts.violation.slot
     evidence = [
