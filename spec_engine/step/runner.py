@@ -30,7 +30,7 @@ from spec_engine.scheduling.scheduler import Chunk
 from spec_engine.step.hooks import Forwards
 from spec_engine.step.layered import LayeredForwards
 from spec_engine.step.relay import Relay
-from spec_engine.step.state_forward import StateForward
+from spec_engine.step.state_forward import StateForward, last_nodes
 from spec_engine.step.transfer import to_device
 from spec_engine.step.verify import Accepted, owners_of, to_host
 
@@ -207,7 +207,7 @@ class Runner:
         going = [b for b, request_id in enumerate(batch.ids) if request_id not in aborted]
         self.compact(windows, accepted, going)
         if self.states is not None:
-            self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
+            self.states.commit(batch.rows.tolist(), last_nodes(tree, accepted))
         result = self._commit(batch, accepted, decision, aborted)
         if not going:
             return result

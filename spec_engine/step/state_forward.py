@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcanary.faults import seam
 from spec_engine.core import Batch, ForwardBatch
 from spec_engine.drafting.tree import Tree
 from spec_engine.memory.pools.recurrent import RecurrentPool
+from spec_engine.step.verify import Accepted
 
 
 class StateForward:
@@ -35,6 +38,15 @@ class StateForward:
         else:
             paths = [_paths(*own) for own in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)]
             watch.left_nodes(self._forward.kind, batch.ids, self._rows, batch.lens, paths, self._columns)
+
+
+def last_nodes(tree: Tree, accepted: Sequence[Accepted]) -> list[int]:
+    """Of each request the node from whose state it goes on."""
+    nodes = [path.nodes[-1] for path in accepted]
+    where = {"paths": [path.nodes for path in accepted], "parents": tree.parents.tolist()}
+    nodes = seam("states.stale_column", nodes, **where)
+    nodes = seam("states.lookahead_kept", nodes, **where)
+    return seam("states.other_branch", nodes, **where)
 
 
 def _paths(parents: list[int], tokens: list[int]) -> list[list[int]]:

@@ -153,7 +153,7 @@ STATE_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4",), states.looks_elsewhere),
     (("R4",), states.miscounted),
     (("R6",), states.of_another_root),
-    (("R6",), states.of_another_prompt),
+    (("R4", "R6"), states.of_another_prompt),
     (("R7", "R8", "W2"), states.freed_under_its_reader),
     (("R8", "W2"), states.neighbours_entry),
     (("R7", "W2"), states.never_granted),

@@ -11,6 +11,12 @@ def _known(facts: Evidence) -> StateFacts:
     return facts.violation.state or StateFacts()
 
 
+def _is_anothers(facts: Evidence) -> bool:
+    """Whether another request's state lies in an entry that no prefix cache has."""
+    state = _known(facts)
+    return not state.is_shared and state.lies.writer not in (None, facts.violation.request_id)
+
+
 def published_in_part(facts: Evidence) -> Cause | None:
     """A prefix cache has, or is given, a state that covers a part of the tokens by which it is known."""
     state, site = _known(facts), facts.violation.site[0]
@@ -27,7 +33,7 @@ def published_in_part(facts: Evidence) -> Cause | None:
 def other_column(facts: Evidence) -> Cause | None:
     """The verify left a state for each node or count, and not that of the accepted one is taken."""
     state = _known(facts)
-    if not state.lies.drafted or state.wanted is None or state.elsewhere_step > state.lies.step:
+    if not state.lies.drafted or state.wanted is None or state.elsewhere_step > state.lies.step or _is_anothers(facts):
         return None
     over = state.lies.absorbed - state.wanted
     evidence = [f"{facts.last_write} left it behind {state.lies.drafted} drafts, {state.lies.absorbed} tokens in all"]
@@ -57,7 +63,7 @@ def other_node(facts: Evidence) -> Cause | None:
 def not_copied(facts: Evidence) -> Cause | None:
     """The right state lies in another entry of the request, and no copy of it has come here."""
     state = _known(facts)
-    if state.elsewhere is None or (state.lies.kind and state.elsewhere_step <= state.lies.step):
+    if state.elsewhere is None or _is_anothers(facts) or (state.lies.kind and state.elsewhere_step <= state.lies.step):
         return None
     here = facts.violation.slot
     evidence = [
@@ -95,7 +101,7 @@ def loaded_stale(facts: Evidence) -> Cause | None:
 def miscounted(facts: Evidence) -> Cause | None:
     """Absorbed and wanted, where nothing but the numbers is known."""
     state = _known(facts)
-    if state.wanted is None or not state.lies.kind:
+    if state.wanted is None or not state.lies.kind or _is_anothers(facts):
         return None
     over = state.lies.absorbed - state.wanted
     if abs(over) == 1:
@@ -123,7 +129,7 @@ def of_another_root(facts: Evidence) -> Cause | None:
 
 def of_another_prompt(facts: Evidence) -> Cause | None:
     state = _known(facts)
-    if state.lies.writer is None or state.same_tokens:
+    if state.lies.writer is None or state.same_tokens or not (facts.violation.code == "R6" or _is_anothers(facts)):
         return None
     here = f"the state in entry {facts.violation.slot} has absorbed tokens of {state.lies.writer!r}"
     differs = [] if state.first_difference is None else [f"they differ from position {state.first_difference} on"]

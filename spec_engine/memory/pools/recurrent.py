@@ -56,7 +56,7 @@ class RecurrentPool:
 
     def reset(self, row: int) -> None:
         """A new request holds the row; what a verify left open is dropped."""
-        self.states[:, seam("states.not_cleared", row)] = 0
+        self.states[:, seam("states.cleared_another", row, live=self.live)] = 0
         self._pending[row] = 0
         if self.watch is not None:
             self.watch.reset(row)
@@ -81,13 +81,13 @@ class RecurrentPool:
         rows, nodes = seam("draft.state_not_restored", (rows, nodes))
         for row, node in zip(rows, nodes, strict=True):
             check_state_commit(row, node, self._pending[row])
+        for row in rows:
+            self._pending[row] = 0
         rows, targets, nodes = seam("states.copy_left_out", (rows, rows, nodes))
         targets = seam("states.commit_into_neighbour", targets)
         self._copy(rows, targets, nodes)
         if self.watch is not None:
             self.watch.committed(rows, targets, nodes)
-        for row in range(len(self._pending)):
-            self._pending[row] = 0
 
     def _copy(self, rows: Sequence[int], targets: Sequence[int], nodes: Sequence[int]) -> None:
         device = self.states.device
