@@ -22,6 +22,7 @@ _HOMES = {
     "KVCorruptionError": "errors",
     "LifetimeError": "errors",
     "NOWHERE": "pools.slot_maps",
+    "NO_STATE": "pools.state_views",
     "PlanError": "errors",
     "PoolView": "pools.views",
     "ReadPlan": "pools.plans",
@@ -29,6 +30,7 @@ _HOMES = {
     "Report": "report.render",
     "Seal": "transfers",
     "SealError": "errors",
+    "StateView": "pools.state_views",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
@@ -38,6 +40,7 @@ _HOMES = {
 
 __all__ = [
     "NOWHERE",
+    "NO_STATE",
     "Announced",
     "CanaryConfig",
     "CanaryConfigError",
@@ -55,6 +58,7 @@ __all__ = [
     "Report",
     "Seal",
     "SealError",
+    "StateView",
     "SubstepCanary",
     "WarmupSubstep",
     "WritePlan",
@@ -84,6 +88,7 @@ if TYPE_CHECKING:
         WritePlan,
     )
     from kvcanary.pools.slot_maps import NOWHERE, first_visible
+    from kvcanary.pools.state_views import NO_STATE, StateView
     from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report

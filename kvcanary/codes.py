@@ -50,6 +50,14 @@ HOST = {
     "kvcanary.manager.substep:SubstepCanary.open": "H2",
     "kvcanary.captured.substep:CapturedSubstep.open": "H2",
     "kvcanary.pools.attachment:Attachment.__init__": "H2",
+    "kvcanary.states.judging:Judge.taken": "R1 R2 R4 R7 R8 R12",
+    "kvcanary.states.judging:Judge.absorbed": "R4 R5 R6 R12",
+    "kvcanary.states.judging:Judge.changed": "R9",
+    "kvcanary.states.judging:Judge.written": "W1 W2 W3",
+    "kvcanary.states.judging:Judge.padded": "W1 W9",
+    "kvcanary.states.states:States._left": "W4",
+    "kvcanary.states.states:States._arrived": "T1 R9",
+    "kvcanary.states.states:States._unlike": "T1",
 }
 
 #: On the device: captured forwards, and bytes that lie there. The torch reference stands beside each in its file.
@@ -169,6 +177,25 @@ NOT_FINITE = Code(
 
 #: What T1 means of bytes that were put away, and came back by a load, a restore or a swap.
 CAME_BACK = Code("T1", "bytes came back wrong", "bytes came back from elsewhere, and are not those that left", ARRIVED)
+
+#: What codes mean where the slot is an entry of a StateView.
+OF_STATES: dict[str, str] = {
+    "W1": "a forward was told to leave a state in an entry that the view does not have",
+    "W2": "a forward leaves a state in an entry that its request does not own",
+    "W3": "a forward leaves a state in an entry that a prefix cache may hand out",
+    "W9": "padding leaves a state in an entry that is not a null entry",
+    "W4": "one forward leaves two states in the same entry",
+    "T1": "a state was copied, or came back, and what arrived is not what was sent",
+    "R1": "a forward was told to take a state from an entry that the view does not have",
+    "R2": "a live row takes its state from a null entry, which belongs to padding",
+    "R12": "nobody has left a state in the entry since it was granted",
+    "R7": "the row takes its state from an entry that was given back, or never granted",
+    "R8": "the row takes its state from an entry that was granted to another request",
+    "R4": "the state has absorbed another number of tokens than it is taken, or published, for",
+    "R5": "the state has absorbed drafts that are not the tokens of its request",
+    "R9": "bytes of the state are not those that were left there",
+    "R6": "the state has absorbed as many tokens, but they are another prompt's, or under another root",
+}
 
 #: Codes by name; the order is the order in which findings at one slot speak: what went wrong at a write, a move or a
 #: free page, then what a row reads, as listed.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcanary import CanaryConfig, PoolView
+from kvcanary import CanaryConfig, PoolView, StateView
 from kvcanary.faults import arm_from_environment
 from kvcanary.invariants import check_page_sizes, check_pool_slots, check_row_width
 from spec_engine.acceptance.acceptor import Acceptor
@@ -24,6 +24,7 @@ from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pools.fp8_pool import Fp8Pool
 from spec_engine.memory.pools.pool import KVPool
 from spec_engine.memory.pools.recurrence import recurrent_pool, settings_for
+from spec_engine.memory.pools.recurrent_watch import StateWatch
 from spec_engine.memory.pools.sliding import check_draft_window, pool_layers, window_pool
 from spec_engine.memory.pools.slot_map import Mapped
 from spec_engine.memory.pools.splitting import split_pool
@@ -79,7 +80,7 @@ class Assembly:
         )
         self._lay_out_pages()
         self._make_pools()
-        states = recurrent_pool(self.model, config, dtype_of(config), self.device)
+        self.states = recurrent_pool(self.model, config, dtype_of(config), self.device)
         self._watch()
         self.results = Results(
             self.streams,
@@ -100,7 +101,7 @@ class Assembly:
             self.relay,
             self._make_acceptor(),
             self.canary,
-            states,
+            self.states,
             self.lag,
         )
         self._check_sizes()
@@ -131,8 +132,12 @@ class Assembly:
 
     def _watch(self) -> None:
         """The canary over all pools, and whoever tells it of pages and copies."""
-        views = [self._view(pool) for pool in self.pools.values()]
+        views: list[PoolView | StateView] = [self._view(pool) for pool in self.pools.values()]
+        if self.states is not None:
+            views.append(self.states.view())
         self.canary = _attach(self.config.canary, views) if self.config.canary.enabled else None
+        if self.states is not None and self.canary is not None:
+            self.states.watch = StateWatch(self.canary.states["recurrent"], self.states.entries_per_row)
         if self.windows is not None:
             self.windows.watch(self.canary)
         self.streams = Streams(self.device, None if self.canary is None else self.canary.async_tracker)
@@ -244,7 +249,7 @@ class Assembly:
         )
 
 
-def _attach(config: CanaryConfig, views: Sequence[PoolView]) -> CanaryManager:
+def _attach(config: CanaryConfig, views: Sequence[PoolView | StateView]) -> CanaryManager:
     """A canary over these pools; an engine without one never loads what it is made of."""
     from kvcanary import CanaryManager
 

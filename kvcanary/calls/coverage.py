@@ -13,7 +13,8 @@ class Coverage:
     """Counters of one manager.
 
     slots_checked: entries that some forward read and whose identity was judged
-    bytes_checked: bytes of K and V that were read again and compared
+    states_checked: recurrent states that a forward began from, a copy or a prefix cache took, and that were judged
+    bytes_checked: bytes of K, V and recurrent states that were read again and compared
     finite_bytes_checked: bytes of null pages, and of what nobody has written on granted pages, that were looked at for
                           NaN and infinities
     max_unread_steps: longest time, in steps, that a committed byte went without a re-read
@@ -29,6 +30,7 @@ class Coverage:
     forwards: int = 0
     slots_checked: int = 0
     slots_sealed: int = 0
+    states_checked: int = 0
     bytes_checked: int = 0
     finite_bytes_checked: int = 0
     peak_live_bytes: int = 0
@@ -60,7 +62,14 @@ class Coverage:
 
     def totals(self) -> dict[str, int]:
         """Everything that counts upwards, flat, for the periodic event."""
-        counted = ("forwards", "slots_checked", "slots_sealed", "bytes_checked", "finite_bytes_checked")
+        counted = (
+            "forwards",
+            "slots_checked",
+            "slots_sealed",
+            "states_checked",
+            "bytes_checked",
+            "finite_bytes_checked",
+        )
         other = ("freed_unread_bytes", "only_counted", "untold_incidents")
         sums = {"unchecked": sum(self.unchecked.values()), "fired": sum(self.fired.values())}
         return {name: getattr(self, name) for name in (*counted, *other)} | sums

@@ -66,7 +66,7 @@ class Excluded:
     def _violation(self, violation: Violation) -> Violation | None:
         names = [name for name in (violation.request_id, *violation.others) if name is not None]
         left = [name for name in names if name not in self.requests]
-        on_page = violation.slot >= 0 and violation.page in self.pages
+        on_page = violation.slot >= 0 and violation.state is None and violation.page in self.pages
         is_launched_otherwise = violation.code == "H1" and (violation.pool.name, violation.site) in self.forwards
         if is_launched_otherwise or on_page or (names and not left):
             self._coverage.skip(CHECKS, 1)

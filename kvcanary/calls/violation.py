@@ -10,7 +10,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcanary.calls.forward import Ints
-from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, RANK, SPEAK_FIRST, UNWRITTEN, Code
+from kvcanary.calls.state_facts import StateFacts
+from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, OF_STATES, RANK, SPEAK_FIRST, UNWRITTEN, Code
 from kvcanary.records.state import PoolState
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Violation:
     along:     the cache, and the batch in it, whose index arrays named the slot: what they name wrong is one incident,
                and so is what is named wrong for the same request later
     notes:     lines of evidence that it brings along
+    state:     where the slot is an entry of a StateView, what is known of the state in it
     """
 
     code: str
@@ -98,6 +100,7 @@ class Violation:
     row_number: int | None = None
     along: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
+    state: StateFacts | None = None
 
     @property
     def meaning(self) -> Code:
@@ -116,7 +119,8 @@ class Violation:
     @property
     def sentence(self) -> str:
         """The same in words, and of a contradiction what contradicts what."""
-        return f"{self.meaning.sentence}: {self.message}" if self.message else self.meaning.sentence
+        sentence = self.meaning.sentence if self.state is None else OF_STATES.get(self.code, self.meaning.sentence)
+        return f"{sentence}: {self.message}" if self.message else sentence
 
     @property
     def page(self) -> int:
@@ -215,7 +219,8 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
     for number, violation in enumerate(violations):
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
-            groups.setdefault(("page", violation.page, violation.step), []).append(number)
+            group = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
+            groups.setdefault(("page", group, violation.page, violation.step), []).append(number)
         if violation.code == "N1":  # of one step
             groups.setdefault((violation.code, violation.step), []).append(number)
         if violation.along is not None:

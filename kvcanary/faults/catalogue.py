@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 from kvcanary.errors import KVCanaryError
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.memory import bits, identity, lifetime, scales, split, transfer, uninitialised, windows
+from kvcanary.faults.memory import bits, identity, lifetime, scales, split, states, transfer, uninitialised, windows
 from kvcanary.faults.steps import adaptive, addressing, bounds, draft, graphs, hooks, lengths, order, ranks
 
 GROUP = "kvcanary.faults"
@@ -21,7 +21,7 @@ FAMILIES: dict[str, tuple[Fault, ...]] = {
     module.__name__.rpartition(".")[2]: module.FAULTS
     for module in (
         *(adaptive, addressing, bits, bounds, draft, graphs, hooks, identity, lengths, lifetime, order, ranks, scales),
-        *(split, transfer, uninitialised, windows),
+        *(split, states, transfer, uninitialised, windows),
     )
 }
 

@@ -120,6 +120,25 @@ class Lifecycle:
         request.released = True
         return is_intact
 
+    def commit_states(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
+        """`commit_all` where there are states and no pools: nothing but the lengths."""
+        if len(request_ids) != len(committed_lens):
+            raise _not_one_each("a length", request_ids, committed_lens)
+        for request, length in zip(self._ledger.known(request_ids), committed_lens, strict=True):
+            request.committed_len, request.commit_step = int(length), self._session.step
+
+    def release_states(self, request_id: str, committed_len: int | None = None) -> bool:
+        """`release` where there are states and no pools: the request is over, its entries are freed by themselves."""
+        self._session.expect_closed("release()")
+        is_intact = request_id not in self._reporting.act()
+        self.gone(self._ended(request_id), ())
+        return is_intact
+
+    def _ended(self, request_id: str) -> Request:
+        request = self._ledger.request(request_id)
+        request.released = True
+        return request
+
     @recorded
     def on_alloc(self, request_id: str, pages: Sequence[int], for_load: bool = False) -> None:
         """Pages granted, in row order: the row's page i holds positions [i * page_size, (i + 1) * page_size).

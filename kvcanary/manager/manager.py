@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -24,11 +24,14 @@ from kvcanary.manager.reporting import Reporting
 from kvcanary.manager.session import Session
 from kvcanary.manager.transfers import Transfers
 from kvcanary.pools.attachment import Attachment
+from kvcanary.pools.state_views import StateView
 from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
 from kvcanary.records.mailbox import MAX_IN_FLIGHT
 from kvcanary.records.state import CanaryState
 from kvcanary.report.finding import Finding
+from kvcanary.states.declared import no_pool, states_of
+from kvcanary.states.states import States
 
 MOST_UNCOLLECTED = 4 * MAX_IN_FLIGHT  # steps that may end before an engine collects one of them, or one behind them
 
@@ -37,6 +40,8 @@ class CanaryManager:
     """The canary of one engine.
 
     Nothing is checked before `arm()`, everything after it. One pool has one manager: HookOrderError for a second one.
+
+    states: by name of its view, what is told and judged of recurrent states; empty where no StateView was given
 
     A step, whether its host waits for the device or is behind it:
 
@@ -52,13 +57,19 @@ class CanaryManager:
     `Reporting`.
     """
 
-    def __init__(self, config: CanaryConfig, pools: Sequence[PoolView], holds_back: bool = False) -> None:
-        """`holds_back`: the engine grants a freed page again after `config.quarantine` steps, sooner when it must."""
+    def __init__(self, config: CanaryConfig, pools: Sequence[PoolView | StateView], holds_back: bool = False) -> None:
+        """`pools`: of K and V, and of recurrent states, in any order; a model without attention has states alone.
+
+        `holds_back`: the engine grants a freed page again after `config.quarantine` steps, sooner when it must
+        """
         if not config.enabled:
             raise CanaryConfigError("mode 'off' installs nothing: build no manager and pass canary=None")
-        self._attachment = Attachment(pools)
+        own = [pool for pool in pools if isinstance(pool, PoolView)]
+        declared = [pool for pool in pools if isinstance(pool, StateView)]
+        self._attachment = Attachment([*own, *(view.whole for view in declared)])
         seed = secrets.randbits(64) if config.seed is None else config.seed
-        session = Session(config, CanaryState(pools, seed), config.quarantine if holds_back else 0)
+        state = CanaryState(own or ([no_pool(declared[0].device)] if declared else []), seed)
+        session = Session(config, state, config.quarantine if holds_back else 0)
         self.session, self.config = session, config
         self.async_tracker, self.recorder = session.async_tracker, session.recorder
         self.reporting = reporting = Reporting(session)
@@ -67,6 +78,10 @@ class CanaryManager:
         self.mapped_groups = groups = MappedGroups(session, reporting)
         self.transfers = transfers = Transfers(session, self._attachment)
         self._checks, self._ledger, self._log = session.checks, session.ledger, session.recorder.log
+        self.states: Mapping[str, States] = {}
+        if declared:
+            known = session.ledger, session.checks.violations, session.coverage, config, lambda: session.step
+            self.states, session.has_states = states_of(declared, state, seed, *known), True
         self._expected, self._num_untold = forwards.expected, 0  # steps that have ended since one was collected
 
         self.admit, self.release = lifecycle.admit, lifecycle.release
@@ -76,6 +91,8 @@ class CanaryManager:
         self.on_share, self.on_acquire, self.on_evict = lifecycle.on_share, lifecycle.on_acquire, lifecycle.on_evict
         self.on_fork, self.on_copy = lifecycle.on_fork, lifecycle.on_copy
         self.on_deduplicate = lifecycle.on_deduplicate
+        if not own:  # there are no pages by which a length could be judged, and by which a request ends
+            self.commit_all, self.release = lifecycle.commit_states, lifecycle.release_states
 
         self.on_map, self.on_unmap = groups.on_map, groups.on_unmap
         self.on_swap_out, self.on_swap_in = groups.on_swap_out, groups.on_swap_in

@@ -125,7 +125,7 @@ class Reporting:
         """The codes that this engine and these settings can make fire."""
         feeds = {
             "W7": self._session.quarantine > 0,
-            "W9": self._session.has_registry,
+            "W9": self._session.has_registry or self._session.has_states,
             "P1": self._session.config.poison != "off",
             "T1": self._session.config.content != "write",
             "O1": self._session.async_tracker.is_used,

@@ -291,7 +291,8 @@ class StepChecks:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
         if not self._rereads_bytes:
             return
-        near = {violation.page + step for group in groups for violation in group.kept for step in (-1, 0, 1)}
+        kept = [violation for group in groups for violation in group.kept if violation.state is None]
+        near = {violation.page + step for violation in kept for step in (-1, 0, 1)}
         pages = {page for page in near if page >= 0}
         requests = self._ledger.requests.items()
         self.scrubber.reread_soon(name for name, request in requests if not pages.isdisjoint(request.pages))

@@ -57,8 +57,8 @@ def rebind(view: PoolView, other: PoolView) -> None:
     differ += ["alignment"] if other.rows.alignment % view.rows.alignment else []
     if differ:
         raise PlanError(
-            f"pool {view.name!r} must be laid out as before, {', '.join(differ)} differ: detach() this canary and attach "
-            "another one to pools of another size or layout"
+            f"pool {view.name!r} must be laid out as before, {', '.join(differ)} differ: detach() this canary and "
+            "attach another one to pools of another size or layout"
         )
     view.rows.ptrs.copy_(other.rows.ptrs)
     _put(view, other.parts, other.rows.parts, other.rows.fused)

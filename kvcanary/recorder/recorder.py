@@ -12,13 +12,14 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.calls.violation import Violation
 from kvcanary.calls.violation_log import ViolationBatch
 from kvcanary.codes import UNWRITTEN
 from kvcanary.pools.event_log import LONG, Event, EventLog, nowhere
@@ -151,6 +152,8 @@ class Recorder:
     def fired(self, violation: Violation | ViolationBatch) -> None:
         """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
         if not self.segments or violation.code not in _DAMAGE:
+            return
+        if isinstance(violation, Violation) and violation.state is not None:
             return
         place = self.forwards.event_of(violation.pool.name, violation.site, violation.step)
         segment, number = place or (self.segments[-1], max(len(self.segments[-1].events) - 1, 0))

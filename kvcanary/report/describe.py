@@ -88,6 +88,7 @@ class Describer:
             evidence=violation.notes + _layers_of_model(violation) + _others(facts.incident),
             incident=number,
             action=action,
+            entry=None if violation.state is None else violation.slot,
         )
 
 

@@ -72,6 +72,7 @@ class Finding:
     readers:    requests whose rows are touched; `exposed_tokens` of theirs were sampled since it was last good
     evidence:   other checks that fired for the same fault
     action:     what was done about it
+    entry:      where the slot is an entry of a StateView, its number
     """
 
     code: str
@@ -109,6 +110,7 @@ class Finding:
     evidence: tuple[str, ...]
     incident: int
     action: str = ""
+    entry: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""

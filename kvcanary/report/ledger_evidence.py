@@ -22,6 +22,7 @@ from kvcanary.provenance.bytes_of import (
 )
 from kvcanary.provenance.changed_word import ChangedWord, locate_word
 from kvcanary.report.evidence import Evidence
+from kvcanary.report.state_evidence import of_state
 from kvcanary_kernels.record import layout as record
 
 MOST_LOCATED = 32  # incidents of one check in which the one changed word is looked for
@@ -40,6 +41,8 @@ class LedgerEvidence:
     def read(self, incident: Sequence[Violation], place: int = 0) -> Evidence:
         """`place`: of the incident among those of its check; less is looked for in later ones."""
         violation, ledger = incident[0], self._ledger
+        if violation.state is not None:
+            return of_state(incident, violation.state, ledger)
         is_inside = 0 <= violation.slot < violation.pool.view.num_slots
         owner = ledger.owner_of(violation.page) if is_inside else None
         reader = ledger.requests.get(violation.request_id or "")

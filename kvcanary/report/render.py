@@ -64,6 +64,8 @@ def _headline(finding: Finding) -> str:
         return f"{finding.name} ({finding.code}): {finding.found['resource']}"
     if finding.code in PLACELESS:
         places.append(site_name(*finding.site))
+    elif finding.entry is not None:
+        places = [f"{finding.pool} states", *([f"entry {finding.entry}"] if finding.entry >= 0 else [])]
     elif finding.code != "L1" or finding.slot >= 0:  # an event may name requests alone
         places.append(f"slot {finding.slot} (page {finding.page}, offset {finding.offset})")
     if finding.layer is not None:

@@ -76,7 +76,7 @@ class Response:
 
     def _marked(self, groups: Sequence[ViolationGroup]) -> frozenset[str]:
         """Those that end, of all that are damaged from now on: they read or wrote wrongly, or hold a damaged page."""
-        kept = [violation for group in groups for violation in group.kept if violation.code in DAMAGE]
+        kept = [own for group in groups for own in group.kept if own.code in DAMAGE and own.state is None]
         pages = {violation.page for violation in kept if 0 <= violation.slot < violation.pool.view.num_slots}
         touched = {name for group in groups for name in group.request_ids if name in self._requests}
         touched |= {name for name, request in self._requests.items() if not pages.isdisjoint(request.pages)}

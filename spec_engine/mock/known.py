@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spec_engine.memory.pools.recurrent import RecurrentPool
 from spec_engine.mock.draft import AcceptLen, MockDraft
 from spec_engine.mock.oracle import TokenOracle
 from spec_engine.mock.target import MockModel
 from spec_engine.models.decoder import Decoder, DecoderOutput
+from spec_engine.models.hybrid import HybridDecoder
 
 
 class KnownText(NamedTuple):
@@ -30,14 +32,24 @@ class KnownText(NamedTuple):
 @torch.inference_mode()
 def known_text(model: Decoder, prompt: Sequence[int], count: int) -> KnownText:
     """Plain greedy decoding of ``count`` tokens with dense attention: no engine, no pages, no drafts."""
-    tokens, kv, hidden = list(prompt), DenseKV(), []
+    tokens, kv, hidden, states = list(prompt), DenseKV(), [], _states_of(model)
     new = torch.tensor(tokens, device=model.embed_weight.device)
     for _ in range(count):
         positions = torch.arange(len(tokens) - len(new), len(tokens), device=new.device)
-        hidden.append(model(new, positions, kv).hidden)
+        own = () if states is None else ((), states.chain([1], [len(new)]))
+        hidden.append(model(new, positions, kv, *own).hidden)
         new = model.logits(hidden[-1][-1:]).argmax(-1)
         tokens += new.tolist()
     return KnownText(list(prompt), tokens, torch.cat(hidden))
+
+
+def _states_of(model: Decoder) -> RecurrentPool | None:
+    """Of one request in row 1, where the model has recurrent layers."""
+    if not isinstance(model, HybridDecoder):
+        return None
+    weight = model.embed_weight
+    where = {"dtype": weight.dtype, "device": weight.device}
+    return RecurrentPool(num_layers=model.num_state_layers, num_rows=1, max_nodes=1, size=model.state_size, **where)
 
 
 class KnownDraft(MockDraft):

@@ -46,7 +46,7 @@ class HybridDecoder(Decoder):
                 "attention layers of a recurrent model must have one window or none, "
                 f"layers {list(config.full_layers)} see everything beside others with a window"
             )
-        self.state_size = state_size
+        self.state_size, self.state_parts = state_size, {"state": state_size}
         self.num_state_layers = len(set(recurrent_layers))
         self.num_kv_layers = config.num_layers - self.num_state_layers
         kv_layers, state_layers = count(), count()

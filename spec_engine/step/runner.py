@@ -22,7 +22,7 @@ from spec_engine.acceptance.walk import NO_TOKEN, Acceptance
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
-from spec_engine.memory.pools.recurrent import ChainStates, RecurrentPool, TreeStates
+from spec_engine.memory.pools.recurrent import RecurrentPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.models.decoder import Decoder, DecoderOutput
 from spec_engine.request import Request
@@ -30,6 +30,7 @@ from spec_engine.scheduling.scheduler import Chunk
 from spec_engine.step.hooks import Forwards
 from spec_engine.step.layered import LayeredForwards
 from spec_engine.step.relay import Relay
+from spec_engine.step.state_forward import StateForward, last_nodes
 from spec_engine.step.transfer import to_device
 from spec_engine.step.verify import Accepted, owners_of, to_host
 
@@ -206,7 +207,7 @@ class Runner:
         going = [b for b, request_id in enumerate(batch.ids) if request_id not in aborted]
         self.compact(windows, accepted, going)
         if self.states is not None:
-            self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
+            self.states.commit(batch.rows.tolist(), last_nodes(tree, accepted))
         result = self._commit(batch, accepted, decision, aborted)
         if not going:
             return result
@@ -294,10 +295,22 @@ class Runner:
     def _forward(
         self, forward: ForwardBatch, batch: Batch, tree: Tree | None = None, wanted: Tensor | None = None
     ) -> DecoderOutput:
+        if self.states is not None:
+            return self._forward_with_states(self.states, forward, batch, tree, wanted)
         taps = () if self.drafter is None else self.drafter.tap_layers
-        states = () if self.states is None else (_open_states(self.states, forward, batch, tree),)
         with self.forwards.open(forward) as attention:
-            return self.model(forward.tokens, forward.positions, attention, taps, *states, wanted=wanted)
+            return self.model(forward.tokens, forward.positions, attention, taps, wanted=wanted)
+
+    def _forward_with_states(
+        self, states: RecurrentPool, forward: ForwardBatch, batch: Batch, tree: Tree | None, wanted: Tensor | None
+    ) -> DecoderOutput:
+        """Each token of a recurrent layer goes on from its predecessor, in a verify each node from its parent."""
+        taps = () if self.drafter is None else self.drafter.tap_layers
+        access = StateForward(states, forward, batch, tree)
+        with self.forwards.open(forward) as attention:
+            output = self.model(forward.tokens, forward.positions, attention, taps, access.states, wanted=wanted)
+        access.close()
+        return output
 
     def _decide(
         self, batch: Batch, hidden: Tensor, tree: Tree | None = None, draft_probs: Tensor | None = None
@@ -424,11 +437,3 @@ class Runner:
         """What the canary has still to judge of this step; nobody else holds it, and what it needs on the device."""
         flight, self._flight = self._flight, None
         return flight
-
-
-def _open_states(
-    states: RecurrentPool, forward: ForwardBatch, batch: Batch, tree: Tree | None
-) -> ChainStates | TreeStates:
-    """What recurrent layers go on from: each token's predecessor, in a verify each node's parent."""
-    rows = batch.rows.tolist()
-    return states.chain(rows, forward.new_lens) if tree is None else states.tree(rows, tree.parents)

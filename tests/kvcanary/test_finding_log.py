@@ -47,6 +47,7 @@ AS_DATA = {
     "evidence": ["R5 chain break"],
     "incident": 3,
     "action": "raised",
+    "entry": None,
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from kvcanary import CanaryConfig
+from kvcanary import CanaryConfig, KVCorruptionError
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
 from spec_engine.memory.pools.recurrent import RecurrentPool
 from spec_engine.mock import MockTokenizer, with_random_weights
@@ -64,11 +64,41 @@ def test_requests_take_turns_with_their_states(monkeypatch, expected, drafts):
     assert engine.canary.certificate()["findings"] == []
 
 
-def test_the_state_of_another_node_changes_the_output(monkeypatch, expected):
-    """Committing the root's state instead of the accepted node's is enough."""
-    inner = RecurrentPool.commit
+def test_the_state_of_another_node_is_found(monkeypatch, expected):
+    """Committing the root's state instead of the accepted node's changes the output, and is found where it is taken."""
+    inner, room = RecurrentPool.commit, {"topk": 3, "num_steps": 3, "num_draft_tokens": 16}
     monkeypatch.setattr(RecurrentPool, "commit", lambda pool, rows, nodes: inner(pool, rows, [0] * len(nodes)))
-    assert tokens_of(hybrid_engine(monkeypatch, topk=3, num_steps=3, num_draft_tokens=16)) != expected
+    assert tokens_of(hybrid_engine(monkeypatch, canary=CanaryConfig(mode="off"), **room)) != expected
+    with pytest.raises(KVCorruptionError, match="the state of another accepted count is taken") as caught:
+        tokens_of(hybrid_engine(monkeypatch, **room))
+    assert caught.value.findings[0].code == "R4"
+
+
+def test_padding_that_overwrites_a_parked_state_is_found(monkeypatch, expected):
+    """tokenspeed#700: what padding computes goes to row 1, be its request in the batch or not, and nobody is told."""
+    inner = RecurrentPool.commit
+
+    def commit(pool: RecurrentPool, rows: list[int], nodes: list[int]) -> None:
+        inner(pool, rows, nodes)
+        if 1 not in rows and pool.states[:, 1].any():
+            pool.nodes[:, 0, 0] = 0.5
+            pool.states[:, 1] = pool.nodes[:, 0, 0]
+
+    monkeypatch.setattr(RecurrentPool, "commit", commit)
+    room = {"max_device_tokens": 48, "device_turn": 2, "topk": 1, "num_steps": 2}
+    with pytest.raises(KVCorruptionError) as caught:
+        tokens_of(hybrid_engine(monkeypatch, **room))
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.causes[0].family) == ("R9", "graphs")
+
+
+def test_states_are_judged(monkeypatch, expected):
+    """Every forward of every request takes one, and under `full` its bytes are compared."""
+    engine = hybrid_engine(monkeypatch, topk=3, num_steps=3)
+    assert tokens_of(engine) == expected
+    certificate = engine.canary.certificate()
+    assert certificate["states_checked"] >= certificate["forwards"] // 5
+    assert certificate["unchecked"] == {}
 
 
 def test_a_row_begins_at_zero(monkeypatch, expected):

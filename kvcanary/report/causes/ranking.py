@@ -12,7 +12,7 @@ from functools import partial
 
 from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
 from kvcanary.provenance.arrival import KINDS
-from kvcanary.report.causes import branches, hooks, identity, moves, rows, tokens, transfers, watched, writes
+from kvcanary.report.causes import branches, hooks, identity, moves, rows, states, tokens, transfers, watched, writes
 from kvcanary.report.causes import bytes as bytes_
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
@@ -23,7 +23,8 @@ Rule = Callable[[Evidence], Cause | None]
 
 def rank_causes(facts: Evidence) -> tuple[Cause, ...]:
     """The causes that fit what was read, best first; at least one."""
-    asked = (rule(facts) for codes, rule in RULES if facts.violation.kind in codes)
+    rules = RULES if facts.violation.state is None else STATE_RULES
+    asked = (rule(facts) for codes, rule in rules if facts.violation.kind in codes)
     found = [cause for cause in asked if cause is not None]
     found = [cause for cause in found if cause.evidence] or found
     found.sort(key=lambda cause: (-len(cause.evidence), cause.basis != "derived"))
@@ -141,4 +142,35 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("H1",), hooks.never_declared),
     (("H1",), _fixed("hooks", "a forward ran without its hooks, or a captured graph lost them")),
     (("H2",), _fixed("hooks", "attached twice, never armed, or a substep outside its bracket")),
+)
+
+#: The same where the slot is an entry of a StateView.
+STATE_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("L1",), _fixed("lifetime", "an entry of states was granted, or given back, twice")),
+    (("R1", "W1"), _fixed("bounds", "an index of states is outside of them: -1 of padding, or another pool's")),
+    (("R2",), _fixed("graphs", "a live row counts as padding, or its index was never filled in")),
+    (("R4", "R5"), states.published_in_part),
+    (("R4",), states.other_column),
+    (("R5",), states.other_node),
+    (("R4", "R12"), states.not_copied),
+    (("R4", "R5", "R6"), states.loaded_stale),
+    (("R4",), states.looks_elsewhere),
+    (("R4",), states.miscounted),
+    (("R6",), states.of_another_root),
+    (("R4", "R6"), states.of_another_prompt),
+    (("R7", "R8", "W2"), states.freed_under_its_reader),
+    (("R8", "W2"), states.neighbours_entry),
+    (("R7", "W2"), states.never_granted),
+    (("R12",), states.not_cleared),
+    (("R12",), states.never_left),
+    (("W3",), states.overwritten_in_place),
+    (("W4",), states.left_twice),
+    (("W9",), states.padding_points_at),
+    (("T1",), states.copied_backwards),
+    (("R9", "T1", "R12"), states.bytes_of_padding),
+    (("R9", "T1"), states.bytes_of_another),
+    (("R9", "T1"), states.bytes_cleared),
+    (("R9",), states.one_word),
+    (("T1",), _fixed("transfer", "a copy or a load brought other bytes than those that left")),
+    (("R9",), _fixed("graphs", "a write that nobody told: padding whose index was clamped, or a kernel's wrong index")),
 )

@@ -61,6 +61,7 @@ def recurrent_pool(
         num_rows=config.max_running_requests,
         max_nodes=config.num_draft_tokens or 1,
         size=model.state_size,
+        parts=model.state_parts,
         dtype=dtype,
         device=device,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,12 +16,10 @@ from spec_engine import Engine, EngineConfig
 from spec_engine.loading import Models, load_models
 from spec_engine.mock import KnownDraft, KnownText, MockTokenizer, known_text, random_model, with_random_weights
 from spec_engine.models.decoder import Decoder
-from spec_engine.models.eagle import Eagle
 from spec_engine.models.embedded import load_excerpts
 from spec_engine.models.hybrid import HybridDecoder
 
 NUM_TEXTS = 6
-LONGEST = 80  # tokens of a prompt of the hybrid model
 STATE_SIZE = 12
 SPREAD = 8  # tokens by which prompts of one setup may be longer
 SURE = 20.0  # logit scale at which the random model's greedy choice is never close
@@ -48,10 +46,8 @@ def build(setup: Setup, canary: CanaryConfig) -> Bench:
     if setup.model == "embedded":
         target, draft, tokenizer = _embedded(setup.drafts)
         return Bench(Engine(config, model=target, draft=draft, tokenizer=tokenizer), _excerpts())
-    if setup.model == "hybrid":
-        target, draft, texts = _hybrid()
-        return Bench(Engine(config, model=target, draft=draft, tokenizer=MockTokenizer()), texts)
-    target, texts = _known(setup.prompt_len, setup.new_tokens, setup.shared, setup.window)
+    is_hybrid = setup.model == "hybrid"
+    target, texts = _known(setup.prompt_len, setup.new_tokens, setup.shared, setup.window, is_hybrid)
     draft = KnownDraft(target, texts, _accept_len(setup.num_steps), is_second=setup.topk > 1) if setup.drafts else None
     engine = Engine(config, model=target, draft=draft, tokenizer=MockTokenizer())
     return Bench(engine, [text.tokens for text in texts])
@@ -114,9 +110,14 @@ def _accept_len(num_steps: int):
 
 
 @cache
-def _known(prompt_len: int, new_tokens: int, shared: int, window: int | None) -> tuple[Decoder, list[KnownText]]:
+def _known(
+    prompt_len: int, new_tokens: int, shared: int, window: int | None, is_hybrid: bool
+) -> tuple[Decoder, list[KnownText]]:
     windowed = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     model = random_model(0, logit_scale=SURE, max_position_embeddings=2048, **windowed)
+    if is_hybrid:
+        model = with_random_weights(HybridDecoder(model.config, (0,), STATE_SIZE), seed=5)
+        model.lm_head_weight.data *= SURE
     generator = torch.Generator().manual_seed(prompt_len)
     vocab_size = model.config.vocab_size
     head = torch.randint(vocab_size, (shared,), generator=generator).tolist()
@@ -125,16 +126,6 @@ def _known(prompt_len: int, new_tokens: int, shared: int, window: int | None) ->
         tail = torch.randint(vocab_size, (prompt_len - shared,), generator=generator).tolist()
         texts.append(known_text(model, head + tail, SPREAD + new_tokens + 1))
     return model, texts
-
-
-@cache
-def _hybrid() -> tuple[HybridDecoder, Eagle, list[list[int]]]:
-    """Random weights, with prompts of random tokens: what a random head drafts is rarely right."""
-    config = random_model().config
-    target = with_random_weights(HybridDecoder(config, (0,), STATE_SIZE), seed=5)
-    head = replace(config, num_layers=1, target_hidden_size=config.hidden_size)
-    texts = torch.randint(config.vocab_size, (NUM_TEXTS, LONGEST), generator=torch.Generator().manual_seed(7))
-    return target, with_random_weights(Eagle(head, target), seed=6), texts.tolist()
 
 
 @cache
