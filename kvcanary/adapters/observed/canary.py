@@ -26,7 +26,7 @@ from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
 from kvcanary.adapters.observed.incident_dumps import IncidentDumps, block_history, source_of
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.memory import Memory
-from kvcanary.adapters.observed.owners import Owners
+from kvcanary.adapters.observed.owners import BlockOwners, Owners
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.recent_steps import RecentSteps
 from kvcanary.adapters.observed.state import RING, Forward, Group, Step
@@ -66,7 +66,7 @@ class PagedCanary:
         self.groups, self.kept, self.violations_of = self.memory.groups, self.launches.kept, self.launches.violations_of
         self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
-        self.owners: Owners | None = None
+        self.owners: Owners | BlockOwners | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
@@ -90,9 +90,20 @@ class PagedCanary:
     def follow_owners(self) -> Owners:
         """The engine tells of grants and frees of the first group's slots: R7, R8, W2 and W3 are judged too."""
         group = self.groups[0]
-        self.owners = group.owners = Owners(group.records.shape[0], self.memory.device)
+        self.owners = group.owners = owners = Owners(group.records.shape[0], self.memory.device)
         self.fed |= {"R7", "R8", "W2", "W3"}
-        return self.owners
+        return owners
+
+    def follow_blocks(self, block_sizes: Sequence[int]) -> BlockOwners:
+        """The engine tells of grants of blocks, in every group; which codes that feeds its adapter says in `fed`.
+
+        block_sizes: by group, slots of a block as the engine counts blocks
+        """
+        num_slots = [group.records.shape[0] for group in self.groups]
+        self.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
+        for group, own in zip(self.groups, owners.of, strict=True):
+            group.owners = own
+        return owners
 
     # rows of requests
 
@@ -217,6 +228,8 @@ class PagedCanary:
             for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
                 self.launches.after(tokens)
                 self.launches.late(forward.starts, none, tokens)
+        if self.owners is not None:
+            self.owners.prepare()
         self.memory.forget()
         self.restart()
 
