@@ -36,7 +36,15 @@ from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
 from kvcanary.report.watched_evidence import WatchedEvidence
-from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
+from kvcanary_kernels.record.layout import (
+    CHAIN,
+    MASK_32,
+    REQUEST_GENERATION,
+    STEP_SITE,
+    TOKEN_POSITION,
+    make_keys,
+    seed_id,
+)
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 
@@ -299,6 +307,16 @@ class PagedCanary:
             return None
         tokens, ends = self._forward.known
         return tokens[number, : int(ends[number])].tolist()
+
+    def written_at(self, step: Step, group: Group, request: str, position: int, else_at: int) -> int:
+        """The slot into which a step wrote an entry of a request; `else_at` where something else lies there now."""
+        slots, _ = self.launches.stored_by(step, group)
+        held = group.records[slots.clamp(min=0)]
+        own = (slots >= 0) & (held[:, TOKEN_POSITION] >> 32 == position) & (held[:, STEP_SITE] & MASK_32 == step.number)
+        for slot in slots[own].tolist():
+            if self.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32) == request:
+                return int(slot)
+        return else_at
 
     def written_twice(self, step: Step, group: Group) -> list[int]:
         """Slots that a step wrote and whose record is of another of its entries (W4)."""

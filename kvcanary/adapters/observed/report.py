@@ -48,6 +48,8 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             for row in (violations[: len(step.requests)] != NO_VIOLATION).nonzero()[:, 0].tolist():
                 position, code = code_of(int(violations[row]), kind)
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
+                if code in ("W2", "W3"):  # whose slot it is that was written, wherever the table leads
+                    slot = canary.written_at(step, group, step.requests[row], position, slot)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
                 violation.expected, violation.found = {"position": position}, _position_at(group, slot)
                 violation.notes = (_place(group, slot), *_owner(canary, group, slot, code))

@@ -181,9 +181,7 @@ SCHEDULER_SIDE = (
     Needed(f"{POOL}.get_new_blocks", ("self", "num_blocks")),
     Needed(f"{POOL}.touch", ("self", "blocks")),
     Needed(f"{POOL}.free_blocks", ("self", "ordered_blocks")),
-    Needed(
-        f"{POOL}.cache_full_blocks", ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks")
-    ),
+    Needed(f"{POOL}.cache_full_blocks", ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks")),
     Needed(f"{POOL}.evict_blocks", ("self", "block_ids")),
     Needed(
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.owners import FREE, SHARED, UNJUDGED
-from kvcanary.adapters.vllm.block_pool import ATTRIBUTE, DISTRUSTED, FREED, GRANTED, HASHED, TOUCHED, read
+from kvcanary.adapters.vllm.block_pool import ATTRIBUTE, FREED, GRANTED, HASHED, TOUCHED, read
 
 BY_WORKER, BY_SCHEDULER = "the worker's own ledger", "the scheduler's block pool"
 FED_BY = {BY_WORKER: frozenset({"R7", "R8", "W2"}), BY_SCHEDULER: frozenset({"R7", "R8", "W2", "W3"})}
@@ -73,9 +73,8 @@ class BlockLedger:
         """Blocks that rows are given in this step: those that they will write first, for others may read them too."""
         self._follow(BY_WORKER if getattr(output, ATTRIBUTE, None) is None else BY_SCHEDULER)
         take = self._take_own if self.fed_by == BY_WORKER else self._take_fresh
-        for name, blocks, length in given:
-            if length is not None:
-                self._left(name)
+        for name in [name for name, _, length in given if length is not None]:  # all its blocks, once more
+            self._left(name)
         for is_old in (False, True):
             places = [(one[0], place) for one in given for place in self._places(one, is_old)]
             for name, place in places:
