@@ -26,6 +26,7 @@ from kvcanary_kernels.watch.walk import (
     NOW_ROWS,
     NOW_SITE,
     NOW_STEP,
+    SHARED_WRITER,
     TAILS,
     UID,
     UNJUDGED,
@@ -147,8 +148,9 @@ def advance(
         is_inside = (own >= null_slots) & (own < records.shape[0])
         if owners is not None:
             owner = owners[own.clamp(0, records.shape[0] - 1)]
-            foreign, uid = torch.where(owner < 0, violation_bit("W3"), violation_bit("W2")), truth.uids[number]
-            is_own = (owner == uid) | (owner + uid == EVERYBODYS.value) | (owner == UNJUDGED.value)
+            is_shared, uid = (owner == EVERYBODYS.value) | (owner <= SHARED_WRITER.value), truth.uids[number]
+            foreign = torch.where(is_shared, violation_bit("W3"), violation_bit("W2"))
+            is_own = (owner == uid) | (owner + uid == SHARED_WRITER.value) | (owner == UNJUDGED.value)
             bits |= torch.where(is_own, 0, foreign)
         tell_torch(cells, total, torch.full_like(row, i), wanted, torch.where(is_inside, bits, violation_bit("W1")))
         bounds = torch.tensor([0, count], device=tokens.device)
@@ -273,8 +275,9 @@ def _advance_kernel(
         if HAS_OWNERS:
             uid = tl.load(line + UID)
             b_owner = tl.load(owners + b_slot, mask=m_in, other=uid)
-            m_own = (b_owner == uid) | (b_owner + uid == EVERYBODYS) | (b_owner == UNJUDGED)
-            b_bits += tl.where(m_own, 0, tl.where(b_owner < 0, W3, W2))
+            m_shared = (b_owner == EVERYBODYS) | (b_owner <= SHARED_WRITER)
+            m_own = (b_owner == uid) | (b_owner + uid == SHARED_WRITER) | (b_owner == UNJUDGED)
+            b_bits += tl.where(m_own, 0, tl.where(m_shared, W3, W2))
         b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))

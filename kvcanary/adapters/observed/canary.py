@@ -308,22 +308,21 @@ class PagedCanary:
         tokens, ends = self._forward.known
         return tokens[number, : int(ends[number])].tolist()
 
-    def written_at(self, step: Step, group: Group, request: str, position: int, else_at: int) -> int:
-        """The slot into which a step wrote an entry of a request; `else_at` where something else lies there now."""
-        slots, _ = self.launches.stored_by(step, group)
-        held = group.records[slots.clamp(min=0)]
-        own = (slots >= 0) & (held[:, TOKEN_POSITION] >> 32 == position) & (held[:, STEP_SITE] & MASK_32 == step.number)
-        for slot in slots[own].tolist():
-            if self.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32) == request:
-                return int(slot)
-        return else_at
-
     def written_twice(self, step: Step, group: Group) -> list[int]:
         """Slots that a step wrote and whose record is of another of its entries (W4)."""
         slots, chains = self.launches.stored_by(step, group)
         held = group.records[slots.clamp(min=0)]
         wrong = (slots >= 0) & (held[:, CHAIN] != chains) & (held[:, STEP_SITE] & MASK_32 == step.number)
         return sorted(set(slots[wrong].tolist()))
+
+    def stored_at(self, step: Step, group: Group, request: str | None, position: int) -> int | None:
+        """Where a step stored an entry of a request; None: outside the pool, or another has stored there since."""
+        for slot in self.launches.stored_by(step, group)[0].tolist():
+            held = read_record(group.records, slot) if slot >= 0 else None
+            is_of_step = held is not None and (held.position, held.step) == (position, step.number & MASK_32)
+            if held is not None and is_of_step and self.writers.get(held.request) == request:
+                return int(slot)
+        return None
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

@@ -16,10 +16,11 @@ from torch import Tensor
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.watch.grant import CHANGE_WIDTH
+from kvcanary_kernels.watch import walk
 from kvcanary_kernels.watch.walk import EVERYBODYS, NOBODYS
-from kvcanary_kernels.watch.walk import UNJUDGED as UNJUDGED_SLOT
 
-SHARED, FREE, UNJUDGED = EVERYBODYS.value, NOBODYS.value, UNJUDGED_SLOT.value
+SHARED, FREE = EVERYBODYS.value, NOBODYS.value
+SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of one line, and that a launch is sized for
 
 
@@ -92,7 +93,7 @@ class BlockOwners:
         self.forget()
 
     def owner(self, group: int, block: int) -> int:
-        """Who has a block: a uid, FREE, SHARED, -1 - uid where that row alone may write, or UNJUDGED."""
+        """Who has a block: a uid, FREE, SHARED, SHARED_WRITER - uid where that row alone may write, or UNJUDGED."""
         return self._now.get((group, block), UNJUDGED)
 
     def give(self, group: int, block: int, owner: int) -> None:

@@ -12,7 +12,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
 from kvcanary.adapters.observed.inputs import Fed
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
-from kvcanary.adapters.observed.owners import FREE, SHARED, UNJUDGED
+from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
@@ -48,11 +48,12 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             for row in (violations[: len(step.requests)] != NO_VIOLATION).nonzero()[:, 0].tolist():
                 position, code = code_of(int(violations[row]), kind)
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
-                if code in ("W2", "W3"):  # whose slot it is that was written, wherever the table leads
-                    slot = canary.written_at(step, group, step.requests[row], position, slot)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
                 violation.expected, violation.found = {"position": position}, _position_at(group, slot)
-                violation.notes = (_place(group, slot), *_owner(canary, group, slot, code))
+                stored = canary.stored_at(step, group, violation.request_id, position) if kind == "W" else None
+                if stored not in (None, slot):
+                    violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
+                violation.notes = (_place(group, violation.slot), *_owner(canary, group, violation.slot, code))
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
@@ -78,7 +79,7 @@ def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str
     if uid in (FREE, SHARED, UNJUDGED):
         who = {FREE: "the slot is free", SHARED: "the slot is in the prefix cache"}.get(uid, "nobody knows whose it is")
         return who, *told
-    name = canary.writers.get(uid if uid > 0 else SHARED - uid, "a request that is forgotten")
+    name = canary.writers.get(uid if uid > 0 else SHARED_WRITER - uid, "a request that is forgotten")
     also = "" if uid > 0 else ", and others may read it"
     return f"the slot was granted to {name!r}{also}", *told
 

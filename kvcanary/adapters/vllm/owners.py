@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.owners import FREE, SHARED, UNJUDGED
+from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED
 from kvcanary.adapters.vllm.block_pool import ATTRIBUTE, FREED, GRANTED, HASHED, TOUCHED, read
 
 BY_WORKER, BY_SCHEDULER = "the worker's own ledger", "the scheduler's block pool"
@@ -153,14 +153,14 @@ class BlockLedger:
         """Others may read a block; who was granted it goes on writing until it is full."""
         owner = self.owners.owner(*place)
         if owner == FREE or owner > 0:
-            self._give(place, SHARED - owner, "shared")
+            self._give(place, SHARED_WRITER - owner if owner else SHARED, "shared")
 
     def _take_fresh(self, name: str, place: tuple[int, int], is_old: bool) -> None:
         """A block that the pool has granted is who writes it first; what it has not granted stays whose it is."""
         is_shared = self._fresh.get(place[1])
         if is_shared is not None:
             uid = self._uids.get(name)
-            owner = UNJUDGED if uid is None else SHARED - uid if is_shared else uid
+            owner = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
             self._give(place, owner, f"granted to {name!r}")
 
     # helpers
