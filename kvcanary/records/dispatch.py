@@ -32,6 +32,7 @@ from kvcanary_kernels.record.seal import seal
 from kvcanary_kernels.watch.advance import advance as advance_watched
 from kvcanary_kernels.watch.begin import begin
 from kvcanary_kernels.watch.fetch import fetch, keep, send
+from kvcanary_kernels.watch.grant import grant
 from kvcanary_kernels.watch.reread import reread, take
 from kvcanary_kernels.watch.walk import walk
 
@@ -70,6 +71,7 @@ class WatchOps:
     advance: Operation = advance_watched
     begin: Operation = begin
     fetch: Operation = fetch
+    grant: Operation = grant
     keep: Operation = keep
     reread: Operation = reread
     send: Operation = send

@@ -30,6 +30,8 @@ from kvcanary_kernels.watch.walk import (
     NO_VIOLATION,
     NOBODYS,
     NOT_FOLLOWED,
+    SHARED_WRITER,
+    UNJUDGED,
     Rows,
     Truth,
     Watched,
@@ -221,6 +223,18 @@ def test_owners_are_judged_where_an_engine_tells_of_grants(rig: Rig) -> None:
     assert (walked, written) == ([None, None], [("W3", 20), ("W2", 11)])
     rig.owners[rig.slot(0, 21)] = NOBODYS.value
     assert rig.forward({0: [1]})[2] == [("W2", 21)]
+
+
+def test_a_slot_that_all_may_read_may_have_one_writer(rig: Rig) -> None:
+    """SHARED_WRITER - uid: every row reads it and that one writes it, whoever else is W3; of unjudged slots nothing is said."""
+    rig.owners = torch.full((BLOCKS * BLOCK_SIZE,), UNJUDGED.value, device=rig.device)
+    assert rig.forward({0: list(range(18)), 2: list(range(9))}) == CLEAN
+    uid = int(rig.truth.uids[0])
+    rig.owners[[rig.slot(0, 17), rig.slot(0, 18), rig.slot(2, 8)]] = SHARED_WRITER.value - uid
+    assert rig.forward({0: [1], 2: [2]}) == CLEAN
+    rig.owners[[rig.slot(0, 19), rig.slot(2, 10)]] = SHARED_WRITER.value - uid
+    walked, _, written = rig.forward({0: [1], 2: [2]})
+    assert (walked, written) == ([None, None], [None, ("W3", 10)])
 
 
 def test_a_swapped_table_is_found(rig: Rig) -> None:

@@ -26,8 +26,10 @@ from kvcanary_kernels.watch.walk import (
     NOW_ROWS,
     NOW_SITE,
     NOW_STEP,
+    SHARED_WRITER,
     TAILS,
     UID,
+    UNJUDGED,
     Rows,
     Truth,
     Watched,
@@ -146,8 +148,10 @@ def advance(
         is_inside = (own >= null_slots) & (own < records.shape[0])
         if owners is not None:
             owner = owners[own.clamp(0, records.shape[0] - 1)]
-            foreign = torch.where(owner == EVERYBODYS.value, violation_bit("W3"), violation_bit("W2"))
-            bits |= torch.where(owner != truth.uids[number], foreign, 0)
+            is_shared, uid = (owner == EVERYBODYS.value) | (owner <= SHARED_WRITER.value), truth.uids[number]
+            foreign = torch.where(is_shared, violation_bit("W3"), violation_bit("W2"))
+            is_own = (owner == uid) | (owner + uid == SHARED_WRITER.value) | (owner == UNJUDGED.value)
+            bits |= torch.where(is_own, 0, foreign)
         tell_torch(cells, total, torch.full_like(row, i), wanted, torch.where(is_inside, bits, violation_bit("W1")))
         bounds = torch.tensor([0, count], device=tokens.device)
         chain_scan_torch(tokens, wanted, bounds, seeds[i, :1], keys=keys, out=chains[where])
@@ -271,7 +275,9 @@ def _advance_kernel(
         if HAS_OWNERS:
             uid = tl.load(line + UID)
             b_owner = tl.load(owners + b_slot, mask=m_in, other=uid)
-            b_bits += tl.where(b_owner == uid, 0, tl.where(b_owner == EVERYBODYS, W3, W2))
+            m_shared = (b_owner == EVERYBODYS) | (b_owner <= SHARED_WRITER)
+            m_own = (b_owner == uid) | (b_owner + uid == SHARED_WRITER) | (b_owner == UNJUDGED)
+            b_bits += tl.where(m_own, 0, tl.where(m_shared, W3, W2))
         b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))

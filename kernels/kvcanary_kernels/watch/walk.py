@@ -32,6 +32,8 @@ VIOLATION_CODES = ("R10", "R1", "R2", "R12", "R3", "R7", "R8", "R4", "R5", "R6",
 NO_VIOLATION = (1 << 63) - 1
 NOT_FOLLOWED = -1  # end of a row whose tokens nobody knows
 NOBODYS, EVERYBODYS = map(tl.constexpr, (0, -1))  # owners of a slot that is free, and of one that rows share
+#: All may read what is at or below: one row may write it as well, SHARED_WRITER - uid, or nothing is known of it.
+SHARED_WRITER, UNJUDGED = map(tl.constexpr, (-(1 << 32), -(1 << 62)))
 SPLITS = 8  # shares of a row that are judged side by side
 #: Columns of `now` [NOW_WIDTH] int64: how many rows and tokens the forward has, which step it is, its site, where it
 #: stands in rings, and what is added to the count that is sent with it.
@@ -71,8 +73,9 @@ class Watched(NamedTuple):
     now:        [>= NOW_WIDTH] int64, the step
     total:      [1] int64, grows by the number of wrong entries
     null_slots: the first so many slots are nobody's
-    owners:     [num_slots] int64, the uid in Truth of the row that was granted a slot, NOBODYS or EVERYBODYS; None: the
-                engine does not tell of grants, and R7, R8, W2 and W3 are not judged
+    owners:     [num_slots] int64, the uid in Truth of the row that was granted a slot, NOBODYS, EVERYBODYS,
+                SHARED_WRITER - uid where that row alone may write what all may read, or UNJUDGED; None: the engine does
+                not tell of grants, and R7, R8, W2 and W3 are not judged
     """
 
     records: Tensor
@@ -169,7 +172,8 @@ def walk(
     own = torch.where(held[:, record.STEP_SITE] == 0, violation_bit("R12"), own & ~violation_bit("R12"))
     if owners is not None:
         owner = owners[slots.clamp(0, num_slots - 1)]
-        is_foreign = (owner != EVERYBODYS.value) & (owner != truth.uids[numbers][row])
+        is_shared = (owner == EVERYBODYS.value) | (owner <= SHARED_WRITER.value)
+        is_foreign = ~is_shared & (owner != truth.uids[numbers][row])
         own |= torch.where(is_foreign, torch.where(owner == NOBODYS.value, violation_bit("R7"), violation_bit("R8")), 0)
     is_refused = bits & (violation_bit("R1") | violation_bit("R2")) != 0
     tell_torch(violations[place], total, row, positions, torch.where(is_refused, bits, own))
@@ -297,7 +301,8 @@ def _walk_kernel(
         if HAS_OWNERS:
             m_inside = m_n & (b_slot >= 0) & (b_slot < num_slots)
             b_owner = tl.load(owners + b_slot, mask=m_inside, other=EVERYBODYS)
-            m_foreign = (b_owner != EVERYBODYS) & (b_owner != tl.load(line + UID))
+            m_shared = (b_owner == EVERYBODYS) | (b_owner <= SHARED_WRITER)
+            m_foreign = ~m_shared & (b_owner != tl.load(line + UID))
             b_bits |= tl.where(m_foreign, tl.where(b_owner == NOBODYS, R7, R8), 0)
         b_bits = refused_or(b_bits, b_slot, num_slots, null_slots)
         b_violation, b_count = note(b_violation, b_count, o_n, b_bits, m_n)

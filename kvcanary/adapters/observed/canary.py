@@ -26,7 +26,7 @@ from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
 from kvcanary.adapters.observed.incident_dumps import IncidentDumps, block_history, source_of
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.memory import Memory
-from kvcanary.adapters.observed.owners import Owners
+from kvcanary.adapters.observed.owners import BlockOwners, Owners
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.recent_steps import RecentSteps
 from kvcanary.adapters.observed.state import RING, Forward, Group, Step
@@ -36,7 +36,15 @@ from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
 from kvcanary.report.watched_evidence import WatchedEvidence
-from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
+from kvcanary_kernels.record.layout import (
+    CHAIN,
+    MASK_32,
+    REQUEST_GENERATION,
+    STEP_SITE,
+    TOKEN_POSITION,
+    make_keys,
+    seed_id,
+)
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 
@@ -66,7 +74,7 @@ class PagedCanary:
         self.groups, self.kept, self.violations_of = self.memory.groups, self.launches.kept, self.launches.violations_of
         self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
-        self.owners: Owners | None = None
+        self.owners: Owners | BlockOwners | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
@@ -90,9 +98,20 @@ class PagedCanary:
     def follow_owners(self) -> Owners:
         """The engine tells of grants and frees of the first group's slots: R7, R8, W2 and W3 are judged too."""
         group = self.groups[0]
-        self.owners = group.owners = Owners(group.records.shape[0], self.memory.device)
+        self.owners = group.owners = owners = Owners(group.records.shape[0], self.memory.device)
         self.fed |= {"R7", "R8", "W2", "W3"}
-        return self.owners
+        return owners
+
+    def follow_blocks(self, block_sizes: Sequence[int]) -> BlockOwners:
+        """The engine tells of grants of blocks, in every group; which codes that feeds its adapter says in `fed`.
+
+        block_sizes: by group, slots of a block as the engine counts blocks
+        """
+        num_slots = [group.records.shape[0] for group in self.groups]
+        self.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
+        for group, own in zip(self.groups, owners.of, strict=True):
+            group.owners = own
+        return owners
 
     # rows of requests
 
@@ -217,6 +236,8 @@ class PagedCanary:
             for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
                 self.launches.after(tokens)
                 self.launches.late(forward.starts, none, tokens)
+        if self.owners is not None:
+            self.owners.prepare()
         self.memory.forget()
         self.restart()
 
@@ -293,6 +314,15 @@ class PagedCanary:
         held = group.records[slots.clamp(min=0)]
         wrong = (slots >= 0) & (held[:, CHAIN] != chains) & (held[:, STEP_SITE] & MASK_32 == step.number)
         return sorted(set(slots[wrong].tolist()))
+
+    def stored_at(self, step: Step, group: Group, request: str | None, position: int) -> int | None:
+        """Where a step stored an entry of a request; None: outside the pool, or another has stored there since."""
+        for slot in self.launches.stored_by(step, group)[0].tolist():
+            held = read_record(group.records, slot) if slot >= 0 else None
+            is_of_step = held is not None and (held.position, held.step) == (position, step.number & MASK_32)
+            if held is not None and is_of_step and self.writers.get(held.request) == request:
+                return int(slot)
+        return None
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

@@ -1,27 +1,39 @@
 """Owners of slots, on the device: what an engine tells of grants, shared prefixes and frees, where it tells of them.
 
 What is told waits for the next forward and is done on its stream, in the order in which it was told: a forward on its
-way still reads what the engine has given to others meanwhile.
+way still reads what the engine has given to others meanwhile. Engines that tell of slots use `Owners`, those that tell
+of blocks `BlockOwners`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from kvcanary.records.dispatch import watch_ops_for
+from kvcanary.records.graph_cache import Replays
+from kvcanary_kernels.watch.grant import CHANGE_WIDTH
+from kvcanary_kernels.watch import walk
 from kvcanary_kernels.watch.walk import EVERYBODYS, NOBODYS
 
 SHARED, FREE = EVERYBODYS.value, NOBODYS.value
+SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
+LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of one line, and that a launch is sized for
 
 
 class Owners:
     """By slot, the uid of the row that was granted it, or that everybody may read it, or that it is free.
 
-    slots: [num_slots] int64
+    slots:   [num_slots] int64, as `Watched.owners`
+    told_of: what is known of the owner of a slot beside who it is, one sentence each
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.slots = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.told_of: Callable[[int], tuple[str, ...]] = lambda slot: ()
         self._told: list[tuple[Tensor | int, Tensor | int]] = []
 
     def granted(self, slots: Tensor, uids: Tensor) -> None:
@@ -55,3 +67,79 @@ class Owners:
                 self.slots.index_fill_(0, which, owner)
             else:
                 self.slots.index_copy_(0, which, owner)
+
+    def prepare(self) -> None:
+        """Nothing of this is captured."""
+
+
+class BlockOwners:
+    """Owners of the blocks of all groups: known on the host, and put into the slots of what changed by one launch.
+
+    of: by group, its slots; all are UNJUDGED until something is told of them
+    """
+
+    def __init__(self, num_slots: Sequence[int], block_sizes: Sequence[int], device: torch.device) -> None:
+        """By group, its slots, and those of a block as the engine counts blocks."""
+        self.block_sizes, self._device = list(block_sizes), device
+        self.of = [Owners(count, device) for count in num_slots]
+        self._now: dict[tuple[int, int], int] = {}  # owner by group and block, where it is known
+        self._changed: dict[tuple[int, int], int] = {}
+        self._ops, self._replays = watch_ops_for(device), Replays(device)
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        width, is_cuda = CHANGE_WIDTH * MOST_CHANGES, device.type == "cuda"
+        self._lines, self._ticks = torch.zeros(LINES, width, dtype=torch.int64, pin_memory=is_cuda), zeros(2)
+        self._lines_here, self._next = self._lines.numpy(), 0
+        self._words, self._cells = zeros(width), zeros(LINES, 1)
+        self.forget()
+
+    def owner(self, group: int, block: int) -> int:
+        """Who has a block: a uid, FREE, SHARED, SHARED_WRITER - uid where that row alone may write, or UNJUDGED."""
+        return self._now.get((group, block), UNJUDGED)
+
+    def give(self, group: int, block: int, owner: int) -> None:
+        """A block is somebody's from the next forward on."""
+        self._now[group, block] = self._changed[group, block] = owner
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self._now, self._changed = {}, {}
+        for own in self.of:
+            own.slots.fill_(UNJUDGED)
+
+    def apply(self) -> None:
+        """Do what was told; on the stream of the forward that is next."""
+        if not self._changed:
+            return
+        changes = [(*place, owner) for place, owner in self._changed.items()]
+        self._changed = {}
+        for first in range(0, len(changes), MOST_CHANGES):
+            if first and first % (LINES // 2 * MOST_CHANGES) == 0 and self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # lines are about to be used again
+            self._launch(changes[first : first + MOST_CHANGES])
+
+    def prepare(self) -> None:
+        """Compile and capture what changes of every number launch."""
+        for _ in range(2):
+            size = FEWEST_CHANGES
+            while size <= MOST_CHANGES:
+                self._launch([(-1, 0, 0)] * size)
+                size *= 4
+        self._ticks.zero_()
+        self._next = 0
+
+    def _launch(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        most = FEWEST_CHANGES
+        while most < len(changes):
+            most *= 4
+        self._next = (self._next + 1) % LINES
+        line = self._lines_here[self._next]
+        line[: CHANGE_WIDTH * len(changes)] = [word for change in changes for word in change]
+        line[CHANGE_WIDTH * len(changes) : CHANGE_WIDTH * most] = -1
+        self._replays.run(most, functools.partial(self._grant, most))
+
+    def _grant(self, most: int) -> None:
+        width = CHANGE_WIDTH * most
+        self._ops.fetch(self._lines, self._ticks, self._words, width=width, cells=self._cells)
+        changes = self._words[:width].view(most, CHANGE_WIDTH)
+        for number, (own, size) in enumerate(zip(self.of, self.block_sizes, strict=True)):
+            self._ops.grant(changes, own.slots, group=number, block_size=size)

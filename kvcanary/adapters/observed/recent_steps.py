@@ -54,26 +54,24 @@ class RecentSteps:
         self._events: list[tuple[Any, ...]] = []
         self._told: tuple[int, list[dict[str, Any]]] = (0, [])  # the last step of them
 
-    def scheduled(self, output: Any) -> None:
-        """What vLLM's scheduler says of the step that is next: blocks that requests are given, and who ends."""
+    def scheduled(self, output: Any) -> list[tuple[str, Any, int | None]]:
+        """What vLLM's scheduler says of the step that is next: blocks that requests are given, and who ends.
+
+        Gives the requests that are given blocks, these by group, and how many entries they had, where these are all
+        its blocks; None: they follow those that it had.
+        """
         for kind, names in (ENDED, output.finished_req_ids), (PREEMPTED, output.preempted_req_ids):
             if names:
                 self._events += [(kind, name) for name in sorted(names)]
-        for data in output.scheduled_new_reqs:
-            self._granted(data.req_id, data.block_ids, data.num_computed_tokens)
+        granted = [(data.req_id, data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if any(cached.new_block_ids):
             resumed = getattr(cached, "resumed_req_ids", NONE)
             given = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-            for name, blocks, length in given:
-                if blocks:
-                    self._granted(name, blocks, length if name in resumed else None)
-
-    def _granted(self, request: str, blocks: Sequence[Sequence[int]] | None, length: int | None) -> None:
-        """length: entries that it has already, where these are all its blocks; None: they follow those that it had."""
-        self._events.append(
-            (GRANTED, request, tuple(map(tuple, blocks or ())), length)
-        )  # the engine goes on using its lists
+            granted += [(name, own, length if name in resumed else None) for name, own, length in given if own]
+        for name, blocks, length in granted:  # the engine goes on using its lists
+            self._events.append((GRANTED, name, tuple(map(tuple, blocks or ())), length))
+        return granted
 
     def moved(self, kind: str, group: Group, *facts: Any) -> None:
         """Slots of a group were copied (from, to), zeroed (which) or loaded (request, which); tensors as they are."""

@@ -12,7 +12,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
 from kvcanary.adapters.observed.inputs import Fed
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
-from kvcanary.adapters.observed.owners import FREE, SHARED
+from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
@@ -53,7 +53,10 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
                 violation.expected, violation.found = {"position": position}, _position_at(group, slot)
-                violation.notes = (_place(group, slot), *_owner(canary, group, slot, code))
+                stored = canary.stored_at(step, group, violation.request_id, position) if kind == "W" else None
+                if stored not in (None, slot):
+                    violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
+                violation.notes = (_place(group, violation.slot), *_owner(canary, group, violation.slot, code))
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
@@ -139,10 +142,13 @@ def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str
     """Who has a slot now, for checks that ask for it."""
     if group.owners is None or code not in OWNED or not 0 <= slot < len(group.owners.slots):
         return ()
-    uid = int(group.owners.slots[slot])
-    if uid in (FREE, SHARED):
-        return ("the slot is free" if uid == FREE else "the slot is in the prefix cache",)
-    return (f"the slot was granted to {canary.writers.get(uid, 'a request that is forgotten')!r}",)
+    uid, told = int(group.owners.slots[slot]), group.owners.told_of(slot)
+    if uid in (FREE, SHARED, UNJUDGED):
+        who = {FREE: "the slot is free", SHARED: "the slot is in the prefix cache"}.get(uid, "nobody knows whose it is")
+        return who, *told
+    name = canary.writers.get(uid if uid > 0 else SHARED_WRITER - uid, "a request that is forgotten")
+    also = "" if uid > 0 else ", and others may read it"
+    return f"the slot was granted to {name!r}{also}", *told
 
 
 def _position_at(group: Group, slot: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """vLLM: the canary by plug-in, with no change of code: `KVCANARY_MODE=raise vllm serve MODEL`.
 
 `register` is the entry point (`vllm.general_plugins`), which vLLM calls in each of its processes, also in those that
-have no model. So nothing is imported before a worker has its device, and nothing at all where KVCANARY_MODE says off,
-or says nothing. docs/adapters.md says what is checked and what is not.
+have no model. So no worker is touched before it has its device, and nothing is imported where KVCANARY_MODE says off,
+or says nothing. In the process of the scheduler its block pool is heard. docs/adapters.md says what is checked and what
+is not.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ def register() -> None:
         attach(self.worker)
         return result
 
-    init_device.kvcanary_undo = lambda: setattr(wrapper, name, method)  # type: ignore[attr-defined]
+    from kvcanary.adapters.vllm.block_pool import follow
+
+    untold = follow()
+
+    def undo() -> None:
+        setattr(wrapper, name, method)
+        untold()
+
+    init_device.kvcanary_undo = undo  # type: ignore[attr-defined]
     setattr(wrapper, name, init_device)
 
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvcanary.adapters.compatibility import Needed, accept, missing
-from kvcanary.adapters.observed.capabilities import PAGED_FED as FED
+from kvcanary.adapters.observed.capabilities import PAGED_FED
 
 __all__ = [
     "EVERY_RUNNER",
     "FED",
     "NEEDED",
     "NEEDED_OF",
+    "OWNERS",
+    "POOL",
     "RUNNERS",
     "RUNNER_V1",
     "RUNNER_V2",
+    "SCHEDULER",
+    "SCHEDULER_SIDE",
     "TESTED",
     "check",
     "closed_paths",
     "runner_of",
 ]
+#: Codes that a worker feeds whose scheduler is heard.
+FED = PAGED_FED | {"R7", "R8", "W2", "W3"}
 #: Releases (major and minor) that this adapter ran in, oldest first.
 TESTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
 #: Modules of the runners that are followed; other devices have runners that are derived from these.
@@ -167,9 +173,28 @@ NEEDED_OF = {
         ),
     ),
 }
+#: Of the scheduler, for whose blocks are whose; where these are gone, workers keep a ledger of their own.
+POOL, SCHEDULER = "vllm.v1.core.block_pool:BlockPool", "vllm.v1.core.sched.scheduler:Scheduler"
+OWNERS = "owners of blocks"
+SCHEDULER_SIDE = (
+    Needed(POOL, attributes=("blocks",)),
+    Needed(f"{POOL}.get_new_blocks", ("self", "num_blocks")),
+    Needed(f"{POOL}.touch", ("self", "blocks")),
+    Needed(f"{POOL}.free_blocks", ("self", "ordered_blocks")),
+    Needed(f"{POOL}.cache_full_blocks", ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks")),
+    Needed(f"{POOL}.evict_blocks", ("self", "block_ids")),
+    Needed(
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock",
+        attributes=("block_id", "ref_cnt", "is_null", "block_hash"),
+        optional=("pool",),
+    ),
+    Needed("vllm.v1.core.kv_cache_manager:KVCacheManager", attributes=("block_pool",)),
+    Needed(SCHEDULER, attributes=("kv_cache_manager",)),
+    Needed(f"{SCHEDULER}.schedule", ("self",)),
+)
 
 
-NEEDED = (*EVERY_RUNNER, *(need for needs in NEEDED_OF.values() for need in needs))
+NEEDED = (*EVERY_RUNNER, *(need for needs in NEEDED_OF.values() for need in needs), *SCHEDULER_SIDE)
 
 
 def check(version: str | None = None, runner: str | None = None) -> list[str]:
@@ -188,8 +213,8 @@ def check(version: str | None = None, runner: str | None = None) -> list[str]:
 
 
 def closed_paths() -> dict[str, str]:
-    """By runner, what is gone of its names, one sentence; those that are whole are left out."""
-    gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
+    """By path, what is gone of its names, one sentence; those that are whole are left out."""
+    gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()} | {OWNERS: missing(SCHEDULER_SIDE)}
     return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
 from kvcanary.adapters.vllm.connector import Loads
 from kvcanary.adapters.vllm.layout import pools_of
+from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.config import CanaryConfig
 
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
@@ -40,6 +41,8 @@ class Handle(HostHandle):
         super().__init__(config, getattr(worker, "rank", 0), is_alone, is_collected(worker))
         self.worker, self.runner = worker, worker.model_runner
         self._loads: Loads | None = None
+        self._ledger: BlockLedger | None = None
+        self._given: list[Any] = []  # blocks that this step gives to requests
         self._hook(worker, WORKER_HOOKS)
         self._hook(self.runner, self.hooks)
         self.replaced.put(worker, "kvcanary", self)
@@ -52,7 +55,8 @@ class Handle(HostHandle):
     def report(self) -> dict[str, Any]:
         """The certificate of this worker: `llm.collective_rpc("kvcanary_report")`."""
         loads_checked = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
-        return {**super().report(), "loads_checked": loads_checked}
+        owners = (self._ledger.fed_by if self._ledger is not None else None) or "not fed"
+        return {**super().report(), "loads_checked": loads_checked, "owners": owners}
 
     # what the runners differ in
 
@@ -122,7 +126,9 @@ class Handle(HostHandle):
     def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
         if self.is_armed and self.canary is not None:
-            self.canary.recent.scheduled(scheduler_output)
+            self._given = self.canary.recent.scheduled(scheduler_output)
+            if self._ledger is not None:
+                self._ledger.begin(scheduler_output)
         result = method(scheduler_output, *args, **kwargs)
         if self._wrote() and self._loads is not None:
             self._loads.name()
@@ -147,7 +153,21 @@ class Handle(HostHandle):
             group = canary.memory.add_group(number, size, pools[0][0].num_slots, window, null_slots=size * ratio)
             for view, names in pools:
                 canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))
+        blocks = map(self._table_block, range(len(canary.groups)))
+        self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks])
         return canary
+
+    def _admit(self, canary: PagedCanary, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+        """Rows begin; as `PagedCanary.admit` takes them."""
+        uids = canary.admit(new)
+        if self._ledger is not None:
+            self._ledger.came(dict(zip([request for _, request, *_ in new], uids, strict=True)))
+
+    def _give(self, output: Any) -> None:
+        """Rows are there: tell whose the blocks are that this step gives them."""
+        given, self._given = self._given, []
+        if given and self._ledger is not None:
+            self._ledger.given(output, given)
 
     def _table_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:
         """Of the manager's blocks."""

@@ -42,6 +42,7 @@ class HandleV1(Handle):
                 state = self.runner.requests[name]
                 new.append((name, [*(state.prompt_token_ids or ()), *state.output_token_ids], length))
         self._come(self.canary, new)
+        self._give(scheduler_output)
         if moves:
             self._moved(scheduler_output)
         return result
@@ -66,7 +67,7 @@ class HandleV1(Handle):
                 self._numbers[name] = self._free.pop()
             salt = salt_of(self.runner.requests[name])
             admitted.append((self._numbers[name], name, tokens, length, salt))
-        canary.admit(admitted)
+        self._admit(canary, admitted)
 
     def _forward_of(self, output: Any) -> Forward:
         runner, batch = self.runner, self.runner.input_batch

@@ -50,7 +50,7 @@ class HandleV2(Handle):
             number, length = numbers[request.req_id], request.num_computed_tokens
             new.append((number, request.req_id, tokens, length, salt_of(request)))
         if self.canary is not None:
-            self.canary.admit(new)
+            self._admit(self.canary, new)
         if self._loads is not None:
             self._loads.expect(new)
 
@@ -66,6 +66,7 @@ class HandleV2(Handle):
         if self.is_armed:
             if self._scheduled.scheduled_new_reqs:
                 self._come(self._scheduled.scheduled_new_reqs)
+            self._give(self._scheduled)
             forward = self._forward_of(input_batch, *result)
             if self._loads is None:
                 self._read(forward)

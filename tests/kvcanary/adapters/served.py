@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,20 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     is_known: bool = False
+    hashed: int = 0  # blocks that others can find
+
+
+class Users:
+    """How many have each block."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    def __getitem__(self, block: int) -> int:
+        return self.pool.blocks[block].ref_cnt
+
+    def __setitem__(self, block: int, count: int) -> None:
+        self.pool.blocks[block].ref_cnt = count
 
 
 @dataclass
@@ -34,8 +49,12 @@ class Served:
     window: int | None = None
     budget: int = 20
     zeroes: bool = False
+    is_heard: bool = True  # the scheduler is vLLM's; False: one that nobody follows
+    is_pickled: bool = False  # the worker is in another process
+    frees_windows: bool = False  # blocks that no window reaches any more are given back
 
     def __post_init__(self) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -51,9 +70,9 @@ class Served:
         self.wrapper.init_device()
         self.wrapper.initialize_from_config([self.config])
         self.wrapper.compile_or_warm_up_model()
-        self.free = list(range(1, self.num_blocks))
-        self.cached: dict[tuple[int, ...], int] = {}
-        self.users: dict[int, int] = {}
+        self.scheduler = Scheduler(self.num_blocks, self.plan)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.users = Users(self.pool)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.finished: set[str] = set()
@@ -69,25 +88,35 @@ class Served:
     def caches(self) -> dict[str, Any]:
         return {n: layer.kv_cache for n, layer in self.runner.compilation_config.static_forward_context.items()}
 
+    @property
+    def free(self) -> list[int]:
+        return self.pool.free
+
+    @free.setter
+    def free(self, blocks: list[int]) -> None:
+        self.pool.free = blocks
+
+    @property
+    def cached(self) -> dict[tuple[int, ...], int]:
+        return self.pool.cached
+
+    def blocks_of(self, request: Request) -> list[Any]:
+        return [self.pool.blocks[block] for block in request.blocks]
+
     def ask(self, name: str, tokens: list[int], length: int, drafts: int = 0) -> None:
         self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts))
         self.outputs[name] = []
 
     def release(self, request: Request) -> None:
-        for block in request.blocks:
-            self.users[block] -= 1
-            if not self.users[block]:
-                self.free.append(block)
-        request.blocks, request.computed, request.is_known = [], 0, False
+        self.pool.free_blocks(iter(self.blocks_of(request)))
+        request.blocks, request.computed, request.is_known, request.hashed = [], 0, False, 0
 
     def take(self) -> int | None:
         if not self.free:
             return None
-        block = self.free.pop(0)
-        self.cached = {key: held for key, held in self.cached.items() if held != block}
-        self.users[block] = 1
-        self.fresh.append(block)
-        return block
+        [block] = self.pool.get_new_blocks(1)
+        self.fresh.append(block.block_id)
+        return block.block_id
 
     def find_prefix(self, request: Request) -> None:
         """Blocks that somebody has computed, or computes in this very step."""
@@ -95,18 +124,27 @@ class Served:
             block = self.cached.get(tuple(request.tokens[: (number + 1) * BLOCK]))
             if block is None:
                 return
-            if not self.users.get(block):
-                self.free.remove(block)
-            self.users[block] = self.users.get(block, 0) + 1
+            self.pool.touch([self.pool.blocks[block]])
             request.blocks.append(block)
             request.computed += BLOCK
+            request.hashed += 1
             self.violations += 1
 
     def share(self, request: Request, length: int) -> None:
-        for number in range(min(length, len(request.tokens)) // BLOCK):
-            self.cached.setdefault(tuple(request.tokens[: (number + 1) * BLOCK]), request.blocks[number])
+        full = min(length, len(request.tokens)) // BLOCK
+        if full > request.hashed:
+            self.pool.cache_full_blocks(request, self.blocks_of(request), request.hashed, full, BLOCK)
+            request.hashed = full
 
-    def step(self) -> dict[str, list[int]]:
+    def leave_window(self, request: Request) -> None:
+        """Blocks that no token from here on reads are given back, while the worker's table still names them."""
+        for number in range(max(request.computed + 1 - (self.window or 0), 0) // BLOCK if self.frees_windows else 0):
+            if request.blocks[number]:
+                self.pool.free_blocks([self.pool.blocks[request.blocks[number]]])
+                request.blocks[number] = 0
+
+    def plan(self) -> Any:
+        """What the scheduler wants of the step that is next."""
         from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
         self.fresh: list[int] = []
@@ -121,6 +159,7 @@ class Served:
             if count <= 0 or request not in self.running:
                 continue
             added: list[int] = []
+            self.leave_window(request)
             while len(request.blocks) * BLOCK < request.computed + count:
                 block = self.take()
                 if block is None:
@@ -135,8 +174,8 @@ class Served:
                             place = lines.index(victim.name)
                             for values in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
                                 del values[place]
-                    never = victim.blocks[victim.computed // BLOCK :]
-                    self.cached = {key: held for key, held in self.cached.items() if held not in never}
+                    for never in self.blocks_of(victim)[victim.computed // BLOCK :]:
+                        self.pool._forget(never)
                     self.release(victim)
                     self.waiting.insert(0, victim)
                     self.preemptions += 1
@@ -173,12 +212,17 @@ class Served:
                 new.append(data)
         output = SchedulerOutput(new, cached, counts, sum(counts.values()), spec, self.finished, preempted)
         if self.zeroes:
-            output.new_block_ids_to_zero = [block for block in self.fresh if self.users.get(block)]
+            output.new_block_ids_to_zero = [block for block in self.fresh if self.users[block]]
         for name, value in self.extra.items():
             setattr(output, name, value)
         self.extra = {}
         self.finished = set()
-        self.wrapper.execute_model(output)
+        return output
+
+    def step(self) -> dict[str, list[int]]:
+        output = self.scheduler.schedule() if self.is_heard else self.plan()
+        counts = output.num_scheduled_tokens
+        self.wrapper.execute_model(pickle.loads(pickle.dumps(output)) if self.is_pickled else output)
         if not counts:
             return {}
         given = self.wrapper.sample_tokens(None).get_output()

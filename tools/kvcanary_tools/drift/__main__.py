@@ -68,7 +68,7 @@ def paths_of(host: str) -> Paths:
     """What the adapter of a host uses."""
     if host == "vllm":
         module = import_module("kvcanary.adapters.vllm.compatibility")
-        return {"every runner": (module.EVERY_RUNNER,)} | {
+        return {"every runner": (module.EVERY_RUNNER,), module.OWNERS: (module.SCHEDULER_SIDE,)} | {
             module.RUNNERS[name]: (needs,) for name, needs in module.NEEDED_OF.items()
         }
     if host == "sglang":

@@ -42,7 +42,7 @@ ENVIRONMENT = {
 BLOCK, BLOCKS, BUDGET, ROWS = 32, 34, 64, 8  # entries of a block, blocks, tokens of a step, requests at once
 KIND = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
 REQUESTS, TOKENS = 14, 40
-HARMS = ("flip", "swap", "shift")
+HARMS = ("flip", "swap", "shift", "twice", "freed", "foreign")
 KEPT = {"v1": "cpu_vllm", "v2": "cpu_vllm_v2"}  # of the results, by runner
 #: What vLLM takes for a machine on which Triton runs.
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -110,6 +110,93 @@ class CpuFaults(Faults):
         self.touched, self.block = chosen[0], block
         return True
 
+    @property
+    def pool(self) -> Any:
+        return self.bench.scheduler.kv_cache_manager.block_pool
+
+    def decoding(self, output: Any, step: int) -> bool:
+        """Every row has one token, and there are two at least."""
+        return step >= 12 and 1 < len(output.num_scheduled_tokens) == output.total_num_scheduled_tokens
+
+    def own_block(self, output: Any, step: int) -> bool:
+        """A block that one running request has alone is the one to strike."""
+        chosen = self.row(output) if self.decoding(output, step) else None
+        block = None if chosen is None else int(self.table()[chosen[1], 3])
+        if chosen is None or self.pool.blocks[block].ref_cnt != 1:
+            return False
+        self.touched, self.block = chosen[0], block
+        return True
+
+    def twice(self, output: Any, step: int) -> bool:
+        """The pool counts wrong: the next request that needs a block is given one that another reads."""
+        if not self.own_block(output, step):
+            return False
+        block, get_new_blocks = self.pool.blocks[self.block], self.pool.get_new_blocks
+        block.ref_cnt = 0
+        self.pool.free_block_queue.prepend_n([block])
+
+        def counted(count: int) -> Any:
+            blocks = get_new_blocks(count)
+            block.ref_cnt = 2  # so that both can end
+            del self.pool.get_new_blocks
+            return blocks
+
+        self.pool.get_new_blocks = counted
+        return True
+
+    def freed(self, output: Any, step: int) -> bool:
+        """The pool takes a block back that its request still reads; a step later it is whole again."""
+        if not self.own_block(output, step):
+            return False
+        block, schedule = self.pool.blocks[self.block], self.bench.scheduler.schedule
+        self.pool.free_blocks([block])
+
+        def touched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            if block.ref_cnt == 0:
+                self.pool.touch([block])
+            else:
+                block.ref_cnt += 1
+            del self.bench.scheduler.schedule
+            return output
+
+        self.bench.scheduler.schedule = touched
+        return True
+
+    def foreign(self, output: Any, step: int) -> bool:
+        """A request's new entry is stored into the last slot of another's block."""
+        if not self.decoding(output, step):
+            return False
+        owner, name = (
+            (self.runner.input_batch.block_table, "compute_slot_mapping")
+            if self.is_v1
+            else (self.runner.block_tables, "compute_slot_mappings")
+        )
+        right = getattr(owner, name)
+
+        def misled(*args: Any, **kwargs: Any) -> Any:
+            delattr(owner, name)
+            slots = right(*args, **kwargs)
+            own = (owner[0].slot_mapping.gpu if self.is_v1 else slots[0])[: len(output.num_scheduled_tokens)]
+            ends = own % BLOCK
+            other = int(ends.argmin())  # who has room left in its block
+            struck = (other + 1) % len(own)
+            own[struck] = own[other] - ends[other] + BLOCK - 1
+            self.block = int(own[other]) // BLOCK
+            return slots
+
+        setattr(owner, name, misled)
+        return True
+
+    def repair(self) -> None:
+        """Nobody runs: every block is free, whatever a harm did to the pool."""
+        free = {block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()}
+        for block in self.pool.blocks:
+            if not block.is_null:
+                block.ref_cnt = 0
+                if block.block_id not in free:
+                    self.pool.free_block_queue.append_n([block])
+
 
 @contextmanager
 def told(bench: Bench) -> Iterator[dict[str, int]]:
@@ -145,6 +232,7 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
         "fired": report["fired"],
         "unchecked": report["unchecked"],
         "inactive": sorted(report["inactive_classes"]),
+        "owners": report["owners"],
         "forwards": report["forwards"],
         "slots_checked": report["slots_checked"],
         "bytes_checked": report["bytes_checked"],
@@ -157,6 +245,7 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
         faults.block = None
         tried[name] = faults.attempt(lambda name=name: faults.fault(getattr(faults, name)))  # type: ignore[misc]
         tried[name]["block"] = faults.block
+        faults.repair()
     tried["none"] = faults.attempt(lambda: faults.fault(lambda output, step: False))
     return {"clean": clean, "faults": tried, "raise": raised(bench, faults)}
 

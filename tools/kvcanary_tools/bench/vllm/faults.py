@@ -14,7 +14,21 @@ if TYPE_CHECKING:
 
 HARMS = ("flip", "swap", "shift", "hand_out", "copy_left_out", "not_zeroed")
 STEP, POSITION = 12, 200  # of the blow at the earliest, and entries that the struck request has at least
-KEPT = ("code", "reader", "writer", "position", "page", "slot", "layer", "layers", "part", "head", "dim", "bit")
+KEPT = (
+    "code",
+    "reader",
+    "writer",
+    "position",
+    "page",
+    "slot",
+    "layer",
+    "layers",
+    "part",
+    "head",
+    "dim",
+    "bit",
+    "evidence",
+)
 
 
 class Faults:
