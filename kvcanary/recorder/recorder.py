@@ -29,8 +29,6 @@ from kvcanary.recorder.segment import EVENT_BYTES, PARTS, SPARE, Damage, Segment
 from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.snapshots import PageSnapshot
 
-if TYPE_CHECKING:
-    from kvcanary.calls.violation import Violation
 
 MOST_BYTES = 64 << 20  # of all segments together
 INT_BYTES = 8
