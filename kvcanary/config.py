@@ -11,8 +11,7 @@ from typing import Any
 from kvcanary.codes import CODES
 from kvcanary.errors import CanaryConfigError
 
-MODES = ("off", "log", "raise", "abort")
-LATER_MODES = ("heal",)
+MODES = ("off", "log", "raise", "abort", "heal")
 CONTENTS = ("write", "rolling", "full")
 POISONS = ("finite", "nan", "off")
 #: Steps within which the automatic budget re-reads every committed byte of the running rows.
@@ -33,7 +32,8 @@ class CanaryConfig:
     """Settings of the canary.
 
     mode: `off` (nothing installed), `log` (a structlog event a finding), `raise` (the engine stops),
-        `abort` (the requests that a finding touches end with `kv_corruption`, the others go on).
+        `abort` (the requests that a finding touches end with `kv_corruption`, the others go on), `heal` (those that
+        damage touches are computed again from their tokens; what is no damage ends them as in `abort`).
     content: `write` (fingerprints are taken, never compared), `rolling` (a byte budget a step is
         re-read, and all bytes of a request when it ends), `full` (all bytes a forward reads).
     budget: bytes a step of the rolling check; None re-reads the running rows within 128 steps.
@@ -63,10 +63,6 @@ class CanaryConfig:
     model: str = ""
 
     def __post_init__(self) -> None:
-        if self.mode in LATER_MODES:
-            raise CanaryConfigError(
-                f"mode {self.mode!r} does not exist yet: use 'abort' to end only the requests that are touched"
-            )
         for name, choices in (("mode", MODES), ("content", CONTENTS), ("poison", POISONS)):
             if getattr(self, name) not in choices:
                 raise CanaryConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

@@ -55,6 +55,7 @@ class Engine(Intake):
         self._step_number = 0
         self._pending: deque[PendingResult] = deque()  # steps that the host has not collected yet
         self.progress = Progress(self.scheduler)
+        self._begins_anew = False  # somebody does, once all steps with the old row are collected
         self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
 
     # -- what callers use
@@ -196,7 +197,7 @@ class Engine(Intake):
         """Collect what a step needs of the last one, where it cannot run without; who of this turn still runs."""
         if any(not pending.result.is_collected for pending in self._pending) and not self.runner.runs_ahead(turn):
             self._deliver(0, events)
-        return [request for request in turn if request.finish_reason is None]
+        return [request for request in turn if request.goes_on]
 
     def _stop(self, error: KVCorruptionError, events: list[TokenEvent]) -> None:
         """No token leaves from here on but those that did before: the error comes now, or behind them."""
@@ -257,35 +258,38 @@ class Engine(Intake):
 
     def _deliver(self, lag: int, events: list[TokenEvent]) -> None:
         """Let the host collect all steps but the last ``lag``: tokens leave into ``events``, requests end."""
-        while len(self._pending) > lag:
+        while len(self._pending) > (0 if self._begins_anew else lag):
             result = self.results.collect(self._pending[0])  # where somebody interrupts the wait it is collected later
             self._pending.popleft()
             self.runner.collected(result)
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             aborted = [request for request in self.running if request.request_id in result.aborted]
-            events += [self._end(request, KV_CORRUPTION) for request in aborted]  # whoever else the step was of
+            for request in aborted:  # whoever else the step was of
+                events += self._end_damaged(request)
             collected: list[TokenEvent] = []  # they leave together: a finding as some end takes back what others have
             for part in result.parts:
-                if part.request.finish_reason is None:
+                if part.request.goes_on:
                     collected += self._collect(part, result)
             collected = self._clean(collected)
             if result.is_decode:
                 self.metrics.tokens_emitted += sum(len(event.token_ids) for event in collected)
             events += collected
+        self._begins_anew = False
 
     def _clean(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """The same events of a step, without tokens of requests that what was found as others ended touches."""
         if self.canary is None or not self.canary.aborted:
             return events
         places = {event.request_id: place for place, event in enumerate(events)}
+        left = [[event] for event in events]
         while touched := [one for one in self.running if one.request_id in self.canary.aborted & places.keys()]:
             for request in touched:
                 event = events[place := places[request.request_id]]
                 request.finish_reason = KV_CORRUPTION
                 self._finish(request)
-                events[place] = self._withdraw(request, len(event.token_ids), event.text)
-        return events
+                left[place] = self._withdraw(request, len(event.token_ids), event.text)
+        return [event for own in left for event in own]
 
     def _collect(self, part: Part, result: StepResult) -> list[TokenEvent]:
         request = part.request
@@ -310,22 +314,42 @@ class Engine(Intake):
         request.committed_len = min(committed_len, request.prompt_len + num_outputs)
         check_known_tokens(request.request_id, request.committed_len, request.prompt_len, num_outputs, finished)
         if finished and not self._finish(request):
-            return [self._withdraw(request, kept.num_tokens, kept.text)]
+            return self._withdraw(request, kept.num_tokens, kept.text)
         if not tokens and not finished:
             return []
         return [self._event(request, tokens, kept.text, part.logprobs)]
 
-    def _withdraw(self, request: Request, num_tokens: int, shown: str) -> TokenEvent:
-        """The end of a request whose bytes are damaged: its last tokens and their text do not leave, text before does.
+    def _withdraw(self, request: Request, num_tokens: int, shown: str) -> list[TokenEvent]:
+        """A request whose bytes are damaged: its last tokens and their text do not leave, text before does.
 
-        What it held has come back already.
+        What it held has come back already. It ends, or mode heal computes it again from the tokens that have left.
         """
         del request.output_ids[request.output_len - num_tokens :]
-        request.finish_reason = KV_CORRUPTION
         num_shown = self._scans[request.request_id].num_shown - len(shown)
         scan = self._scan(request.params)
-        text = scan.push(request.output_ids).text + scan.close()
-        return self._event(request, [], text[num_shown:])
+        text = scan.push(request.output_ids).text
+        if self.canary is not None and self.canary.heals(request.request_id):
+            self._scans[request.request_id] = scan
+            self._begin_anew(request)
+            return []
+        text += scan.close()
+        return [self._event(request, [], text[num_shown:])]
+
+    def _end_damaged(self, request: Request) -> list[TokenEvent]:
+        """A running request that a finding touches, of whose step no token leaves."""
+        if self.canary is None or not self.canary.heals(request.request_id):
+            return [self._end(request, KV_CORRUPTION)]
+        request.finish_reason = KV_CORRUPTION
+        self._finish(request)
+        return self._withdraw(request, 0, "")
+
+    def _begin_anew(self, request: Request) -> None:
+        """It waits to be admitted again, until no step in flight has its old row."""
+        request.finish_reason, request.begins_anew = None, True
+        self.scheduler.put_in_front(request)
+        self.runner.forget(request.request_id)
+        self.metrics.num_heals += 1
+        self._begins_anew = True
 
     def _end(self, request: Request, reason: str) -> TokenEvent:
         """End a request that is not done: what it holds comes back, what waited of its text goes out."""

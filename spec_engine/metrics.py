@@ -19,6 +19,7 @@ class Metrics:
     tokens_emitted: int = 0  # by those forwards
     prefill_tokens: int = 0
     num_retractions: int = 0  # times that a running request gave up its pages and resumed later
+    num_heals: int = 0  # times that a damaged request gave up its pages and was computed again (mode heal)
     restored_tokens: int = 0  # that came back from the host instead of being prefilled again
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -33,6 +33,7 @@ class Request:
     salt, adapter: under which alone equal tokens are equal K and V.
     root: salt and adapter under which the prefix cache has its shared pages, and keeps the others.
     ran_at: step in which it ran last, by the count of `Turns`.
+    begins_anew: it was damaged and waits to be computed again; forwards that have its old row are none of its own.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Request:
     finish_reason: str | None = None
     block: HostBlock | None = None
     ran_at: int = 0
+    begins_anew: bool = False
 
     def __post_init__(self) -> None:
         self._prompt = np.array(self.prompt_ids, np.int64)
@@ -83,6 +85,11 @@ class Request:
         return self.prompt_len + self.output_len
 
     @property
+    def goes_on(self) -> bool:
+        """Whether what a forward of it gave is still its own."""
+        return self.finish_reason is None and not self.begins_anew
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether everything that is known but the bonus token has been forwarded."""
         return self.committed_len >= self.prefill_len
@@ -101,6 +108,7 @@ class Request:
         """Admitted, for the first time or again: everything known is to be forwarded, but a bonus token."""
         self.committed_len = self.cached_len = 0
         self.prefill_len = self.known_len
+        self.begins_anew = False
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Lifecycle:
                 "call arm() after warm-up and capture, before the first request"
             )
         self.add(request_id, token_ids, salt, adapter, spans)
+        self._reporting.admitted(request_id, len(token_ids))
 
     def on_weights(self, version: str | int, keeps: Collection[str] | bool = ()) -> None:
         """The weights are another version from now on, between two steps: K and V of another are no row's own.
@@ -102,7 +103,8 @@ class Lifecycle:
         committed_len: where it ended inside what was accepted (a stop string), entries that are its own: pages behind
                        them are not final, and no cache may take them. Forwards that still have the request in their
                        batch are judged by all that was committed, until its pages are freed.
-        Mode abort: False where these are not what was written; the request ends as corrupted, without those tokens.
+        Modes abort and heal: False where these are not what was written; the request ends as corrupted, without those
+        tokens, or is computed again (`CanaryManager.heals`).
         """
         self._session.expect_closed("release()")
         request = self._ledger.request(request_id)
@@ -117,6 +119,8 @@ class Lifecycle:
             request.final_pages = min(request.final_pages, committed_len // self._state.page_size)
         is_intact = request_id not in self._reporting.act()
         self._session.note_live_bytes()
+        if is_intact and self._reporting.healing is not None:
+            self._reporting.healing.tick(self._session.step)
         request.released = True
         return is_intact
 
@@ -131,6 +135,8 @@ class Lifecycle:
         """`release` where there are states and no pools: the request is over, its entries are freed by themselves."""
         self._session.expect_closed("release()")
         is_intact = request_id not in self._reporting.act()
+        if is_intact and self._reporting.healing is not None:
+            self._reporting.healing.tick(self._session.step)
         self.gone(self._ended(request_id), ())
         return is_intact
 
@@ -246,6 +252,8 @@ class Lifecycle:
         self._ledger.evict(pages, self._session.step)
         self.leave(pages)
         self._reporting.response.damaged_pages.difference_update(pages)
+        if self._reporting.healing is not None:
+            self._reporting.healing.evicted(pages, self._session.step)
         if self._session.config.mode != "raise":  # else the check of the step stops the engine
             self._reporting.act()
 

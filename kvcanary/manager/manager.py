@@ -126,8 +126,19 @@ class CanaryManager:
 
     @property
     def aborted(self) -> frozenset[str]:
-        """Mode abort: running requests that must end, by all that was judged; else nobody."""
+        """Modes abort and heal: running requests that must end, by all that was judged; else nobody.
+
+        Mode heal: those that `heals` names need not end.
+        """
         return self.reporting.aborted
+
+    def heals(self, request_id: str) -> bool:
+        """Mode heal: whether a request that would end is computed again instead, by an engine that can.
+
+        It gives up its row and all its pages (`release`, `on_free`), without a token of this step, and is admitted
+        again with the tokens that have left, once no forward that knows its old row is in flight. True until then.
+        """
+        return self.reporting.heals(request_id)
 
     @property
     def findings(self) -> list[Finding]:

@@ -13,17 +13,20 @@ from kvcanary.manager.session import Session
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
+from kvcanary.report.healing import Healing
 from kvcanary.report.ledger_evidence import LedgerEvidence
-from kvcanary.report.respond import Response
+from kvcanary.report.respond import ENDING, Response
 from kvcanary.report.stats import Stats
 
 
 class Reporting:
     """The part of a manager that responds to what fired, and tells of it.
 
-    aborted: mode abort: running requests that must end, by all that was judged; the release of another may name some
-    damaged_pages: mode abort: pages of the prefix cache in which damage was found; it must give them up, and those
-                   behind them. `on_evict` tells when it has.
+    aborted: modes abort and heal: running requests that must end, or be computed again (`heals`), by all that was
+             judged; the release of another may name some
+    healing: mode heal: what is being made good; else None
+    damaged_pages: modes abort and heal: pages of the prefix cache in which damage was found; it must give them up, and
+                   those behind them. `on_evict` tells when it has.
     """
 
     def __init__(self, session: Session) -> None:
@@ -33,8 +36,12 @@ class Reporting:
         self.dumper = DumpTrigger(config, session.recorder, self._source)
         self._stats = Stats()
         self.response = Response(config, describer, session.ledger, self.dumper.on_finding)
+        self.healing: Healing | None = None
+        if config.mode == "heal":
+            self.healing = Healing(session.ledger, self.response.log, session.coverage, config.content == "full")
+        self.response.healing = self.healing
         self.aborted: frozenset[str] = frozenset()
-        self.damaged_pages: Set[int] = self.response.damaged_pages if config.mode == "abort" else frozenset()
+        self.damaged_pages: Set[int] = self.response.damaged_pages if config.mode in ENDING else frozenset()
         self.error: KVCorruptionError | None = None  # that was raised last
 
     @property
@@ -89,6 +96,8 @@ class Reporting:
         aborted = self.aborted
         if aborted or self._checks.violations.groups:
             aborted = self.act()
+        if self.healing is not None and self.healing.pending:
+            self.healing.tick(self._session.step)
         if self.dumper.is_asked:
             self.dumper.tick()
         if self.recorder.is_due(self._session.step):
@@ -99,6 +108,17 @@ class Reporting:
                 self.recorder.begin_segment(self._session.step)
             self.recorder.tick()
         return aborted
+
+    def heals(self, request_id: str) -> bool:
+        """Whether this request, which a finding touches, is to be computed again, not to end."""
+        return self.healing is not None and self.healing.heals(request_id)
+
+    def admitted(self, request_id: str, num_tokens: int) -> None:
+        """What was said of an earlier request of this name is not said of this one."""
+        if request_id in self.aborted:
+            self.aborted -= {request_id}
+        if self.healing is not None:
+            self.healing.admitted(request_id, num_tokens)
 
     def are_damaged(self, pages: Sequence[int]) -> bool:
         """Whether something was found in what a request holds that has one of these pages."""

@@ -89,6 +89,7 @@ class Describer:
             incident=number,
             action=action,
             entry=None if violation.state is None else violation.slot,
+            healed="",
         )
 
 

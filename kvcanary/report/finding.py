@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -73,6 +73,7 @@ class Finding:
     evidence:   other checks that fired for the same fault
     action:     what was done about it
     entry:      where the slot is an entry of a StateView, its number
+    healed:     mode heal: how it was made good; "" until it is
     """
 
     code: str
@@ -111,6 +112,7 @@ class Finding:
     incident: int
     action: str = ""
     entry: int | None = None
+    healed: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""
@@ -168,8 +170,19 @@ class FindingLog:
         group.kept.append(finding)
         return True
 
+    def heal(self, finding: Finding, how: str) -> Finding:
+        """All that was found of its incident was made good: what is kept says so from now on; the finding that does."""
+        for group in self.groups.values():
+            group.first, group.last = _healed(group.first, finding, how), _healed(group.last, finding, how)
+            group.kept = [_healed(own, finding, how) for own in group.kept]
+        return replace(finding, healed=how)
+
     @property
     def findings(self) -> list[Finding]:
         """The first finding of every incident, in the order in which they were found."""
         kept = [finding for group in self.groups.values() for finding in group.kept]
         return sorted(kept, key=lambda finding: (finding.step, finding.incident))
+
+
+def _healed(own: Finding, finding: Finding, how: str) -> Finding:
+    return replace(own, healed=how) if own.incident == finding.incident else own

@@ -14,17 +14,18 @@ from kvcanary.errors import KVCorruptionError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding, FindingLog, log_finding
+from kvcanary.report.healing import DAMAGE, Healing
 from kvcanary.report.render import Report
 
 REMEMBERED_INCIDENTS = 65536
-#: Findings about what lies in a page, whoever reads it.
-DAMAGE = frozenset({"R3", "R9", "R12", "T1"})
+ENDING = ("abort", "heal")  # modes in which requests end, or begin anew
 
 
 class Response:
-    """`log` tells, `raise` stops the engine, `abort` names the requests that must end.
+    """`log` tells, `raise` stops the engine, `abort` names the requests that must end, `heal` those that begin anew.
 
     report_finding: what a finding is given to
+    healing:        mode heal: what is being made good; else None
     """
 
     def __init__(
@@ -36,20 +37,21 @@ class Response:
     ) -> None:
         """`dump`: writes what was recorded, and says where; None where nothing is written.
 
-        Without a ledger nobody can be ended: CanaryConfigs of such pools have other modes than `abort`.
+        Without a ledger nobody can be ended: CanaryConfigs of such pools have neither mode `abort` nor `heal`.
         """
         self._dump = dump
         self.report_finding: Callable[[Finding], None] = log_finding
         self._config, self._describer, self._ledger = config, describer, ledger
         self._requests: dict[str, Request] = {} if ledger is None else ledger.requests
         self._incidents: dict[tuple[object, ...], int] = {}
-        self._num_contradictions = 0
+        self._num_repeats = 0  # numbers that have no place of their own
         self._unhooked: dict[tuple[int, int], int] = {}  # by pool and request: the incident of a forward without hooks
         self.damaged_pages: set[int] = set()  # that a prefix cache has
         self.log = FindingLog()
+        self.healing: Healing | None = None
 
     def act(self, groups: Sequence[ViolationGroup], step: int, coverage: Coverage) -> frozenset[str]:
-        """Join what a violation log took into findings and tell them; the running requests that they end."""
+        """Join what a violation log took into findings and tell them; the requests that end by them or begin anew."""
         if not groups:
             return frozenset()
         coverage.count_violations(groups)
@@ -58,14 +60,19 @@ class Response:
         with torch.inference_mode():
             described = self._describer.describe(groups, self._number, action)
         coverage.untold_incidents += described.undescribed
-        reported = [finding for finding in described.findings if self.log.add(finding)]
+        findings = described.findings
+        if self.healing is not None and not stops:
+            stops, action, findings = self.healing.treat(groups, findings, aborted, self.damaged_pages, step)
+        reported = [finding for finding in findings if self.log.add(finding)]
         if stops:
-            report = Report(tuple(described.findings), action, coverage.counters(), self._dump(described.findings))
-            raise KVCorruptionError(described.findings, report)
+            report = Report(tuple(findings), action, coverage.counters(), self._dump(findings))
+            raise KVCorruptionError(findings, report)
         for finding in reported:
             self.report_finding(finding)
         if reported:
             self._dump(reported)
+        if self.healing is not None:
+            self.healing.close(step)
         return aborted
 
     def answer(self, violations: Iterable[Violation], step: int, coverage: Coverage) -> None:
@@ -84,14 +91,14 @@ class Response:
             self._requests[name].is_damaged = True
         if self._ledger is not None:
             self.damaged_pages |= {page for page in pages if page >= 0 and self._ledger.pages.published[page]}
-        return frozenset(touched) if self._config.mode == "abort" else frozenset()
+        return frozenset(touched) if self._config.mode in ENDING else frozenset()
 
     def _decide(self, groups: Sequence[ViolationGroup], aborted: frozenset[str], step: int) -> tuple[bool, str]:
         """Whether the engine stops, and what is done, in words."""
         mode, is_blind = self._config.mode, any(violation.code == "H1" for group in groups for violation in group.kept)
         if aborted:
             return False, f"ended {', '.join(sorted(aborted))}; the others go on"
-        if mode == "raise" or (mode == "abort" and is_blind):  # a canary that does not run protects nobody
+        if mode == "raise" or (mode in ENDING and is_blind):  # a canary that does not run protects nobody
             return True, f"raised KVCorruptionError; no token of step {step} leaves the engine"
         return False, "logged; the engine goes on"
 
@@ -102,12 +109,14 @@ class Response:
         """
         places = [place for violation in incident for place in violation.places]
         known = [self._incidents[place] for place in places if place in self._incidents]
+        if self.healing is not None:
+            known = self._still_open(known, places, incident[0].step)
         if self._unhooked and not (incident[0].is_unhooked and incident[0].position is None):
             rows = [row for violation in incident if violation.code in FOLLOWING for row in self._rows(violation)]
             known += [self._unhooked[row] for row in rows if row in self._unhooked]
-        new = len(self._incidents) + self._num_contradictions + 1
+        new = len(self._incidents) + self._num_repeats + 1
         if incident[0].code == "L1":  # what an engine does twice are two events
-            self._num_contradictions += 1
+            self._num_repeats += 1
             return new
         number = known[0] if known else new
         for place in places:
@@ -117,6 +126,15 @@ class Response:
             if violation.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
                 self._unhooked |= dict.fromkeys(self._rows(violation), number)
         return number
+
+    def _still_open(self, known: list[int], places: Sequence[tuple[object, ...]], step: int) -> list[int]:
+        """Those of these numbers that were not made good; the places of the others have none any more."""
+        over = {number for number in known if self.healing is not None and self.healing.is_over(number, step)}
+        for place in places if over else ():
+            if self._incidents.get(place) in over:
+                del self._incidents[place]
+                self._num_repeats += 1
+        return [number for number in known if number not in over]
 
     def _rows(self, violation: Violation) -> list[tuple[int, int]]:
         """Pool and request of those of its rows whose requests live."""

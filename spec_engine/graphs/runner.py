@@ -73,7 +73,7 @@ class GraphRunner(Runner):
             return
         for part in result.parts:
             request = part.request
-            if request.finish_reason is None:
+            if request.goes_on:
                 self._lens[request.row] = part.committed_len
                 self._uncollected[request.row] -= 1
                 self.drafter.renew(request, part.committed_len)

@@ -209,6 +209,10 @@ class Scheduler:
     def send_back(self, request: Request) -> None:
         """A running request waits again, in front of all of its priority."""
         self.running.remove(request)
+        self.put_in_front(request)
+
+    def put_in_front(self, request: Request) -> None:
+        """It waits, in front of all of its priority."""
         self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
 
     def _fits(self, kept: Sequence[Request], retracted: Sequence[Request]) -> bool:

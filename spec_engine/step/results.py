@@ -86,7 +86,7 @@ class Results:
             own = ((part.request.request_id, part) for part in parts)
             parts = tuple(_filled(part, said[name], result) if name in collected else part for name, part in own)
         if self._canary is not None and not result.is_collected:
-            going = [part for part in parts if part.request.finish_reason is None]
+            going = [part for part in parts if part.request.goes_on]
             if aborted:
                 going = [part for part in going if part.request.request_id not in aborted]
             ids = [part.request.request_id for part in going]
@@ -121,6 +121,6 @@ def _filled(part: Part, row: list[int], result: StepResult) -> Part:
     if result.drafted is None or result.accepted is None:
         return replace(part, tokens=row[1 : 1 + row[0]])
     request, shapes = part.request, (result.drafted.tokens.shape[1], result.accepted.nodes.shape[1])
-    place = (request.row, request.committed_len) if request.finish_reason is None else None
+    place = (request.row, request.committed_len) if request.goes_on else None
     own = accepted_of(row, *shapes, Owner(request.request_id, place))
     return replace(part, committed_len=request.committed_len + row[0], tokens=own.tokens, root=own.root)

@@ -122,6 +122,10 @@ class Runner:
         if result.flight is not None:
             self.aborted = result.aborted
 
+    def forget(self, request_id: str) -> None:
+        """A request that was to end begins anew, and is no more kept out of what comes."""
+        self.aborted -= {request_id}
+
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
         self.relay.seed(row, committed_len)

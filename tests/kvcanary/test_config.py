@@ -37,21 +37,15 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
     }
 
 
-@pytest.mark.parametrize(("mode", "enabled"), [("off", False), ("log", True), ("raise", True), ("abort", True)])
+@pytest.mark.parametrize(("mode", "enabled"), [("off", False), ("log", True), ("raise", True), ("abort", True), ("heal", True)])
 def test_enabled_is_every_mode_but_off(mode, enabled):
     """Only `off` says that no manager should be built."""
     assert CanaryConfig(mode=mode).enabled is enabled
 
 
-def test_modes_of_later_versions_are_refused_with_a_sentence():
-    """A mode that is planned says that it does not exist yet, and which one to use."""
-    words = "mode 'heal' does not exist yet: use 'abort' to end only the requests that are touched"
-    assert refusal(mode="heal") == words
-
-
 def test_an_unknown_mode_names_the_known_ones():
     """A misspelt mode is answered with the list of modes."""
-    assert refusal(mode="warn") == "mode must be one of off, log, raise, abort, got 'warn'"
+    assert refusal(mode="warn") == "mode must be one of off, log, raise, abort, heal, got 'warn'"
 
 
 def test_an_unknown_content_names_the_known_ones():
@@ -197,7 +191,7 @@ def test_from_env_knows_the_automatic_budget():
 @pytest.mark.parametrize(
     ("variable", "text", "words"),
     [
-        ("MODE", "heal", "mode 'heal' does not exist yet"),
+        ("MODE", "mend", "mode must be one of off, log, raise, abort, heal, got 'mend'"),
         ("CONTENT", "some", "content must be one of write, rolling, full, got 'some'"),
         ("BUDGET", "much", "budget must be a size such as 65536, 64KiB or 4MiB, got 'much'"),
         ("BUDGET", "0", "budget must be a positive number of bytes a step or None, got 0"),

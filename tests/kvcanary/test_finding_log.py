@@ -48,6 +48,7 @@ AS_DATA = {
     "incident": 3,
     "action": "raised",
     "entry": None,
+    "healed": "",
 }
 
 

@@ -373,7 +373,7 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             is_flag=False,
             flag_value="raise",
             default="off",
-            metavar="[off|log|raise|abort]",
+            metavar="[off|log|raise|abort|heal]",
             help="What a finding does; without a value: raise.",
         ),
         _canary_option(

@@ -183,7 +183,7 @@ def test_off_is_absent(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("MODE", "rais", "mode must be one of off, log, raise, abort, got 'rais'"),
+        ("MODE", "rais", "mode must be one of off, log, raise, abort, heal, got 'rais'"),
         ("MODE", "abort", "mode must be 'log' or 'raise' here, got 'abort': nobody can end one request from outside"),
         ("CONTENT", "all", "content must be one of write, rolling, full, got 'all'"),
     ],
