@@ -66,6 +66,7 @@ class Healing:
         """`is_full`: every byte that a forward reads is compared before its tokens leave."""
         self._ledger, self._log, self._coverage, self._is_full = ledger, log, coverage, is_full
         self.pending: dict[str, int] = {}
+        self._ended: set[str] = set()  # until another request has the name
         self._open: list[Heal] = []
         self._heals: dict[int, Heal] = {}  # by incident
         self._found: dict[str, list[int]] = {}  # by page or cause, in words, steps in which a heal began
@@ -93,7 +94,7 @@ class Healing:
                  leaves this set
         """
         damage = [own for group in groups for own in group.kept if own.code in DAMAGE]
-        wrong, why = _wrong(groups, findings) & touched, _no_damage(findings)
+        wrong, why = (_wrong(groups, findings) | self._ended) & touched, _no_damage(findings)
         count, what = self._count(findings, step) if self._is_new(damage, touched) else (0, "")
         if count > MOST_HEALS:
             wrong, why = touched, f"finding {count} of {what}, healing does not last"
@@ -112,6 +113,7 @@ class Healing:
 
     def admitted(self, request_id: str, num_tokens: int) -> None:
         """A request is there again."""
+        self._ended.discard(request_id)
         if request_id in self.pending:
             self.pending[request_id] = num_tokens
 
@@ -150,7 +152,7 @@ class Healing:
     def _is_new(self, damage: Sequence[Violation], touched: Collection[str]) -> bool:
         """Not only what is being made good already."""
         if touched:
-            return bool(damage) and not all(map(self.heals, touched))
+            return bool(damage) and not all(self.heals(name) or name in self._ended for name in touched)
         underway = {page for heal in self._open for page in heal.pages}
         return any(own.page not in underway for own in damage)
 
@@ -191,6 +193,7 @@ class Healing:
 
     def _give_up(self, names: Collection[str]) -> None:
         """These requests end, and are not computed again."""
+        self._ended.update(names)
         for name in names:
             self.pending.pop(name, None)
         self._open = [heal for heal in self._open if heal.names.isdisjoint(names)]
@@ -214,10 +217,10 @@ def _told(stops: bool, action: str, findings: Sequence[Finding]) -> Treatment:
 
 
 def _wrong(groups: Sequence[ViolationGroup], findings: Sequence[Finding]) -> frozenset[str]:
-    """Requests in which something else than damage was found; a damaged record makes other checks fire too."""
+    """Requests in which something else than damage was found; it makes other checks fire too, NaN that spreads N1."""
     damaged = _names(finding for finding in findings if finding.code in DAMAGE)
     others = {name for group in groups for name in group.request_ids if _code(group) not in DAMAGE}
-    return _names(finding for finding in findings if finding.code not in DAMAGE) | (others - damaged)
+    return _names(finding for finding in findings if finding.code not in DAMAGE | {"N1"}) | (others - damaged)
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:

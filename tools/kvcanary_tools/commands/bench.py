@@ -18,6 +18,7 @@ TABLES = {
     "recorder": ("embedded.recorder", "what the flight recorder costs, on a CPU, and on a GPU where there is one"),
     "ancestors": ("embedded.ancestors", "accepted length, drafts that read ancestors over columns"),
     "retractions": ("embedded.retractions", "retractions with the tight and the worst-case estimate"),
+    "heal": ("embedded.heal", "faults that mode heal makes good, tokens equal, and the time that takes"),
     "misses": ("toy.misses", "corruptions that are not found"),
     "false-alarms": ("toy.false_alarms", "findings in right traffic"),
     "kernels": ("gpu.kernels", "fingerprint and check kernels over a device copy; needs a GPU"),
