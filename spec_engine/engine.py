@@ -333,6 +333,7 @@ class Engine(Intake):
             self._begin_anew(request)
             return []
         text += scan.close()
+        request.finish_reason = KV_CORRUPTION
         return [self._event(request, [], text[num_shown:])]
 
     def _end_damaged(self, request: Request) -> list[TokenEvent]:
