@@ -10,6 +10,8 @@ import structlog
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.dumps.reading import read_dump
+from kvcanary.replay.replayer import replay
 from kvcanary_tools.bench.embedded import heal
 from kvcanary_tools.bench.embedded.heal import PAGE_SIZE, PROMPT_LENS, SETTINGS, Setting, make_engine, play, texts
 from spec_engine import Engine, SamplingParams
@@ -29,7 +31,7 @@ def expected(setting: Setting) -> list:
     return struck(setting, None, canary=CanaryConfig(mode="off"))[1]
 
 
-def second(engine: Engine, position: int = 10) -> tuple[Engine, int]:
+def second(engine: Engine, position: int = 10) -> int:
     """The slot of a final entry of the second request."""
     return int(engine.request_table.table[engine.running[1].row, position])
 
@@ -173,3 +175,62 @@ def test_a_page_that_only_the_cache_has_is_put_back_or_given_up(is_word: bool) -
     assert left == (pages if is_word else pages[:1])
     words = "put back one word of slot" if is_word else f"evicted page {pages[1]} from the prefix cache"
     assert finding.healed.startswith(words)
+
+
+@pytest.mark.parametrize("setting", [SYNC, OVERLAP], ids=str)
+def test_text_and_stop_strings_are_those_of_a_clean_run(setting: Setting) -> None:
+    """Text that was held back, or shown already, comes once; the request ends at the same stop string."""
+    prompt, words = texts()[0].tokens[: PROMPT_LENS[0]], [f"{token} " for token in expected(setting)[0][0]]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, stop=("".join(words[8:10]),))
+    shown = []
+    for strike in (None, heal.overwrite_page):
+        engine, text = make_engine(setting, False), ""
+        engine.submit(prompt, params)
+        while engine.has_work:
+            if (
+                strike is not None
+                and engine.running
+                and engine.running[0].output_len
+                and strike(engine, random.Random(1))
+            ):
+                strike = None
+            for event in engine.step():
+                text, reason = text + event.text, event.finish_reason
+        shown.append((text, reason, strike))
+        healed = engine.canary.certificate()["healed"]
+    assert shown == [("".join(words[:8]), "stop", None)] * 2
+    assert healed == 1
+
+
+@pytest.mark.parametrize("setting", [SYNC, OVERLAP], ids=str)
+def test_who_is_cancelled_before_it_is_computed_again_is_not_healed(setting: Setting) -> None:
+    """Everything comes back, nothing says healed, and the others have their tokens."""
+    engine, outputs = make_engine(setting, False), {}
+    for number, length in enumerate(PROMPT_LENS):
+        params = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=7 + number)
+        outputs[engine.submit(texts()[number].tokens[:length], params)] = []
+    for step in range(80):
+        if step == 3:
+            overwritten = heal.overwrite_page(engine, random.Random(2))
+        for event in engine.step():
+            outputs[event.request_id] += event.token_ids
+        for request in [own for own in engine.scheduler.waiting if own.begins_anew]:
+            cancelled = engine.cancel(request.request_id)
+    assert overwritten
+    assert cancelled.finish_reason == "cancelled"
+    assert engine.canary.certificate()["healed"] == 0
+    clean = {f"req-{number}": list(tokens) for number, (tokens, _) in enumerate(expected(setting)[:3])}
+    left = outputs.pop(cancelled.request_id)
+    assert left == clean.pop(cancelled.request_id)[: len(left)]
+    assert outputs == clean
+    engine.memory.check_accounting([])
+    engine.memory.cache.check_references([])
+
+
+def test_a_dump_of_a_healed_run_is_replayed(tmp_path) -> None:
+    """To the same finding."""
+    canary = CanaryConfig(mode="heal", content="full", dump_content=True, seed=3)
+    engine, _ = struck(OVERLAP, heal.change_word, canary=canary)
+    outcome = replay(read_dump(engine.canary.dump(tmp_path / "heal.kvdump")))
+    assert [finding.code for finding in outcome.findings] == [finding.code for finding in engine.canary.findings]
+    assert outcome.errors == []

@@ -80,6 +80,7 @@ def test_a_process_without_a_scheduler_imports_none(child) -> None:
     ("mode", "files", "sentence"),
     [
         ("abort", {}, "mode must be 'log' or 'raise' here, got 'abort'"),
+        ("heal", {}, "mode must be 'log' or 'raise' here, got 'heal'"),
         ("rasie", {}, "mode must be one of"),
         ("raise", {"sglang__srt__managers__scheduler": None}, f"{SCHEDULER} is gone"),
         ("raise", {"sglang__srt__managers__scheduler": "class Other: pass"}, "has no attribute 'Scheduler'"),

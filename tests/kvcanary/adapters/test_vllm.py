@@ -185,6 +185,7 @@ def test_off_is_absent(monkeypatch) -> None:
     [
         ("MODE", "rais", "mode must be one of off, log, raise, abort, heal, got 'rais'"),
         ("MODE", "abort", "mode must be 'log' or 'raise' here, got 'abort': nobody can end one request from outside"),
+        ("MODE", "heal", "mode must be 'log' or 'raise' here, got 'heal': nobody can end one request from outside"),
         ("CONTENT", "all", "content must be one of write, rolling, full, got 'all'"),
     ],
 )
