@@ -202,29 +202,48 @@ def test_text_and_stop_strings_are_those_of_a_clean_run(setting: Setting) -> Non
     assert healed == 1
 
 
+@pytest.mark.parametrize("when", ["waiting", "running"])
 @pytest.mark.parametrize("setting", [SYNC, OVERLAP], ids=str)
-def test_who_is_cancelled_before_it_is_computed_again_is_not_healed(setting: Setting) -> None:
+def test_who_is_cancelled_before_it_is_computed_again_is_not_healed(setting: Setting, when: str) -> None:
     """Everything comes back, nothing says healed, and the others have their tokens."""
-    engine, outputs = make_engine(setting, False), {}
+    engine, outputs = make_engine(setting, False, prefill_chunk_tokens=4, prefix_cache=False), {}
     for number, length in enumerate(PROMPT_LENS):
         params = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=7 + number)
         outputs[engine.submit(texts()[number].tokens[:length], params)] = []
-    for step in range(80):
-        if step == 3:
-            overwritten = heal.overwrite_page(engine, random.Random(2))
+    cancelled, overwritten, names = None, False, set()
+    for _ in range(120):
+        overwritten = overwritten or heal.overwrite_page(engine, random.Random(2))
         for event in engine.step():
             outputs[event.request_id] += event.token_ids
-        for request in [own for own in engine.scheduler.waiting if own.begins_anew]:
+        names |= {own.request_id for own in engine.scheduler.waiting if own.begins_anew}
+        for request in [own for own in getattr(engine.scheduler, when) if own.request_id in names]:
             cancelled = engine.cancel(request.request_id)
-    assert overwritten
+    assert cancelled is not None
     assert cancelled.finish_reason == "cancelled"
     assert engine.canary.certificate()["healed"] == 0
+    assert not engine.canary.reporting.healing._open or when == "waiting"
     clean = {f"req-{number}": list(tokens) for number, (tokens, _) in enumerate(expected(setting)[:3])}
     left = outputs.pop(cancelled.request_id)
     assert left == clean.pop(cancelled.request_id)[: len(left)]
     assert outputs == clean
     engine.memory.check_accounting([])
     engine.memory.cache.check_references([])
+
+
+def test_who_begins_anew_is_not_kept_out_of_the_steps_that_come() -> None:
+    """What a runner knows of requests that were to end does not name it any more."""
+    engine = make_engine(OVERLAP, False)
+    inner, seen = engine.step, []
+
+    def step() -> list:
+        events = inner()
+        seen.extend(own.request_id in engine.runner.aborted for own in engine.scheduler.waiting if own.begins_anew)
+        return events
+
+    engine.step = step
+    play(engine, OVERLAP, heal.overwrite_page, 3, random.Random(5))
+    assert seen
+    assert not any(seen)
 
 
 def test_a_dump_of_a_healed_run_is_replayed(tmp_path) -> None:
