@@ -127,3 +127,21 @@ def test_what_recurrent_layers_rule_out_is_refused(monkeypatch, settings, words)
     """A sentence that names the setting and why."""
     with pytest.raises(ConfigError, match=words):
         hybrid_engine(monkeypatch, **settings)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_damaged_state_is_computed_again(monkeypatch, expected, drafts):
+    """Mode heal: its request begins anew, and all say the same as ever."""
+    canary = CanaryConfig(mode="heal", content="full")
+    engine = hybrid_engine(monkeypatch, drafts, canary=canary, topk=1, num_steps=3)
+    inner, steps = engine.step, iter(range(1000))
+
+    def step():
+        if next(steps) == 6:
+            engine.states.states[:, engine.running[1].row] += 1
+        return inner()
+
+    engine.step = step
+    assert tokens_of(engine) == expected
+    assert {finding.entry is not None for finding in engine.canary.findings} == {True}
+    assert engine.canary.certificate()["healed"] == 1

@@ -225,3 +225,23 @@ def test_window_pages_of_a_damaged_request_are_filled_as_it_ends(monkeypatch):
     assert {name for finding in engine.canary.findings for name in finding.readers} == {request.request_id}
     assert slot // 4 in poisoner.poisoned
     assert poisoner.waiting
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+@pytest.mark.parametrize("draft", ["auto", "none"])
+def test_damage_in_a_window_is_healed(monkeypatch, expected, draft, schedule):
+    """Mode heal: the request computes its window again, and all say the same as ever."""
+    canary = CanaryConfig(mode="heal", content="full")
+    engine = window_engine(monkeypatch, canary=canary, schedule=schedule, draft=draft)
+    inner, steps = engine.step, iter(range(1000))
+
+    def step():
+        if next(steps) == 8:
+            last = engine.running[1].committed_len - 2
+            full = int(engine.request_table.table[engine.running[1].row, last])
+            engine.pools["target"].kv[:, int(engine.windows.slot_map[full])] += 1
+        return inner()
+
+    engine.step = step
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+    assert engine.canary.certificate()["healed"] == 1

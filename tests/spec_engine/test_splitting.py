@@ -267,6 +267,19 @@ def test_the_other_requests_go_on_when_bytes_came_back_changed(expected):
             assert tuple(other.output_ids) == expected[int(name.removeprefix("req-"))]
 
 
+def test_bytes_that_came_back_changed_are_computed_again(expected):
+    """Mode heal: everybody says the same as ever, the request whose bytes they were too."""
+    engine = split_engine(prefix_cache=False, canary=CanaryConfig(mode="heal", content="full"))
+    _, page = away(engine)
+    engine.split._host.parts[0].view(torch.int64)[page * 8 + 3, 1, 0, 0, 2] ^= 1 << 40
+    requests = {other.request_id: other for other in engine.running}
+    run(engine)
+    assert {other.finish_reason for other in requests.values()} == {"length"}
+    for name, other in requests.items():
+        assert tuple(other.output_ids) == expected[int(name.removeprefix("req-"))]
+    assert engine.canary.certificate()["healed"] == 1
+
+
 def test_a_row_that_is_not_brought_is_read_nowhere(monkeypatch):
     """R2 names the slot of the map that leads nowhere: on the host is a legal place, for who does not run."""
     engine = split_engine(prefix_cache=False)
