@@ -15,7 +15,8 @@ import torch
 
 from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary.adapters.sglang.compatibility import check, unfollowed
-from kvcanary.adapters.sglang.runner import WatchedDraft, WatchedRunner
+from kvcanary.adapters.sglang.draft import WatchedDraft
+from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.report.finding import Finding

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
-from kvcanary.adapters.sglang.runner import WatchedRunner, tokens_of
+from kvcanary.adapters.sglang.fed import tokens_of
+from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import Handle
 
 ROOT = Path(__file__).parents[3]
