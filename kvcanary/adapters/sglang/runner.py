@@ -110,6 +110,10 @@ class WatchedRunner(HostHandle):
             rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.concatenate(told, 1)))
             self.owners.granted(self.rows.req_to_token[rows, places].to(torch.int64), owners)
 
+    def freed(self, slots: Tensor) -> None:
+        """Slots [n] int64 went back to the allocator."""
+        self.owners.freed(slots)
+
     def shared(self, request: Any) -> None:
         """The prefix cache has taken the beginning of a row."""
         number, length = request.kv.req_pool_idx, request.kv.cache_protected_len

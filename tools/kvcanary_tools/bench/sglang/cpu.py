@@ -69,6 +69,8 @@ QUICK = {
     "dense faults": Scene(
         (
             *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one")),
+            {"fault": "hook_error"},
+            OFF,
             {"mode": "raise", "fault": "bit"},
         )
     ),
@@ -76,7 +78,7 @@ QUICK = {
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
 TREES = {
     "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}, RETRACT),
-    "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit"),
+    "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
     "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),

@@ -125,12 +125,25 @@ def freed(host: Any) -> Iterator[Touched]:
     yield {"request": request.rid, "position": 0, "slot": int(slot)}
 
 
+def hook_error(host: Any) -> Iterator[Touched]:
+    """No fault of SGLang's: one hook of the canary fails in the target's forward, from now on."""
+    yield from _failing(host.canary.target)
+
+
+def draft_hook_error(host: Any) -> Iterator[Touched]:
+    """The same in the pool of the draft model."""
+    yield from _failing(host.canary.draft)
+
+
 Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
-    for own in (bit, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed)
-}
-LASTING = ("short_move", "one_too_long", "no_tail_copy", "freed")
+    for own in (
+        bit, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed,
+        hook_error, draft_hook_error,
+    )
+}  # fmt: skip
+LASTING = ("short_move", "one_too_long", "no_tail_copy", "freed", "hook_error", "draft_hook_error")
 
 
 @contextmanager
@@ -145,6 +158,14 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]
             delattr(owner, name)
         else:
             setattr(owner, name, held)
+
+
+def _failing(own: Any) -> Iterator[Touched]:
+    def read(*args: Any) -> None:
+        raise RuntimeError("a defect of ours")
+
+    own.canary.read = read
+    yield {"pool": own.role}
 
 
 def _first(host: Any) -> Any:
