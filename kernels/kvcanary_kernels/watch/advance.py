@@ -19,6 +19,7 @@ from kvcanary_kernels.watch.walk import (
     END,
     EVERYBODYS,
     FIRST_TAIL,
+    GIVEN_BACK,
     KNOWN,
     NONE,
     NOT_FOLLOWED,
@@ -45,6 +46,7 @@ W2 = tl.constexpr(violation_bit("W2"))
 W3 = tl.constexpr(violation_bit("W3"))
 W5 = tl.constexpr(violation_bit("W5"))
 W6 = tl.constexpr(violation_bit("W6"))
+W7 = tl.constexpr(violation_bit("W7"))
 
 
 class Fed(NamedTuple):
@@ -80,7 +82,7 @@ def advance(
             pool or in a null slot
     chains: [ring, >= n] int64 out, chain of each entry
     violations:   [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
-            each row: W1, W2, W3, W5, W6 (W4 is for who takes the fingerprints)
+            each row: W1, W2, W3, W5, W6, W7 (W4 is for who takes the fingerprints)
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
@@ -147,6 +149,7 @@ def advance(
         if owners is not None:
             owner = owners[own.clamp(0, records.shape[0] - 1)]
             foreign = torch.where(owner == EVERYBODYS.value, violation_bit("W3"), violation_bit("W2"))
+            foreign = torch.where(owner == GIVEN_BACK.value, violation_bit("W7"), foreign)
             bits |= torch.where(owner != truth.uids[number], foreign, 0)
         tell_torch(cells, total, torch.full_like(row, i), wanted, torch.where(is_inside, bits, violation_bit("W1")))
         bounds = torch.tensor([0, count], device=tokens.device)
@@ -271,7 +274,8 @@ def _advance_kernel(
         if HAS_OWNERS:
             uid = tl.load(line + UID)
             b_owner = tl.load(owners + b_slot, mask=m_in, other=uid)
-            b_bits += tl.where(b_owner == uid, 0, tl.where(b_owner == EVERYBODYS, W3, W2))
+            b_foreign = tl.where(b_owner == GIVEN_BACK, W7, tl.where(b_owner == EVERYBODYS, W3, W2))
+            b_bits += tl.where(b_owner == uid, 0, b_foreign)
         b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))

@@ -6,6 +6,7 @@ certificate and its metrics. What the engine itself raises passes as it is, and 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,8 @@ class Guard:
             part.give_up(f"{type(error).__name__} in {where}: {error}")
         self.give_up(f"{type(error).__name__} in {where}: {error}")
         _events.error(
-            "kvcanary.stopped", host=self.host, hook=where, reason=self.stopped, exc_info=error,
+            "kvcanary.stopped", host=self.host, hook=where, reason=self.stopped,
+            exception="".join(traceback.format_exception(error)),  # as text: local values would show prompts
             remedy="the engine goes on unwatched: restart it to watch it again, and report this", **self._place,
         )  # fmt: skip
 

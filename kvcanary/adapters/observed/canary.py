@@ -27,6 +27,7 @@ from kvcanary.adapters.observed.incident_dumps import IncidentDumps, block_histo
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.memory import Memory
 from kvcanary.adapters.observed.owners import Owners
+from kvcanary.adapters.observed.poison import Poison
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.recent_steps import RecentSteps
 from kvcanary.adapters.observed.state import RING, Forward, Group, Step
@@ -36,7 +37,7 @@ from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
 from kvcanary.report.watched_evidence import WatchedEvidence
-from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
+from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, read_record, seed_id
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 
@@ -67,6 +68,7 @@ class PagedCanary:
         self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
         self.owners: Owners | None = None
+        self.poison: Poison | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
@@ -88,10 +90,17 @@ class PagedCanary:
         self._forward: Forward | None = None
 
     def follow_owners(self) -> Owners:
-        """The engine tells of grants and frees of the first group's slots: R7, R8, W2 and W3 are judged too."""
+        """The engine tells of grants and frees of the first group's slots: R7, R8, W2, W3 and W7 are judged too.
+
+        With content `full` and a poison so is P1: what is freed is filled, and looked at when it is granted again.
+        """
         group = self.groups[0]
         self.owners = group.owners = Owners(group.records.shape[0], self.memory.device)
-        self.fed |= {"R7", "R8", "W2", "W3"}
+        self.fed |= {"R7", "R8", "W2", "W3", "W7"}
+        if self.config.content == "full" and self.config.poison != "off":
+            self.poison = Poison(self, group)
+            self.owners.on_freed, self.owners.on_granted = self.poison.freed, self.poison.granted
+            self.fed |= {"P1"}
         return self.owners
 
     # rows of requests
@@ -293,6 +302,15 @@ class PagedCanary:
         held = group.records[slots.clamp(min=0)]
         wrong = (slots >= 0) & (held[:, CHAIN] != chains) & (held[:, STEP_SITE] & MASK_32 == step.number)
         return sorted(set(slots[wrong].tolist()))
+
+    def stored_at(self, step: Step, group: Group, request: str | None, position: int) -> int | None:
+        """Where a step stored an entry of a request; None: outside the pool, or another has stored there since."""
+        for slot in self.launches.stored_by(step, group)[0].tolist():
+            held = read_record(group.records, slot) if slot >= 0 else None
+            is_of_step = held is not None and (held.position, held.step) == (position, step.number & MASK_32)
+            if held is not None and is_of_step and self.writers.get(held.request) == request:
+                return int(slot)
+        return None
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

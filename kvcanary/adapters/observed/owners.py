@@ -6,23 +6,28 @@ way still reads what the engine has given to others meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.watch.walk import EVERYBODYS, NOBODYS
+from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
-SHARED, FREE = EVERYBODYS.value, NOBODYS.value
+SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 
 
 class Owners:
     """By slot, the uid of the row that was granted it, or that everybody may read it, or that it is free.
 
-    slots: [num_slots] int64
+    slots:    [num_slots] int64
+    on_freed: is given what was freed, [n] int64 slots;  on_granted: the same of grants, with the uids of their rows
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.slots = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._told: list[tuple[Tensor | int, Tensor | int]] = []
+        self.on_freed: Callable[[Tensor], object] | None = None
+        self.on_granted: Callable[[Tensor, Tensor], object] | None = None
 
     def granted(self, slots: Tensor, uids: Tensor) -> None:
         """Slots [n] int64 are these rows' [n]."""
@@ -33,8 +38,8 @@ class Owners:
         self._told.append((slots, SHARED))
 
     def freed(self, slots: Tensor) -> None:
-        """Slots [n] are nobody's."""
-        self._told.append((slots, FREE))
+        """Slots [n] were given back."""
+        self._told.append((slots, RETURNED))
 
     def left(self, uid: int) -> None:
         """A row is gone: what it had and nobody has freed is a prefix cache's."""
@@ -53,5 +58,9 @@ class Owners:
                 self.slots.masked_fill_(self.slots == which, owner)
             elif isinstance(owner, int):
                 self.slots.index_fill_(0, which, owner)
+                if owner == RETURNED and self.on_freed is not None:
+                    self.on_freed(which)
             else:
                 self.slots.index_copy_(0, which, owner)
+                if self.on_granted is not None:
+                    self.on_granted(which, owner)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
-from kvcanary.adapters.observed.inputs import Fed
+from kvcanary.adapters.observed.inputs import Fed, Outgrown
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
-from kvcanary.adapters.observed.owners import FREE, SHARED
+from kvcanary.adapters.observed.owners import FREE, RETURNED, SHARED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
@@ -28,7 +28,12 @@ RIGHT_AGAIN = (
     "the device found other bytes here when it compared them, and they are right again now: somebody wrote them back, "
     "or only the copy that was read was damaged, on its way from memory"
 )
-OWNED = ("R7", "R8", "W2", "W3")  # codes that say something of a slot's owner
+OWNED = ("R7", "R8", "W2", "W3", "W7")  # codes that say something of a slot's owner
+OWNERLESS = {
+    FREE: "the slot was never granted",
+    RETURNED: "the slot was given back, and is free",
+    SHARED: "the slot is in the prefix cache",
+}
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
@@ -50,7 +55,10 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
                 violation.expected, violation.found = {"position": position}, _position_at(group, slot)
-                violation.notes = (_place(group, slot), *_owner(canary, group, slot, code))
+                stored = canary.stored_at(step, group, violation.request_id, position) if kind == "W" else None
+                if stored not in (None, slot):
+                    violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
+                violation.notes = (_place(group, violation.slot), *_owner(canary, group, violation.slot, code))
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
@@ -62,7 +70,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 yield from _content(canary, group, layers, *look, step.number)
             column += 1
     for event in step.events:
-        if isinstance(event, Fed):
+        if isinstance(event, Fed | Outgrown):
             yield from event.violations(step.number)
         else:
             yield from _of_event(canary, event, step.number)
@@ -73,8 +81,8 @@ def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str
     if group.owners is None or code not in OWNED or not 0 <= slot < len(group.owners.slots):
         return ()
     uid = int(group.owners.slots[slot])
-    if uid in (FREE, SHARED):
-        return ("the slot is free" if uid == FREE else "the slot is in the prefix cache",)
+    if uid in OWNERLESS:
+        return (OWNERLESS[uid],)
     return (f"the slot was granted to {canary.writers.get(uid, 'a request that is forgotten')!r}",)
 
 
@@ -111,7 +119,7 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
         slot, message = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
         request = event.requests.get(slot // event.group.block_size)
         rows = [event.row_of(n, int(event.slots[n])) for n in wrong] if event.row_of is not None else [request]
-        place = {"position": None, "request_id": rows[0], "site": ("move", 0), "step": step, "message": message}
+        place = {"position": None, "request_id": rows[0], "site": (event.site, 0), "step": step, "message": message}
         violation = _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place, event.by_record)
         violation.others = tuple(dict.fromkeys(name for name in rows if name not in (None, rows[0])))
         violation.along = None if event.row_of is None else (~event.group.number, step)

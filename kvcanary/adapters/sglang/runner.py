@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, judge_grants
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang.fed import FedForward, Given, salt_of, tokens_of
 from kvcanary.adapters.sglang.layout import parts_of
@@ -74,6 +74,8 @@ class WatchedRunner(HostHandle):
         """Nobody answers for the bytes any more."""
         self.canary.memory.forget()
         self.owners.forget()
+        if self.canary.poison is not None:
+            self.canary.poison.forget()
         self._generations.clear()
 
     def flush(self) -> None:
@@ -100,7 +102,12 @@ class WatchedRunner(HostHandle):
             self.owners.left(uid)
 
     def granted(self, requests: Sequence[Any], begins: Sequence[int], ends: Sequence[int]) -> None:
-        """Rows have slots for their entries from `begins` to `ends` now."""
+        """Rows have slots for their entries from `begins` to `ends` now.
+
+        What a row has no room for lies where SGLang has put it: in those behind it.
+        """
+        if max(ends, default=0) > self.length:
+            judge_grants(self.canary, [(own.rid, end) for own, end in zip(requests, ends, strict=True)], self.length)
         told = []
         for request, begin, end in zip(requests, begins, ends, strict=True):
             number = request.kv.req_pool_idx
@@ -108,7 +115,8 @@ class WatchedRunner(HostHandle):
                 told.append(np.stack(np.broadcast_arrays(number, np.arange(begin, end), self._uids[number])))
         if told:
             rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.concatenate(told, 1)))
-            self.owners.granted(self.rows.req_to_token[rows, places].to(torch.int64), owners)
+            entries = (rows * self.length + places).clamp(max=self.rows.req_to_token.numel() - 1)
+            self.owners.granted(self.rows.req_to_token.view(-1)[entries].to(torch.int64), owners)
 
     def freed(self, slots: Tensor) -> None:
         """Slots [n] int64 went back to the allocator."""

@@ -62,7 +62,8 @@ def test_the_engine_runs_once_and_goes_on(wrapper) -> None:
     assert (guard.stopped, told) == (reason, [reason])
     [event] = events
     assert (event["event"], event["log_level"], event["reason"]) == ("kvcanary.stopped", "error", reason)
-    assert event["exc_info"].__traceback__ is not None
+    assert event["exception"].startswith("Traceback")
+    assert f"in {wrapper.__name__}" in event["exception"]
 
 
 def test_what_the_engine_raises_is_the_engines() -> None:

@@ -136,7 +136,7 @@ def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
     told: list[tuple[list[int], list[int]]] = []
     granted = lambda slots, uids: told.append((slots.tolist(), uids.tolist()))  # noqa: E731
     own = SimpleNamespace(
-        _uids={2: 7}, canary=SimpleNamespace(memory=SimpleNamespace(upload=lambda values: values)),
+        _uids={2: 7}, length=10, canary=SimpleNamespace(memory=SimpleNamespace(upload=lambda values: values)),
         owners=SimpleNamespace(granted=granted), rows=SimpleNamespace(req_to_token=torch.arange(40).view(4, 10)),
     )  # fmt: skip
     rows = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=number)) for number in (1, 2, 2)]
