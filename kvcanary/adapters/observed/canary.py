@@ -92,12 +92,12 @@ class PagedCanary:
     def follow_owners(self) -> Owners:
         """The engine tells of grants and frees of the first group's slots: R7, R8, W2, W3 and W7 are judged too.
 
-        With content `full` and a poison so is P1: what is freed is filled, and looked at when it is granted again.
+        With content `full` and poison `finite` so is P1: what is freed is filled, and looked at when it is granted again.
         """
         group = self.groups[0]
         self.owners = group.owners = Owners(group.records.shape[0], self.memory.device)
         self.fed |= {"R7", "R8", "W2", "W3", "W7"}
-        if self.config.content == "full" and self.config.poison != "off":
+        if self.config.content == "full" and self.config.poison == "finite":
             self.poison = Poison(self, group)
             self.owners.on_freed, self.owners.on_granted = self.poison.freed, self.poison.granted
             self.fed |= {"P1"}
@@ -183,6 +183,8 @@ class PagedCanary:
             self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
         self._forward = forward
         self.launches.before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
+        if self.poison is not None:
+            self.poison.apply(step.events)
 
     def _measure(self, forward: Forward) -> None:
         """Read from a forward how long its rows are; not in every step, since the host's time is short."""

@@ -2,14 +2,15 @@
 its own, and looked at when it is granted again.
 
 It writes into the pools of somebody else, so it is there only where everything is to be looked at: with content `full`.
-All of it is launched on the stream of the next forward, behind whoever still reads the slots, and before it stores.
+All of it is launched on the stream of the next forward, behind whoever still reads the slots, rows that went among
+them, and before it stores.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,54 +34,57 @@ class Poison:
     """
 
     def __init__(self, canary: PagedCanary, group: Group) -> None:
-        self._canary, self._group, self._nan = canary, group, canary.config.poison == "nan"
+        self._canary, self._group = canary, group
         device = group.records.device
         self.filled = torch.zeros(len(group.records), dtype=torch.bool, device=device)
         budget = BUDGETS.get(device.type, BUDGETS["cuda"])
         self._most = max(1, budget // sum(layers.entry_bytes for layers in group.layers))
-        self._ops, self._step, self._left = ops_for(device), 0, self._most
+        self._ops = ops_for(device)
+        self._told: list[tuple[Tensor, Tensor | None]] = []
 
     def freed(self, slots: Tensor) -> None:
-        """Fill what the budget of this step allows; slots [n] int64."""
-        if self._step != self._canary.step:
-            self._step, self._left = self._canary.step, self._most
-        own = slots[: self._left]
-        self._left -= len(own)
+        """Slots [n] int64 are nobody's."""
+        self._told.append((slots, None))
+
+    def granted(self, slots: Tensor, uids: Tensor) -> None:
+        """Slots [n] int64 are these rows' [n]."""
+        self._told.append((slots, uids))
+
+    def apply(self, events: list[Any]) -> None:
+        """Fill and look, in the order in which it was told; `events`: of the step that is next. No wait."""
+        told, self._told, left = self._told, [], self._most
+        for slots, uids in told:
+            if uids is None:
+                left = self._fill(slots, left)
+            else:
+                self._look(slots, uids, events)
+
+    def _fill(self, slots: Tensor, left: int) -> int:
+        """What the budget of this step allows; gives what is left of it."""
+        own = slots[:left]
         self._canary.coverage.skip(UNPOISONED, len(slots) - len(own))
         self.filled.index_fill_(0, slots, False)
         for layers in self._group.layers:
-            self._ops.poison_fill(layers.rows, own, nan=self._nan)
+            self._ops.poison_fill(layers.rows, own)
         self.filled.index_fill_(0, own, True)
+        return left - len(own)
 
-    def granted(self, slots: Tensor, uids: Tensor) -> None:
-        """Look at those of these slots [n] that were filled; they are rows' [n] now. No wait."""
+    def _look(self, slots: Tensor, uids: Tensor, events: list[Any]) -> None:
+        """At those of these slots that were filled."""
         poisoned = torch.where(self.filled[slots], slots, NOWHERE)
         self.filled.index_fill_(0, slots, False)
         for layers in self._group.layers:
             mismatch = slots.new_zeros(len(slots), 2)
-            self._ops.poison_check(layers.rows, poisoned, mismatch=mismatch, nan=self._nan)
+            self._ops.poison_check(layers.rows, poisoned, mismatch=mismatch)
             self._canary.memory.total += (mismatch != 0).any(1).sum()
-            if self._nan:  # whoever reads whole pages would meet it
-                zeros = mismatch.new_zeros(len(slots), layers.rows.words_per_row, dtype=torch.int32)
-                for layer in range(layers.rows.num_layers):
-                    layers.rows.scatter_layer(layer, poisoned.clamp(min=0), zeros)
             row_of = functools.partial(_owner, self._canary.writers, uids)
-            self._canary.events.append(
-                Event(
-                    "P1",
-                    GRANTED,
-                    layers,
-                    slots,
-                    mismatch,
-                    self._group,
-                    {},
-                    by_record=False,
-                    row_of=row_of,
-                    site="grant",
-                )
-            )
+            event = Event("P1", GRANTED, layers, slots, mismatch, self._group, {}, by_record=False, row_of=row_of)
+            event.site = "grant"
+            events.append(event)
 
     def forget(self) -> None:
+        """Nobody answers for the bytes any more."""
+        self._told = []
         self.filled.zero_()
 
 

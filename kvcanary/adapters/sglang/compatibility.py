@@ -133,6 +133,10 @@ NEEDED_OF = {
         Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker",)),
         Needed(f"{_WORKER}EAGLEWorkerV2.verify", ("self",)),
         Needed(
+            f"{_WORKER}EagleDraftWorker._draft_extend_for_prefill",
+            ("self", "batch", "target_hidden_states", "next_token_ids"),
+        ),
+        Needed(
             f"{_WORKER}EagleDraftWorker",
             attributes=("draft_runner", "topk", "speculative_num_steps", "speculative_num_draft_tokens"),
         ),

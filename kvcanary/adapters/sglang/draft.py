@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed import moves as paged_moves
-from kvcanary.adapters.observed.inputs import Entries, judge_fed
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.sglang.fed import FedForward
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 
@@ -29,6 +30,26 @@ class WatchedDraft(WatchedRunner):
         super().__init__(runner, config, most_tokens, width)
         self._topk, self._steps, self._page = topk, steps, int(runner.token_to_kv_pool.page_size)
         self._round, self._step = None, 0
+        self._sampled: Tensor | None = None
+
+    def prefill(
+        self, method: Any, batch: Any, target_hidden_states: Any, next_token_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The draft's forward over a prompt, behind the target's; `next_token_ids` [rows]: what that has sampled."""
+        self._sampled = next_token_ids
+        try:
+            return method(batch, target_hidden_states, next_token_ids, *args, **kwargs)
+        finally:
+            self._sampled = None
+
+    def _known(self, fed: FedForward, requests: Mapping[str, Any]) -> Tensor:
+        """Behind the last entry of a prompt comes what was sampled just now, which the host does not know yet."""
+        known = super()._known(fed, requests)
+        if self._sampled is not None:
+            last = self.canary.memory.upload(torch.from_numpy(np.cumsum(fed.new) - 1))
+            held = known[last]
+            known[last] = torch.where(held == UNKNOWN, self._sampled.to(held.dtype), held)
+        return known
 
     def forward(self, method: Any, batch: Any, requests: Mapping[str, Any]) -> Any:
         mode = batch.forward_mode

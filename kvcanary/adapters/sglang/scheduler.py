@@ -25,6 +25,8 @@ from kvcanary.report.finding import Finding
 #: Classes of draft workers whose forwards are known here.
 FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
 
+PREFILL = "_draft_extend_for_prefill"
+
 
 def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
     """A canary for a scheduler that is built and serves nobody yet.
@@ -61,6 +63,7 @@ class Handle:
             replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved, own.guard)
         if self.draft is not None:
             replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
+            replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
         for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
             self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))

@@ -81,7 +81,7 @@ def test_a_write_to_a_slot_that_was_given_back_is_told() -> None:
     engine, slots, uids = owned()
     engine.canary.owners.freed(slots[10:12])
     engine.step({0: [1], 1: [2]})
-    engine.canary.owners.on_granted = None  # it would tell that the slot is poisoned no more
+    engine.canary.owners.on_granted = None  # P1 would tell of the same write
     [finding] = told(engine)
     assert (finding.code, finding.writer, finding.position, finding.slot) == ("W7", "r0", 10, int(slots[10]))
     assert "the slot was given back, and is free" in finding.evidence
@@ -164,9 +164,22 @@ def test_what_a_step_has_no_budget_for_is_counted(monkeypatch) -> None:
     assert told(engine) == []
 
 
-@pytest.mark.parametrize(("content", "poison"), [("rolling", "finite"), ("write", "finite"), ("full", "off")])
+def test_a_row_that_goes_is_read_before_its_slots_are_filled() -> None:
+    """It leaves, its slots are freed, and all its bytes are read once more with the next forward: silent."""
+    engine, slots, uids = owned()
+    engine.end(0)
+    engine.canary.owners.freed(slots)
+    engine.canary.owners.left(uids["r0"])
+    engine.step({1: [2]})
+    assert told(engine) == []
+    assert bool(engine.canary.poison.filled[slots].all())
+
+
+@pytest.mark.parametrize(
+    ("content", "poison"), [("rolling", "finite"), ("write", "finite"), ("full", "off"), ("full", "nan")]
+)
 def test_nobody_writes_into_the_pool_who_was_not_asked(content: str, poison: str) -> None:
-    """Content `full` with a poison is what asks; else P1 is inactive, and free slots stay as they are."""
+    """Content `full` with the finite pattern is what asks; else P1 is inactive, and free slots stay as they are."""
     canary = PagedCanary(CanaryConfig(mode="log", content=content, poison=poison), 4, 1, 8, "cpu")
     canary.memory.add_group(0, 4, 16, null_slots=4)
     canary.follow_owners()

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
+from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.fed import tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
-from kvcanary.adapters.sglang.scheduler import Handle
+from kvcanary.adapters.sglang.scheduler import PREFILL, Handle
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -148,7 +149,7 @@ def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
 
 def test_what_replaces_a_method_has_its_parameters_names() -> None:
     """SGLang may call by name: what a wrapper names itself is called as in SGLang, and all else is passed on."""
-    hooks = {"move_kv_cache": WatchedRunner.moved} | {
+    hooks = {"move_kv_cache": WatchedRunner.moved, PREFILL: WatchedDraft.prefill} | {
         name: getattr(Handle, f"_{own}")
         for name, own in {
             "run_batch": "run_batch", "process_batch_result": "process_batch_result", "free": "free",
