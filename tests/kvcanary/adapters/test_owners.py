@@ -9,7 +9,7 @@ from kvcanary import CanaryConfig
 from kvcanary.adapters.observed import moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident_dumps import OWNERS_ALONE
-from kvcanary.adapters.observed.poison import UNPOISONED
+from kvcanary.scrub.free_slots import UNPOISONED
 
 from .test_inputs import running, told
 from .test_paged import Engine
@@ -153,7 +153,7 @@ def test_a_sound_free_slot_is_silent_and_what_is_granted_is_not_filled() -> None
 def test_what_a_step_has_no_budget_for_is_counted(monkeypatch) -> None:
     """The certificate says how many freed slots were not filled, and these are not judged."""
     engine, slots, uids = owned()
-    monkeypatch.setattr(engine.canary.poison, "_most", 3)
+    monkeypatch.setattr(engine.canary.poison, "most", 3)
     engine.canary.owners.freed(slots[FREE])
     engine.step({0: [1], 1: [2]})
     assert engine.canary.certificate()["unchecked"] == {UNPOISONED: 5}
