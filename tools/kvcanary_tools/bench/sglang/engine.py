@@ -18,8 +18,9 @@ from kvcanary_tools.bench.sglang.scene import PROMPTS
 FIRST = """
 import asyncio, sys, types
 sys.modules["uvloop"] = types.SimpleNamespace(EventLoopPolicy=asyncio.DefaultEventLoopPolicy, run=asyncio.run)
-from kvcanary_tools.bench.sglang.host import install
-install()
+from kvcanary_tools.bench.sglang import host
+host.ABSENT += ("xgrammar",)
+host.install()
 """
 
 
