@@ -196,12 +196,13 @@ def fair_share(incidents: Sequence[list[Violation]], most: int) -> list[list[Vio
 
 
 def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
-    """Forwards without hooks, then their entries; events that contradict; writes before moves before reads; then along
-    the row; at one slot by rank; the first pool before the second.
+    """Forwards without hooks, then their entries; events that contradict; grants and writes before moves before reads;
+    then along the row; at one slot by rank; the first pool before the second.
 
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
     """
-    nowhere, is_read = violation.position is None, violation.code not in SPEAK_FIRST
+    nowhere = violation.position is None
+    is_read = violation.code not in SPEAK_FIRST and violation.site[0] != "grant"
     along = (
         violation.position or 0
         if violation.arrival is None
@@ -219,8 +220,8 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
     for number, violation in enumerate(violations):
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
-            group = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
-            groups.setdefault(("page", group, violation.page, violation.step), []).append(number)
+            whose = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
+            groups.setdefault(("page", whose, violation.page, violation.step), []).append(number)
         if violation.code == "N1":  # of one step
             groups.setdefault((violation.code, violation.step), []).append(number)
         if violation.along is not None:

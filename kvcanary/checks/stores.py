@@ -58,8 +58,8 @@ def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values
         ):
             pool.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out, forward.head)
             return
-    row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
-    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out, forward.head)
+    row, step = _words(pool, values), WORD_BYTES * host.words
+    pool.loops.sum_values(row.data_ptr(), step, host.words, 0, 0, 0, n, keys, start, out, forward.head)
 
 
 def judge_finite(forward: Forward) -> list[ViolationBatch]:

@@ -67,11 +67,16 @@ def rebind(view: PoolView, other: PoolView) -> None:
 def _put(view: PoolView, parts: Sequence[Part], words: Sequence[tuple[Tensor, ...]], fused: Tensor | None) -> None:
     k, *others = parts
     v = others.pop(0).tensors if view.v else ()
-    fields = {"k": k.tensors, "v": v, "parts": tuple(parts), "extras": {part.name: part.tensors for part in others}}
+    fields: dict[str, object] = {
+        "k": k.tensors,
+        "v": v,
+        "parts": tuple(parts),
+        "extras": {part.name: part.tensors for part in others},
+    }
     for name, value in fields.items():
         object.__setattr__(view, name, value)
-    for name, value in {"parts": tuple(words), "fused": fused}.items():
-        object.__setattr__(view.rows, name, value)
+    object.__setattr__(view.rows, "parts", tuple(words))
+    object.__setattr__(view.rows, "fused", fused)
 
 
 def _view_of(view: PoolView, tensors: Sequence[Sequence[Tensor]]) -> PoolView:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,25 +29,26 @@ from kvcanary.adapters.observed.memory import Memory
 from kvcanary.adapters.observed.owners import BlockOwners, Owners
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.recent_steps import RecentSteps
-from kvcanary.adapters.observed.state import RING, Forward, Group, Step
+from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
 from kvcanary.report.watched_evidence import WatchedEvidence
+from kvcanary.scrub.free_slots import FreeSlots
 from kvcanary_kernels.record.layout import (
     CHAIN,
     MASK_32,
-    REQUEST_GENERATION,
     STEP_SITE,
-    TOKEN_POSITION,
     make_keys,
+    read_record,
     seed_id,
 )
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 
+POISONED = "a grant of slots that were filled when they were free"
 NAMED_WRITERS = 1 << 16
 GROWN = 32  # steps of one token a row until lengths are read again
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
@@ -75,6 +76,7 @@ class PagedCanary:
         self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
         self.owners: Owners | BlockOwners | None = None
+        self.poison: FreeSlots | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
@@ -96,10 +98,17 @@ class PagedCanary:
         self._forward: Forward | None = None
 
     def follow_owners(self) -> Owners:
-        """The engine tells of grants and frees of the first group's slots: R7, R8, W2 and W3 are judged too."""
+        """The engine tells of grants and frees of the first group's slots: R7, R8, W2, W3 and W7 are judged too.
+
+        With content `full` and poison `finite` so is P1: what is freed is filled, and looked at when it is granted.
+        """
         group = self.groups[0]
         self.owners = group.owners = owners = Owners(group.records.shape[0], self.memory.device)
-        self.fed |= {"R7", "R8", "W2", "W3"}
+        self.fed |= {"R7", "R8", "W2", "W3", "W7"}
+        if self.config.content == "full" and self.config.poison == "finite":
+            self.poison = FreeSlots([layers.rows for layers in group.layers], self.memory.device)
+            owners.on_freed, owners.on_granted = self.poison.freed, self.poison.granted
+            self.fed |= {"P1"}
         return owners
 
     def follow_blocks(self, block_sizes: Sequence[int]) -> BlockOwners:
@@ -193,6 +202,17 @@ class PagedCanary:
             self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
         self._forward = forward
         self.launches.before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
+        if self.poison is not None:
+            self._look_at_poison(self.poison, step.events)
+
+    def _look_at_poison(self, poison: FreeSlots, events: list[Any]) -> None:
+        """Behind the last look at rows that went, whose slots were freed; before this forward stores."""
+        group = self.groups[0]
+        for pool, slots, mismatch, uids in poison.apply(self.coverage):
+            self.memory.total += (mismatch != 0).any(1).sum()
+            row_of = functools.partial(_owner_of, self.writers, uids)
+            own = group.layers[pool], slots, mismatch, group
+            events.append(Event("P1", POISONED, *own, {}, by_record=False, row_of=row_of, site="grant"))
 
     def _measure(self, forward: Forward) -> None:
         """Read from a forward how long its rows are; not in every step, since the host's time is short."""
@@ -323,6 +343,11 @@ class PagedCanary:
             if held is not None and is_of_step and self.writers.get(held.request) == request:
                 return int(slot)
         return None
+
+
+def _owner_of(writers: Mapping[int, str], uids: Tensor, entry: int, slot: int) -> str | None:
+    """Who was granted a slot that somebody had written before."""
+    return writers.get(int(uids[entry]))
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
-from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
 
@@ -66,6 +66,35 @@ class Fed:
             violation.along = self.group.number, step
             violation.notes = (LAST_ENTRY,) if entry + 1 == len(rows) or rows[entry + 1] != row else ()
             yield violation
+
+
+@dataclass(frozen=True, eq=False)
+class Outgrown:
+    """An event of a step: rows were given more entries than a line of the table has, so that the rest went elsewhere.
+
+    requests: each with the entries that it was given;  width: of a line
+    """
+
+    requests: Sequence[tuple[str, int]]
+    width: int
+    group: Group
+
+    def violations(self, step: int) -> Iterator[Violation]:
+        """R10 of each."""
+        pool = WatchedPool.of(self.group.layers[0].view, self.group.number, self.group.records)
+        for request, length in self.requests:
+            violation = Violation("R10", pool, NO_SLOT, self.width, request, ("grant", 0), step)
+            violation.expected, violation.found = {"row_width": self.width}, {"length": length}
+            violation.along = self.group.number, step
+            yield violation
+
+
+def judge_grants(canary: PagedCanary, requests: Sequence[tuple[str, int]], width: int) -> None:
+    """Compare how many entries rows are given, by request, with the width of a line of the table."""
+    outgrown = [(request, length) for request, length in requests if length > width]
+    if outgrown:
+        canary.memory.total += len(outgrown)
+        canary.events.append(Outgrown(outgrown, width, canary.groups[0]))
 
 
 def judge_fed(

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
-from kvcanary_kernels.watch.grant import CHANGE_WIDTH
 from kvcanary_kernels.watch import walk
-from kvcanary_kernels.watch.walk import EVERYBODYS, NOBODYS
+from kvcanary_kernels.watch.grant import CHANGE_WIDTH
+from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
-SHARED, FREE = EVERYBODYS.value, NOBODYS.value
+SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of one line, and that a launch is sized for
 
@@ -27,14 +27,17 @@ LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of 
 class Owners:
     """By slot, the uid of the row that was granted it, or that everybody may read it, or that it is free.
 
-    slots:   [num_slots] int64, as `Watched.owners`
-    told_of: what is known of the owner of a slot beside who it is, one sentence each
+    slots:    [num_slots] int64, as `Watched.owners`
+    told_of:  what is known of the owner of a slot beside who it is, one sentence each
+    on_freed: is given what was freed, [n] int64 slots;  on_granted: the same of grants, with the uids of their rows
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.slots = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.told_of: Callable[[int], tuple[str, ...]] = lambda slot: ()
         self._told: list[tuple[Tensor | int, Tensor | int]] = []
+        self.on_freed: Callable[[Tensor], object] | None = None
+        self.on_granted: Callable[[Tensor, Tensor], object] | None = None
 
     def granted(self, slots: Tensor, uids: Tensor) -> None:
         """Slots [n] int64 are these rows' [n]."""
@@ -45,8 +48,8 @@ class Owners:
         self._told.append((slots, SHARED))
 
     def freed(self, slots: Tensor) -> None:
-        """Slots [n] are nobody's."""
-        self._told.append((slots, FREE))
+        """Slots [n] were given back."""
+        self._told.append((slots, RETURNED))
 
     def left(self, uid: int) -> None:
         """A row is gone: what it had and nobody has freed is a prefix cache's."""
@@ -65,8 +68,12 @@ class Owners:
                 self.slots.masked_fill_(self.slots == which, owner)
             elif isinstance(owner, int):
                 self.slots.index_fill_(0, which, owner)
+                if owner == RETURNED and self.on_freed is not None:
+                    self.on_freed(which)
             else:
                 self.slots.index_copy_(0, which, owner)
+                if self.on_granted is not None:
+                    self.on_granted(which, owner)
 
     def prepare(self) -> None:
         """Nothing of this is captured."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
-from kvcanary.adapters.observed.inputs import Fed
+from kvcanary.adapters.observed.inputs import Fed, Outgrown
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
-from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED
+from kvcanary.adapters.observed.owners import FREE, RETURNED, SHARED, SHARED_WRITER, UNJUDGED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
@@ -31,7 +31,13 @@ RIGHT_AGAIN = (
     "the device found other bytes here when it compared them, and they are right again now: somebody wrote them back, "
     "or only the copy that was read was damaged, on its way from memory"
 )
-OWNED = ("R7", "R8", "W2", "W3")  # codes that say something of a slot's owner
+OWNED = ("R7", "R8", "W2", "W3", "W7")  # codes that say something of a slot's owner
+OWNERLESS = {
+    FREE: "the slot was never granted",
+    RETURNED: "the slot was given back, and is free",
+    SHARED: "the slot is in the prefix cache",
+    UNJUDGED: "nobody knows whose the slot is",
+}
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
@@ -69,7 +75,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             column += 1
             yield from _not_finite(canary, group, layers, step)
     for event in step.events:
-        if isinstance(event, Fed):
+        if isinstance(event, Fed | Outgrown):
             yield from event.violations(step.number)
         else:
             yield from _of_event(canary, event, step.number)
@@ -143,9 +149,8 @@ def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str
     if group.owners is None or code not in OWNED or not 0 <= slot < len(group.owners.slots):
         return ()
     uid, told = int(group.owners.slots[slot]), group.owners.told_of(slot)
-    if uid in (FREE, SHARED, UNJUDGED):
-        who = {FREE: "the slot is free", SHARED: "the slot is in the prefix cache"}.get(uid, "nobody knows whose it is")
-        return who, *told
+    if uid in OWNERLESS:
+        return OWNERLESS[uid], *told
     name = canary.writers.get(uid if uid > 0 else SHARED_WRITER - uid, "a request that is forgotten")
     also = "" if uid > 0 else ", and others may read it"
     return f"the slot was granted to {name!r}{also}", *told
@@ -184,7 +189,7 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
         slot, message = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
         request = event.requests.get(slot // event.group.block_size)
         rows = [event.row_of(n, int(event.slots[n])) for n in wrong] if event.row_of is not None else [request]
-        place = {"position": None, "request_id": rows[0], "site": ("move", 0), "step": step, "message": message}
+        place = {"position": None, "request_id": rows[0], "site": (event.site, 0), "step": step, "message": message}
         violation = _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place, event.by_record)
         violation.others = tuple(dict.fromkeys(name for name in rows if name not in (None, rows[0])))
         violation.along = None if event.row_of is None else (~event.group.number, step)
@@ -255,9 +260,16 @@ def _slot(lines: Tensor, line: int, position: int, group: Group) -> int:
 
 
 def _leading(violations: Iterable[Violation]) -> list[Violation]:
-    """The earliest of each row, and what belongs to none: what follows in a row, or in other pools, follows from it."""
+    """The earliest of each row, and what belongs to none: what follows in a row, or in other pools, follows from it.
+
+    What was granted comes before what a forward does with it.
+    """
     leading: dict[tuple[str | None, int], Violation] = {}
-    for violation in sorted(violations, key=lambda violation: (violation.position or 0, RANK[violation.code])):
+    for violation in sorted(violations, key=_order):
         is_of_row = violation.request_id is not None and violation.code != "W4"
         leading.setdefault((violation.request_id, 0 if is_of_row else violation.slot), violation)
     return list(leading.values())
+
+
+def _order(violation: Violation) -> tuple[bool, int, int]:
+    return violation.site[0] != "grant", violation.position or 0, RANK[violation.code]

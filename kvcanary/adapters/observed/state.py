@@ -125,6 +125,7 @@ class Event:
     requests: whose blocks they are, by block, where that is known
     load:     for T1 of a load, what is known of it
     by_record: the slots were compared with what is recorded of them; False: with other slots
+    site:     what was done when they were read
     row_of:   whose an entry is, by its number among the slots and by its slot, where that is known; what is wrong
               again for the same request is no further incident then
     """
@@ -139,6 +140,7 @@ class Event:
     load: Load | None = None
     by_record: bool = True
     row_of: RowOf | None = None
+    site: str = "move"
 
 
 @dataclass(eq=False, slots=True)

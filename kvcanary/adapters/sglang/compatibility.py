@@ -22,7 +22,7 @@ __all__ = [
 ]
 #: Releases that this adapter ran in, oldest first; all of them are 0.5, so that patches are told apart.
 TESTED = ("0.5.23",)
-FED = PAGED_FED | {"R7", "R8", "W2", "W3"}  # grants and frees are told here
+FED = PAGED_FED | {"R7", "R8", "W2", "W3", "W7"}  # grants and frees are told here; P1 with content full
 #: What the plug-in hooks: once it has run, the scheduler and all of its runners are there.
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS = "every scheduler", "drafts"
@@ -132,6 +132,10 @@ NEEDED_OF = {
         ),
         Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker",)),
         Needed(f"{_WORKER}EAGLEWorkerV2.verify", ("self",)),
+        Needed(
+            f"{_WORKER}EagleDraftWorker._draft_extend_for_prefill",
+            ("self", "batch", "target_hidden_states", "next_token_ids"),
+        ),
         Needed(
             f"{_WORKER}EagleDraftWorker",
             attributes=("draft_runner", "topk", "speculative_num_steps", "speculative_num_draft_tokens"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,8 +15,9 @@ from torch import Tensor
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, judge_grants
 from kvcanary.adapters.observed.state import Forward
+from kvcanary.adapters.sglang.fed import FedForward, Given, salt_of, tokens_of
 from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.config import CanaryConfig
 
@@ -74,6 +74,8 @@ class WatchedRunner(HostHandle):
         """Nobody answers for the bytes any more."""
         self.canary.memory.forget()
         self.owners.forget()
+        if self.canary.poison is not None:
+            self.canary.poison.forget()
         self._generations.clear()
 
     def flush(self) -> None:
@@ -100,7 +102,12 @@ class WatchedRunner(HostHandle):
             self.owners.left(uid)
 
     def granted(self, requests: Sequence[Any], begins: Sequence[int], ends: Sequence[int]) -> None:
-        """Rows have slots for their entries from `begins` to `ends` now."""
+        """Rows have slots for their entries from `begins` to `ends` now.
+
+        What a row has no room for lies where SGLang has put it: in those behind it.
+        """
+        if max(ends, default=0) > self.length:
+            judge_grants(self.canary, [(own.rid, end) for own, end in zip(requests, ends, strict=True)], self.length)
         told = []
         for request, begin, end in zip(requests, begins, ends, strict=True):
             number = request.kv.req_pool_idx
@@ -108,7 +115,12 @@ class WatchedRunner(HostHandle):
                 told.append(np.stack(np.broadcast_arrays(number, np.arange(begin, end), self._uids[number])))
         if told:
             rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.concatenate(told, 1)))
-            self.owners.granted(self.rows.req_to_token[rows, places].to(torch.int64), owners)
+            entries = (rows * self.length + places).clamp(max=self.rows.req_to_token.numel() - 1)
+            self.owners.granted(self.rows.req_to_token.view(-1)[entries].to(torch.int64), owners)
+
+    def freed(self, slots: Tensor) -> None:
+        """Slots [n] int64 went back to the allocator."""
+        self.owners.freed(slots)
 
     def shared(self, request: Any) -> None:
         """The prefix cache has taken the beginning of a row."""
@@ -231,133 +243,8 @@ class WatchedRunner(HostHandle):
         )  # fmt: skip
 
 
-class WatchedDraft(WatchedRunner):
-    """The canary of a draft runner: entries hold the token that follows their position.
-
-    A draft step writes what the extend of the same round writes again, so its bytes are nobody's: its positions and
-    slots are judged. What an extend writes is recorded; only what was accepted is read, from the next round on.
-    """
-
-    role = "draft"
-    token_offset = 1
-
-    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, topk: int, steps: int) -> None:
-        super().__init__(runner, config, most_tokens, width)
-        self._topk, self._steps, self._page = topk, steps, int(runner.token_to_kv_pool.page_size)
-        self._round, self._step = None, 0
-
-    def forward(self, method: Any, batch: Any, requests: Mapping[str, Any]) -> Any:
-        mode = batch.forward_mode
-        if mode.is_draft_extend_v2():
-            fed = self._entries_of(batch, np.full(batch.batch_size, self.nodes))
-            self.read(fed, batch, ("extend", 0))
-            output = method()
-            self._wrote()
-            return output
-        if mode.is_decode():
-            self._draft_step(batch)
-            return method()
-        return super().forward(method, batch, requests)
-
-    def _draft_step(self, batch: Any) -> None:
-        """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch."""
-        self._step = self._step + 1 if batch is self._round else 0
-        self._round = batch
-        site, n, lengths = ("draft", self._step), batch.batch_size, batch.seq_lens.to(torch.int64)
-        positions = (lengths + self._step).repeat_interleave(self._topk)
-        slots, rows = batch.out_cache_loc[: len(positions)], np.repeat(np.arange(n), self._topk)
-        entries = Entries(list(batch.rids), rows, positions, slots)
-        judge_fed(self.canary, "W5", "position", batch.positions[: len(positions)], positions, entries, site)
-        begin, stride, table = self._branches(lengths), self._stride(lengths), self._table_of(batch)
-        granted = table.gather(1, begin + self._step).flatten().to(slots.dtype)
-        judge_fed(self.canary, "W5", "slot", slots, granted, entries, site)
-        if self._step == 0 and self._page > 1 and self._topk > 1:
-            self._judge_copies(batch.rids, table, lengths, stride)
-
-    def _table_of(self, batch: Any) -> Tensor:
-        """[rows of the batch, length] int64 slots."""
-        return self.rows.req_to_token[batch.req_pool_indices.long()].to(torch.int64)
-
-    def _stride(self, lengths: Tensor) -> Tensor:
-        """[n] from one branch of a row to the next: whole pages, the first of which begins with the prefix's end."""
-        return (lengths % self._page + self._steps + self._page - 1) // self._page * self._page
-
-    def _branches(self, lengths: Tensor) -> Tensor:
-        """[n, topk] columns of the table in which the first entry of each branch has its slot."""
-        numbers = torch.arange(self._topk, device=lengths.device)
-        return lengths[:, None] + numbers * self._stride(lengths)[:, None]
-
-    def _judge_copies(self, names: Iterable[str], table: Tensor, lengths: Tensor, stride: Tensor) -> None:
-        """Every branch but the first begins with a copy of the prefix's last page, as far as that is full (T1)."""
-        tail = lengths % self._page
-        offsets = torch.arange(self._page, device=lengths.device)
-        source = (lengths - tail)[:, None, None] + offsets
-        numbers = torch.arange(1, self._topk, device=lengths.device)
-        target = source + numbers[:, None] * stride[:, None, None]
-        is_copied = (offsets < tail[:, None, None]).expand_as(target).flatten()
-        wanted, found = (
-            table.gather(1, columns.expand_as(target).flatten(1)).flatten() for columns in (source, target)
-        )
-        names, each = list(names), self._page * (self._topk - 1)
-        paged_moves.expect_equal(
-            self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch",
-            lambda entry, slot: names[entry // each],
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FedForward:
-    """What one forward writes.
-
-    new:     by row, how many entries
-    tokens:  [n];  lengths: [rows] entries of each row, new ones included; ends: the same on the host, if it knows
-    """
-
-    entries: Entries
-    new: NDArray[np.integer]
-    tokens: Tensor
-    lengths: Tensor
-    ends: Tensor | None
-
-
-class Given:
-    """Tensors that stay where they are, into which those of a batch are copied: launches are captured over them."""
-
-    def __init__(self, num_rows: int, most_tokens: int, num_groups: int, device: torch.device) -> None:
-        def new(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=device)
-
-        self.lengths, self.starts = new(num_rows), new(num_rows + 1)
-        self.tokens, self.positions = new(most_tokens), new(most_tokens)
-        self.slots = [new(most_tokens)] * num_groups
-
-    def fill(self, fed: FedForward, starts: Tensor) -> None:
-        n, total, entries = len(fed.new), len(fed.entries.rows), fed.entries
-        self.lengths[:n].copy_(fed.lengths)
-        self.starts[n:] = total
-        self.starts[: n + 1].copy_(starts)
-        self.tokens[:total].copy_(fed.tokens)
-        self.positions[:total].copy_(entries.positions)
-        self.slots[0][:total].copy_(entries.slots)
-
-
 def _of_window(verified: Verified, entry: int, slot: int) -> str | None:
     """Whose window of a verify a slot lies in."""
     [places] = (verified.slots == slot).nonzero(as_tuple=True)
     names = verified.batch.rids
     return names[int(places[0]) * len(names) // len(verified.slots)] if len(places) else None
-
-
-def tokens_of(request: Any, start: int, end: int | None = None) -> list[int] | None:
-    """Tokens [start, end) of a request as far as the host has them; None: it was given embeddings."""
-    if request.input_embeds is not None:
-        return None
-    prompt, answer = request.origin_input_ids, request.output_ids
-    behind = None if end is None else max(end - len(prompt), 0)
-    return [*prompt[start:end], *answer[max(start - len(prompt), 0) : behind]]
-
-
-def salt_of(request: Any) -> str:
-    """What makes equal tokens mean other K and V: the adapter, and what the client said."""
-    parts = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
-    return " ".join(str(part) for part in parts if part)

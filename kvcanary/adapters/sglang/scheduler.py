@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 
+from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary.adapters.sglang.compatibility import check, unfollowed
-from kvcanary.adapters.sglang.runner import WatchedDraft, WatchedRunner
+from kvcanary.adapters.sglang.draft import WatchedDraft
+from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.report.finding import Finding
 
 #: Classes of draft workers whose forwards are known here.
 FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
+
+PREFILL = "_draft_extend_for_prefill"
 
 
 def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
@@ -43,10 +47,11 @@ class Handle:
 
     def __init__(self, scheduler: Any, config: CanaryConfig) -> None:
         self.scheduler, self.config = scheduler, config
-        self.replaced = Replacements()
         self._requests: dict[str, Any] = {}
         self.target, self.draft = watched(scheduler, config)
         self.runners = [self.target] + ([] if self.draft is None else [self.draft])
+        self.guard = Guard("sglang", config.mode, parts=[own.guard for own in self.runners])
+        self.replaced = Replacements(self.guard)
         for own in self.runners:
             own.arm()
         replace = self.replaced.replace
@@ -54,10 +59,11 @@ class Handle:
         for name in ("run_batch", "process_batch_result", "flush_cache"):
             replace(scheduler, name, getattr(self, f"_{name}"))
         for own in self.runners:
-            replace(own.runner, "forward", functools.partial(self._forward, own))
-            replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved)
+            replace(own.runner, "forward", functools.partial(self._forward, own), own.guard)
+            replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved, own.guard)
         if self.draft is not None:
-            replace(scheduler.draft_worker, "verify", self._verify)
+            replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
+            replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
         for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
             self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
@@ -65,6 +71,7 @@ class Handle:
         self._page = int(allocator.page_size)
         replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
+        self.guard.is_serving = True
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""
@@ -77,16 +84,23 @@ class Handle:
 
     def detach(self) -> None:
         """Undo everything. Twice is harmless."""
+        for own in self.runners:
+            own.detach()
         self.replaced.undo()
+
+    def _tell(self, what: str, *args: Any) -> None:
+        """Let the canary of each pool hear of something, by its method of this name; one that fails stops alone."""
+        for own in self.runners:
+            own.guard.run(getattr(own, what), *args)
 
     # a step
 
     def _run_batch(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._requests = {request.rid: request for request in batch.reqs}
-        for own in self.runners:
-            own.begin(batch.reqs)
+        self._tell("begin", batch.reqs)
         result = method(batch, *args, **kwargs)
-        result.kvcanary = [own.sent() for own in self.runners]
+        looks = [own.guard.run(own.sent) for own in self.runners]
+        result.kvcanary = [(own.guard, look) for own, look in zip(self.runners, looks, strict=True) if look is not None]
         return result
 
     def _forward(self, own: WatchedRunner, method: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +114,8 @@ class Handle:
     def _process_batch_result(self, method: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        for look in getattr(result, "kvcanary", ()):
-            look()
+        for guard, look in getattr(result, "kvcanary", ()):
+            guard.run(look)
         return method(batch, result, *args, **kwargs)
 
     # what happens between steps
@@ -110,62 +124,52 @@ class Handle:
         result = method(batch, *args, **kwargs)
         begins = batch.prefix_lens
         ends = [begin + new for begin, new in zip(begins, batch.extend_lens, strict=True)]
-        for own in self.runners:
-            own.admit(batch.reqs, begins)
-            own.granted(batch.reqs, begins, ends)
+        self._tell("admit", batch.reqs, begins)
+        self._tell("granted", batch.reqs, begins, ends)
         return result
 
     def _alloc_for_decode(self, method: Any, batch: Any, token_per_req: int, *args: Any, **kwargs: Any) -> Any:
         result = method(batch, token_per_req, *args, **kwargs)
         ends = [request.kv.kv_allocated_len for request in batch.reqs]
-        for own in self.runners:
-            own.granted(batch.reqs, [end - token_per_req for end in ends], ends)
+        self._tell("granted", batch.reqs, [end - token_per_req for end in ends], ends)
         return result
 
     def _alloc_for_spec_decode(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         begins, ends = (kwargs[name].tolist() for name in ("cur_kv_lens_cpu", "nxt_kv_lens_cpu"))
-        for own in self.runners:
-            own.granted(kwargs["reqs"], begins, ends)
+        self._tell("granted", kwargs["reqs"], begins, ends)
         return result
 
     def _free(self, method: Any, free_index: Any) -> Any:
         if self.scheduler.token_to_kv_pool_allocator.free_group is None:  # else it comes again when the group ends
-            for own in self.runners:
-                own.owners.freed(free_index.to(torch.int64))
+            self._tell("freed", free_index.to(torch.int64))
         return method(free_index)
 
     def _free_pages(self, method: Any, *page_ids: Any) -> Any:
         for page in page_ids:
             slots = page.to(torch.int64)[:, None] * self._page + torch.arange(self._page, device=page.device)
-            for own in self.runners:
-                own.owners.freed(slots.flatten())
+            self._tell("freed", slots.flatten())
         return method(*page_ids)
 
     def _checkpoint(self, method: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(req, *args, **kwargs)
         if req.kv.holds_kv:
-            for own in self.runners:
-                own.shared(req)
+            self._tell("shared", req)
         return result
 
     def _release(self, method: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         number = req.kv.req_pool_idx
         if req.kv.holds_kv:
-            for own in self.runners:
-                own.leave(req)
+            self._tell("leave", req)
         result = method(req, *args, **kwargs)
-        for own in self.runners:
-            own.left(number)
+        self._tell("left", number)
         return result
 
     def _flush_cache(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        for own in self.runners:
-            own.flush()
+        self._tell("flush")
         is_done = method(*args, **kwargs)
         if is_done:
-            for own in self.runners:
-                own.forget()
+            self._tell("forget")
         return is_done
 
 

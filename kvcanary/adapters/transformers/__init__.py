@@ -70,9 +70,10 @@ class Handle:
         self._before = 0
         self._unwatched = Unwatched(model, canary.config, canary.coverage)
         self._parameters = tuple(inspect.signature(model.forward).parameters)
+        run = canary.guard.run
         self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True),
+            model.register_forward_pre_hook(functools.partial(run, self._before_forward), with_kwargs=True),
+            model.register_forward_hook(functools.partial(run, self._after_forward), with_kwargs=True),
         ]
         self._replaced = {"generate": self._generate}
         if "tokens of rows" not in canary.closed:
@@ -120,11 +121,10 @@ class Handle:
 
     # around the model's methods
 
-    @staticmethod
-    def _around(method: Any, wrapper: Any) -> Any:
+    def _around(self, method: Any, wrapper: Any) -> Any:
         @functools.wraps(method)  # generate() reads the signature
         def around(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(method, *args, **kwargs)
+            return self._canary.guard.call(wrapper, method, args, kwargs)
 
         return around
 
@@ -133,6 +133,8 @@ class Handle:
         before, entries = self._unwatched.num_forwards, self._num_entries
         try:
             output = method(*args, **kwargs)
+            if self._canary.guard.stopped:
+                return output
             self._unwatched.ended("generate", before, self._num_entries - entries)
             for cache in self._in_use:
                 if self._canary.config.content != "write" and isinstance(cache, CanaryCache):
@@ -155,7 +157,7 @@ class Handle:
         output = method(*args, **kwargs)
         if self._batching.failure is not None:  # its thread has told the requests, not the caller
             raise self._batching.failure
-        if output:
+        if output and not self._canary.guard.stopped:
             self._unwatched.ended("generate_batch", before, self._num_entries - entries)
         return output
 

@@ -65,22 +65,27 @@ class CanaryCache:
             raise HookOrderError(
                 "a compiled forward runs without the canary: set generation_config.disable_compile=True"
             )
-        new = key_states, value_states
-        was_cut = self._was_cut_unseen(layer_idx)
+        new, guard = (key_states, value_states), self.kv_rows.canary.guard
+        was_cut = guard.run(self._was_cut_unseen, layer_idx)
         read = super().update(*new, layer_idx, *args, **kwargs)  # type: ignore[misc]
+        guard.run(self._stored, layer_idx, new, read, was_cut)
+        return read
+
+    def _stored(self, layer: int, new: tuple[Tensor, Tensor], read: Any, was_cut: bool) -> None:
         try:
-            _expect_followed(self.layers[layer_idx])
+            _expect_followed(self.layers[layer])
             if was_cut:
                 raise self.kv_rows.canary.closed_error("crop")
-            self.kv_rows.stored(layer_idx, new, read, self._said(layer_idx))
+            self.kv_rows.stored(layer, new, read, self._said(layer))
         except (AdapterError, PlanError) as error:
             _refuse_or_leave(self, error)  # the next forward tells of it
-        return read
 
     @_operation
     def crop(self, *args: Any, **kwargs: Any) -> None:
         super().crop(*args, **kwargs)  # type: ignore[misc]
-        [number] = (*args, *kwargs.values())
+        self.kv_rows.canary.guard.run(self._cropped, *args, *kwargs.values())
+
+    def _cropped(self, number: Any) -> None:
         # to 5.17 a positive number is the length that is left
         removed = max(self.kv_rows.length - int(number), 0) if number > 0 else -int(number)
         self.kv_rows.cropped(removed, self._said, self._held)
@@ -88,24 +93,30 @@ class CanaryCache:
     @_operation
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.kv_rows.selected(beam_idx, self._held)
+        self._selected(lambda rows: beam_idx)
 
     @_operation
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(self._batch_size()).repeat_interleave(repeats)
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.kv_rows.selected(rows, self._held)
+        self._selected(lambda rows: rows.repeat_interleave(repeats))
 
     @_operation
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(self._batch_size())[indices.cpu()]
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self.kv_rows.selected(rows, self._held)
+        self._selected(lambda rows: rows[indices.cpu()])
 
     @_operation
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.kv_rows.forget()
+        self.kv_rows.canary.guard.run(self.kv_rows.forget)
+
+    def _selected(self, which: Callable[[Tensor], Tensor]) -> None:
+        """Rows are others now: `which` of those that there were."""
+
+        def selected() -> None:
+            self.kv_rows.selected(which(torch.arange(self._batch_size())), self._held)
+
+        self.kv_rows.canary.guard.run(selected)
 
     def _said(self, layer: int) -> int:
         return int(self.layers[layer].get_seq_length())

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.observed.capabilities import expect_watching
 from kvcanary.adapters.observed.incident_dumps import IncidentDumps, source_without_slots
 from kvcanary.adapters.transformers.needs import TESTED
@@ -83,6 +84,8 @@ class DenseCanary:
         """`closed`: by path of needs.py, what is gone of its names."""
         expect_watching(config, "one row of a running generate")
         self.config, self.coverage, self.closed = config, Coverage(), dict(closed or {})
+        self.guard = Guard("transformers", config.mode, self._stopped)
+        self.guard.is_serving = True
         self.dumps = IncidentDumps(config, functools.partial(source_without_slots, weakref.proxy(self)))
         self.dumps.environment = {"engine": "transformers", "version": version("transformers")}
         self.writers = {0: UPDATE}  # by the number of a request in records, its name
@@ -99,6 +102,9 @@ class DenseCanary:
 
     def __deepcopy__(self, memo: Any) -> DenseCanary:
         return self
+
+    def _stopped(self, reason: str) -> None:
+        self.coverage.skip(f"stopped watching: {reason}", 1)
 
     def fingerprints(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
         """[2, batch, n] int64: both fingerprints of the entries of k and v [batch, heads, n, dim]."""
@@ -181,7 +187,7 @@ class DenseCanary:
 
         pool_id, records: of the cache whose violations name no pool; records [positions, 8] say which forward wrote
         """
-        if not violations:
+        if not violations or self.guard.stopped:
             return
         pool = WatchedPool.of(CacheView(POOL, self.layers_seen), pool_id, records)
         for violation in violations:

@@ -30,6 +30,30 @@ def not_finite_before(facts: Evidence) -> Cause | None:
     return Cause("numerics", "computed from an entry that was not finite before", "derived", evidence)
 
 
+def stored_elsewhere(facts: Evidence) -> Cause | None:
+    """The forward was told another slot for an entry than its row has."""
+    wanted, found = _fed(facts)
+    if "slot" not in wanted or "slot" not in found or facts.violation.site[0] == "draft":
+        return None
+    violation = facts.violation
+    where = f"slot {found['slot']}, the row of {violation.request_id!r} has slot {wanted['slot']}"
+    evidence = (f"position {violation.position} was stored into {where} for it", *violation.notes[1:])
+    return Cause("addressing", "the forward stores an entry where its row has another one", "derived", evidence)
+
+
+def outgrown_row(facts: Evidence) -> Cause | None:
+    """Rows lie behind each other: what a row has no room for becomes the next one's."""
+    wanted, found = _fed(facts)
+    if "row_width" not in wanted:
+        return None
+    width, length = wanted["row_width"], found["length"]
+    evidence = (
+        f"{length} entries were reserved, a row of the table has {width}",
+        "the next row's first entries follow",
+    )
+    return Cause("bounds", "more entries are reserved than a row of the table has room for", "derived", evidence)
+
+
 def draft_positions(facts: Evidence) -> Cause | None:
     """A draft step was fed a position, or a slot, that is not the next one of its branch."""
     wanted, found = _fed(facts)

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
-from kvcanary.adapters.sglang.runner import WatchedRunner, tokens_of
-from kvcanary.adapters.sglang.scheduler import Handle
+from kvcanary.adapters.sglang.draft import WatchedDraft
+from kvcanary.adapters.sglang.fed import tokens_of
+from kvcanary.adapters.sglang.runner import WatchedRunner
+from kvcanary.adapters.sglang.scheduler import PREFILL, Handle
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -135,7 +137,7 @@ def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
     told: list[tuple[list[int], list[int]]] = []
     granted = lambda slots, uids: told.append((slots.tolist(), uids.tolist()))  # noqa: E731
     own = SimpleNamespace(
-        _uids={2: 7}, canary=SimpleNamespace(memory=SimpleNamespace(upload=lambda values: values)),
+        _uids={2: 7}, length=10, canary=SimpleNamespace(memory=SimpleNamespace(upload=lambda values: values)),
         owners=SimpleNamespace(granted=granted), rows=SimpleNamespace(req_to_token=torch.arange(40).view(4, 10)),
     )  # fmt: skip
     rows = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=number)) for number in (1, 2, 2)]
@@ -147,7 +149,7 @@ def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
 
 def test_what_replaces_a_method_has_its_parameters_names() -> None:
     """SGLang may call by name: what a wrapper names itself is called as in SGLang, and all else is passed on."""
-    hooks = {"move_kv_cache": WatchedRunner.moved} | {
+    hooks = {"move_kv_cache": WatchedRunner.moved, PREFILL: WatchedDraft.prefill} | {
         name: getattr(Handle, f"_{own}")
         for name, own in {
             "run_batch": "run_batch", "process_batch_result": "process_batch_result", "free": "free",

@@ -76,6 +76,21 @@ def test_no_token_of_a_wrong_step_leaves(scene) -> None:
     assert sum(map(len, act["outputs"].values())) > 0
 
 
+def test_a_hook_that_fails_ends_no_request(scene) -> None:
+    """In mode log SGLang goes on with the tokens that it has without a canary; the certificate says since when not."""
+    acts = scene("dense faults")
+    [failed], [bare] = (
+        [act for act in acts if act[key] == value] for key, value in (("fault", "hook_error"), ("mode", "off"))
+    )
+    assert "raised" not in failed
+    assert failed["outputs"] == bare["outputs"]
+    assert failed["findings"] == []
+    report = failed["reports"]["target"]
+    assert not report["armed"]
+    assert report["forwards"] > 0
+    assert report["unchecked"] == {"stopped watching: RuntimeError in forward: a defect of ours": 1}
+
+
 def first(acts: Acts, fault: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first finding of the act with this fault in mode log, and what was touched; every incident was told."""
     [act] = [act for act in acts if (act["fault"], act["mode"]) == (fault, "log")]
@@ -135,6 +150,18 @@ def test_a_bit_of_the_draft_model_is_named(scene) -> None:
     for _, found, touched in struck(scene, "draft_bit"):
         assert (found["code"], found["pool"], found["reader"]) == ("R9", "draft", touched["request"])
         assert (found["slot"], found["layer"], found["bit"]) == (touched["slot"], touched["layer"], touched["bit"])
+
+
+@pytest.mark.slow
+def test_a_hook_of_the_draft_that_fails_stops_its_pool_alone(scene) -> None:
+    """The target's pool is judged to the end, and tokens are those without a canary."""
+    acts = scene("topk 1, page 1")
+    [failed] = [act for act in acts if act["fault"] == "draft_hook_error"]
+    assert failed["outputs"] == acts[1]["outputs"]
+    target, draft = failed["reports"]["target"], failed["reports"]["draft"]
+    assert (target["armed"], draft["armed"]) == (True, False)
+    assert target["forwards"] == acts[0]["reports"]["target"]["forwards"] > draft["forwards"]
+    assert (target["unchecked"], failed["findings"]) == ({}, [])
 
 
 @pytest.mark.slow

@@ -125,12 +125,96 @@ def freed(host: Any) -> Iterator[Touched]:
     yield {"request": request.rid, "position": 0, "slot": int(slot)}
 
 
+def written_when_free(host: Any) -> Iterator[Touched]:
+    """The page in which a request goes on is given back, just before the forward that stores there."""
+    import torch
+
+    touched: Touched = {}
+    allocator, page = host.scheduler.token_to_kv_pool_allocator, host.scheduler.server_args.page_size
+
+    def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        at = [n for n, position in enumerate(batch.positions.tolist()) if position % page == 0]
+        if not touched and batch.forward_mode.is_decode() and at:
+            slot = batch.out_cache_loc[at[0] : at[0] + 1].to(torch.int64)
+            allocator.free(slot)
+            touched.update(request=batch.rids[at[0]], position=int(batch.positions[at[0]]), slot=int(slot))
+        return method(batch, *args, **kwargs)
+
+    with around(host.scheduler.tp_worker.model_runner, "forward", forward):
+        yield touched
+
+
+def late_write(host: Any) -> Iterator[Touched]:
+    """Behind every forward somebody writes into a slot that was free before it and is free still."""
+    import torch
+
+    canary, pool = host.canary.target.canary, host.scheduler.tp_worker.model_runner.token_to_kv_pool
+    touched: Touched = {}
+
+    def forward(method: Any, *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        filled = canary.poison.filled.nonzero()[:, 0].tolist()
+        if not touched and filled:
+            touched.update(slot=filled[0], layer=len(pool.k_buffer) - 1)
+            pool.k_buffer[-1][filled[0]].view(torch.int32)[0, 3] ^= 1 << 7
+        return output
+
+    with around(host.scheduler.tp_worker.model_runner, "forward", forward):
+        yield touched
+
+
+def draft_scatter(host: Any) -> Iterator[Touched]:
+    """The slots of a draft step are scattered one column too far: the last of a row lands on the first of the next."""
+    runner = host.scheduler.draft_worker.draft_worker.draft_runner
+    yield from _scattered(runner, "is_decode", int(host.scheduler.server_args.speculative_eagle_topk))
+
+
+def verify_scatter(host: Any) -> Iterator[Touched]:
+    """The same of the nodes that are verified."""
+    nodes = int(host.scheduler.server_args.speculative_num_draft_tokens)
+    yield from _scattered(host.scheduler.tp_worker.model_runner, "is_target_verify", nodes)
+
+
+def chunk_rotated(host: Any) -> Iterator[Touched]:
+    """A draft is fed each chunk rotated within itself: behind its last token comes its first."""
+    import sglang.srt.speculative.eagle_worker_v2 as worker
+
+    touched: Touched = {"rows": 0}
+
+    def tail(method: Any, batch: Any, next_token_ids: Any) -> Any:
+        tokens, first = method(batch, next_token_ids).clone(), 0
+        for row, count in enumerate(batch.extend_lens):
+            tokens[row] = batch.input_ids[first]
+            first += count
+            touched["rows"] += 1
+        return tokens
+
+    with around(worker, "_eagle_prefill_tail_tokens", tail):
+        yield touched
+
+
+def hook_error(host: Any) -> Iterator[Touched]:
+    """No fault of SGLang's: one hook of the canary fails in the target's forward, from now on."""
+    yield from _failing(host.canary.target)
+
+
+def draft_hook_error(host: Any) -> Iterator[Touched]:
+    """The same in the pool of the draft model."""
+    yield from _failing(host.canary.draft)
+
+
 Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
-    for own in (bit, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed)
-}
-LASTING = ("short_move", "one_too_long", "no_tail_copy", "freed")
+    for own in (
+        bit, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed,
+        written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error,
+    )
+}  # fmt: skip
+LASTING = (
+    "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write", "draft_scatter",
+    "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
+)  # fmt: skip
 
 
 @contextmanager
@@ -145,6 +229,28 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]
             delattr(owner, name)
         else:
             setattr(owner, name, held)
+
+
+def _scattered(runner: Any, kind: str, width: int) -> Iterator[Touched]:
+    touched: Touched = {}
+
+    def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not touched and getattr(batch.forward_mode, kind)() and batch.batch_size > 1:
+            batch.out_cache_loc[width] = batch.out_cache_loc[width - 1]
+            touched.update(request=batch.rids[1], other=batch.rids[0], position=int(batch.positions[width]))
+            touched["slot"] = int(batch.out_cache_loc[width])
+        return method(batch, *args, **kwargs)
+
+    with around(runner, "forward", forward):
+        yield touched
+
+
+def _failing(own: Any) -> Iterator[Touched]:
+    def read(*args: Any) -> None:
+        raise RuntimeError("a defect of ours")
+
+    own.canary.read = read
+    yield {"pool": own.role}
 
 
 def _first(host: Any) -> Any:

@@ -39,6 +39,13 @@ class Nothing(metaclass=_Nothing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a package that is not here was called")
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Fields of models may have such a type."""
+        from pydantic_core import core_schema
+
+        return core_schema.any_schema()
+
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

@@ -23,7 +23,7 @@ PROMPTS = {
     "c": [1, 5, 9, 13, 4, 4, 4, 6, 8, 10, 3, 2, 1, *range(3, 30)],  # longer than a chunk
     "d": [1, 5, 9, 13, 4, 4, 4, 6],  # begins as c does
 }
-OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content")
+OF_AN_ACT = ("mode", "fault", "new", "later", "prompt", "answer", "at", "abort", "content", "dump")
 
 
 def run() -> None:
@@ -47,13 +47,18 @@ def play(
     fault: str = "",
     new: int = 8,
     later: int = 0,
+    prompt: int = 20,
+    answer: int = 40,
     at: int = 3,
     abort: str = "",
     content: str = "full",
+    dump: str = "",
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
     later: how many longer requests come after the first four, so that entries are evicted
+    prompt, answer: about how many tokens these have, and are given
+    dump:  a folder for dumps
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
     said: dict[str, Any] = {"mode": mode, "fault": fault, "plugged_in": host.canary is not None}
@@ -61,7 +66,7 @@ def play(
         from kvcanary import CanaryConfig
         from kvcanary.adapters.sglang.scheduler import attach
 
-        attach(host.scheduler, CanaryConfig(mode=mode, content=content, seed=3))
+        attach(host.scheduler, CanaryConfig(mode=mode, content=content, seed=3, dump_dir=Path(dump) if dump else None))
     elif mode == "off" and host.canary is not None:
         host.canary.detach()
     before = host.begin()
@@ -71,7 +76,8 @@ def play(
     try:
         host.run(*((before_nothing, before_nothing) if later else blow.turns))
         for number in range(later):
-            host.ask(f"x{number}", [1, 8, number + 3] + [(7 * number + n) % 32 for n in range(20)], 40)
+            tokens = [1, 8, number % 29 + 3] + [(7 * number + n) % 32 for n in range(prompt)]
+            host.ask(f"x{number}", tokens, answer)
         if later:
             host.run(*blow.turns)
     except Exception as error:

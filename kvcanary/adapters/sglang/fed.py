@@ -1,0 +1,64 @@
+"""What a forward of SGLang is fed, in tensors that stay where they are; and what a request says of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.adapters.observed.inputs import Entries
+
+
+@dataclass(frozen=True)
+class FedForward:
+    """What one forward writes.
+
+    new:     by row, how many entries
+    tokens:  [n];  lengths: [rows] entries of each row, new ones included; ends: the same on the host, if it knows
+    """
+
+    entries: Entries
+    new: NDArray[np.integer]
+    tokens: Tensor
+    lengths: Tensor
+    ends: Tensor | None
+
+
+class Given:
+    """Tensors that stay where they are, into which those of a batch are copied: launches are captured over them."""
+
+    def __init__(self, num_rows: int, most_tokens: int, num_groups: int, device: torch.device) -> None:
+        def new(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+        self.lengths, self.starts = new(num_rows), new(num_rows + 1)
+        self.tokens, self.positions = new(most_tokens), new(most_tokens)
+        self.slots = [new(most_tokens)] * num_groups
+
+    def fill(self, fed: FedForward, starts: Tensor) -> None:
+        n, total, entries = len(fed.new), len(fed.entries.rows), fed.entries
+        self.lengths[:n].copy_(fed.lengths)
+        self.starts[n:] = total
+        self.starts[: n + 1].copy_(starts)
+        self.tokens[:total].copy_(fed.tokens)
+        self.positions[:total].copy_(entries.positions)
+        self.slots[0][:total].copy_(entries.slots)
+
+
+def tokens_of(request: Any, start: int, end: int | None = None) -> list[int] | None:
+    """Tokens [start, end) of a request as far as the host has them; None: it was given embeddings."""
+    if request.input_embeds is not None:
+        return None
+    prompt, answer = request.origin_input_ids, request.output_ids
+    behind = None if end is None else max(end - len(prompt), 0)
+    return [*prompt[start:end], *answer[max(start - len(prompt), 0) : behind]]
+
+
+def salt_of(request: Any) -> str:
+    """What makes equal tokens mean other K and V: the adapter, and what the client said."""
+    parts = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
+    return " ".join(str(part) for part in parts if part)
