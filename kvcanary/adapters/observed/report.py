@@ -40,6 +40,8 @@ SHOWN = 8  # slots of one step that were written twice, and are told
 def report_step(canary: PagedCanary, step: Step) -> int:
     """Tell of everything that fired in this step, and give its number. KVCorruptionError in mode raise."""
     violations = _leading(_violations(canary, step))
+    for violation in violations:
+        violation.notes += _row(step, violation)
     canary.response.answer(violations, step.number, canary.coverage)
     return len(violations)
 
@@ -74,6 +76,12 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             yield from event.violations(step.number)
         else:
             yield from _of_event(canary, event, step.number)
+
+
+def _row(step: Step, violation: Violation) -> tuple[str, ...]:
+    """Which row of the engine's own table a request has, where the canary goes along that."""
+    rows = dict(zip(step.requests, step.numbers.tolist(), strict=True)) if step.in_place else {}
+    return (f"row {rows[violation.request_id]} of the table",) if violation.request_id in rows else ()
 
 
 def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str, ...]:
@@ -175,9 +183,15 @@ def _pool(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
 
 
 def _place(group: Group, slot: int, names: Sequence[str] = ()) -> str:
-    """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`."""
+    """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`.
+
+    Where tables name entries, pages are those of the pool.
+    """
     window = f" with a window of {group.window}" if group.window else ""
-    place = f"group {group.number}{window}, block {slot // group.block_size}, offset {slot % group.block_size}"
+    what, size = "block", group.block_size
+    if size == 1:
+        what, size = "page", group.layers[0].view.page_size
+    place = f"group {group.number}{window}, {what} {slot // size}, offset {slot % size}"
     if not names:
         return place
     more = f" and {len(names) - SHOWN_LAYERS} more" if len(names) > SHOWN_LAYERS else ""

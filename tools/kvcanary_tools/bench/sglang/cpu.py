@@ -48,11 +48,12 @@ LIFE = {"later": 6, "new": 20, "at": 9, "abort": "x1"}
 LONG = {"later": 48, "new": 20, "prompt": 260, "answer": 100}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}  # every few steps
 OFF: Json = {"mode": "off"}
+AT: dict[str, Json] = {"chunk_rotated": {"at": 0}}  # faults that strike in another turn than others
 
 
 def trees(topk: int, page: int, *faults: str) -> Scene:
     """EAGLE: sound, without a canary, and each fault in turn."""
-    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault} for fault in faults))
+    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault, **AT.get(fault, {})} for fault in faults))
     nodes = 4 if topk == 1 else 6
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 
@@ -106,7 +107,7 @@ TREES = {
     "at the context's end": AT_THE_END,
     "without 25015": reverted(25015, trees(1, 4)),
     "without 26329": reverted(26329, trees(1, 4)),
-    "without 26972": reverted(26972, AT_THE_END),
+    "without 26972": Scene(({"mode": "raise", "new": 24},), AT_THE_END.settings, {"SGLANG_DEBUG_REVERT_PR": "26972"}),
 }
 SCENES = QUICK | TREES
 
