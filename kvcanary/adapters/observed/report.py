@@ -79,9 +79,12 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
 
 
 def _row(step: Step, violation: Violation) -> tuple[str, ...]:
-    """Which row of the engine's own table a request has, where the canary goes along that."""
+    """Which row of the engine's own table a request has, where the canary goes along that, and the page of the slot."""
     rows = dict(zip(step.requests, step.numbers.tolist(), strict=True)) if step.in_place else {}
-    return (f"row {rows[violation.request_id]} of the table",) if violation.request_id in rows else ()
+    if violation.request_id not in rows:
+        return ()
+    place = "" if violation.slot < 0 else f", page {violation.page} of the pool"
+    return (f"row {rows[violation.request_id]} of the table{place}",)
 
 
 def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str, ...]:

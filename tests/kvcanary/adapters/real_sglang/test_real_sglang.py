@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcanary.scrub.free_slots import UNPOISONED
-from kvcanary_tools.bench.sglang.cpu import SCENES, TREES, folder_of, pinned, played
+from kvcanary_tools.bench.sglang.cpu import SCENES, TREES, folder_of, pinned, played, served
 
 ASTRAY = "the forward stores an entry where its row has another one"
 INSTALLED = folder_of(pinned())
@@ -185,7 +185,7 @@ def test_a_node_that_is_stored_one_slot_further_is_named(scene) -> None:
 def test_a_scatter_one_column_too_far_is_named(scene) -> None:
     """The last slot of one row lands on the first of the next: of a draft step, and of the nodes of a verify."""
     for _, found, touched in struck(scene, "draft_scatter"):
-        assert (found["code"], found["pool"], found["site"]) == ("W5", "draft", ["draft", 0])
+        assert (found["code"], found["pool"], found["site"]) == ("W5", "draft", ["draft", 1])
         assert (found["writer"], found["position"], found["slot"]) == (
             touched["request"], touched["position"], touched["slot"],
         )  # fmt: skip
@@ -202,7 +202,7 @@ def test_a_scatter_one_column_too_far_is_named(scene) -> None:
 
 @pytest.mark.slow
 def test_a_chunk_that_is_rotated_within_itself_is_named(scene) -> None:
-    """Behind the last token of a chunk a draft is fed its first, not what was sampled, or what the prompt goes on with."""
+    """Behind the last token of a chunk a draft is fed its first, not what was sampled or the prompt goes on with."""
     for _, found, touched in struck(scene, "chunk_rotated"):
         assert touched["rows"] > 3
         assert (found["code"], found["pool"], found["site"]) == ("W6", "draft", ["prefill", 0])
@@ -272,3 +272,15 @@ def test_its_own_bugs_are_found_by_its_own_switches(scene, name: str, code: str,
     assert (found["code"], found["pool"], found["site"][0]) == (code, "draft", site)
     assert found["causes"][0]["text"] == cause
     assert len(act["findings"]) == 1
+
+
+@pytest.mark.slow
+def test_a_whole_engine_says_in_its_log_and_its_metrics_that_it_is_watched(scene, tmp_path) -> None:
+    """Its scheduler is a process of its own, which the plug-in reaches; SGLang's page of metrics has the canary's."""
+    told = served(INSTALLED, tmp_path)
+    bare = scene("dense")[1]
+    assert told["outputs"] == {name: bare["outputs"][name][:8] for name in told["outputs"]}
+    assert 'kvcanary_watching{engine="sglang",pool="target",rank="0"} 1.0' in told["metrics"]
+    [attached] = [line for line in told["lines"] if "kvcanary.attached" in line]
+    assert "host=sglang" in attached
+    assert "mode=log" in attached

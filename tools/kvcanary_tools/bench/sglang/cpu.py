@@ -127,18 +127,32 @@ def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
 
     installed: the folder that holds SGLang; place: for models and what lies on the child's path
     """
-    path = [str(installed), *(str(ROOT / name) for name in (".", "kernels", "tools"))]
-    if scene.is_plugged:
-        path.insert(0, str(_plugged(place)))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
-    environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **scene.environ}
     told = json.dumps({**scene.settings, "acts": scene.acts})
-    command = [sys.executable, "-m", "kvcanary_tools.bench.sglang.scene", str(place), told]
-    child = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, timeout=900, check=False)
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    if child.returncode or not lines:
-        raise RuntimeError(f"the scene ended with {child.returncode}: {child.stdout[-1000:]}{child.stderr[-3000:]}")
-    return list(json.loads(lines[-1])["acts"])
+    lines = _said("scene", installed, place, scene.environ, told, is_plugged=scene.is_plugged)
+    return list(json.loads(next(line for line in lines if line.startswith("{")))["acts"])
+
+
+def served(installed: Path, place: Path, mode: str = "log") -> Json:
+    """What a whole engine gave whose scheduler is a process of its own, and the `lines` that its processes wrote."""
+    lines = _said("engine", installed, place, {"KVCANARY_MODE": mode}, is_plugged=True)
+    return {**json.loads(next(line for line in lines if line.startswith("{"))), "lines": lines}
+
+
+def _said(
+    module: str, installed: Path, place: Path, environ: dict[str, str], *told: str, is_plugged: bool
+) -> list[str]:
+    """What a child has written; with `is_plugged` it finds this tree's entry points."""
+    path = [str(installed), *(str(ROOT / name) for name in (".", "kernels", "tools"))]
+    if is_plugged:
+        path.insert(0, str(_plugged(place)))
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
+    own |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **environ}
+    command = [sys.executable, "-m", f"kvcanary_tools.bench.sglang.{module}", str(place), *told]
+    child = subprocess.run(command, env=own, cwd=place, capture_output=True, text=True, timeout=900, check=False)
+    lines = child.stdout.splitlines()
+    if child.returncode or not any(line.startswith("{") for line in lines):
+        raise RuntimeError(f"it ended with {child.returncode}: {child.stdout[-1000:]}{child.stderr[-3000:]}")
+    return lines
 
 
 def _plugged(place: Path) -> Path:
