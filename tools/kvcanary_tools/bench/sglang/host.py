@@ -78,8 +78,17 @@ class Host:
     """One scheduler, its requests, and the tokens that they were given."""
 
     def __init__(
-        self, folder: Path, eagle: bool = False, topk: int = 1, steps: int = 3, nodes: int = 4, **settings: Any
+        self,
+        folder: Path,
+        eagle: bool = False,
+        topk: int = 1,
+        steps: int = 3,
+        nodes: int = 4,
+        layers: int = 2,
+        peer: bool = False,
+        **settings: Any,
     ):
+        """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads"""
         import torch
 
         torch.set_num_threads(1)
@@ -88,8 +97,13 @@ class Host:
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        folder = folder if layers == 2 else folder / f"{layers} layers"
         if not (folder / "target").exists():
-            make_models(folder)
+            make_models(folder, layers)
+        self.peer_said: list[str] = []
+        if peer:
+            settings |= {"kv_canary": "log", "kv_canary_real_data": "all"}
+            _let_peer_run(self.peer_said)
         wanted = {
             "model_path": str(folder / "target"), "context_length": 128, "max_total_tokens": 1024,
             "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.1,
@@ -143,6 +157,7 @@ class Host:
     def begin(self) -> dict[str, int]:
         """Forget the requests that were; what is given counts how much each has when a turn begins."""
         self.requests.clear()
+        self.peer_said.clear()
         self.counts = {}
         self.given: dict[str, int] = {}
         return self.given
@@ -203,15 +218,33 @@ class Host:
         return {name: list(request.output_ids) for name, request in self.requests.items()}
 
 
-def install(eagle: bool = False) -> None:
+def install(interpreted: bool = False) -> None:
     """Let SGLang be imported here; before its first import. Trees need Triton's interpreter, which is slow."""
-    if eagle:
+    if interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
     sys.meta_path.append(_Absent())
 
 
-def make_models(folder: Path) -> None:
-    """A target of two layers, and a draft of one: mostly the next token hangs on the last one, as the draft knows it.
+def _let_peer_run(said: list[str]) -> None:
+    """SGLang's own canary on a CPU; `said` gets what it logs of violations."""
+    import logging
+
+    import torch
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    own = logging.getLogger("sglang.srt.kv_canary.runner.violation_reporter")
+    own.addHandler(Handler())
+    own.setLevel(logging.WARNING)
+    stream, empty = torch.cpu.Stream, torch.empty
+    torch.cpu.Stream = lambda *args, **kwargs: stream()  # type: ignore[misc, assignment]
+    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)  # type: ignore[assignment]
+
+
+def make_models(folder: Path, layers: int = 2) -> None:
+    """A target of some layers, and a draft of one: mostly the next token hangs on the last one, as the draft knows it.
 
     So the right token is often among the draft's, and not always the first of them.
     """
@@ -228,7 +261,7 @@ def make_models(folder: Path) -> None:
             tie_word_embeddings=False, initializer_range=0.3, dtype="float32",
         )  # fmt: skip
 
-    target, draft = (LlamaForCausalLM(config(layers)).float() for layers in (2, 1))
+    target, draft = (LlamaForCausalLM(config(count)).float() for count in (layers, 1))
     for name, weight in (*target.named_parameters(), *draft.named_parameters()):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.data *= QUIETER
@@ -236,7 +269,7 @@ def make_models(folder: Path) -> None:
     state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
     weights["fc.weight"] = torch.cat((torch.eye(64) + torch.randn(64, 64) * ASTRAY, torch.zeros(64, 64)), 1)
-    (folder / "draft").mkdir()
+    (folder / "draft").mkdir(parents=True)
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}
     (folder / "draft" / "config.json").write_text(json.dumps(told))

@@ -30,7 +30,7 @@ def run() -> None:
     folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     acts = told.pop("acts", None)
     only = None if acts else {name: told.pop(name) for name in OF_AN_ACT if name in told}
-    sglang_host.install(told.get("eagle", False))
+    sglang_host.install(told.get("eagle", False) or told.get("peer", False))
     import torch
 
     with torch.no_grad():
@@ -85,7 +85,7 @@ def play(
         said["left"] = sum(len(out) - before.get(name, 0) for name, out in host.outputs.items())
         said["finding"] = error.findings[0].to_dict() if hasattr(error, "findings") else str(error)
     blow.end()
-    said["outputs"], said["counts"] = host.outputs, host.counts
+    said["outputs"], said["counts"], said["peer"] = host.outputs, host.counts, list(host.peer_said)
     if host.canary is not None:
         said["reports"] = host.canary.report()
         said["findings"] = [finding.to_dict() for finding in host.canary.findings]
