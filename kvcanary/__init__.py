@@ -24,12 +24,14 @@ _HOMES = {
     "NOWHERE": "pools.slot_maps",
     "PlanError": "errors",
     "PoolView": "pools.views",
+    "ProbeForward": "probe.forwards",
     "ReadPlan": "pools.plans",
     "Report": "report.render",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
     "first_visible": "pools.slot_maps",
+    "probe_pages": "probe.forwards",
     "site_name": "pools.launch_site",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "LifetimeError",
     "PlanError",
     "PoolView",
+    "ProbeForward",
     "ReadPlan",
     "Report",
     "SubstepCanary",
@@ -54,6 +57,7 @@ __all__ = [
     "WritePlan",
     "__version__",
     "first_visible",
+    "probe_pages",
     "site_name",
 ]
 
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
     )
     from kvcanary.pools.slot_maps import NOWHERE, first_visible
     from kvcanary.pools.views import PoolView
+    from kvcanary.probe.forwards import ProbeForward, probe_pages
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
 

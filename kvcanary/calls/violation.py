@@ -10,7 +10,18 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcanary.calls.forward import Ints
-from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, RANK, SPEAK_FIRST, UNWRITTEN, Code
+from kvcanary.codes import (
+    ARRIVED,
+    CAME_BACK,
+    CODES,
+    MISREAD,
+    NOT_FINITE,
+    RANK,
+    READS_ELSE,
+    SPEAK_FIRST,
+    UNWRITTEN,
+    Code,
+)
 from kvcanary.records.state import PoolState
 
 if TYPE_CHECKING:
@@ -66,6 +77,7 @@ class Violation:
     along:     the cache, and the batch in it, whose index arrays named the slot: what they name wrong is one incident,
                and so is what is named wrong for the same request later
     notes:     lines of evidence that it brings along
+    misread:   for R8 of a probe, family and text of what attention did instead, and what speaks for it
     """
 
     code: str
@@ -97,12 +109,15 @@ class Violation:
     row_number: int | None = None
     along: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
+    misread: tuple[str, str, tuple[str, ...]] | None = None
 
     @property
     def meaning(self) -> Code:
         """What the violation says."""
         if self.arrival is not None:
             return CAME_BACK
+        if self.misread is not None:
+            return READS_ELSE
         return NOT_FINITE if self.is_unwritten else CODES[self.code]
 
     @property
@@ -110,6 +125,8 @@ class Violation:
         """The code, or what stands for it where its causes are others."""
         if self.arrival is not None:
             return ARRIVED
+        if self.misread is not None:
+            return MISREAD
         return UNWRITTEN if self.is_unwritten else self.code
 
     @property
