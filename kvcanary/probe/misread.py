@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvcanary.probe.forwards import ProbeForward
-from kvcanary.probe.known import Known
+from kvcanary.probe.known import SKETCH, Known
 
-NEAR = 0.25  # of a weight: more than 8-bit numbers and reduced sums are off, less than a misread entry
+NEAR = 0.25  # of a weight: what an entry that was read otherwise is off at least
 FAINT = 0.05  # of the mean weight: less is nothing
 NAMED = 8  # slots in a text
 
@@ -27,6 +27,12 @@ class Misread(NamedTuple):
     evidence: tuple[str, ...]
     expected: str
     found: str
+
+
+def is_right(forward: ProbeForward, known: Known, sketch: Tensor, near: float, window: int | None = None) -> bool:
+    """Whether every query read its row: what the sketch gave, [n, heads, dim], to within so much of a weight."""
+    wanted = known.weights(forward.seen(window)) @ known.codes(SKETCH).double()
+    return bool(((known.plain(sketch) - wanted[:, None]).abs() <= near * (wanted[:, None] + FAINT)).all())
 
 
 def misread(
@@ -46,11 +52,11 @@ def misread(
     query, head = wrong.nonzero()[0].tolist()
     answer = Answer(forward, known, query, wanted[query], weights[query, head], float(sums[query, head]))
     family, text = answer.reason()
+    slot, position = forward.written[query], forward.positions()[query]
     evidence = (
-        f"query at position {forward.positions()[query]}, head {head}, over entries of known K and V in free pages",
+        f"query at position {position}, head {head}, over entries of known K and V in free pages",
         f"the weights of what it read add up to {answer.total:.3g}, those of its row to 1",
     )
-    slot, position = forward.written[query], forward.positions()[query]
     return Misread(slot, position, family, text, evidence, _slots(seen[query]), _slots(answer.read))
 
 
@@ -103,10 +109,9 @@ class Answer:
 
     def _is_sharper(self) -> bool:
         """Whether all entries up to a score are missing, and none above it: larger scores have done that."""
-        row = self._known.of(self._wanted > 0)
-        scores = dict(zip(row, self._known.scores(row), strict=True))
-        kept = [scores[slot] for slot in row if slot not in self.missing]
-        return bool(kept) and max(scores[slot] for slot in self.missing) < min(kept)
+        row, gone = self._wanted > 0, torch.tensor([slot in self.missing for slot in self._known.slots])
+        kept = self._known.scores[row & ~gone]
+        return len(kept) > 0 and bool(self._known.scores[gone].max() < kept.min())
 
 
 def _slots(slots: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 from kvcanary.calls.violation import Violation
 from kvcanary.pools.views import PoolView
 from kvcanary.probe.forwards import PATHS, ProbeForward, probe_forwards
-from kvcanary.probe.known import Known, softmax_scale
-from kvcanary.probe.misread import Misread, misread
+from kvcanary.probe.known import NEAR, SKETCH, Known, softmax_scale
+from kvcanary.probe.misread import Misread, is_right, misread
 from kvcanary.records.state import PoolState
 
 #: Stores k, v [n, kv_heads, head_dim] of a forward's new tokens in one layer and attends with q [n, heads, head_dim],
@@ -40,15 +41,43 @@ def probe_pool(
     forwards = probe_forwards(pages, view.page_size, paths, min(1, view.null_slots // view.page_size))
     slots = dict.fromkeys(slot for forward in forwards for slot in forward.written)
     known = Known(tuple(slots), num_heads, view.kv_heads, view.head_dim, scale or softmax_scale(view.head_dim))
-    kind = dtype or view.dtype
+    ask = Asked(attend, forwards, known, dtype or view.dtype)
+    near = NEAR[view.dtype.itemsize]
     with _kept(view, [*slots]) as layers:
         for layer in layers:
-            passes = [_outputs(known, attend, forwards, layer, number, kind) for number in range(known.num_passes)]
-            for forward, outputs in zip(forwards, zip(*passes, strict=True), strict=True):
-                found = misread(forward, known, [one.cpu() for one in outputs], view.window)
-                if found is not None:
-                    return forward, layer, found
+            sketch = ask.outputs(layer, SKETCH)
+            answers = zip(forwards, sketch, strict=True)
+            if not all(is_right(forward, known, output, near, view.window) for forward, output in answers):
+                return ask.named(layer, view.window)
     return None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An engine's attention over the entries of one probe; kind: of q, k and v."""
+
+    attend: Attend
+    forwards: Sequence[ProbeForward]
+    known: Known
+    kind: torch.dtype
+
+    def outputs(self, layer: int, number: int) -> list[Tensor]:
+        """By forward, what attention gives in this pass, on the host."""
+        outputs = []
+        for forward in self.forwards:
+            k, v = self.known.entries(forward.written, number)
+            query = self.known.query(len(k))
+            outputs.append(self.attend(forward, layer, query.to(self.kind), k.to(self.kind), v.to(self.kind)))
+        return [output.cpu() for output in outputs]
+
+    def named(self, layer: int, window: int | None) -> tuple[ProbeForward, int, Misread] | None:
+        """What was read, by all passes."""
+        passes = [self.outputs(layer, number) for number in range(self.known.num_passes)]
+        for forward, outputs in zip(self.forwards, zip(*passes, strict=True), strict=True):
+            found = misread(forward, self.known, outputs, window)
+            if found is not None:
+                return forward, layer, found
+        return None
 
 
 def misread_violation(pool: PoolState, step: int, forward: ProbeForward, layer: int, found: Misread) -> Violation:
@@ -66,17 +95,6 @@ def misread_violation(pool: PoolState, step: int, forward: ProbeForward, layer: 
         found={"reads": found.found},
         misread=(found.family, found.text, found.evidence),
     )
-
-
-def _outputs(
-    known: Known, attend: Attend, forwards: Sequence[ProbeForward], layer: int, number: int, kind: torch.dtype
-) -> list[Tensor]:
-    """By forward, what attention gives in this pass."""
-    outputs = []
-    for forward in forwards:
-        k, v = known.entries(forward.written, number)
-        outputs.append(attend(forward, layer, known.query(len(k)).to(kind), k.to(kind), v.to(kind)))
-    return outputs
 
 
 @contextmanager
