@@ -25,6 +25,7 @@ _HOMES = {
     "NO_STATE": "pools.state_views",
     "PlanError": "errors",
     "PoolView": "pools.views",
+    "ProbeForward": "probe.forwards",
     "ReadPlan": "pools.plans",
     "ForeignSnapshotError": "errors",
     "Report": "report.render",
@@ -35,6 +36,7 @@ _HOMES = {
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
     "first_visible": "pools.slot_maps",
+    "probe_pages": "probe.forwards",
     "site_name": "pools.launch_site",
 }
 
@@ -54,6 +56,7 @@ __all__ = [
     "LifetimeError",
     "PlanError",
     "PoolView",
+    "ProbeForward",
     "ReadPlan",
     "Report",
     "Seal",
@@ -64,6 +67,7 @@ __all__ = [
     "WritePlan",
     "__version__",
     "first_visible",
+    "probe_pages",
     "site_name",
 ]
 
@@ -90,6 +94,7 @@ if TYPE_CHECKING:
     from kvcanary.pools.slot_maps import NOWHERE, first_visible
     from kvcanary.pools.state_views import NO_STATE, StateView
     from kvcanary.pools.views import PoolView
+    from kvcanary.probe.forwards import ProbeForward, probe_pages
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
     from kvcanary.transfers import Seal

@@ -58,6 +58,7 @@ HOST = {
     "kvcanary.states.states:States._left": "W4",
     "kvcanary.states.states:States._arrived": "T1 R9",
     "kvcanary.states.states:States._unlike": "T1",
+    "kvcanary.probe.reader:misread_violation": "E1",
 }
 
 #: On the device: captured forwards, and bytes that lie there. The torch reference stands beside each in its file.
@@ -167,6 +168,7 @@ _ALL = (
 )
 
 UNWRITTEN = "U1"  # stands for R9 where nobody has written: a finding's causes and a dump's damage are kept apart by it
+MISREAD = "E1"  # stands for R8 where a probe has shown what attention reads, where its causes are asked
 ARRIVED = "A1"  # stands for T1 where bytes came back, where its causes are asked
 
 #: What R9 means at a slot that nobody has written, in a null page or behind the end of a row (U1).
@@ -175,6 +177,14 @@ NOT_FINITE = Code(
     "content not finite",
     "NaN or Inf lies where nobody has written: who reads whole pages multiplies it by zero",
     UNWRITTEN,
+)
+
+#: What R8 means of a probe: the plan is right, and so are the bytes.
+READS_ELSE = Code(
+    "R8",
+    "read elsewhere",
+    "attention does not give what its plan and the bytes in the pool say: it read otherwise",
+    MISREAD,
 )
 
 #: What T1 means of bytes that were put away, and came back by a load, a restore or a swap.
@@ -204,7 +214,7 @@ OF_STATES: dict[str, str] = {
 CODES: dict[str, Code] = {code.code: code for code in _ALL}
 #: The same, each followed by what else it means, by kind.
 KINDS: dict[str, Code] = {
-    one.kind: one for code in _ALL for one in (code, NOT_FINITE, CAME_BACK) if one.code == code.code
+    one.kind: one for code in _ALL for one in (code, NOT_FINITE, CAME_BACK, READS_ELSE) if one.code == code.code
 }
 RANK: dict[str, int] = {code.code: rank for rank, code in enumerate(_ALL)}
 #: Codes that speak before everything that a row reads, wherever in the row they fired.

@@ -23,6 +23,7 @@ class Coverage:
     only_counted: of these, those that were too many to be kept
     untold_incidents: faults that were too many in one step to be described
     announced: forwards that the engine said would run, eager ones; each must have opened its hooks
+    reader_probes: times that the engine's attention was asked to read known entries
     unproved_stores: forwards of which the engine stored a layer by itself: nothing says where those bytes went before
                      they are read
     """
@@ -41,6 +42,7 @@ class Coverage:
     only_counted: int = 0
     untold_incidents: int = 0
     announced: int = 0
+    reader_probes: int = 0
     unproved_stores: int = 0
 
     @property

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcanary.calls.forward import Ints
 from kvcanary.calls.state_facts import StateFacts
-from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, OF_STATES, RANK, SPEAK_FIRST, UNWRITTEN, Code
+from kvcanary.codes import (
+    ARRIVED,
+    CAME_BACK,
+    CODES,
+    MISREAD,
+    NOT_FINITE,
+    OF_STATES,
+    RANK,
+    READS_ELSE,
+    SPEAK_FIRST,
+    UNWRITTEN,
+    Code,
+)
 from kvcanary.records.state import PoolState
 
 if TYPE_CHECKING:
@@ -69,6 +81,7 @@ class Violation:
                and so is what is named wrong for the same request later
     notes:     lines of evidence that it brings along
     state:     where the slot is an entry of a StateView, what is known of the state in it
+    misread:   for R8 of a probe, family and text of what attention did instead, and what speaks for it
     """
 
     code: str
@@ -101,12 +114,15 @@ class Violation:
     along: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     state: StateFacts | None = None
+    misread: tuple[str, str, tuple[str, ...]] | None = None
 
     @property
     def meaning(self) -> Code:
         """What the violation says."""
         if self.arrival is not None:
             return CAME_BACK
+        if self.misread is not None:
+            return READS_ELSE
         return NOT_FINITE if self.is_unwritten else CODES[self.code]
 
     @property
@@ -114,6 +130,8 @@ class Violation:
         """The code, or what stands for it where its causes are others."""
         if self.arrival is not None:
             return ARRIVED
+        if self.misread is not None:
+            return MISREAD
         return UNWRITTEN if self.is_unwritten else self.code
 
     @property

@@ -127,12 +127,13 @@ def test_a_second_meaning_has_places_of_its_own() -> None:
 
 
 def test_second_meanings_follow_their_codes() -> None:
-    """All codes in the order in which they speak, T1 and R9 each followed by what else it means."""
+    """All codes in the order in which they speak, T1, R9 and R8 each followed by what else it means."""
     assert [kind for kind in KINDS if kind in CODES] == list(CODES)
     kinds = list(KINDS)
     assert kinds[kinds.index("T1") + 1] == "A1"
     assert kinds[kinds.index("R9") + 1] == "U1"
-    assert len({code.name for code in KINDS.values()}) == len(KINDS) == len(CODES) + 2
+    assert kinds[kinds.index("R8") + 1] == "E1"
+    assert len({code.name for code in KINDS.values()}) == len(KINDS) == len(CODES) + 3
     assert set(CODES) >= FED
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
+from kvcanary.codes import ARRIVED, CODES, MISREAD, UNWRITTEN
 from kvcanary.provenance.arrival import KINDS
 from kvcanary.report.causes import branches, hooks, identity, moves, rows, states, tokens, transfers, watched, writes
 from kvcanary.report.causes import bytes as bytes_
@@ -97,6 +97,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R7", "R8", "W2", "W7"), rows.read_after_free),
     (("R7",), rows.never_granted),
     (("R7", "R8"), watched.freed_under_its_reader),
+    ((MISREAD,), rows.read_elsewhere),
     (("R8",), rows.place_of_two),
     (("R8",), rows.neighbours_row),
     (("R8",), rows.foreign_page),
