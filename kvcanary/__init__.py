@@ -29,6 +29,7 @@ _HOMES = {
     "Report": "report.render",
     "Seal": "transfers",
     "SealError": "errors",
+    "Tier": "tier.tier",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
@@ -56,6 +57,7 @@ __all__ = [
     "Seal",
     "SealError",
     "SubstepCanary",
+    "Tier",
     "WarmupSubstep",
     "WritePlan",
     "__version__",
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
+    from kvcanary.tier.tier import Tier
     from kvcanary.transfers import Seal
 
 
