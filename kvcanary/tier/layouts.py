@@ -15,6 +15,7 @@ from kvcanary.transfers.object_seals import Longs, TensorCard
 
 SAMPLE = 4  # wrong rows that an answer must explain before all are asked
 MOST_AXES = 5  # of more than one entry, of which every order is tried
+MOST_HEADS, LEAST_DIM = 64, 4  # that a last axis may hold together
 MOST_SHIFTS = 8  # along an axis, either way
 MOST_BYTES = 64 << 20  # of a tensor whose layouts are tried
 
@@ -56,17 +57,30 @@ def _ways_back(elements: Elements, shape: tuple[int, ...]) -> Iterator[tuple[str
         shifts = range(1, min(MOST_SHIFTS + 1, size // 2 + 1))
         for shift in (one for by in shifts for one in (by, -by)):
             yield f"axis {axis} of {list(shape)} is shifted by {shift}", np.roll(lies, -shift, axis)
-    axes = [axis for axis, size in enumerate(shape) if size > 1]
-    if len(axes) <= MOST_AXES:
-        sizes = [shape[axis] for axis in axes]
-        for order in permutations(range(len(axes))):
-            if order != tuple(range(len(axes))):
-                back = elements.reshape([sizes[axis] for axis in order]).transpose(np.argsort(order))
-                named = [axes[axis] for axis in order]
-                yield f"its axes lie in the order {named}, and were read as {axes} of {list(shape)}", back
+    for sizes in (shape, *_with_heads(shape)):
+        yield from _other_orders(elements, sizes)
     size = elements.dtype.itemsize
     if size > 1:
         swapped = (
             np.ascontiguousarray(elements.view(np.uint8).reshape(-1, size)[:, ::-1]).reshape(-1).view(elements.dtype)
         )
         yield f"the bytes of each element, {size} of them, are in the reverse order", swapped.reshape(shape)
+
+
+def _other_orders(elements: Elements, shape: tuple[int, ...]) -> Iterator[tuple[str, Elements]]:
+    """With its axes in every other order."""
+    axes = [axis for axis, size in enumerate(shape) if size > 1]
+    sizes = [shape[axis] for axis in axes]
+    for order in permutations(range(len(axes))) if len(axes) <= MOST_AXES else ():
+        if order != tuple(range(len(axes))):
+            back = elements.reshape([sizes[axis] for axis in order]).transpose(np.argsort(order))
+            named = [axes[axis] for axis in order]
+            yield f"its axes lie in the order {named}, and were read as {axes} of {list(shape)}", back
+
+
+def _with_heads(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """With the last axis cut into heads of every likely size: shapes seldom say how many there are."""
+    last = shape[-1] if shape else 0
+    for heads in range(2, min(MOST_HEADS, last // LEAST_DIM) + 1):
+        if last % heads == 0:
+            yield (*shape[:-1], heads, last // heads)
