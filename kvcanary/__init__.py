@@ -27,7 +27,7 @@ _HOMES = {
     "ReadPlan": "pools.plans",
     "ForeignSnapshotError": "errors",
     "Report": "report.render",
-    "Seal": "transfers",
+    "Seal": "transfers.seal",
     "SealError": "errors",
     "Tier": "tier.tier",
     "SubstepCanary": "manager.substep",
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
     from kvcanary.tier.tier import Tier
-    from kvcanary.transfers import Seal
+    from kvcanary.transfers.seal import Seal
 
 
 def __getattr__(name: str) -> Any:
