@@ -29,9 +29,10 @@ _HOMES = {
     "ReadPlan": "pools.plans",
     "ForeignSnapshotError": "errors",
     "Report": "report.render",
-    "Seal": "transfers",
+    "Seal": "transfers.seal",
     "SealError": "errors",
     "StateView": "pools.state_views",
+    "Tier": "tier.tier",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
@@ -63,6 +64,7 @@ __all__ = [
     "SealError",
     "StateView",
     "SubstepCanary",
+    "Tier",
     "WarmupSubstep",
     "WritePlan",
     "__version__",
@@ -97,7 +99,8 @@ if TYPE_CHECKING:
     from kvcanary.probe.forwards import ProbeForward, probe_pages
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
-    from kvcanary.transfers import Seal
+    from kvcanary.tier.tier import Tier
+    from kvcanary.transfers.seal import Seal
 
 
 def __getattr__(name: str) -> Any:
