@@ -111,12 +111,11 @@ def _heads(k, v, row, place, keys, start):
 @loop()
 def _find_in_heads(k, v, row, place, forms):
     """Bits that are set where an element of one entry, whose heads lie apart, is not finite."""
-    found, number = np.uint32(0), 0
-    for part in (k, v):
-        form, at = forms[number], part[HEADS.address] + row * part[HEADS.batch_step] + place * part[HEADS.entry_step]
+    found = np.uint32(0)
+    for part, form in ((k, forms[0]), (v, forms[1])):
+        at = part[HEADS.address] + row * part[HEADS.batch_step] + place * part[HEADS.entry_step]
         for head in range(part[HEADS.heads] if form[FORMAT.even] | form[FORMAT.odd] else 0):
             found |= find_in_run(at + head * part[HEADS.head_step], 0, part[HEADS.words], form)
-        number += 1
     return found
 
 
