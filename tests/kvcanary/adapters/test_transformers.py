@@ -91,7 +91,7 @@ def test_a_flipped_bit_is_found_where_it_is(models, generate, family: str, confi
 
 @pytest.mark.parametrize(("at", "position", "phase"), [(1, 5, "prefill"), (4, None, "decode")])
 def test_what_is_not_finite_is_told_where_it_was_stored(models, generate, at: int, position, phase: str) -> None:
-    """NaN that the second layer's values take on in one row, in a prefill and in a decode: N1 of that layer, at once."""
+    """NaN that the second layer's values take on in one row, in a prefill or a decode: N1 of that layer, at once."""
     model, calls = models("Llama"), []
 
     def spoil(module, arguments, output):
