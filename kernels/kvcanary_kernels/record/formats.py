@@ -75,7 +75,7 @@ def lanes_of(rows: PoolRows) -> tuple[Tensor, ...]:
 
 
 def lanes_of_parts(parts: tuple[tuple[torch.dtype, int], ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Mask, value, lowest and highest bits of every word of a row, [words] int64 each; parts: type and words of each."""
+    """Mask, value, lowest and highest bits of every word of a row of such parts (type, words), [words] int64 each."""
     columns = [
         (form.odd if word % 2 else form.even, form.value, form.lows, form.highs)
         for form, words in ((format_of(dtype), words) for dtype, words in parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.replays import own_canary
@@ -90,7 +90,7 @@ def _store_a_scale(target: Target, scale: float, code: str | None = None) -> Non
         canary.arm()
         canary.admit(READER, list(range(PROMPT_LEN)))
         canary.on_alloc(READER, list(range(1, PAGES)))
-        place = {"pool": NAME, "slot": PAGE_SIZE + position, "position": position, "layer": layer}
+        place: dict[str, Any] = {"pool": NAME, "slot": PAGE_SIZE + position, "position": position, "layer": layer}
         target.record(READER, code, **({} if code == "" else place))
         _step(target, canary, pool, 0, PROMPT_LEN, put)
 
