@@ -89,6 +89,8 @@ OBSERVED = {
     "kvcanary.adapters.observed.moves:loaded": "A1",
     "kvcanary.adapters.transformers.judging:judge_fed": "R12",
     "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
+    "kvcanary.adapters.transformers.judging:judge_stored": "N1",
+    "kvcanary.adapters.transformers.paged_cache:_not_finite": "N1",
     "kvcanary.adapters.transformers.judging:judge_tokens": "R6 R10",
     "kvcanary.adapters.transformers.judging:wrong_length": "R10",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._fed": "W5 R10",

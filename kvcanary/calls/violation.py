@@ -163,7 +163,7 @@ class Violation:
     @property
     def places(self) -> list[tuple[object, ...]]:
         """All under which it is known when it fires again."""
-        if self.code == "N1":
+        if self.code == "N1" and self.row_number is None:  # what a request stores from then on follows from that
             return [self.place, *((self.code, name) for _, name in self.rows if name is not None)]
         if self.along is None:
             return [self.place]

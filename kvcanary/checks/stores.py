@@ -35,11 +35,11 @@ def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values
     """
     pool, host = forward.pool, forward.pool.host
     if host is None:
-        words = _words(pool, values)
-        fingerprints[layer] = torch.stack(fingerprints_of_layer(pool, layer, words))
+        row = _words(pool, values)
+        fingerprints[layer] = torch.stack(fingerprints_of_layer(pool, layer, row))
         if pool.asks_finite:
-            found, before = words_not_finite(words, pool.lanes).any(), forward.not_finite
-            forward.not_finite = found if before is None else before | found
+            found, before = words_not_finite(row, pool.lanes).any(), forward.not_finite
+            forward.not_finite = found if before is None else before.logical_or(found)
         return
     n, keys, start = forward.num_entries, host.layer_keys[layer], host.starts[layer]
     out = forward.fingerprints_at + layer * n * FINGERPRINTS_BYTES

@@ -68,15 +68,20 @@ def format_constants(rows: PoolRows) -> tuple[int, ...]:
     return tuple(number for form in formats_of(rows) for number in form)
 
 
-def lanes_of(rows: PoolRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mask, value, lowest and highest bits of every word of a row, [words_per_row] int64 each."""
+def lanes_of(rows: PoolRows) -> tuple[Tensor, ...]:
+    """`lanes_of_parts` of the rows of a pool."""
+    words = [piece.words for piece in rows.pieces]
+    return lanes_of_parts(tuple(zip(rows.dtypes, words, strict=True)), rows.ptrs.device)
+
+
+def lanes_of_parts(parts: tuple[tuple[torch.dtype, int], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Mask, value, lowest and highest bits of every word of a row of such parts (type, words), [words] int64 each."""
     columns = [
         (form.odd if word % 2 else form.even, form.value, form.lows, form.highs)
-        for piece, form in zip(rows.pieces, formats_of(rows), strict=True)
-        for word in range(piece.words)
+        for form, words in ((format_of(dtype), words) for dtype, words in parts)
+        for word in range(words)
     ]
-    masks, values, lows, highs = torch.tensor(columns, device=rows.ptrs.device).unbind(1)
-    return masks, values, lows, highs
+    return torch.tensor(columns, device=device).unbind(1)
 
 
 def words_not_finite(words: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:

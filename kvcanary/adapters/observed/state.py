@@ -40,6 +40,12 @@ class Layers:
         return self.view.rows
 
     @property
+    def described(self) -> dict[str, Any]:
+        """What is watched: how many layers, and of which type and shape each part of an entry is."""
+        parts = {part.name: f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in self.view.parts}
+        return {"pool": self.view.name, "layers": len(self.names), "parts": parts}
+
+    @property
     def entry_bytes(self) -> int:
         return self.rows.num_layers * self.rows.words_per_row * WORD_BYTES
 

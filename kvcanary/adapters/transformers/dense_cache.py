@@ -21,6 +21,7 @@ from kvcanary.adapters.transformers.judging import (
     Site,
     judge_fed,
     judge_reread,
+    judge_stored,
     judge_tokens,
     wrong_length,
 )
@@ -87,6 +88,7 @@ class DenseRows:
 
     def __post_init__(self) -> None:
         self.pool_id = self.canary.new_pool()
+        self._not_finite: set[str | None] = set()  # rows that are known to have stored NaN or Inf
 
     @property
     def length(self) -> int:
@@ -123,7 +125,7 @@ class DenseRows:
             canary.coverage.forwards += 1
             self._seal(self.length_of(layer), k.shape[2])
         self.last_layer = layer
-        before, fingerprints = self.length_of(layer), canary.fingerprints(layer, k, v)
+        before, (fingerprints, bad) = self.length_of(layer), canary.stored_fingerprints(layer, k, v)
         if layer not in self.layers:
             self.layers[layer] = DenseLayer(fingerprints[:, :, :0], fingerprints.new_empty(0))
         own = self.layers[layer]
@@ -135,11 +137,18 @@ class DenseRows:
             self.adopt(layer, *read, said)
             self._report([violation])
             return
+        self._report(self._first_not_finite(judge_stored(bad, layer, k.shape[2], before, site)))
         first = own.length - min(read[0].shape[2], own.length)
         self._count_unread(own, first, before)
         canary.coverage.slots_checked += fingerprints.shape[1] * (own.length - first)
         looks = [Reread(layer, *read, first, *bounds, before, site) for bounds in self._planned(layer, first, before)]
         self._report([violation for reread in looks for violation in self._violations(reread)])
+
+    def _first_not_finite(self, found: list[Violation]) -> list[Violation]:
+        """Of a row the first alone: what it stores from then on follows from that."""
+        new = [violation for violation in found if violation.request_id not in self._not_finite]
+        self._not_finite |= {violation.request_id for violation in new}
+        return new
 
     def cropped(self, count: int, said: Said, held: Held) -> None:
         """The last `count` entries are to be gone (R10)."""

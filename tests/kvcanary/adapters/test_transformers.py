@@ -89,6 +89,30 @@ def test_a_flipped_bit_is_found_where_it_is(models, generate, family: str, confi
     assert finding.causes[0].family == "bits"
 
 
+@pytest.mark.parametrize(("at", "position", "phase"), [(1, 5, "prefill"), (4, None, "decode")])
+def test_what_is_not_finite_is_told_where_it_was_stored(models, generate, at: int, position, phase: str) -> None:
+    """NaN that the second layer's values take on in one row, in a prefill or a decode: N1 of that layer, at once."""
+    model, calls = models("Llama"), []
+
+    def spoil(module, arguments, output):
+        calls.append(output.shape[1])
+        if len(calls) == at:
+            output[1, position if position is not None else -1, 3] = torch.nan
+        return output
+
+    hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(spoil)
+    try:
+        with attach(model, CanaryConfig(mode="raise", content="write")), pytest.raises(KVCorruptionError) as caught:
+            generate(model, "greedy")
+    finally:
+        hook.remove()
+    found = caught.value.findings[0]
+    wanted = position if position is not None else calls[0] + at - 2
+    assert (found.code, found.layer, found.position, found.site[0]) == ("N1", 1, wanted, phase)
+    assert found.reader is None
+    assert found.causes[0].family == "numerics"
+
+
 def test_log_mode_tells_once_and_goes_on(models, generate) -> None:
     """A fault is told of once, however often it is read; generation ends as it would."""
     model, cache = models(), transformers.DynamicCache()
