@@ -20,6 +20,7 @@ from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.config import CanaryConfig
+from kvcanary_kernels.record.layout import Identity
 
 
 class Verified(NamedTuple):
@@ -193,7 +194,7 @@ class WatchedRunner(HostHandle):
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
             self._generations[number] = generation
-            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), salt_of(request)))
+            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), identity_of(request)))
         if new:
             self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))
 
@@ -357,7 +358,7 @@ def tokens_of(request: Any, start: int, end: int | None = None) -> list[int] | N
     return [*prompt[start:end], *answer[max(start - len(prompt), 0) : behind]]
 
 
-def salt_of(request: Any) -> str:
+def identity_of(request: Any) -> Identity:
     """What makes equal tokens mean other K and V: the adapter, and what the client said."""
-    parts = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
-    return " ".join(str(part) for part in parts if part)
+    adapter, said = (getattr(request, name, None) for name in ("lora_id", "extra_key"))
+    return Identity(str(said or ""), str(adapter or ""))

@@ -21,6 +21,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     is_known: bool = False
+    lora: Any = None
 
 
 @dataclass
@@ -69,8 +70,8 @@ class Served:
     def caches(self) -> dict[str, Any]:
         return {n: layer.kv_cache for n, layer in self.runner.compilation_config.static_forward_context.items()}
 
-    def ask(self, name: str, tokens: list[int], length: int, drafts: int = 0) -> None:
-        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts))
+    def ask(self, name: str, tokens: list[int], length: int, drafts: int = 0, lora: Any = None) -> None:
+        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts, lora=lora))
         self.outputs[name] = []
 
     def release(self, request: Request) -> None:
@@ -167,7 +168,7 @@ class Served:
                     None,
                     (list(request.blocks),) * groups,
                     request.computed,
-                    None,
+                    request.lora,
                 )
                 data.prefill_token_ids = list(request.tokens)
                 new.append(data)
