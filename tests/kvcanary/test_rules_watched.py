@@ -84,10 +84,10 @@ SAID = [
             (20, "+10", "the cached length was counted twice", ("the cache has 10 entries before it",)),
         )
     ),
-    (watched.other_weights, shown(a_violation(code="R6", expected={"row": 1}, found={"row": 2})), None),
+    (watched.other_weights, watching(a_violation(code="R6", expected={"row": 1}, found={"row": 2})), None),
     (
         watched.other_weights,
-        shown(a_violation(code="R6", expected={"weights": 2}, found={"weights": 1})),
+        watching(a_violation(code="R6", expected={"weights": 2}, found={"weights": 1})),
         Cause(
             "identity",
             "weights were replaced: what the ones before computed is read as if it were of now",
