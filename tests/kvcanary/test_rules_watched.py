@@ -28,6 +28,8 @@ def fed(code: str, kind: str, expected: dict, found: dict, **reported: object) -
 
 TOO_FAR = fed("W5", "draft", {"position": 5}, {"position": 6})
 OF_A_DRAFT = {"view": {"token_offset": 1}}
+AT_TEN = {"code": "W5", "site": ("decode", 0), "row_number": 0, "position": 10, "expected": {"position": 10}}
+AT_TEN |= {"found": {"position": 15}}
 SAID = [
     (watched.draft_positions, shown(a_violation(expected={"position": 5}, found={"position": 6})), None),
     (watched.draft_positions, fed("W5", "decode", {"position": 5}, {"position": 6}), None),
@@ -84,6 +86,40 @@ SAID = [
             "more entries are reserved than a row of the table has room for",
             "derived",
             ("80 entries were reserved, a row of the table has 72", "the next row's first entries follow"),
+        ),
+    ),
+    *(
+        (watched.cache_positions, told(a_violation(**AT_TEN | own)), None)
+        for told, own in (
+            (watching, {"expected": {"token": 10}}),
+            (watching, {"row_number": None}),
+            (shown, {}),
+        )
+    ),
+    *(
+        (
+            watched.cache_positions,
+            watching(a_violation(**AT_TEN | {"found": {"position": found}})),
+            Cause("lengths", text, "derived", (f"it was fed position {found}, the row goes on at 10: {off}", *more)),
+        )
+        for found, off, text, more in (
+            (15, "+5", "positions are off by +5", ()),
+            (9, "-1", "positions are off by -1", ()),
+            (20, "+10", "the cached length was counted twice", ("the cache has 10 entries before it",)),
+        )
+    ),
+    (watched.other_weights, watching(a_violation(code="R6", expected={"row": 1}, found={"row": 2})), None),
+    (
+        watched.other_weights,
+        watching(a_violation(code="R6", expected={"weights": 2}, found={"weights": 1})),
+        Cause(
+            "identity",
+            "weights were replaced: what the ones before computed is read as if it were of now",
+            "derived",
+            (
+                "state 1 of the model's parameters wrote the cache, state 2 reads it",
+                "no token and no byte of it is another",
+            ),
         ),
     ),
     (watched.unshifted_chunk_end, fed("W6", "prefill", {"token": 5}, {"token": 6}), None),

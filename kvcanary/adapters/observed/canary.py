@@ -41,6 +41,7 @@ from kvcanary_kernels.record.layout import (
     CHAIN,
     MASK_32,
     STEP_SITE,
+    Identity,
     make_keys,
     read_record,
     seed_id,
@@ -124,26 +125,26 @@ class PagedCanary:
 
     # rows of requests
 
-    def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> list[int]:
-        """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt).
+    def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> list[int]:
+        """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, identity).
 
         Entries that it has are another's: the next forward, which must have the row, reads all their bytes. Gives the
         numbers by which records and owners name them.
         """
         first = self._uid + 1
-        for number, request, tokens, length, salt in new:
+        for number, request, tokens, length, identity in new:
             self._uid += 1
             self.writers[self._uid] = request
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
-            root, self._longest = self.prefixes.root(salt), max(self._longest, length)
+            root, self._longest = self.prefixes.root(identity), max(self._longest, length)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
                 self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, root
                 continue
             tail = root
             if length:
-                tail = root if self._has_tokens else self.prefixes.end(tokens[:length], salt)
+                tail = root if self._has_tokens else self.prefixes.end(tokens[:length], identity)
                 if self.config.content != "write":
                     self._fresh.append((number, request))
             self._new[number] = number, length, 1, root, self._uid, tail

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.inputs import Entries
+from kvcanary_kernels.record.layout import Identity
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def tokens_of(request: Any, start: int, end: int | None = None) -> list[int] | N
     return [*prompt[start:end], *answer[max(start - len(prompt), 0) : behind]]
 
 
-def salt_of(request: Any) -> str:
+def identity_of(request: Any) -> Identity:
     """What makes equal tokens mean other K and V: the adapter, and what the client said."""
-    parts = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
-    return " ".join(str(part) for part in parts if part)
+    adapter, said = (getattr(request, name, None) for name in ("lora_id", "extra_key"))
+    return Identity(str(said or ""), str(adapter or ""))

@@ -17,7 +17,7 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, judge_grants
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.sglang.fed import FedForward, Given, salt_of, tokens_of
+from kvcanary.adapters.sglang.fed import FedForward, Given, identity_of, tokens_of
 from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.config import CanaryConfig
 
@@ -209,7 +209,7 @@ class WatchedRunner(HostHandle):
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
             self._generations[number] = generation
-            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), salt_of(request)))
+            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), identity_of(request)))
         if new:
             self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))
 

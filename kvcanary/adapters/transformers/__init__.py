@@ -28,16 +28,18 @@ except ModuleNotFoundError as error:
 
 from kvcanary.adapters.transformers.canary_cache import CanaryCache, leave, make_canary, watch
 from kvcanary.adapters.transformers.continuous_batching import Batching
+from kvcanary.adapters.transformers.dense_cache import DenseRows
 from kvcanary.adapters.transformers.judging import DENSE_FED, NOT_KNOWN, DenseCanary
 from kvcanary.adapters.transformers.needs import NEEDED, TESTED, check, closed_paths
+from kvcanary.adapters.transformers.positions import fed_by
 from kvcanary.adapters.transformers.unwatched import Unwatched, cache_argument, cache_given
+from kvcanary.adapters.transformers.weights import Weights
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, HookOrderError, PlanError
 from kvcanary.report.finding import Finding
 
 __all__ = ["FED", "NEEDED", "TESTED", "CanaryCache", "Handle", "attach", "check", "closed_paths", "transformers"]
-#: Codes that something here feeds: W5 in `generate_batch` alone.
-FED = DENSE_FED | {"W5"}
+FED = DENSE_FED  #: Codes that something here feeds.
 _attached: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()
 _events = structlog.get_logger("kvcanary")
 
@@ -68,6 +70,7 @@ class Handle:
         self._in_use: list[Any] | None = None  # caches of the generate() that runs
         self._row_tokens: Tensor | None = None
         self._before = 0
+        self._weights = Weights(model)
         self._unwatched = Unwatched(model, canary.config, canary.coverage)
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         run = canary.guard.run
@@ -97,6 +100,16 @@ class Handle:
         return self._canary.certificate(
             sum(cache.kv_rows.live_bytes for cache in self._caches if isinstance(cache, CanaryCache))
         )
+
+    def on_weights(self, keeps: bool = False) -> None:
+        """The model's weights are others now, by a way that torch does not count (`.data`, a kernel of one's own).
+
+        keeps: caches that are there go on with what the ones before wrote, a mix that is meant, also where torch counts
+        """
+        self._weights.changed()
+        for cache in self._caches if keeps else ():
+            if isinstance(cache, CanaryCache):
+                cache.kv_rows.weights = NOT_KNOWN
 
     def detach(self) -> None:
         """Undo everything: hooks, methods, and the classes of the caches that are still there. Twice is harmless."""
@@ -189,11 +202,21 @@ class Handle:
                 self._unwatched.refuse(error)
                 return
             self._caches.add(cache)
-        if self._in_use is not None and not any(cache is known for known in self._in_use):
+        is_new = self._in_use is None or not any(cache is known for known in self._in_use)
+        if self._in_use is not None and is_new:
             self._in_use.append(cache)
         self._before = cache.kv_rows.length
         if row_tokens is not None and tokens is not None:
             cache.kv_rows.expect(row_tokens, tokens.shape[1])
+        self._judge_inputs(cache.kv_rows, named, is_new)
+
+    def _judge_inputs(self, rows: DenseRows, named: dict[str, Any], is_new: bool) -> None:
+        """`is_new`: the first forward of a generate() over this cache, or one that its caller runs by itself."""
+        fed = fed_by(named, rows.length)
+        count = 1 if fed is None else fed.positions.shape[1]
+        if is_new:
+            rows.written_by(self._weights.number(looks=count > 1 or not rows.length), count)
+        rows.go_on(fed, count)
 
     def _after_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         named = self._by_name(args, kwargs)

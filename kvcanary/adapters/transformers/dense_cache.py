@@ -19,12 +19,14 @@ from kvcanary.adapters.transformers.judging import (
     DenseCanary,
     Reread,
     Site,
+    dense_violation,
     judge_fed,
     judge_reread,
     judge_stored,
     judge_tokens,
     wrong_length,
 )
+from kvcanary.adapters.transformers.positions import Fed, RowPositions
 from kvcanary.calls.violation import Violation
 from kvcanary.config import share_of
 from kvcanary.pools.launch_site import pack_site
@@ -75,6 +77,7 @@ class DenseRows:
 
     tokens: [batch, length] int64 on the host, NOT_KNOWN where nobody said; None before the first forward
     step:   forwards so far
+    weights: number of the weights that wrote last; NOT_KNOWN before the first forward that was told of
     records: [positions, 8] int64 as record/layout.py has them: position, step and site of the forward that wrote it
     """
 
@@ -85,6 +88,8 @@ class DenseRows:
     last_layer: int = -1
     pool_id: int = 0
     records: Tensor = field(default_factory=lambda: torch.zeros(0, COLUMNS, dtype=torch.int64))
+    positions: RowPositions = field(default_factory=RowPositions)
+    weights: int = NOT_KNOWN
 
     def __post_init__(self) -> None:
         self.pool_id = self.canary.new_pool()
@@ -160,6 +165,7 @@ class DenseRows:
                 violations.append(wrong_length(layer, length, said(layer), ("move", 0)))
                 self.adopt(layer, *held(layer), said(layer))
         self._report(violations)
+        self.positions.cropped(count, self.length)
         if self.tokens is not None and count:
             self.tokens = self.tokens[:, : max(self.tokens.shape[1] - count, 0)]
 
@@ -167,6 +173,7 @@ class DenseRows:
         """Row i is what row `rows[i]` was; all bytes are read again at once (T1)."""
         for own in self.layers.values():
             own.fingerprints = own.fingerprints.index_select(1, rows.to(own.fingerprints.device))
+        self.positions.selected(rows)
         if self.tokens is not None:
             self.tokens = self.tokens.index_select(0, rows.to(self.tokens.device))
         if self.canary.config.content != "write":
@@ -186,9 +193,32 @@ class DenseRows:
     def forget(self) -> None:
         """The cache was emptied."""
         self.layers.clear()
+        self.positions.forget()
         self.tokens = None
 
     # what only the model's own inputs say
+
+    def go_on(self, fed: Fed | None, count: int) -> None:
+        """A forward is about to be fed `count` entries a row: W5 where a row does not go on where it ended."""
+        before = self.length
+        if fed is None:
+            self.canary.coverage.skip("forwards whose positions are not followed", 1)
+        site = _site(before, count)
+        self._report(
+            [
+                dense_violation(
+                    "W5", (), one.row, before + one.entry, site, ({"position": one.wanted}, {"position": one.found})
+                )
+                for one in self.positions.follow(fed)
+            ]
+        )
+
+    def written_by(self, weights: int, count: int) -> None:
+        """The model has these weights now, for a forward of `count` entries: R6 where others wrote what it reads."""
+        before, self.weights = self.weights, weights
+        if self.length and before not in (NOT_KNOWN, weights):
+            sides = {"weights": weights}, {"weights": before}
+            self._report([dense_violation("R6", (), 0, 0, _site(self.length, count), sides)])
 
     def expect(self, row_tokens: Tensor, num_fed: int) -> None:
         """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6)."""

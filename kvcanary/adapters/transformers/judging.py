@@ -44,7 +44,7 @@ UPDATE = "update"  # who wrote, in a dense cache: rows have no requests there
 MOST_WRITERS = 1 << 16  # requests whose names are kept for reports
 NOT_KNOWN = -1  # in the place of a token id
 #: What a dense cache can feed: it has no pages, no owners and no plans.
-DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1", "N1"})
+DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1", "N1", "W5"})
 NO_FORMS = np.zeros((2, FORMAT.size), np.int64)  # nobody asks whether what is summed is finite
 
 

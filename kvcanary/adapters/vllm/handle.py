@@ -19,11 +19,14 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
 from kvcanary.adapters.vllm.connector import Loads
+from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.config import CanaryConfig
 
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
+#: Where weights and adapters are replaced, of those that a release has.
+LOADS = ("reload_weights", "update_weights", "load_weights", "add_lora")
 
 
 class Handle(HostHandle):
@@ -43,11 +46,14 @@ class Handle(HostHandle):
         self._loads: Loads | None = None
         self._ledger: BlockLedger | None = None
         self._given: list[Any] = []  # blocks that this step gives to requests
+        self.identities = Identities()
         self._hook(worker, WORKER_HOOKS)
         self._hook(self.runner, self.hooks)
         self.replaced.put(worker, "kvcanary", self)
         self.replaced.put(worker, "kvcanary_report", self.report)
+        self._hook(worker, [name for name in LOADS if hasattr(worker, name)])
         if getattr(self.runner, "kv_caches", None):  # it serves already
+            self._follow_weights()
             self.canary = self._bind()
             self.canary.prepare(self._empty_forward())
             self._arm(self.canary)
@@ -80,8 +86,26 @@ class Handle(HostHandle):
     def _initialize_from_config(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         self.is_armed = False
+        self._follow_weights()
         self.canary = self._bind()
         return result
+
+    def _follow_weights(self) -> None:
+        """The model is there: whoever gives it weights goes through one of these, by a worker's method or its own."""
+        self._hook(self.runner, [name for name in ("reload_weights",) if hasattr(self.runner, name)])
+        model = getattr(self.runner, "model", None)
+        if hasattr(model, "load_weights"):
+            self._hook(model, ["load_weights"])
+
+    def _reload_weights(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.identities.changed()
+        return method(*args, **kwargs)
+
+    _update_weights = _load_weights = _reload_weights
+
+    def _add_lora(self, method: Any, lora_request: Any) -> Any:
+        self.identities.loaded(lora_request.lora_name)
+        return method(lora_request)
 
     def _compile_or_warm_up_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if self.canary is not None:  # compiled before vLLM begins to watch for late compilations
@@ -194,12 +218,6 @@ def is_collected(worker: Any) -> bool:
         return True
     ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
     return bool(worker.rank == parallel.world_size - ranks)
-
-
-def salt_of(request: Any) -> str:
-    """What makes equal tokens mean other K and V: the adapter."""
-    lora = request.lora_request
-    return "" if lora is None else f"lora {getattr(lora, 'lora_int_id', lora)}"
 
 
 def engine_version() -> str:

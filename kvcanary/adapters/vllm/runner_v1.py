@@ -15,7 +15,7 @@ import torch
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.handle import Handle, salt_of
+from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.errors import AdapterError
 
 
@@ -65,7 +65,7 @@ class HandleV1(Handle):
         for name, tokens, length in new:
             if name not in self._numbers:
                 self._numbers[name] = self._free.pop()
-            salt = salt_of(self.runner.requests[name])
+            salt = self.identities.of(self.runner.requests[name])
             admitted.append((self._numbers[name], name, tokens, length, salt))
         self._admit(canary, admitted)
 

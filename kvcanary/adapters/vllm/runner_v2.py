@@ -17,7 +17,7 @@ from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.connector import Loads, connector_name
-from kvcanary.adapters.vllm.handle import Handle, salt_of
+from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.errors import AdapterError
 
 
@@ -48,7 +48,7 @@ class HandleV2(Handle):
         for request in requests:
             tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
             number, length = numbers[request.req_id], request.num_computed_tokens
-            new.append((number, request.req_id, tokens, length, salt_of(request)))
+            new.append((number, request.req_id, tokens, length, self.identities.of(request)))
         if self.canary is not None:
             self._admit(self.canary, new)
         if self._loads is not None:

@@ -68,6 +68,32 @@ def draft_positions(facts: Evidence) -> Cause | None:
     return Cause("draft", f"the draft's positions are {where}", "derived", evidence)
 
 
+def cache_positions(facts: Evidence) -> Cause | None:
+    """Positions of a forward over a cache whose rows end elsewhere."""
+    wanted, found = _fed(facts)
+    if facts.declared is not None or facts.violation.row_number is None or "position" not in wanted:
+        return None
+    off, length = found["position"] - wanted["position"], facts.violation.position
+    evidence = [f"it was fed position {found['position']}, the row goes on at {wanted['position']}: {off:+d}"]
+    if off != length:
+        return Cause("lengths", f"positions are off by {off:+d}", "derived", tuple(evidence))
+    evidence.append(f"the cache has {length} entries before it")
+    return Cause("lengths", "the cached length was counted twice", "derived", tuple(evidence))
+
+
+def other_weights(facts: Evidence) -> Cause | None:
+    """A cache that the model's weights of now did not write."""
+    wanted, found = _fed(facts)
+    if "weights" not in wanted:
+        return None
+    evidence = (
+        f"state {found['weights']} of the model's parameters wrote the cache, state {wanted['weights']} reads it",
+        "no token and no byte of it is another",
+    )
+    text = "weights were replaced: what the ones before computed is read as if it were of now"
+    return Cause("identity", text, "derived", evidence)
+
+
 def unshifted_chunk_end(facts: Evidence) -> Cause | None:
     """A draft is fed the token behind each entry; behind the last one of a chunk stands the prompt's next token."""
     wanted, found = _fed(facts)
