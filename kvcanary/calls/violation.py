@@ -214,8 +214,8 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
     for number, violation in enumerate(violations):
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
-            group = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
-            groups.setdefault(("page", group, violation.page, violation.step), []).append(number)
+            view = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
+            groups.setdefault(("page", view, violation.page, violation.step), []).append(number)
         if violation.along is not None:
             groups.setdefault(("along", *violation.along), []).append(number)
         if violation.arrival is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.transformers.judging import DenseCanary, Site, dense_violation
+from kvcanary.adapters.transformers.judging import DenseCanary, Sides, Site, dense_violation
 from kvcanary.calls.violation import Violation
 from kvcanary.records.fingerprints import fingerprints_of_words
 from kvcanary_kernels.record.rows import WORD_BYTES
@@ -113,7 +113,7 @@ class StateRows:
     def _violation(self, place: Place, kept: Tensor, found: Tensor | None, code: str, site: Site) -> Violation:
         layer, part = place
         if found is None or found.shape != kept.shape:
-            sides = {"rows": kept.shape[1]}, {"rows": 0 if found is None else found.shape[1]}
+            sides: Sides = {"rows": kept.shape[1]}, {"rows": 0 if found is None else found.shape[1]}
             return dense_violation(code, (layer,), 0, self.absorbed, site, sides, message=f"{part} of layer {layer}")
         row = int((found != kept).any(0).nonzero()[0])
         same = (kept == found[:, row : row + 1]).all(0).nonzero().flatten().tolist()

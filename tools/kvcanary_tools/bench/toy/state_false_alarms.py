@@ -23,7 +23,7 @@ from kvcanary import NO_STATE, CanaryConfig, CanaryManager, StateView
 from kvcanary_tools.bench.common import events_to_stderr, machine, save
 
 CHECKS, BLOCK, WIDTH, VOCAB = 10**6, 8, 4, 50
-ENTRIES, MOST_RUNNING, MOST_CACHED = 160, 16, 12
+ENTRIES, MOST_RUNNING, MOST_CACHED = 480, 64, 24
 
 
 @dataclass
@@ -65,9 +65,11 @@ class Traffic:
         for row in list(self.rows):
             if self.rng.random() < 0.02:
                 self._end(row)
+            elif row.away is not None:
+                self._bring_back(row) if self.rng.random() < 0.3 else None
             elif self.rng.random() < 0.02 and row.length:
-                self._put_away(row) if row.away is None else self._bring_back(row)
-            elif self.rng.random() < 0.01 and row.away is None:
+                self._put_away(row)
+            elif self.rng.random() < 0.01:
                 self._preempt(row)
         going = [row for row in self.rows if row.away is None and self.rng.random() < 0.9]
         self._prefill([row for row in going if row.length < len(row.tokens) - 1])
