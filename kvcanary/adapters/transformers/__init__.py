@@ -32,6 +32,7 @@ from kvcanary.adapters.transformers.dense_cache import DenseRows
 from kvcanary.adapters.transformers.judging import DENSE_FED, NOT_KNOWN, DenseCanary
 from kvcanary.adapters.transformers.needs import NEEDED, TESTED, check, closed_paths
 from kvcanary.adapters.transformers.positions import fed_by
+from kvcanary.adapters.transformers.states import states_of
 from kvcanary.adapters.transformers.unwatched import Unwatched, cache_argument, cache_given
 from kvcanary.adapters.transformers.weights import Weights
 from kvcanary.config import CanaryConfig
@@ -159,7 +160,8 @@ class Handle:
     @property
     def _num_entries(self) -> int:
         """Written and read so far."""
-        return self._canary.coverage.slots_sealed + self._canary.coverage.slots_checked
+        coverage = self._canary.coverage
+        return coverage.slots_sealed + coverage.slots_checked + coverage.states_checked
 
     def _generate_batch(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if "generate_batch" in self._canary.closed:
@@ -205,6 +207,9 @@ class Handle:
         is_new = self._in_use is None or not any(cache is known for known in self._in_use)
         if self._in_use is not None and is_new:
             self._in_use.append(cache)
+        num_fed = 1 if tokens is None else tokens.shape[1]
+        if states := states_of(cache):
+            cache.kv_rows.begin(states, num_fed)
         self._before = cache.kv_rows.length
         if row_tokens is not None and tokens is not None:
             cache.kv_rows.expect(row_tokens, tokens.shape[1])
@@ -224,7 +229,10 @@ class Handle:
         if isinstance(cache, CanaryCache):
             if tokens is None:
                 tokens = torch.full(named["inputs_embeds"].shape[:2], NOT_KNOWN)
-            cache.kv_rows.fed(tokens, self._before)
+            states = states_of(cache)
+            cache.kv_rows.fed(tokens, self._before, bool(states))
+            if states:
+                cache.kv_rows.left(states)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._parameters, args, strict=False)) | kwargs

@@ -13,11 +13,12 @@ from transformers import cache_utils
 from kvcanary.adapters.transformers.dense_cache import DenseRows
 from kvcanary.adapters.transformers.judging import DenseCanary
 from kvcanary.adapters.transformers.needs import check, closed_paths
+from kvcanary.adapters.transformers.states import STATEFUL, UNFOLLOWED, states_of
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, CanaryConfigError, HookOrderError, PlanError
 
 #: Layers whose tensors hold the last entries of the row, in order. Others are refused, never half-followed.
-FOLLOWED = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+FOLLOWED = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", *STATEFUL)
 
 
 def make_canary(config: CanaryConfig | None) -> DenseCanary:
@@ -89,6 +90,9 @@ class CanaryCache:
         # to 5.17 a positive number is the length that is left
         removed = max(self.kv_rows.length - int(number), 0) if number > 0 else -int(number)
         self.kv_rows.cropped(removed, self._said, self._held)
+        states = self.kv_rows.states
+        if states and (not removed or states.are_changed(states_of(self))):  # else they still have what was removed
+            states.keep(states_of(self), states.absorbed - removed)
 
     @_operation
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -114,7 +118,9 @@ class CanaryCache:
         """Rows are others now: `which` of those that there were."""
 
         def selected() -> None:
-            self.kv_rows.selected(which(torch.arange(self._batch_size())), self._held)
+            rows = which(torch.arange(self._batch_size()))
+            self.kv_rows.selected(rows, self._held)
+            self.kv_rows.reordered(rows, states_of(self))
 
         self.kv_rows.canary.guard.run(selected)
 
@@ -125,7 +131,7 @@ class CanaryCache:
         return self.layers[layer].keys, self.layers[layer].values
 
     def _batch_size(self) -> int:
-        return next((own.fingerprints.shape[1] for own in self.kv_rows.layers.values()), 0)
+        return next((own.fingerprints.shape[1] for own in self.kv_rows.layers.values()), self.kv_rows.states.batch)
 
     def _was_cut_unseen(self, layer: int) -> bool:
         """Whether a layer is shorter than its records, in a release whose crop() has another name."""
@@ -146,8 +152,12 @@ def watch(cache: Any, canary: DenseCanary) -> Any:
         _expect_followed(layer)
     rows = DenseRows(canary)
     for number, layer in enumerate(cache.layers):
-        if layer.is_initialized and int(layer.get_seq_length()):
+        if getattr(layer, "is_initialized", False) and hasattr(layer, "keys") and int(layer.get_seq_length()):
             rows.adopt(number, layer.keys, layer.values, int(layer.get_seq_length()))
+    if lying := states_of(cache):
+        rows.states.keep(lying, rows.length or 1)
+        rows.states.is_trusted = True
+        canary.coverage.skip(UNFOLLOWED, len(lying))
     cache.__class__ = _watched(type(cache))  # type: ignore[arg-type]
     cache.kv_rows = rows
     return cache

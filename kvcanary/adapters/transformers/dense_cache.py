@@ -27,6 +27,7 @@ from kvcanary.adapters.transformers.judging import (
     wrong_length,
 )
 from kvcanary.adapters.transformers.positions import Fed, RowPositions
+from kvcanary.adapters.transformers.states import Place, StateRows
 from kvcanary.calls.violation import Violation
 from kvcanary.config import share_of
 from kvcanary.pools.launch_site import pack_site
@@ -94,11 +95,28 @@ class DenseRows:
     def __post_init__(self) -> None:
         self.pool_id = self.canary.new_pool()
         self._not_finite: set[str | None] = set()  # rows that are known to have stored NaN or Inf
+        self.states = StateRows(self.canary)
 
     @property
     def length(self) -> int:
-        """Entries that every row should have."""
-        return max((layer.length for layer in self.layers.values()), default=0)
+        """Entries that every row should have; without K and V, tokens that its states have absorbed."""
+        return max((layer.length for layer in self.layers.values()), default=self.states.absorbed)
+
+    def begin(self, states: dict[Place, Tensor], num_fed: int) -> None:
+        """A forward begins: its states are those that the last one has left."""
+        length = self.length if self.layers else None
+        self._report(self.states.begun(states, length, _site(self.length, num_fed)))
+
+    def left(self, states: dict[Place, Tensor]) -> None:
+        """It has run, and `fed` was told."""
+        if states and not self.layers:
+            self.step += 1
+            self.canary.coverage.forwards += 1
+        self.states.keep(states, 0 if self.tokens is None else self.tokens.shape[1])
+
+    def reordered(self, rows: Tensor, states: dict[Place, Tensor]) -> None:
+        """States have moved with their rows (T1)."""
+        self._report(self.states.selected(rows, states))
 
     @property
     def live_bytes(self) -> int:
@@ -194,6 +212,7 @@ class DenseRows:
         """The cache was emptied."""
         self.layers.clear()
         self.positions.forget()
+        self.states.forget()
         self.tokens = None
 
     # what only the model's own inputs say
@@ -223,6 +242,8 @@ class DenseRows:
     def expect(self, row_tokens: Tensor, num_fed: int) -> None:
         """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6)."""
         past = row_tokens.shape[1] - num_fed
+        if self.states.is_trusted and not self.layers:  # nobody knows how many tokens they had absorbed
+            self.states.absorbed, self.states.is_trusted = past, False
         known = self._known(self.length, len(row_tokens))
         violations = judge_tokens(
             known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens
@@ -230,12 +251,16 @@ class DenseRows:
         self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
         self._report(violations)
 
-    def fed(self, tokens: Tensor, before: int) -> None:
-        """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries."""
+    def fed(self, tokens: Tensor, before: int, has_states: bool = False) -> None:
+        """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries.
+
+        `has_states`: the cache may have no K and V at all
+        """
         length = before + tokens.shape[1]
         self.canary.coverage.peak_live_bytes = max(self.canary.coverage.peak_live_bytes, self.live_bytes)
         lengths = {layer: own.length for layer, own in self.layers.items()}
-        self._report(judge_fed(lengths, length, _site(before, tokens.shape[1])))
+        if lengths or not has_states:
+            self._report(judge_fed(lengths, length, _site(before, tokens.shape[1])))
         self.tokens = torch.cat((self._known(before, len(tokens)), tokens.cpu()), 1)
 
     # helpers

@@ -441,26 +441,29 @@ def test_a_model_of_which_nothing_can_be_watched_is_refused(make, mode: str) -> 
     if CACHE in inspect.signature(model.forward).parameters:
         pytest.skip("its state is a cache in this release: refused at the first forward")
     with pytest.raises(
-        AdapterError, match=r"ForCausalLM must take its cache as past_key_values or cache, it takes .*run"
+        AdapterError,
+        match=r"ForCausalLM must take its cache as past_key_values or cache or cache_params, it takes .*run",
     ):
         attach(model, CanaryConfig(mode=mode))
     assert "generate" not in model.__dict__
     assert not model._forward_hooks
 
 
+@pytest.mark.parametrize("content", ["full", "rolling", "write"])
 @pytest.mark.parametrize("make", STATEFUL)
-def test_a_state_that_is_a_cache_is_refused_at_the_first_forward(make) -> None:
-    """Where a release gives such models a cache: an error in mode raise, an event and equal tokens in log."""
+def test_a_state_that_is_a_cache_is_watched(make, content: str) -> None:
+    """Where a release gives such models a cache: equal tokens, and every state was judged."""
     model = make()
     if CACHE not in inspect.signature(model.forward).parameters:
         pytest.skip("its state is no cache in this release: refused by attach")
     prompt = torch.arange(3, 10)[None]
     expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
-    with attach(model, FULL), pytest.raises(AdapterError, match="got LinearAttentionLayer"):
-        model.generate(prompt, max_new_tokens=3, do_sample=False)
-    with attach(model, CanaryConfig(mode="log")), structlog.testing.capture_logs() as events:
+    with attach(model, CanaryConfig(content=content)) as handle, structlog.testing.capture_logs() as events:
         assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
-    assert {event["event"] for event in events} == {"kvcanary.not_watching"}
+    assert not events
+    certificate = handle.certificate()
+    assert (certificate["findings"], certificate["unchecked"]) == ([], {})
+    assert certificate["states_checked"] >= 2 * 2
 
 
 def test_a_cache_is_found_by_either_name() -> None:
