@@ -61,9 +61,7 @@ def replay_of(graph: torch.cuda.CUDAGraph, device: torch.device) -> Callable[[],
     def replay(graph: torch.cuda.CUDAGraph = graph) -> None:  # which lives as long as this
         result = launch(handle, stream_of(index))
         if result:
-            raise RuntimeError(
-                f"cuGraphLaunch gave {result}: the driver does not launch a captured graph of the canary"
-            )
+            raise RuntimeError(f"cuGraphLaunch must give 0, got {result}: the driver refuses a graph of the canary")
 
     return replay
 

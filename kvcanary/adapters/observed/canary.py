@@ -223,7 +223,6 @@ class PagedCanary:
         for number in range(max(last.number + 1, self.step - RING + 1), self.step + 1):
             self._steps.append(Step(number, last.requests, last.numbers, last.site, [], (), last.count))
         n, self._live = len(last.numbers), self._live + quiet * len(last.numbers)
-        self.recent.went_on(quiet)
         self._ran(quiet, n)
 
     def _ran(self, steps: int, num_tokens: int) -> None:

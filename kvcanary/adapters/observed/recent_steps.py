@@ -51,6 +51,7 @@ class RecentSteps:
     def __init__(self, most: int) -> None:
         self._most = most
         self._runs: deque[tuple[RecentStep, int]] = deque(maxlen=most)  # and how often each was repeated
+        self._times = 0  # and the last one since that was put down
         self._own: dict[int, list[tuple[Any, ...]]] = {}  # what happened before steps that were repeated ones
         self.ratios: list[int] = []
         self._events: list[tuple[Any, ...]] = []
@@ -62,9 +63,10 @@ class RecentSteps:
         Gives the requests that are given blocks, these by group, and how many entries they had, where these are all
         its blocks; None: they follow those that it had.
         """
-        for kind, names in (ENDED, output.finished_req_ids), (PREEMPTED, output.preempted_req_ids):
-            if names:
-                self._events += [(kind, name) for name in sorted(names)]
+        if output.finished_req_ids:
+            self._events += [(ENDED, name) for name in sorted(output.finished_req_ids)]
+        if output.preempted_req_ids:
+            self._events += [(PREEMPTED, name) for name in sorted(output.preempted_req_ids)]
         granted = [(data.req_id, data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if any(cached.new_block_ids):
@@ -87,23 +89,27 @@ class RecentSteps:
     ) -> None:
         """A forward was shown; what happened before it belongs to it."""
         events, self._events = (self._events, []) if self._events else (NONE, self._events)
+        self._fold()
         self._runs.append((RecentStep(*step, lengths, grown, events), 0))
 
     def goes_on(self, number: int) -> None:
         """The step that ran last comes once more, as this one; what happened before it belongs to it."""
+        self._times += 1
         if self._events:
             self._own[number], self._events = self._events, []
 
-    def went_on(self, times: int) -> None:
-        """The step that ran last has come so often again: every row by one entry, without anything new."""
-        step, before = self._runs[-1]
-        self._runs[-1] = step, before + times
-        for number in [number for number in self._own if number < self._runs[0][0].number]:
-            del self._own[number]
+    def _fold(self) -> None:
+        """The step that ran last came once more so often: every row by one entry, without anything new."""
+        if self._times:
+            step, before = self._runs[-1]
+            self._runs[-1], self._times = (step, before + self._times), 0
+            for number in [number for number in self._own if number < self._runs[0][0].number]:
+                del self._own[number]
 
     @property
     def steps(self) -> list[RecentStep]:
         """The last ones, oldest first."""
+        self._fold()
         every = [self._again(step, n) for step, times in self._runs for n in range(times + 1)]
         return every[-self._most :]
 
@@ -114,7 +120,7 @@ class RecentSteps:
 
     def clear(self) -> None:
         self._runs.clear()
-        self._own = {}
+        self._own, self._times = {}, 0
         self._events, self._told = [], (0, [])
 
     # when somebody asks

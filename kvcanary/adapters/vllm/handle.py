@@ -42,7 +42,8 @@ class Handle(HostHandle):
         self.worker, self.runner = worker, worker.model_runner
         self._loads: Loads | None = None
         self._ledger: BlockLedger | None = None
-        self._given: list[Any] = []  # blocks that this step gives to requests
+        self._scheduled: Any = None  # what the step that runs was told
+        self._given: list[Any] = []  # blocks that it gives to requests
         self._hook(worker, WORKER_HOOKS)
         self._hook(self.runner, self.hooks)
         self.replaced.put(worker, "kvcanary", self)
@@ -125,6 +126,7 @@ class Handle(HostHandle):
 
     def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
+        self._scheduled = scheduler_output
         if self.is_armed and self.canary is not None:
             if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
                 self._ended(scheduler_output)

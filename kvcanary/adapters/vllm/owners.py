@@ -12,7 +12,7 @@ whoever is given one has it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcanary.adapters.observed.canary import PagedCanary
@@ -81,17 +81,22 @@ class BlockLedger:
                 is_any_new = True
                 self._left(name)
         for is_old in (False, True) if is_any_new else (False,):
-            places = [(one[0], place) for one in given for place in self._places(one, is_old)]
-            for name, place in places:
+            claimed = [(one[0], place) for one in given for place in self._places(one, is_old)]
+            for name, place in claimed:
                 take(name, place, is_old)
-            for _, (_, block) in places:
+            for _, (_, block) in claimed:
                 self._fresh.pop(block, None)
 
-    def _places(self, given: Given, is_old: bool) -> Iterator[tuple[int, int]]:
+    def _places(self, given: Given, is_old: bool) -> Iterable[tuple[int, int]]:
         """Groups and blocks whose entries the request has already (is_old), or has not all of them."""
         _, blocks, length = given
+        if length is None and len(blocks) == 1:
+            return [(0, block) for block in blocks[0] if block != NULL_BLOCK]
+        return self._places_of_all(blocks, length or 0, is_old)
+
+    def _places_of_all(self, blocks: Sequence[Sequence[int]], length: int, is_old: bool) -> Iterator[tuple[int, int]]:
         for group, own in enumerate(blocks):
-            old = (length or 0) // self.owners.block_sizes[group]
+            old = length // self.owners.block_sizes[group]
             for block in own[:old] if is_old else own[old:]:
                 if block != NULL_BLOCK:
                     yield group, block

@@ -23,13 +23,13 @@ class HandleV1(Handle):
     """The canary of a worker with runner V1."""
 
     hooks = ("_update_states", "_build_attention_metadata", "execute_model", "sample_tokens")
-    _scheduled: Any = None  # what the step that is being prepared was told
+    _prepared: Any = None  # what the step that is being prepared was told
     _names, _places = list[str](), list[int]()  # of the last forward, where each row had one token; where tensors lay
 
     def _update_states(self, method: Any, scheduler_output: Any) -> Any:
         if not self.is_armed or self.canary is None:
             return method(scheduler_output)
-        self._scheduled = scheduler_output if scheduler_output.total_num_scheduled_tokens else None
+        self._prepared = scheduler_output if scheduler_output.total_num_scheduled_tokens else None
         cached = scheduler_output.scheduled_cached_reqs
         ended = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._leave(self.canary, [name for name in ended if name in self._numbers])
@@ -50,7 +50,7 @@ class HandleV1(Handle):
 
     def _build_attention_metadata(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        output, self._scheduled = self._scheduled, None
+        output, self._prepared = self._prepared, None
         is_forward = self.is_armed and output is not None and not kwargs.get("for_cudagraph_capture")
         if is_forward and not self._goes_on(output):
             self._read(self._forward_of(output))

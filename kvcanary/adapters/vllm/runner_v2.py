@@ -25,13 +25,8 @@ class HandleV2(Handle):
     """The canary of a worker with runner V2."""
 
     _pending: Forward | None = None  # until an external load is there
-    _scheduled: Any = None  # what the step that runs was told
     _rows, _places = b"", list[int]()  # of the last forward, where each row had one token; and where its tensors lay
     hooks = ("execute_model", "update_requests", "prepare_attn", "sample_tokens")
-
-    def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._scheduled = scheduler_output
-        return super()._execute_model(method, scheduler_output, *args, **kwargs)
 
     def _ended(self, scheduler_output: Any) -> None:
         self._leave(scheduler_output)
