@@ -65,8 +65,8 @@ DEVICE = {
 
 #: In caches that are only watched, those of vLLM and transformers.
 OBSERVED = {
-    "kvcanary_kernels.watch.advance:advance": "W1 W5 W6",
-    "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R10 R12",
+    "kvcanary_kernels.watch.advance:advance": "W1 W2 W3 W5 W6",
+    "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R7 R8 R10 R12",
     "kvcanary_kernels.watch.reread:take": "W4",
     "kvcanary_kernels.watch.reread:reread": "R9",
     "kvcanary.adapters.observed.canary:PagedCanary.written_twice": "W4",
