@@ -235,7 +235,7 @@ def test_owners_are_judged_where_an_engine_tells_of_grants(rig: Rig) -> None:
 
 
 def test_a_slot_that_all_may_read_may_have_one_writer(rig: Rig) -> None:
-    """SHARED_WRITER - uid: all read it and that row writes it, others are W3; of unjudged slots nothing is said."""
+    """SHARED_WRITER - uid: every row reads it, that one writes it, whoever else is W3; of unjudged slots, silence."""
     rig.owners = torch.full((BLOCKS * BLOCK_SIZE,), UNJUDGED.value, device=rig.device)
     assert rig.forward({0: list(range(18)), 2: list(range(9))}) == CLEAN
     uid = int(rig.truth.uids[0])

@@ -86,7 +86,10 @@ class PagedCanary:
         self.response = Response(config, Describer(evidence.read, config.show_tokens), dump=self.dumps.on_finding)
         self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
-        self.steps: deque[Step] = deque(maxlen=RING)
+        self._steps: deque[Step] = deque(maxlen=RING)
+        #: Steps that were the last one once more and are not among `_steps` yet, and whether the next may be one, for
+        #: as many entries as its launches were sized for.
+        self._quiet, self._can_repeat, self._room = 0, False, 0
         self.events: list[Any] = []  # of what happened since the last forward
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
@@ -152,6 +155,7 @@ class PagedCanary:
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
+        self._tell_quiet()
         is_read, room = self.config.content != "write", self.num_rows - len(self._gone)
         for number, request in zip(numbers, requests, strict=True):
             end, self._ends[number] = int(self._ends[number]) + self._grown, 0
@@ -178,6 +182,7 @@ class PagedCanary:
         """Record what a forward is about to write, and judge what it is about to read."""
         if self.owners is not None:
             self.owners.apply()
+        self._tell_quiet()
         self.step += 1
         n, events, waiting = len(forward.numbers), (0, 0), self._longest
         most_rows = at_least(n, FEWEST_ROWS, self.num_rows)
@@ -192,18 +197,16 @@ class PagedCanary:
         longest = max(self._most + self._grown, waiting)
         own = self.step, forward.requests, forward.numbers, forward.site, self.events, reread
         step = Step(*own, forward.num_tokens, forward.in_place)
+        self._room = at_least(longest, FEWEST_ENTRIES)
+        self._can_repeat = bool(n) and n == forward.num_tokens and events == (0, 0) and forward.site[0] == "decode"
         self.events = []
-        self.steps.append(step)
+        self._steps.append(step)
         if n:
             ran = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
             self.recent.ran(ran, self._measured, self._grown)
-            self.coverage.forwards += 1
-            self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
-            self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
-            live_bytes = self._live * self.memory.entry_bytes
-            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
+            self._ran(1, forward.num_tokens)
         self._forward = forward
-        self.launches.before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
+        self.launches.before(forward, most_rows, self._room, events)
         if self.poison is not None:
             self._look_at_poison(self.poison, step.events)
 
@@ -215,6 +218,50 @@ class PagedCanary:
             row_of = functools.partial(_owner_of, self.writers, uids)
             own = group.layers[pool], slots, mismatch, group
             events.append(Event("P1", POISONED, *own, {}, by_record=False, row_of=row_of, site="grant"))
+
+    def read_again(self) -> bool:
+        """The forward that was read last comes once more: the same rows over the same tensors, each one entry further.
+
+        False: it is to be read as any other, since something waits for it, or lengths are to be measured. What such a
+        step was is put down when somebody asks for it; the device judges it like any other.
+        """
+        grown = self._grown + 1
+        if not self._can_repeat or grown > GROWN or self._most + grown > self._room:
+            return False
+        if self._new or self._gone or self._fresh or self.events or self.poison is not None:
+            return False
+        if self.owners is not None:
+            self.owners.apply()
+        self.step += 1
+        self._quiet, self._grown = self._quiet + 1, grown
+        self.recent.goes_on(self.step)
+        self.launches.again(self.step)
+        return True
+
+    @property
+    def steps(self) -> deque[Step]:
+        """The last ones."""
+        self._tell_quiet()
+        return self._steps
+
+    def _tell_quiet(self) -> None:
+        """Put down what the steps were that repeated the last one."""
+        quiet, self._quiet = self._quiet, 0
+        if not quiet:
+            return
+        last = self._steps[-1]
+        for number in range(max(last.number + 1, self.step - RING + 1), self.step + 1):
+            self._steps.append(Step(number, last.requests, last.numbers, last.site, [], (), last.count, last.in_place))
+        n, self._live = len(last.numbers), self._live + quiet * len(last.numbers)
+        self._ran(quiet, n)
+
+    def _ran(self, steps: int, num_tokens: int) -> None:
+        """So many forwards were shown, each of so many tokens."""
+        coverage = self.coverage
+        coverage.forwards += steps
+        coverage.unproved_stores += steps  # bytes are taken from the pool, where they were stored
+        coverage.slots_sealed += steps * num_tokens * len(self.groups)
+        coverage.peak_live_bytes = max(coverage.peak_live_bytes, self._live * self.memory.entry_bytes)
 
     def _measure(self, forward: Forward) -> None:
         """Read from a forward how long its rows are; not in every step, since the host's time is short."""
@@ -268,21 +315,20 @@ class PagedCanary:
 
         It is there when anything is that was launched later; asked for before, it waits for the device.
         """
-        step = self.step
+        return functools.partial(self._count_at, self.step)
 
-        def count() -> int:
-            total = self.launches.count_of(step)
-            if total is None:
-                self.waits += 1
-                total = self.launches.wait_for_count(step)
-            return total
-
-        return count
+    def _count_at(self, step: int) -> int:
+        total = self.launches.count_of(step)
+        if total is None:
+            self.waits += 1
+            total = self.launches.wait_for_count(step)
+        return total
 
     def restart(self) -> None:
         """Begin to count anew, when kernels were compiled."""
         self.coverage, self.step = Coverage(), 0
-        self.steps.clear()
+        self._quiet, self._can_repeat = 0, False
+        self._steps.clear()
         self.recent.clear()
         self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
         self._ends[:], self._grown, self._most = 0, GROWN, 0
@@ -316,6 +362,7 @@ class PagedCanary:
 
         numbers: rows that the engine holds now
         """
+        self._tell_quiet()
         self.coverage.slots_checked, *read = self.launches.counted.tolist()
         pools = zip(read, self.memory.layers, strict=True)
         self.coverage.bytes_checked = sum(n * layers.entry_bytes for n, layers in pools)

@@ -45,8 +45,9 @@ class Handle(HostHandle):
         self.worker, self.runner = worker, worker.model_runner
         self._loads: Loads | None = None
         self._ledger: BlockLedger | None = None
-        self._given: list[Any] = []  # blocks that this step gives to requests
         self.identities = Identities()
+        self._scheduled: Any = None  # what the step that runs was told
+        self._given: list[Any] = []  # blocks that it gives to requests
         self._hook(worker, WORKER_HOOKS)
         self._hook(self.runner, self.hooks)
         self.replaced.put(worker, "kvcanary", self)
@@ -149,7 +150,10 @@ class Handle(HostHandle):
 
     def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
+        self._scheduled = scheduler_output
         if self.is_armed and self.canary is not None:
+            if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+                self._ended(scheduler_output)
             self._given = self.canary.recent.scheduled(scheduler_output)
             if self._ledger is not None:
                 self._ledger.begin(scheduler_output)
@@ -157,6 +161,16 @@ class Handle(HostHandle):
         if self._wrote() and self._loads is not None:
             self._loads.name()
         return result
+
+    def _ended(self, scheduler_output: Any) -> None:
+        """Requests have ended or are preempted, as the step that is next is told."""
+
+    def _read_again(self) -> bool:
+        """The last forward comes once more, each row by one entry; False: it is to be read as any other."""
+        if self.canary is None or not self.canary.read_again():
+            return False
+        self._is_running = True
+        return True
 
     def _sample_tokens(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self._hold(method(*args, **kwargs))

@@ -78,6 +78,41 @@ def test_a_slot_off_by_one_names_request_and_block(record) -> None:
     assert record["faults"]["shift"]["untold"] == 0
 
 
+def test_owners_are_told_by_the_scheduler(record) -> None:
+    """The plug-in is in its process as well: R7, R8, W2 and W3 are active, and none of them was found."""
+    clean = record["clean"]
+    assert clean["owners"] == "the scheduler's block pool"
+    assert not {"R7", "R8", "W2", "W3"} & set(clean["inactive"])
+
+
+def test_a_block_that_is_granted_twice_names_both_owners(record) -> None:
+    """R8 of who had it, in the block that was given away; since which step each has it."""
+    fault = record["faults"]["twice"]
+    found = fault["found"][0]
+    assert (found["code"], found["reader"], found["page"]) == ("R8", fault["touched"], fault["block"])
+    told = " ".join(found["evidence"])
+    assert "the slot was granted to" in told
+    assert f"block {fault['block']} was granted to '{fault['touched']}' in step " in told
+
+
+def test_a_freed_block_that_is_read_is_named(record) -> None:
+    """R7 in the step behind the free, with the step of the grant and of the free."""
+    fault = record["faults"]["freed"]
+    found = fault["found"][0]
+    assert (found["code"], found["reader"], found["page"]) == ("R7", fault["touched"], fault["block"])
+    assert f"block {fault['block']} was given back in step {fault['struck'] + 1}" in found["evidence"]
+
+
+def test_a_write_into_another_requests_block_is_named(record) -> None:
+    """W2 where it was stored, with the owner of that block, and since when."""
+    fault = record["faults"]["foreign"]
+    found = fault["found"][0]
+    assert (found["code"], found["page"]) == ("W2", fault["block"])
+    [owner] = [line for line in found["evidence"] if line.startswith("the slot was granted to ")]
+    assert found["writer"] not in owner
+    assert any(line.startswith(f"block {fault['block']} was granted to ") for line in found["evidence"])
+
+
 def test_no_token_of_a_wrong_step_leaves(record) -> None:
     """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
     raised = record["raise"]
