@@ -68,7 +68,7 @@ def test_a_wrong_table_entry_names_request_and_slot(scene, fault: str) -> None:
 def test_a_slot_off_by_one_names_the_request_that_stores(scene) -> None:
     """One entry is stored one slot further, which nobody was granted: where it went, and where it belongs."""
     found, touched = first(scene("dense faults"), "off_by_one")
-    assert found["code"] in ("W2", "W5")
+    assert found["code"] in ("W2", "W5", "W7")
     assert (found["position"], found["site"], found["slot"]) == (touched["position"], ["decode", 0], touched["slot"])
     assert found["expected"] == {"slot": touched["slot"] - 1}
     assert found["causes"][0]["text"] == ASTRAY
@@ -174,7 +174,7 @@ def test_a_hook_of_the_draft_that_fails_stops_its_pool_alone(scene) -> None:
 def test_a_node_that_is_stored_one_slot_further_is_named(scene) -> None:
     """The first node of a verify, of which the accepted chain begins."""
     for _, found, touched in struck(scene, "off_by_one"):
-        assert (found["code"], found["pool"]) in (("W5", "target"), ("W2", "target"))
+        assert (found["code"] in ("W2", "W5", "W7"), found["pool"]) == (True, "target")
         assert (found["writer"], found["position"], found["slot"]) == (
             touched["request"], touched["position"], touched["slot"],
         )  # fmt: skip
