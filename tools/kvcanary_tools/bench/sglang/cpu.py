@@ -63,6 +63,13 @@ def reverted(number: int, scene: Scene) -> Scene:
     return Scene(scene.acts[:1], scene.settings, {"SGLANG_DEBUG_REVERT_PR": str(number)})
 
 
+def beside(topk: int, *faults: str) -> Scene:
+    """EAGLE with both canaries: sound, the bits, and these faults."""
+    acts = ({"new": 6}, *({"fault": fault, "new": 6} for fault in (*BITS, *faults)))
+    nodes = 4 if topk == 1 else 6
+    return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": 1, "peer": True})
+
+
 #: Requests that end at the context's limit, where what SGLang reserves ahead leaves no room in a row that has not been
 #: widened for it. With several branches an assertion of SGLang's own stops that; with one, nothing does.
 AT_THE_END = Scene(
@@ -109,7 +116,17 @@ TREES = {
     "without 26329": reverted(26329, trees(1, 4)),
     "without 26972": Scene(({"mode": "raise", "new": 24},), AT_THE_END.settings, {"SGLANG_DEBUG_REVERT_PR": "26972"}),
 }
-SCENES = QUICK | TREES
+#: SGLang's own canary beside ours, in one scheduler: bits of the first and the last layer, and slots that are wrong.
+BITS = ("first_k", "first_v", "bit", "last_v")
+BESIDE = {
+    "beside, 18 layers": Scene(
+        ({}, *({"fault": fault} for fault in (*BITS, "off_by_one", "swapped", "foreign"))),
+        {"layers": 18, "peer": True, "page_size": 1},
+    ),
+    "beside, topk 1": beside(1, "one_too_long"),
+    "beside, topk 4": beside(4, "one_too_long", "short_move"),
+}
+SCENES = QUICK | TREES | BESIDE
 
 
 def pinned() -> str:
@@ -198,6 +215,8 @@ def summed(acts: list[Json]) -> Iterator[Json]:
         own = {name: act[name] for name in kept if act.get(name) not in (None, "")}
         names = ("forwards", "slots_checked", "bytes_checked", "fired", "untold_incidents")
         own["pools"] = {role: {name: told[name] for name in names} for role, told in act["reports"].items()}
+        if act["peer"]:
+            own["peer"] = [line.splitlines()[0] for line in act["peer"]][:4]
         own["findings"] = [shown(finding) for finding in act["findings"]]
         if not act["fault"] and bare is not None:
             own["equal_tokens"] = act["outputs"] == bare
