@@ -118,9 +118,14 @@ def test_more_sound_schedulers_are_silent(scene, name: str) -> None:
 
 def struck(scene, fault: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Of every scene with this fault: its name, the first finding, and what was touched."""
+    return [(name, *first(scene(name), fault)) for name in with_fault(fault)]
+
+
+def with_fault(fault: str) -> list[str]:
+    """Scenes that have it."""
     names = [name for name, own in TREES.items() if any(act.get("fault") == fault for act in own.acts)]
     assert names
-    return [(name, *first(scene(name), fault)) for name in names]
+    return names
 
 
 @pytest.mark.slow
@@ -137,8 +142,8 @@ def test_an_accepted_length_that_is_too_long_is_named(scene) -> None:
 def test_a_move_of_one_layer_less_is_named(scene) -> None:
     """Accepted nodes that are moved in all layers but the last: T1 with that layer; silent where none was moved."""
     moved = 0
-    for name, acts in ((name, scene(name)) for name in TREES if name.startswith(("topk 2", "topk 4"))):
-        [act] = [act for act in acts if act["fault"] == "short_move"]
+    for name in with_fault("short_move"):
+        [act] = [act for act in scene(name) if act["fault"] == "short_move"]
         moved += act["touched"]["moves"]
         assert bool(act["findings"]) == bool(act["touched"]["moves"]), name
         for found in act["findings"]:
