@@ -23,6 +23,7 @@ from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.config import CanaryConfig
+from kvcanary_kernels.record.layout import Identity
 
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
 #: Where weights and adapters are replaced, of those that a release has.
@@ -195,7 +196,7 @@ class Handle(HostHandle):
         self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks])
         return canary
 
-    def _admit(self, canary: PagedCanary, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+    def _admit(self, canary: PagedCanary, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> None:
         """Rows begin; as `PagedCanary.admit` takes them."""
         uids = canary.admit(new)
         if self._ledger is not None:
