@@ -54,12 +54,13 @@ class WatchedRunner(HostHandle):
         self.num_rows, self.length = self.rows.req_to_token.shape
         pool = runner.token_to_kv_pool
         self.canary = self._adopt(PagedCanary(config, self.num_rows, width, most_tokens, pool.device))
-        for number, part in enumerate(parts_of(pool, self.role, self.token_offset)):
+        parts = parts_of(pool, self.role, self.token_offset, runner.sliding_window_size)
+        for number, part in enumerate(parts):
             slots, null_slots = part.view.num_slots, part.view.null_slots
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
             self.canary.memory.add_layers(group, part.view, part.names)
         self.owners = self.canary.follow_owners()
-        self._given = Given(self.num_rows, most_tokens, len(self.canary.groups), pool.device)
+        self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
@@ -131,8 +132,10 @@ class WatchedRunner(HostHandle):
     def moved(self, method: Any, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
         row_of = None if self.verified is None else functools.partial(_of_window, self.verified)
-        move = functools.partial(method, tgt_loc, src_loc)
-        paged_moves.moved(self.canary, self.canary.groups[0], src_loc, tgt_loc, move, row_of)
+        move, moved = functools.partial(method, tgt_loc, src_loc), functools.partial(paged_moves.moved, self.canary)
+        for group, own in zip(self.canary.groups[1:], self._given.mapped, strict=True):
+            move = functools.partial(moved, group, own.of(src_loc), own.of(tgt_loc), move, row_of)
+        moved(self.canary.groups[0], src_loc, tgt_loc, move, row_of)
 
     def _held(self) -> Collection[int]:
         return list(self._generations)
@@ -166,6 +169,10 @@ class WatchedRunner(HostHandle):
         ends = fed.lengths if fed.ends is None else fed.ends
         numbers, total = np.array([self._numbers[name] for name in batch.rids]), len(fed.entries.rows)
         self._given.fill(fed, self.canary.memory.upload(torch.from_numpy(np.cumsum([0, *fed.new]))))
+        if self._given.mapped:
+            longest = self.length if fed.ends is None else int(fed.ends.max())
+            for mapped in self._given.mapped:
+                mapped.fill(self.canary.memory.upload(torch.from_numpy(numbers)), longest, fed.entries.slots)
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
 
     def _verify(self, method: Any, batch: Any) -> Any:
@@ -236,10 +243,10 @@ class WatchedRunner(HostHandle):
     def _made(
         self, names: list[str], numbers: NDArray[np.integer], site: tuple[str, int], ends: Tensor, num_tokens: int
     ) -> Forward:
-        given, groups = self._given, len(self.canary.groups)
+        given = self._given
         return Forward(
-            names, numbers, site, ends, num_tokens, [self.rows.req_to_token] * groups, given.lengths, given.starts,
-            given.tokens, given.positions, given.slots, in_place=True,
+            names, numbers, site, ends, num_tokens, given.tables, given.lengths, given.starts, given.tokens,
+            given.positions, given.slots, in_place=True,
         )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ class Handle:
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
         for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
             self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
-        allocator = scheduler.token_to_kv_pool_allocator
+        allocator = self._allocator = slots_of(scheduler)
         self._page = int(allocator.page_size)
         replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
@@ -141,7 +141,7 @@ class Handle:
         return result
 
     def _free(self, method: Any, free_index: Any) -> Any:
-        if self.scheduler.token_to_kv_pool_allocator.free_group is None:  # else it comes again when the group ends
+        if self._allocator.free_group is None:  # else it comes again when the group ends
             self._tell("freed", free_index.to(torch.int64))
         return method(free_index)
 
@@ -171,6 +171,12 @@ class Handle:
         if is_done:
             self._tell("forget")
         return is_done
+
+
+def slots_of(scheduler: Any) -> Any:
+    """What gives out the slots that rows name; where some layers have a window, others are given out beside them."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    return getattr(allocator, "full_attn_allocator", allocator)
 
 
 def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, WatchedDraft | None]:

@@ -24,6 +24,14 @@ def draft_bit(host: Any) -> Iterator[Touched]:
     yield from _flipped(host, host.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
 
 
+def window_bit(host: Any) -> Iterator[Touched]:
+    """The same in a layer with a window, of the newest entry."""
+    pool, request = host.scheduler.tp_worker.model_runner.token_to_kv_pool, _first(host)
+    position = request.kv.kv_committed_len - 1
+    slot = _table(host)[request.kv.req_pool_idx, position].long()
+    yield from _flipped_at(host, pool.swa_kv_pool, position, int(pool.full_to_swa_index_mapping[slot]))
+
+
 def swapped(host: Any) -> Iterator[Touched]:
     """Two entries of a row of the table are exchanged."""
     table, request = _table(host), _first(host)
@@ -207,7 +215,7 @@ Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
-        bit, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed,
+        bit, draft_bit, window_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed,
         written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error,
     )
 }  # fmt: skip
@@ -262,11 +270,16 @@ def _table(host: Any) -> Any:
 
 
 def _flipped(host: Any, pool: Any) -> Iterator[Touched]:
+    slot = int(_table(host)[_first(host).kv.req_pool_idx, 1])
+    yield from _flipped_at(host, getattr(pool, "full_kv_pool", pool), 1, slot)
+
+
+def _flipped_at(host: Any, pool: Any, position: int, slot: int) -> Iterator[Touched]:
+    """One bit of the first part of an entry, in the last layer of a pool."""
     import torch
 
-    request = _first(host)
-    slot = int(_table(host)[request.kv.req_pool_idx, 1])
-    words = pool.k_buffer[-1][slot].view(torch.int32)
-    words[0, 3] ^= 1 << 7
-    yield {"request": request.rid, "position": 1, "slot": slot, "layer": len(pool.k_buffer) - 1, "bit": 7}
-    words[0, 3] ^= 1 << 7
+    rows = (getattr(pool, "kv_buffer", None) or pool.k_buffer)[-1]
+    held = rows[slot].view(torch.int32)
+    held[0, 3] ^= 1 << 7
+    yield {"request": _first(host).rid, "position": position, "slot": slot, "layer": pool.layer_num - 1, "bit": 7}
+    held[0, 3] ^= 1 << 7

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcanary_tools.bench.sglang import models
+
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
 QUIETER, ASTRAY = 0.003, 0.1  # how much layers add to their input; how far the draft is from the target
@@ -71,8 +73,16 @@ class Host:
     """One scheduler, its requests, and the tokens that they were given."""
 
     def __init__(
-        self, folder: Path, eagle: bool = False, topk: int = 1, steps: int = 3, nodes: int = 4, **settings: Any
+        self,
+        folder: Path,
+        eagle: bool = False,
+        topk: int = 1,
+        steps: int = 3,
+        nodes: int = 4,
+        kind: str = "",
+        **settings: Any,
     ):
+        """kind: of models.py; empty: a Llama"""
         import torch
 
         torch.set_num_threads(1)
@@ -98,6 +108,8 @@ class Host:
                 "speculative_num_steps": steps, "speculative_eagle_topk": topk,
                 "speculative_num_draft_tokens": nodes,
             }  # fmt: skip
+        if kind:
+            wanted["model_path"] = str(models.make(folder, kind))
         load_plugins()
         server = ServerArgs(**(wanted | settings))
         server.resolve_once()
@@ -196,9 +208,9 @@ class Host:
         return {name: list(request.output_ids) for name, request in self.requests.items()}
 
 
-def install(eagle: bool = False) -> None:
+def install(interprets: bool = False) -> None:
     """Let SGLang be imported here; before its first import. Trees need Triton's interpreter, which is slow."""
-    if eagle:
+    if interprets:
         os.environ["TRITON_INTERPRET"] = "1"
     sys.meta_path.append(_Absent())
 

@@ -30,7 +30,7 @@ def run() -> None:
     folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     acts = told.pop("acts", None)
     only = None if acts else {name: told.pop(name) for name in OF_AN_ACT if name in told}
-    sglang_host.install(told.get("eagle", False))
+    sglang_host.install(told.get("eagle", False) or told.get("attention_backend") == "triton")
     import torch
 
     with torch.no_grad():
