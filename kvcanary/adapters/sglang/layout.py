@@ -80,7 +80,9 @@ def _plain(
 
 def _windowed(pool: Any, role: str, token_offset: int, window: int | None) -> list[Part]:
     """Two pools: of layers that see all, and of layers with a window, whose slots are found by a map."""
-    layers = [[n for n, (_, is_windowed) in pool.layers_mapping.items() if is_windowed is kind] for kind in (False, True)]
+    layers = [
+        [n for n, (_, is_windowed) in pool.layers_mapping.items() if is_windowed is kind] for kind in (False, True)
+    ]
     if not layers[0] or pool.full_to_swa_index_mapping is None or window is None:
         raise AdapterError(f"pools of windows alone are not followed, one layer must see all tokens; {REMEDY}")
     full = parts_of_kind(pool.full_kv_pool, role, token_offset, layers[0])

@@ -18,8 +18,9 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, judge_grants
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang.fed import FedForward, Given, salt_of, tokens_of
-from kvcanary.adapters.sglang.layout import parts_of
+from kvcanary.adapters.sglang.layout import not_watched, parts_of
 from kvcanary.config import CanaryConfig
+from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
 
 
 class Verified(NamedTuple):
@@ -62,6 +63,7 @@ class WatchedRunner(HostHandle):
         self.owners = self.canary.follow_owners()
         self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
+        self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
@@ -78,10 +80,22 @@ class WatchedRunner(HostHandle):
         if self.canary.poison is not None:
             self.canary.poison.forget()
         self._generations.clear()
+        self._reweighted = 0  # nothing is left of the weights before
 
     def flush(self) -> None:
         """Do now what waits for a forward: bytes are about to go."""
         self._flush()
+
+    def reweighted(self) -> None:
+        """The model has other weights from the next forward on."""
+        self._reweighted = self.canary.step
+
+    def report(self) -> dict[str, Any]:
+        """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
+        and that were stored before the weights changed
+        """
+        own = {"not_watched": not_watched(self.runner.token_to_kv_pool), "older_weights": int(self._older)}
+        return {**super().report(), **own}
 
     def sent(self) -> Callable[[], None]:
         """What looks at the counter of findings as it is now, when the step's tokens are there."""
@@ -212,6 +226,9 @@ class WatchedRunner(HostHandle):
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
             self._generations[number] = generation
+            if self._reweighted and length:
+                held = self.canary.groups[0].records[self.rows.req_to_token[number, :length].to(torch.int64)]
+                self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
             new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), salt_of(request)))
         if new:
             self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))

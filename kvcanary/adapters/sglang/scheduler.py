@@ -15,6 +15,7 @@ import torch
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.sglang import lifetimes
 from kvcanary.adapters.sglang.compatibility import check, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.runner import WatchedRunner
@@ -56,7 +57,7 @@ class Handle:
             own.arm()
         replace = self.replaced.replace
         self.replaced.put(scheduler, "kvcanary", self)
-        for name in ("run_batch", "process_batch_result", "flush_cache"):
+        for name in ("run_batch", "process_batch_result"):
             replace(scheduler, name, getattr(self, f"_{name}"))
         for own in self.runners:
             replace(own.runner, "forward", functools.partial(self._forward, own), own.guard)
@@ -71,6 +72,7 @@ class Handle:
         self._page = int(allocator.page_size)
         replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
+        lifetimes.follow(scheduler, replace, self._tell)
         self.guard.is_serving = True
 
     def report(self) -> dict[str, Any]:
@@ -164,13 +166,6 @@ class Handle:
         result = method(req, *args, **kwargs)
         self._tell("left", number)
         return result
-
-    def _flush_cache(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self._tell("flush")
-        is_done = method(*args, **kwargs)
-        if is_done:
-            self._tell("forget")
-        return is_done
 
 
 def slots_of(scheduler: Any) -> Any:

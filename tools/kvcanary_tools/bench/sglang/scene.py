@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary_tools.bench.sglang import host as sglang_host
+from kvcanary_tools.bench.sglang.events import EVENTS
 from kvcanary_tools.bench.sglang.faults import FAULTS, LASTING, Touched
 
 PROMPTS = {
@@ -23,7 +24,7 @@ PROMPTS = {
     "c": [1, 5, 9, 13, 4, 4, 4, 6, 8, 10, 3, 2, 1, *range(3, 30)],  # longer than a chunk
     "d": [1, 5, 9, 13, 4, 4, 4, 6],  # begins as c does
 }
-OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content")
+OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content", "between")
 
 
 def run() -> None:
@@ -50,10 +51,12 @@ def play(
     at: int = 3,
     abort: str = "",
     content: str = "full",
+    between: tuple[str, ...] | list[str] = (),
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
     later: how many longer requests come after the first four, so that entries are evicted
+    between: of EVENTS, what happens before each further wave of the first four
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
     said: dict[str, Any] = {"mode": mode, "fault": fault, "plugged_in": host.canary is not None}
@@ -69,7 +72,12 @@ def play(
         host.ask(name, tokens, new)
     blow = Blow(host, fault, at, abort, said)
     try:
-        host.run(*((before_nothing, before_nothing) if later else blow.turns))
+        host.run(*((before_nothing, before_nothing) if later or between else blow.turns))
+        for wave, event in enumerate(between):
+            EVENTS[event](host)
+            for name, tokens in PROMPTS.items():
+                host.ask(f"{name} again {wave}", tokens, new)
+            host.run(*(blow.turns if event is between[-1] else (before_nothing, before_nothing)))
         for number in range(later):
             host.ask(f"x{number}", [1, 8, number + 3] + [(7 * number + n) % 32 for n in range(20)], 40)
         if later:
