@@ -44,12 +44,11 @@ def parts_of(pool: Any, role: str, token_offset: int = 0, window: int | None = N
     """
     kind = type(pool).__name__
     if kind not in READERS:
-        known = NOT_FOLLOWED.get(kind)
-        raise AdapterError(
-            f"pools of class {kind} are not followed{f': {known}' if known else ', their layout is not known'}; "
-            f"followed are {', '.join(READERS)}; {REMEDY}"
-        )
-    return READERS[kind](pool, role, token_offset, window)
+        raise _not_followed(kind)
+    try:
+        return READERS[kind](pool, role, token_offset, window)
+    except AttributeError as error:
+        raise AdapterError(f"a pool of class {kind} is not as known: {error}; {REMEDY}") from error
 
 
 def not_watched(pool: Any) -> list[str]:
@@ -85,24 +84,28 @@ def _windowed(pool: Any, role: str, token_offset: int, window: int | None) -> li
     ]
     if not layers[0] or pool.full_to_swa_index_mapping is None or window is None:
         raise AdapterError(f"pools of windows alone are not followed, one layer must see all tokens; {REMEDY}")
-    full = parts_of_kind(pool.full_kv_pool, role, token_offset, layers[0])
+    full = _within(pool.full_kv_pool, role, token_offset, layers[0])
     if not layers[1]:
         return full
-    [part] = parts_of_kind(pool.swa_kv_pool, f"{role}, windows", token_offset, layers[1])
+    [part] = _within(pool.swa_kv_pool, f"{role}, windows", token_offset, layers[1])
     return [*full, Part(part.view, part.names, window + 1, pool.full_to_swa_index_mapping)]
 
 
 def _beside_states(pool: Any, role: str, token_offset: int, window: int | None) -> list[Part]:
     """Layers of attention, beside others that keep a state for each request."""
-    return parts_of_kind(pool.full_kv_pool, role, token_offset, pool.full_attention_layer_id_mapping)
+    return _within(pool.full_kv_pool, role, token_offset, pool.full_attention_layer_id_mapping)
 
 
-def parts_of_kind(pool: Any, role: str, token_offset: int, layers: Iterable[int]) -> list[Part]:
+def _within(pool: Any, role: str, token_offset: int, layers: Iterable[int]) -> list[Part]:
     """Of a pool within a pool, whose layers have other numbers in the model."""
-    kind = type(pool).__name__
-    if READERS.get(kind) is not _plain:
-        raise AdapterError(f"pools of class {kind} within another are not followed; {REMEDY}")
+    if READERS.get(type(pool).__name__) is not _plain:
+        raise _not_followed(type(pool).__name__)
     return _plain(pool, role, token_offset, None, layers)
+
+
+def _not_followed(kind: str) -> AdapterError:
+    why = NOT_FOLLOWED.get(kind, "their layout is not known")
+    return AdapterError(f"pools of class {kind} are not followed: {why}; followed are {', '.join(READERS)}; {REMEDY}")
 
 
 READERS: dict[str, Callable[[Any, str, int, int | None], list[Part]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcanary_tools.bench.sglang.cpu import SCENES, TREES, folder_of, pinned, played
+from kvcanary_tools.bench.sglang.cpu import POOLS, SCENES, TREES, folder_of, pinned, played
 
 INSTALLED = folder_of(pinned())
 pytestmark = pytest.mark.skipif(
@@ -96,6 +96,44 @@ def first(acts: Acts, fault: str) -> tuple[dict[str, Any], dict[str, Any]]:
     [act] = [act for act in acts if (act["fault"], act["mode"]) == (fault, "log")]
     assert all(report["untold_incidents"] == 0 for report in act["reports"].values())
     return act["findings"][0], act["touched"]
+
+
+def test_layers_with_windows_are_watched_by_their_own_slots(scene) -> None:
+    """Two pools, one of which is found by a map: silent, and a bit of either is found in its pool and layer."""
+    act, bare = scene("windows")[:2]
+    expect_sound(act, bare, 700)
+    for fault, pool in ("bit", "group 0 target"), ("window_bit", "group 1 target, windows"):
+        found, touched = first(scene("windows"), fault)
+        assert (found["code"], found["reader"], found["pool"]) == ("R9", touched["request"], pool)
+        assert {name: found[name] for name in ("position", "slot", "layer", "bit")}.items() <= touched.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_of_other_kinds_are_watched(scene, name: str) -> None:
+    """Latent rows, attention beside states, 8-bit floats, other pages and types: silent, and one bit is found."""
+    acts = scene(name)
+    expect_sound(*acts[:2], least=500)
+    for act in acts[2:]:
+        found, touched = first(acts, act["fault"])
+        assert (found["code"], found["reader"], found["slot"]) == ("R9", touched["request"], touched["slot"])
+        assert (found["layer"], found["bit"]) == (touched["layer"], touched["bit"])
+
+
+@pytest.mark.slow
+def test_states_beside_attention_are_named_as_not_watched(scene) -> None:
+    """The certificate says what else of a request lies there; of other pools it says nothing."""
+    watched = {name: scene(name)[0]["reports"]["target"]["not_watched"] for name in ("states", "latent")}
+    assert watched["latent"] == []
+    assert watched["states"] == ["states of linear attention, of which a request has one for all its tokens"]
+
+
+@pytest.mark.slow
+def test_entries_of_older_weights_are_counted(scene) -> None:
+    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left."""
+    assert scene("page 16, bfloat16")[0]["reports"]["target"]["older_weights"] == 4 * 64
+    assert scene("lifetimes")[0]["reports"]["target"]["older_weights"] > 0
+    assert scene("latent")[0]["reports"]["target"]["older_weights"] == 0
 
 
 @pytest.mark.slow

@@ -75,6 +75,30 @@ QUICK = {
         )
     ),
 }
+PLAIN: Json = {"new": 8}
+WAVES: Json = {"prefix": 66, "between": ["reload"]}
+WIDE: Json = {"context_length": 256, "max_total_tokens": 1280, "chunked_prefill_size": 64}
+EVENTFUL: Json = {"between": ["flush", "sleep", "reload", "reload_and_flush"]}
+
+
+def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
+    """Some class of pools: sound, without a canary, and each fault in turn."""
+    return Scene((act, {**OFF, **act}, *({"fault": fault} for fault in faults)), settings)
+
+
+TWO_POOLS: Json = {"kind": "windows", "swa_full_tokens_ratio": 1.0}
+#: Layers with windows: torch's attention reads them by the slots of the others, so that both pools are as long.
+QUICK["windows"] = pool(TWO_POOLS, "bit", "window_bit")
+#: Pools of other classes, other pages and types, and what ends the life of entries.
+POOLS = {
+    "windows, page 1": pool({**TWO_POOLS, "page_size": 1}, "window_bit", act={"new": 24}),
+    "latent": pool({"kind": "latent"}, "bit"),
+    "states": pool({"kind": "states", "page_size": 1, "is_interpreted": True}, "bit"),
+    "fp8": pool({"kv_cache_dtype": "fp8_e4m3"}, "bit"),
+    "page 16, bfloat16": pool({"page_size": 16, "dtype": "bfloat16", **WIDE}, "bit", act=WAVES),
+    "page 64, float16": pool({"page_size": 64, "dtype": "float16", **WIDE}, act=WAVES),
+    "lifetimes": pool({}, act=EVENTFUL),
+}
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
 TREES = {
     "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}, RETRACT),
@@ -87,7 +111,7 @@ TREES = {
     "without 25015": reverted(25015, 1, 4),
     "without 26329": reverted(26329, 1, 4),
 }
-SCENES = QUICK | TREES
+SCENES = QUICK | POOLS | TREES
 
 
 def pinned() -> str:

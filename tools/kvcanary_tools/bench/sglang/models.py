@@ -1,4 +1,4 @@
-"""Tiny models whose memory pools are of other classes than Llama's: a configuration each, with weights that are drawn."""
+"""Tiny models whose memory pools are of other classes than Llama's: a configuration each, weights are drawn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "architectures": ["MellumForCausalLM"], "model_type": "mellum", "sliding_window": 16,
         "layer_types": [SLIDING, FULL, SLIDING, FULL], "mlp_layer_types": ["dense"] * 4, "num_experts": 2,
         "num_experts_per_tok": 1, "moe_intermediate_size": 32,
-        "rope_parameters": dict.fromkeys((SLIDING, FULL), {"rope_type": "default", "rope_theta": 10000.0}),
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in (SLIDING, FULL)},
     },
     "states": {  # HybridLinearKVPool
         "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", FULL, "conv", FULL],

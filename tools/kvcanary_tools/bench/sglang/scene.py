@@ -24,14 +24,15 @@ PROMPTS = {
     "c": [1, 5, 9, 13, 4, 4, 4, 6, 8, 10, 3, 2, 1, *range(3, 30)],  # longer than a chunk
     "d": [1, 5, 9, 13, 4, 4, 4, 6],  # begins as c does
 }
-OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content", "between")
+OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content", "between", "prefix")
 
 
 def run() -> None:
     folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     acts = told.pop("acts", None)
     only = None if acts else {name: told.pop(name) for name in OF_AN_ACT if name in told}
-    sglang_host.install(told.get("eagle", False) or told.get("attention_backend") == "triton")
+    interprets = told.pop("is_interpreted", False) or told.get("attention_backend") == "triton"
+    sglang_host.install(interprets or told.get("eagle", False))
     import torch
 
     with torch.no_grad():
@@ -52,11 +53,13 @@ def play(
     abort: str = "",
     content: str = "full",
     between: tuple[str, ...] | list[str] = (),
+    prefix: int = 0,
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
     later: how many longer requests come after the first four, so that entries are evicted
     between: of EVENTS, what happens before each further wave of the first four
+    prefix: how many tokens all of these begin with
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
     said: dict[str, Any] = {"mode": mode, "fault": fault, "plugged_in": host.canary is not None}
@@ -68,15 +71,16 @@ def play(
     elif mode == "off" and host.canary is not None:
         host.canary.detach()
     before = host.begin()
+    shared = [3 + 7 * number % 29 for number in range(prefix)]
     for name, tokens in PROMPTS.items():
-        host.ask(name, tokens, new)
+        host.ask(name, shared + tokens, new)
     blow = Blow(host, fault, at, abort, said)
     try:
         host.run(*((before_nothing, before_nothing) if later or between else blow.turns))
         for wave, event in enumerate(between):
             EVENTS[event](host)
             for name, tokens in PROMPTS.items():
-                host.ask(f"{name} again {wave}", tokens, new)
+                host.ask(f"{name} again {wave}", shared + tokens, new)
             host.run(*(blow.turns if event is between[-1] else (before_nothing, before_nothing)))
         for number in range(later):
             host.ask(f"x{number}", [1, 8, number + 3] + [(7 * number + n) % 32 for n in range(20)], 40)
