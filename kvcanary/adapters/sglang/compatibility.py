@@ -29,12 +29,18 @@ EVERY_SCHEDULER, DRAFTS = "every scheduler", "drafts"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {
     "disaggregation_mode": "null",
-    "enable_hierarchical_cache": False,
+    "hicache_storage_backend": None,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "radix_cache_backend": None,
+    "enable_hisparse": False,
     "enable_unified_memory": False,
     "enable_two_batch_overlap": False,
     "enable_pdmux": False,
     "dllm_algorithm": None,
     "pp_size": 1,
+    "dcp_size": 1,
+    "speculative_adaptive": False,
 }
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"

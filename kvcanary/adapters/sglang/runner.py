@@ -64,6 +64,7 @@ class WatchedRunner(HostHandle):
         self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
+        self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
@@ -92,10 +93,11 @@ class WatchedRunner(HostHandle):
 
     def report(self) -> dict[str, Any]:
         """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
-        and that were stored before the weights changed
+        and that were stored before the weights changed; `loads_checked`: entries from the host tier that were compared
         """
         own = {"not_watched": not_watched(self.runner.token_to_kv_pool), "older_weights": int(self._older)}
-        return {**super().report(), **own}
+        loads = {} if self.tier is None else {"loads_checked": self.tier.compared}
+        return {**super().report(), **own, **loads}
 
     def sent(self) -> Callable[[], None]:
         """What looks at the counter of findings as it is now, when the step's tokens are there."""
@@ -187,7 +189,15 @@ class WatchedRunner(HostHandle):
             longest = self.length if fed.ends is None else int(fed.ends.max())
             for mapped in self._given.mapped:
                 mapped.fill(self.canary.memory.upload(torch.from_numpy(numbers)), longest, fed.entries.slots)
+        if self.tier is not None:
+            self.tier.arrive(self._given.tables)
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
+
+    def _wrote(self) -> bool:
+        has_run = super()._wrote()
+        if has_run and self.tier is not None:
+            self.tier.wrote()
+        return has_run
 
     def _verify(self, method: Any, batch: Any) -> Any:
         """Nodes of trees have no places of their own yet: what is accepted is recorded when that is known."""
@@ -231,6 +241,8 @@ class WatchedRunner(HostHandle):
                 self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
             new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), salt_of(request)))
         if new:
+            if self.tier is not None:
+                self.tier.admitted(new)
             self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))
 
     def _entries_of(self, batch: Any, new: NDArray[np.integer]) -> FedForward:

@@ -15,7 +15,7 @@ import torch
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
-from kvcanary.adapters.sglang import lifetimes
+from kvcanary.adapters.sglang import host_tier, lifetimes
 from kvcanary.adapters.sglang.compatibility import check, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.runner import WatchedRunner
@@ -37,7 +37,8 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
     held = getattr(scheduler, "kvcanary", None)
     if held is not None:
         return held
-    faults = check(drafts=scheduler.draft_worker is not None) or unfollowed(scheduler.server_args)
+    faults = check(drafts=scheduler.draft_worker is not None)
+    faults = faults or unfollowed(scheduler.server_args) or host_tier.unfollowed(scheduler)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
     return Handle(scheduler, CanaryConfig.from_env() if config is None else config)
@@ -73,6 +74,7 @@ class Handle:
         replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
         lifetimes.follow(scheduler, replace, self._tell)
+        host_tier.follow(scheduler, self.target, replace)
         self.guard.is_serving = True
 
     def report(self) -> dict[str, Any]:

@@ -121,6 +121,20 @@ def test_pools_of_other_kinds_are_watched(scene, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_bit_of_the_host_tier_is_found_when_it_comes_back(scene) -> None:
+    """T1 that says what loaded it and which word of which layer; what comes back whole is compared and silent."""
+    sound, bare, struck = scene("host tier")
+    assert (sound["outputs"], sound["findings"]) == (bare["outputs"], [])
+    assert sound["counts"]["evicted"] > 0
+    assert sound["reports"]["target"]["loads_checked"] > 100
+    [found] = struck["findings"]
+    assert (found["code"], found["site"], found["found"]["came_back_by"]) == ("T1", ["load", 0], "the host tier")
+    assert (found["layer"], found["bit"]) == (struck["touched"]["layer"], struck["touched"]["bit"])
+    assert found["causes"][0]["text"].startswith("one word: one bit, bit 7, of K")
+    assert "P1" in sound["reports"]["target"]["inactive_classes"]
+
+
+@pytest.mark.slow
 def test_states_beside_attention_are_named_as_not_watched(scene) -> None:
     """The certificate says what else of a request lies there; of other pools it says nothing."""
     watched = {name: scene(name)[0]["reports"]["target"]["not_watched"] for name in ("states", "latent")}

@@ -99,6 +99,12 @@ POOLS = {
     "page 64, float16": pool({"page_size": 64, "dtype": "float16", **WIDE}, act=WAVES),
     "lifetimes": pool({}, act=EVENTFUL),
 }
+COMES_BACK: Json = {"between": ["many", "many"]}
+#: A tier in host memory, on stand-ins for what pins it and copies.
+TIER = Scene(
+    (COMES_BACK, {**OFF, **COMES_BACK}, {**COMES_BACK, "fault": "tier_bit", "at": 0}),
+    {"tier": True, "max_total_tokens": 160, "max_running_requests": 2},
+)
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
 TREES = {
     "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}, RETRACT),
@@ -111,7 +117,7 @@ TREES = {
     "without 25015": reverted(25015, 1, 4),
     "without 26329": reverted(26329, 1, 4),
 }
-SCENES = QUICK | POOLS | TREES
+SCENES = QUICK | POOLS | {"host tier": TIER} | TREES
 
 
 def pinned() -> str:

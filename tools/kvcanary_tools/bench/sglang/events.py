@@ -51,4 +51,12 @@ def reload_and_flush(host: Any) -> None:
     reload(host, True)
 
 
-EVENTS: dict[str, Callable[[Any], None]] = {own.__name__: own for own in (flush, sleep, reload, reload_and_flush)}
+def many(host: Any) -> None:
+    """So many other requests that the first ones leave the device; the same ones every time."""
+    first = len(host.requests)
+    for number in range(12):
+        host.ask(f"m{first} {number}", [number + 3, 8, 1] + [(7 * number + n) % 32 for n in range(20)], 4)
+    host.run(lambda turn: None, lambda turn: None)
+
+
+EVENTS: dict[str, Callable[[Any], None]] = {own.__name__: own for own in (flush, sleep, reload, reload_and_flush, many)}

@@ -32,6 +32,23 @@ def window_bit(host: Any) -> Iterator[Touched]:
     yield from _flipped_at(host, pool.swa_kv_pool, position, int(pool.full_to_swa_index_mapping[slot]))
 
 
+def tier_bit(host: Any) -> Iterator[Touched]:
+    """One bit of the last entry of what comes back from the host tier next, in K of the tier's last layer."""
+    import torch
+
+    controller, touched = host.scheduler.tree_cache.cache_controller, {"layer": 1, "bit": 7, "loads": 0}
+
+    def load(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not touched["loads"]:
+            tier = controller.mem_pool_host.anchor_entry.host_pool
+            tier.k_buffer[-1][int(kwargs["host_indices"][-1])].view(torch.int32)[0, 3] ^= 1 << 7
+        touched["loads"] += 1
+        return method(*args, **kwargs)
+
+    with around(controller, "load", load):
+        yield touched
+
+
 def swapped(host: Any) -> Iterator[Touched]:
     """Two entries of a row of the table are exchanged."""
     table, request = _table(host), _first(host)
@@ -215,13 +232,14 @@ Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
-        bit, draft_bit, window_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed,
+        bit, draft_bit, window_bit, tier_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy,
+        freed,
         written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error,
     )
 }  # fmt: skip
 LASTING = (
-    "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write", "draft_scatter",
-    "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
+    "tier_bit", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
+    "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
 )  # fmt: skip
 
 

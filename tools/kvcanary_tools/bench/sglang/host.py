@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcanary_tools.bench.sglang import models
+from kvcanary_tools.bench.sglang import host_tier, models
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
@@ -80,9 +80,10 @@ class Host:
         steps: int = 3,
         nodes: int = 4,
         kind: str = "",
+        tier: bool = False,
         **settings: Any,
     ):
-        """kind: of models.py; empty: a Llama"""
+        """kind: of models.py; empty: a Llama;  tier: entries go to host memory and come back"""
         import torch
 
         torch.set_num_threads(1)
@@ -108,6 +109,9 @@ class Host:
                 "speculative_num_steps": steps, "speculative_eagle_topk": topk,
                 "speculative_num_draft_tokens": nodes,
             }  # fmt: skip
+        if tier:
+            host_tier.stand_in()
+            wanted |= host_tier.SETTINGS
         if kind:
             wanted["model_path"] = str(models.make(folder, kind))
         load_plugins()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-
-from kvcanary_tools.bench.sglang.faults import Touched, _first
 
 SETTINGS = {
     "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_size": 0, "hicache_io_backend": "direct",
