@@ -189,12 +189,13 @@ def fair_share(incidents: Sequence[list[Violation]], most: int) -> list[list[Vio
 
 
 def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
-    """Forwards without hooks, then their entries; events that contradict; writes before moves before reads; then along
-    the row; at one slot by rank; the first pool before the second.
+    """Forwards without hooks, then their entries; events that contradict; grants and writes before moves before reads;
+    then along the row; at one slot by rank; the first pool before the second.
 
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
     """
-    nowhere, is_read = violation.position is None, violation.code not in SPEAK_FIRST
+    nowhere = violation.position is None
+    is_read = violation.code not in SPEAK_FIRST and violation.site[0] != "grant"
     along = (
         violation.position or 0
         if violation.arrival is None

@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+REMEDY = "the engine goes on unwatched: report this, and restart it to watch it again"
 _events = structlog.get_logger("kvcanary")
 
 
@@ -23,10 +24,16 @@ class Guard:
     """
 
     def __init__(
-        self, host: str, mode: str, on_stop: Callable[[str], object] = bool, parts: Sequence[Guard] = (), **place: Any
+        self,
+        host: str,
+        mode: str,
+        on_stop: Callable[[str], object] = bool,
+        parts: Sequence[Guard] = (),
+        rank: int = 0,
+        pool: str = "all",
     ) -> None:
-        """parts: guards that stop with this one; place: what the event says of whose canary it is"""
-        self.host, self._place, self._on_stop, self._parts = host, place, on_stop, parts
+        """parts: guards that stop with this one; rank, pool: whose canary it is, in the event"""
+        self.host, self.rank, self.pool, self._on_stop, self._parts = host, rank, pool, on_stop, parts
         self._is_lenient, self.is_serving, self.stopped = mode == "log", False, ""
 
     def call(self, wrapper: Callable[..., Any], method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -64,9 +71,8 @@ class Guard:
             part.give_up(f"{type(error).__name__} in {where}: {error}")
         self.give_up(f"{type(error).__name__} in {where}: {error}")
         _events.error(
-            "kvcanary.stopped", host=self.host, hook=where, reason=self.stopped,
+            "kvcanary.stopped", host=self.host, rank=self.rank, pool=self.pool, reason=self.stopped, remedy=REMEDY,
             exception="".join(traceback.format_exception(error)),  # as text: local values would show prompts
-            remedy="the engine goes on unwatched: restart it to watch it again, and report this", **self._place,
         )  # fmt: skip
 
     def give_up(self, reason: str) -> None:

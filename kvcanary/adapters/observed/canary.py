@@ -171,12 +171,13 @@ class PagedCanary:
         if self._new or self._gone or self._fresh:
             events, reread = self._put_events(free)
         longest = max(self._most + self._grown, waiting)
-        step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, reread, forward.num_tokens)
+        own = self.step, forward.requests, forward.numbers, forward.site, self.events, reread
+        step = Step(*own, forward.num_tokens, forward.in_place)
         self.events = []
         self.steps.append(step)
         if n:
-            own = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
-            self.recent.ran(own, self._measured, self._grown)
+            ran = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
+            self.recent.ran(ran, self._measured, self._grown)
             self.coverage.forwards += 1
             self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
             self.coverage.slots_sealed += forward.num_tokens * len(self.groups)

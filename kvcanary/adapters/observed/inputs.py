@@ -5,8 +5,8 @@ Tokens, positions and slots are compared on the device; the host looks only when
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ class Entries:
     """The entries of one forward, in the order in which they are fed.
 
     requests:  by row
+    where:     what the report says besides of an entry, by its number: its branch, or its node in a tree
     rows:      [n] on the host, the row of each entry
     positions: [n] where it stands in its row
     slots:     [n] where it is stored
@@ -35,6 +36,7 @@ class Entries:
     rows: NDArray[np.integer]
     positions: Tensor
     slots: Tensor
+    where: Callable[[int], str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,7 @@ class Fed:
             violation.found = {self.what: int(self.found[entry])}
             violation.along = self.group.number, step
             violation.notes = (LAST_ENTRY,) if entry + 1 == len(rows) or rows[entry + 1] != row else ()
+            violation.notes += () if self.entries.where is None else (self.entries.where(entry),)
             yield violation
 
 
@@ -113,5 +116,5 @@ def judge_fed(
     wrong = (found != expected) & (expected != UNKNOWN)
     canary.memory.total += wrong.sum()
     # the engine may use its tensors again before the host looks
-    kept = Entries(entries.requests, entries.rows, entries.positions.clone(), entries.slots.clone())
+    kept = replace(entries, positions=entries.positions.clone(), slots=entries.slots.clone())
     canary.events.append(Fed(code, what, found.clone(), expected, wrong, kept, canary.groups[0], site))

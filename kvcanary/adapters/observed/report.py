@@ -40,6 +40,8 @@ SHOWN = 8  # slots of one step that were written twice, and are told
 def report_step(canary: PagedCanary, step: Step) -> int:
     """Tell of everything that fired in this step, and give its number. KVCorruptionError in mode raise."""
     violations = _leading(_violations(canary, step))
+    for violation in violations:
+        violation.notes += _row(step, violation)
     canary.response.answer(violations, step.number, canary.coverage)
     return len(violations)
 
@@ -74,6 +76,15 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             yield from event.violations(step.number)
         else:
             yield from _of_event(canary, event, step.number)
+
+
+def _row(step: Step, violation: Violation) -> tuple[str, ...]:
+    """Which row of the engine's own table a request has, where the canary goes along that, and the page of the slot."""
+    rows = dict(zip(step.requests, step.numbers.tolist(), strict=True)) if step.in_place else {}
+    if violation.request_id not in rows:
+        return ()
+    place = "" if violation.slot < 0 else f", page {violation.page} of the pool"
+    return (f"row {rows[violation.request_id]} of the table{place}",)
 
 
 def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str, ...]:
@@ -175,9 +186,15 @@ def _pool(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
 
 
 def _place(group: Group, slot: int, names: Sequence[str] = ()) -> str:
-    """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`."""
+    """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`.
+
+    Where tables name entries, pages are those of the pool.
+    """
     window = f" with a window of {group.window}" if group.window else ""
-    place = f"group {group.number}{window}, block {slot // group.block_size}, offset {slot % group.block_size}"
+    what, size = "block", group.block_size
+    if size == 1:
+        what, size = "page", group.layers[0].view.page_size
+    place = f"group {group.number}{window}, {what} {slot // size}, offset {slot % size}"
     if not names:
         return place
     more = f" and {len(names) - SHOWN_LAYERS} more" if len(names) > SHOWN_LAYERS else ""
@@ -190,9 +207,16 @@ def _slot(lines: Tensor, line: int, position: int, group: Group) -> int:
 
 
 def _leading(violations: Iterable[Violation]) -> list[Violation]:
-    """The earliest of each row, and what belongs to none: what follows in a row, or in other pools, follows from it."""
+    """The earliest of each row, and what belongs to none: what follows in a row, or in other pools, follows from it.
+
+    What was granted comes before what a forward does with it.
+    """
     leading: dict[tuple[str | None, int], Violation] = {}
-    for violation in sorted(violations, key=lambda violation: (violation.position or 0, RANK[violation.code])):
+    for violation in sorted(violations, key=_order):
         is_of_row = violation.request_id is not None and violation.code != "W4"
         leading.setdefault((violation.request_id, 0 if is_of_row else violation.slot), violation)
     return list(leading.values())
+
+
+def _order(violation: Violation) -> tuple[bool, int, int]:
+    return violation.site[0] != "grant", violation.position or 0, RANK[violation.code]

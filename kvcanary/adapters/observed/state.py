@@ -66,6 +66,7 @@ class Step:
     """What the host must know to tell of a step's violations later.
 
     reread:  requests whose rows were read whole in this step, look by look
+    in_place: as in Forward
     """
 
     number: int
@@ -75,6 +76,7 @@ class Step:
     events: list[Any]  # Event, and Fed of inputs.py
     reread: Sequence[tuple[str, ...]]
     count: int = 0
+    in_place: bool = False
     is_reported: bool = False
 
 

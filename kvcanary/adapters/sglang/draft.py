@@ -71,7 +71,8 @@ class WatchedDraft(WatchedRunner):
         site, n, lengths = ("draft", self._step), batch.batch_size, batch.seq_lens.to(torch.int64)
         positions = (lengths + self._step).repeat_interleave(self._topk)
         slots, rows = batch.out_cache_loc[: len(positions)], np.repeat(np.arange(n), self._topk)
-        entries = Entries(list(batch.rids), rows, positions, slots)
+        branch = lambda entry: f"branch {entry % self._topk} of its row"  # noqa: E731
+        entries = Entries(list(batch.rids), rows, positions, slots, branch)
         judge_fed(self.canary, "W5", "position", batch.positions[: len(positions)], positions, entries, site)
         begin, stride, table = self._branches(lengths), self._stride(lengths), self._table_of(batch)
         granted = table.gather(1, begin + self._step).flatten().to(slots.dtype)

@@ -55,6 +55,7 @@ class WatchedRunner(HostHandle):
         self.num_rows, self.length = self.rows.req_to_token.shape
         pool = runner.token_to_kv_pool
         self.canary = self._adopt(PagedCanary(config, self.num_rows, width, most_tokens, pool.device))
+        self.canary.dumps.environment |= {"version": import_module("sglang").__version__, "role": self.role}
         parts = parts_of(pool, self.role, self.token_offset, runner.sliding_window_size)
         for number, part in enumerate(parts):
             slots, null_slots = part.view.num_slots, part.view.null_slots
@@ -218,9 +219,12 @@ class WatchedRunner(HostHandle):
         out = result.next_token_ids.view(n, width).to(nodes.dtype)
         tokens = torch.cat((nodes.view(n, width)[:, :1], out[:, :-1]), 1)
         positions = (before[:, None] + offsets).flatten()
-        entries = Entries(list(batch.rids), np.repeat(np.arange(n), width), positions, slots)
         path = torch.zeros(n, width, dtype=torch.int64, device=nodes.device)
         path[:, : result.accept_index.shape[1]] = result.accept_index.clamp(min=0)[:, :width]
+        entries = Entries(
+            list(batch.rids), np.repeat(np.arange(n), width), positions, slots,
+            lambda entry: f"node {int(path.flatten()[entry]) % width} of the tree of its row",
+        )  # fmt: skip
         fed = torch.where(is_kept, nodes[path], tokens).flatten()
         judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
         ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width

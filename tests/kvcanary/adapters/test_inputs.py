@@ -135,3 +135,12 @@ def test_a_row_that_is_given_more_than_its_line_holds_is_told() -> None:
     assert (finding.code, finding.reader, finding.position, finding.site) == ("R10", "r1", 64, ("grant", 0))
     assert (finding.expected, finding.found) == ({"row_width": 64}, {"length": 65})
     assert finding.causes[0].family == "bounds"
+
+
+def test_a_grant_speaks_before_what_it_has_damaged() -> None:
+    """The row behind reads the slots of the row that outgrew its line, in the same step: the grant comes first."""
+    engine = running()
+    engine.table[0, 0] = engine.table[1, 5]
+    judge_grants(engine.canary, [("r1", 65)], 64)
+    engine.step({0: [1], 1: [2]})
+    assert [(finding.code, finding.reader) for finding in told(engine)] == [("R10", "r1"), ("R12", "r0")]

@@ -44,21 +44,31 @@ class Scene:
 
 
 LIFE = {"later": 6, "new": 20, "at": 9, "abort": "x1"}
+#: Of requests so long, and so many, that a million entries are judged.
+LONG = {"later": 48, "new": 20, "prompt": 260, "answer": 100}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}  # every few steps
 OFF: Json = {"mode": "off"}
+AT: dict[str, Json] = {"chunk_rotated": {"at": 0}}  # faults that strike in another turn than others
 
 
 def trees(topk: int, page: int, *faults: str) -> Scene:
     """EAGLE: sound, without a canary, and each fault in turn."""
-    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault} for fault in faults))
+    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault, **AT.get(fault, {})} for fault in faults))
     nodes = 4 if topk == 1 else 6
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 
 
-def reverted(number: int, topk: int, page: int) -> Scene:
+def reverted(number: int, scene: Scene) -> Scene:
     """EAGLE without one of SGLang's own mends; its control is the sound act of the scene of the same settings."""
-    scene = trees(topk, page)
     return Scene(scene.acts[:1], scene.settings, {"SGLANG_DEBUG_REVERT_PR": str(number)})
+
+
+#: Requests that end at the context's limit, where what SGLang reserves ahead leaves no room in a row that has not been
+#: widened for it. With several branches an assertion of SGLang's own stops that; with one, nothing does.
+AT_THE_END = Scene(
+    ({"new": 24}, {**OFF, "new": 24}),
+    {"eagle": True, "topk": 1, "nodes": 4, "page_size": 16, "context_length": 64},
+)
 
 
 #: What `make test` runs: a quarter of a minute.
@@ -107,15 +117,27 @@ TIER = Scene(
 )
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
 TREES = {
-    "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}, RETRACT),
+    "dense, page 1": Scene(
+        (LIFE, {**OFF, **LIFE}, {**LIFE, "abort": "", "fault": "late_write"}, {"fault": "written_when_free"}),
+        {"max_total_tokens": 320, "page_size": 1},
+        RETRACT,
+    ),
+    "dense, long": Scene(
+        (LONG, {**OFF, **LONG}),
+        {"context_length": 512, "max_total_tokens": 5120, "max_running_requests": 16, "chunked_prefill_size": 256},
+    ),
     "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
-    "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "topk 2, page 4": trees(
+        2, 4, "one_too_long", "short_move", "no_tail_copy", "draft_scatter", "verify_scatter", "chunk_rotated", "freed"
+    ),
     "topk 4, page 1": trees(4, 1, "one_too_long", "short_move"),
     "topk 4, page 4": trees(4, 4, "one_too_long", "short_move", "no_tail_copy"),
-    "without 25015": reverted(25015, 1, 4),
-    "without 26329": reverted(26329, 1, 4),
+    "at the context's end": AT_THE_END,
+    "without 25015": reverted(25015, trees(1, 4)),
+    "without 26329": reverted(26329, trees(1, 4)),
+    "without 26972": Scene(({"mode": "raise", "new": 24},), AT_THE_END.settings, {"SGLANG_DEBUG_REVERT_PR": "26972"}),
 }
 SCENES = QUICK | POOLS | {"host tier": TIER} | TREES
 
@@ -135,18 +157,32 @@ def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
 
     installed: the folder that holds SGLang; place: for models and what lies on the child's path
     """
-    path = [str(installed), *(str(ROOT / name) for name in (".", "kernels", "tools"))]
-    if scene.is_plugged:
-        path.insert(0, str(_plugged(place)))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
-    environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **scene.environ}
     told = json.dumps({**scene.settings, "acts": scene.acts})
-    command = [sys.executable, "-m", "kvcanary_tools.bench.sglang.scene", str(place), told]
-    child = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, timeout=900, check=False)
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    if child.returncode or not lines:
-        raise RuntimeError(f"the scene ended with {child.returncode}: {child.stdout[-1000:]}{child.stderr[-3000:]}")
-    return list(json.loads(lines[-1])["acts"])
+    lines = _said("scene", installed, place, scene.environ, told, is_plugged=scene.is_plugged)
+    return list(json.loads(next(line for line in lines if line.startswith("{")))["acts"])
+
+
+def served(installed: Path, place: Path, mode: str = "log") -> Json:
+    """What a whole engine gave whose scheduler is a process of its own, and the `lines` that its processes wrote."""
+    lines = _said("engine", installed, place, {"KVCANARY_MODE": mode}, is_plugged=True)
+    return {**json.loads(next(line for line in lines if line.startswith("{"))), "lines": lines}
+
+
+def _said(
+    module: str, installed: Path, place: Path, environ: dict[str, str], *told: str, is_plugged: bool
+) -> list[str]:
+    """What a child has written; with `is_plugged` it finds this tree's entry points."""
+    path = [str(installed), *(str(ROOT / name) for name in (".", "kernels", "tools"))]
+    if is_plugged:
+        path.insert(0, str(_plugged(place)))
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
+    own |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **environ}
+    command = [sys.executable, "-m", f"kvcanary_tools.bench.sglang.{module}", str(place), *told]
+    child = subprocess.run(command, env=own, cwd=place, capture_output=True, text=True, timeout=900, check=False)
+    lines = child.stdout.splitlines()
+    if child.returncode or not any(line.startswith("{") for line in lines):
+        raise RuntimeError(f"it ended with {child.returncode}: {child.stdout[-1000:]}{child.stderr[-3000:]}")
+    return lines
 
 
 def _plugged(place: Path) -> Path:

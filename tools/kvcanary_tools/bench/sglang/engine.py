@@ -1,6 +1,6 @@
 """A whole `sglang.Engine` on a CPU, whose scheduler is a process of its own, with the canary by plug-in and metrics on.
 
-python -m kvcanary_tools.bench.sglang.engine FOLDER [new tokens]; a line of JSON says what came out of it.
+python -m kvcanary_tools.bench.sglang.engine FOLDER; a line of JSON says what came out of it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from kvcanary_tools.bench.sglang.scene import PROMPTS
 FIRST = """
 import asyncio, sys, types
 sys.modules["uvloop"] = types.SimpleNamespace(EventLoopPolicy=asyncio.DefaultEventLoopPolicy, run=asyncio.run)
-from kvcanary_tools.bench.sglang.host import install
-install()
+from kvcanary_tools.bench.sglang import host
+host.ABSENT += ("xgrammar",)
+host.install()
 """
 
 
 def run() -> None:
-    folder, new = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 8
+    folder = Path(sys.argv[1])
     first = folder / "first"
     first.mkdir(exist_ok=True)
     (first / "sitecustomize.py").write_text(FIRST)
     os.environ["PYTHONPATH"] = os.pathsep.join((str(first), os.environ["PYTHONPATH"]))
-    exec(FIRST)
+    exec(FIRST)  # this process has begun
     if not (folder / "target").exists():
         sglang_host.make_models(folder)
     import sglang
@@ -39,7 +40,7 @@ def run() -> None:
         page_size=4, chunked_prefill_size=32, mem_fraction_static=0.1, attention_backend="torch_native",
         enable_metrics=True, **sglang_host.QUIET, **sglang_host.ON_CPU,
     )  # fmt: skip
-    params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     outputs = engine.generate(input_ids=list(PROMPTS.values()), sampling_params=params)
     told = {name: own["output_ids"] for name, own in zip(PROMPTS, outputs, strict=True)}
     print(json.dumps({"outputs": told, "metrics": metrics()}))

@@ -19,6 +19,21 @@ def bit(host: Any) -> Iterator[Touched]:
     yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool)
 
 
+def first_k(host: Any) -> Iterator[Touched]:
+    """One bit of K of the first layer."""
+    yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool, layer=0)
+
+
+def first_v(host: Any) -> Iterator[Touched]:
+    """One bit of V of the first layer."""
+    yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool, "v_buffer", 0)
+
+
+def last_v(host: Any) -> Iterator[Touched]:
+    """One bit of V of the last layer."""
+    yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool, "v_buffer")
+
+
 def draft_bit(host: Any) -> Iterator[Touched]:
     """The same in the pool of the draft model."""
     yield from _flipped(host, host.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
@@ -189,9 +204,9 @@ def late_write(host: Any) -> Iterator[Touched]:
 
 
 def draft_scatter(host: Any) -> Iterator[Touched]:
-    """The slots of a draft step are scattered one column too far: the last of a row lands on the first of the next."""
+    """Slots of a round's second draft step are scattered one column too far: a row's last lands on the next's first."""
     runner = host.scheduler.draft_worker.draft_worker.draft_runner
-    yield from _scattered(runner, "is_decode", int(host.scheduler.server_args.speculative_eagle_topk))
+    yield from _scattered(runner, "is_decode", int(host.scheduler.server_args.speculative_eagle_topk), skip=1)
 
 
 def verify_scatter(host: Any) -> Iterator[Touched]:
@@ -232,9 +247,10 @@ Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
-        bit, draft_bit, window_bit, tier_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy,
-        freed,
-        written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error,
+        bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, swapped, foreign, off_by_one, short_move,
+        one_too_long, no_tail_copy,
+        freed, written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error,
+        draft_hook_error,
     )
 }  # fmt: skip
 LASTING = (
@@ -257,11 +273,17 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]
             setattr(owner, name, held)
 
 
-def _scattered(runner: Any, kind: str, width: int) -> Iterator[Touched]:
+def _scattered(runner: Any, kind: str, width: int, skip: int = 0) -> Iterator[Touched]:
+    """skip: forwards of this kind that are right"""
     touched: Touched = {}
+    waits = [None] * skip
 
     def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not touched and getattr(batch.forward_mode, kind)() and batch.batch_size > 1:
+        if touched or not getattr(batch.forward_mode, kind)() or batch.batch_size < 2:
+            return method(batch, *args, **kwargs)
+        if waits:
+            waits.pop()
+        else:
             batch.out_cache_loc[width] = batch.out_cache_loc[width - 1]
             touched.update(request=batch.rids[1], other=batch.rids[0], position=int(batch.positions[width]))
             touched["slot"] = int(batch.out_cache_loc[width])
@@ -287,17 +309,19 @@ def _table(host: Any) -> Any:
     return host.scheduler.req_to_token_pool.req_to_token
 
 
-def _flipped(host: Any, pool: Any) -> Iterator[Touched]:
+def _flipped(host: Any, pool: Any, part: str = "k_buffer", layer: int = -1) -> Iterator[Touched]:
     slot = int(_table(host)[_first(host).kv.req_pool_idx, 1])
-    yield from _flipped_at(host, getattr(pool, "full_kv_pool", pool), 1, slot)
+    yield from _flipped_at(host, getattr(pool, "full_kv_pool", pool), 1, slot, part, layer)
 
 
-def _flipped_at(host: Any, pool: Any, position: int, slot: int) -> Iterator[Touched]:
-    """One bit of the first part of an entry, in the last layer of a pool."""
+def _flipped_at(
+    host: Any, pool: Any, position: int, slot: int, part: str = "k_buffer", layer: int = -1
+) -> Iterator[Touched]:
+    """One bit of an entry; latent rows are one part."""
     import torch
 
-    rows = (getattr(pool, "kv_buffer", None) or pool.k_buffer)[-1]
-    held = rows[slot].view(torch.int32)
-    held[0, 3] ^= 1 << 7
-    yield {"request": _first(host).rid, "position": position, "slot": slot, "layer": pool.layer_num - 1, "bit": 7}
-    held[0, 3] ^= 1 << 7
+    buffers = getattr(pool, "kv_buffer", None) or getattr(pool, part)
+    words, layer = buffers[layer][slot].view(torch.int32), layer % len(buffers)
+    words[0, 3] ^= 1 << 7
+    yield {"request": _first(host).rid, "position": position, "slot": slot, "layer": layer, "bit": 7}
+    words[0, 3] ^= 1 << 7

@@ -21,7 +21,8 @@ def lines() -> Iterator[str]:
     machine = record["machine"]
     ours = f"torch {machine['torch']}, Triton {machine['triton']}, transformers {machine['transformers']}"
     yield f"SGLang {machine['sglang']} on a {machine['device'].upper()} with {ours}."
-    yield "The last two rows take back mends of SGLang by its own switches; the control is `topk 1, page 4`:"
+    yield "Rows `without` a number take back a mend of SGLang by its own switch; their controls are `topk 1, page 4` and,"
+    yield "of 26972, `at the context's end`:"
     yield ""
     yield "| scene | forwards; entries judged, by pool | findings | tokens |"
     yield "|---|---|---|---|"
