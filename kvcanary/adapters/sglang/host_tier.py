@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.observed.state import Event
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.vllm.connector import Loads
+from kvcanary_kernels.record.layout import signed
 
 NAME = "the host tier"
 PLAIN = ("MHATokenToKVPool", "MLATokenToKVPool")
@@ -31,8 +33,11 @@ class HostTier:
         self._own, self._controller, self._on_stream = own, controller, on_stream
         self._loads = Loads(own.canary, NAME, (), bool)
         self._slots: list[Tensor] = []  # that are loaded into
+        self._readers: list[tuple[int, str, int]] = []  # rows that may begin with them, by number, request and entries
+        self._landing: Tensor | None = None  # those that the forward on its way reads
+        self._waited = -1  # the last layer of them that it waited for
         own.canary.poison = own.owners.on_freed = own.owners.on_granted = None  # a load may land before it is filled
-        own.canary.fed -= {"P1"}
+        own.canary.fed = own.canary.fed - {"P1"} | {"O1"}
 
     def queued(self, slots: Tensor) -> None:
         """Entries will be loaded into these slots, which a request and the prefix cache share from now on."""
@@ -49,6 +54,7 @@ class HostTier:
         """New rows, as a canary takes them; where loads are on their way, they may begin with what is loaded."""
         if self._slots:
             self._loads.expect(new)
+            self._readers += [(number, request, length) for number, request, _, length, _ in new]
 
     def arrive(self, lines: list[Tensor]) -> None:
         """A forward is next: let loads land, and judge and record what they brought."""
@@ -57,9 +63,33 @@ class HostTier:
         slots, self._slots = torch.cat(self._slots), []
         counter = self._controller.layer_done_counter
         for layer in range(int(counter.num_layers)):
-            counter.wait_until(layer)
+            counter.events[counter.producer_index].wait(layer)
         self._own.canary.groups[0].records.index_fill_(0, slots, 0)
         self._loads.arrived(lines)
+        self._landing, self._waited = slots, -1
+
+    def waits(self, layer: int) -> None:
+        """The forward waits until this layer of a load has landed, and all before it."""
+        if self._controller.layer_done_counter.consumer_index >= 0:
+            self._waited = max(self._waited, layer)
+
+    def ran(self) -> None:
+        """A forward has read what was loaded: layers that it did not wait for are O1."""
+        slots, self._landing = self._landing, None
+        readers, self._readers = self._readers, []
+        count = int(self._controller.layer_done_counter.num_layers)
+        if slots is None or self._waited >= count - 1:
+            return
+        canary = self._own.canary
+        group, missed = canary.groups[0], range(self._waited + 1, count)
+        bits = [signed(sum(1 << layer - 64 * half for layer in missed if layer // 64 == half)) for half in (0, 1)]
+        mismatch = torch.tensor([bits], device=slots.device).expand(len(slots), 2)
+        table = self._own.rows.req_to_token
+        names = {slot: name for number, name, length in readers for slot in table[number, :length].tolist()}
+        what = f"a forward did not wait for what {NAME} loads"
+        canary.memory.total += len(slots)
+        told = Event("O1", what, group.layers[0], slots, mismatch, group, names, by_record=False, site="load")
+        canary.steps[-1].events.append(told)
 
     def wrote(self) -> None:
         """A forward has stored: its bytes have the names of their prefixes."""
@@ -99,6 +129,7 @@ def follow(scheduler: Any, own: WatchedRunner, replace: Callable[..., None]) -> 
     own.tier = HostTier(own, controller, contextlib.nullcontext if stream is None else lambda: stream)
     replace(controller, "load", functools.partial(_load, own), own.guard)
     replace(controller, "start_loading", functools.partial(_start_loading, own), own.guard)
+    replace(controller.layer_done_counter, "wait_until", functools.partial(_wait_until, own), own.guard)
 
 
 def _load(own: WatchedRunner, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,3 +143,9 @@ def _start_loading(own: WatchedRunner, method: Any) -> Any:
     if own.tier is not None:
         own.tier.starts()
     return method()
+
+
+def _wait_until(own: WatchedRunner, method: Any, threshold: int) -> None:
+    if own.tier is not None:
+        own.tier.waits(threshold)
+    method(threshold)

@@ -195,6 +195,8 @@ class WatchedRunner(HostHandle):
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
 
     def _wrote(self) -> bool:
+        if self.tier is not None:
+            self.tier.ran()
         has_run = super()._wrote()
         if has_run and self.tier is not None:
             self.tier.wrote()

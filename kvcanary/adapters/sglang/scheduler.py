@@ -25,6 +25,13 @@ from kvcanary.report.finding import Finding
 
 #: Classes of draft workers whose forwards are known here.
 FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
+#: Others, with what stands against them.
+UNFOLLOWED_DRAFTS = {
+    "StandaloneWorkerV2": "its prefix cache shares the draft's last entry by a key without the token that it holds",
+    "MultiLayerEagleWorkerV2": "each of its layers drafts in a pool of its own",
+    "FrozenKVMTPWorkerV2": "its draft reads the entries of the target and has none",
+    "NGRAMWorker": "it drafts without a model, from what was said before",
+}
 
 PREFILL = "_draft_extend_for_prefill"
 
@@ -184,9 +191,10 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
         return WatchedRunner(scheduler.tp_worker.model_runner, config, most, 1), None
     kind = type(worker).__name__
     if kind not in FOLLOWED_DRAFTS:
+        why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
         raise AdapterError(
-            f"drafts of {kind} are not followed yet, only those of {', '.join(FOLLOWED_DRAFTS)}; unset KVCANARY_MODE "
-            "to serve without a canary"
+            f"speculative_algorithm {scheduler.server_args.speculative_algorithm!r} drafts by {kind}, which is not "
+            f"followed: {why}; only {', '.join(FOLLOWED_DRAFTS)} is; unset KVCANARY_MODE to serve without a canary"
         )
     drafts = worker.draft_worker
     width, topk, steps = drafts.speculative_num_draft_tokens, drafts.topk, drafts.speculative_num_steps

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvcanary.adapters.sglang import lifetimes
+from kvcanary import CanaryConfig
+from kvcanary.adapters.sglang import host_tier, lifetimes
 from kvcanary.adapters.sglang.layout import NOT_FOLLOWED, not_watched, parts_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
+from kvcanary.adapters.sglang.scheduler import UNFOLLOWED_DRAFTS, watched
 from kvcanary.adapters.sglang.windows import MappedRows
 from kvcanary.errors import AdapterError
 from kvcanary_kernels.record.layout import COLUMNS, STEP_SITE
@@ -199,3 +202,76 @@ def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them()
     runner._generations.clear()
     WatchedRunner.admit(runner, [request], [5])
     assert int(runner._older) == 3
+
+
+@pytest.mark.parametrize("kind", [*UNFOLLOWED_DRAFTS, "DFlashWorkerV2"])
+def test_drafts_of_other_kinds_are_refused_by_flag_and_class(kind: str) -> None:
+    """Before anything is attached, with what stands against it where that is known."""
+    scheduler = SimpleNamespace(
+        draft_worker=type(kind, (), {})(), server_args=SimpleNamespace(speculative_algorithm="OTHER"),
+        max_prefill_tokens=1, max_req_len=1, max_running_requests=1,
+    )  # fmt: skip
+    why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
+    with pytest.raises(AdapterError) as refused:
+        watched(scheduler, CanaryConfig())
+    start = f"speculative_algorithm 'OTHER' drafts by {kind}, which is not followed: {why}; only EAGLEWorkerV2 is"
+    assert str(refused.value) == f"{start}; unset KVCANARY_MODE to serve without a canary"
+
+
+def tiered(**changed: Any) -> Any:
+    """A scheduler with a host tier."""
+    runner = SimpleNamespace(token_to_kv_pool=MHATokenToKVPool())
+    own = {"tree_cache": SimpleNamespace(cache_controller=object()), "draft_worker": None}
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), **(own | changed))
+
+
+def test_a_host_tier_is_followed_for_one_plain_pool_without_drafts() -> None:
+    """Else it is refused by its flag; where there is no tier nothing is said."""
+    assert host_tier.unfollowed(tiered()) == []
+    assert host_tier.unfollowed(tiered(draft_worker=object()))[0].startswith("enable_hierarchical_cache is not")
+    assert host_tier.unfollowed(tiered(draft_worker=object(), tree_cache=object())) == []
+    scheduler = tiered()
+    scheduler.tp_worker.model_runner.token_to_kv_pool = two_pools(True, False)
+    assert host_tier.unfollowed(scheduler)[0].endswith("got SWAKVPool")
+
+
+class Counter:
+    """As SGLang's: which load a forward waits for, and layers that were waited for."""
+
+    def __init__(self) -> None:
+        self.num_layers, self.consumer_index, self.producer_index = 3, -1, 0
+        self.landed: list[int] = []
+        self.events = [SimpleNamespace(wait=self.landed.append)]
+
+
+@pytest.mark.parametrize(
+    ("consumer", "waits", "missed"),
+    [(0, (0, 1, 2), 0), (0, (2,), 0), (0, (0, 1), 0b100), (0, (), 0b111), (-1, (0, 1, 2), 0b111)],
+)
+def test_layers_of_a_load_that_a_forward_did_not_wait_for_are_known(consumer: int, waits: Any, missed: int) -> None:
+    """A wait for a later layer covers those before it; one for no load covers nothing. Ours wait for every layer."""
+    counter, steps = Counter(), [SimpleNamespace(events=[])]
+    memory = SimpleNamespace(total=torch.zeros(1, dtype=torch.int64), device=torch.device("cpu"))
+    group = SimpleNamespace(records=torch.ones(8, COLUMNS, dtype=torch.int64), layers=[None])
+    canary = SimpleNamespace(poison=object(), fed={"P1", "R9"}, groups=[group], steps=steps, memory=memory)
+    told: list[Any] = []
+    owners = SimpleNamespace(shared=lambda slots: told.append(slots.tolist()), on_freed=1, on_granted=1)
+    own = SimpleNamespace(canary=canary, owners=owners, flush=lambda: told.append("flush"))
+    own.rows = SimpleNamespace(req_to_token=torch.tensor([[3, 4, 5]]))
+    tier = host_tier.HostTier(own, SimpleNamespace(layer_done_counter=counter), contextlib.nullcontext)
+    tier._loads = SimpleNamespace(expect=lambda new: None, arrived=lambda lines: told.append("arrived"))
+    assert (canary.poison, canary.fed, owners.on_freed) == (None, {"R9", "O1"}, None)
+    tier.queued(torch.tensor([4, 5]))
+    tier.starts()
+    tier.admitted([(0, "r", [1, 2, 3], 3, "")])
+    tier.arrive([])
+    assert (told, counter.landed) == ([[4, 5], "flush", "arrived"], [0, 1, 2])
+    assert group.records[:, 0].tolist() == [1, 1, 1, 1, 0, 0, 1, 1]
+    counter.consumer_index = consumer
+    for layer in waits:
+        tier.waits(layer)
+    tier.ran()
+    tier.ran()
+    assert int(memory.total) == (2 if missed else 0)
+    assert [int(event.mismatch[0, 0]) for event in steps[0].events] == ([missed] if missed else [])
+    assert all(event.requests == {3: "r", 4: "r", 5: "r"} for event in steps[0].events)

@@ -112,7 +112,11 @@ POOLS = {
 COMES_BACK: Json = {"between": ["many", "many"]}
 #: A tier in host memory, on stand-ins for what pins it and copies.
 TIER = Scene(
-    (COMES_BACK, {**OFF, **COMES_BACK}, {**COMES_BACK, "fault": "tier_bit", "at": 0}),
+    (
+        COMES_BACK,
+        {**OFF, **COMES_BACK},
+        *({**COMES_BACK, "fault": fault, "at": 0} for fault in ("tier_bit", "no_wait")),
+    ),
     {"tier": True, "max_total_tokens": 160, "max_running_requests": 2},
 )
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.

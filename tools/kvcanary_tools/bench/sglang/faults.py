@@ -64,6 +64,18 @@ def tier_bit(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def no_wait(host: Any) -> Iterator[Touched]:
+    """Forwards are not told which load they must wait for."""
+    worker, touched = host.scheduler.tp_worker, {"forwards": 0}
+
+    def forget(method: Any, consumer_index: int) -> None:
+        touched["forwards"] += consumer_index >= 0
+        method(-1)
+
+    with around(worker, "set_hicache_consumer", forget):
+        yield touched
+
+
 def swapped(host: Any) -> Iterator[Touched]:
     """Two entries of a row of the table are exchanged."""
     table, request = _table(host), _first(host)
@@ -247,14 +259,13 @@ Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
-        bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, swapped, foreign, off_by_one, short_move,
-        one_too_long, no_tail_copy,
-        freed, written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error,
+        bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
+        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error,
         draft_hook_error,
     )
 }  # fmt: skip
 LASTING = (
-    "tier_bit", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
+    "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
     "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
 )  # fmt: skip
 
