@@ -75,6 +75,7 @@ OBSERVED = {
     "kvcanary.adapters.observed.moves:copied": "T1",
     "kvcanary.adapters.observed.moves:zeroed": "T1",
     "kvcanary.adapters.observed.moves:loaded": "A1",
+    "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
     "kvcanary.adapters.transformers.judging:judge_fed": "R12",
     "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
     "kvcanary.adapters.transformers.judging:judge_tokens": "R6 R10",

@@ -260,8 +260,8 @@ FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
-        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error,
-        draft_hook_error,
+        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, draft_scatter, verify_scatter,
+        chunk_rotated, hook_error, draft_hook_error,
     )
 }  # fmt: skip
 LASTING = (
