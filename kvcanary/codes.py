@@ -89,6 +89,7 @@ OBSERVED = {
     "kvcanary.adapters.observed.moves:loaded": "A1",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.go_on": "W5",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.written_by": "R6",
+    "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
     "kvcanary.adapters.transformers.judging:judge_fed": "R12",
     "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
     "kvcanary.adapters.transformers.judging:judge_stored": "N1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.inputs import Entries
+from kvcanary.adapters.sglang.windows import MappedRows
 from kvcanary_kernels.record.layout import Identity
 
 
@@ -32,13 +34,19 @@ class FedForward:
 class Given:
     """Tensors that stay where they are, into which those of a batch are copied: launches are captured over them."""
 
-    def __init__(self, num_rows: int, most_tokens: int, num_groups: int, device: torch.device) -> None:
-        def new(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=device)
+    def __init__(self, rows: Tensor, most_tokens: int, slot_maps: Sequence[Tensor | None]) -> None:
+        """rows: SGLang's table; slot_maps: by group, as a `Part` has it"""
 
+        def new(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=rows.device)
+
+        num_rows = len(rows)
         self.lengths, self.starts = new(num_rows), new(num_rows + 1)
-        self.tokens, self.positions = new(most_tokens), new(most_tokens)
-        self.slots = [new(most_tokens)] * num_groups
+        self.tokens, self.positions, own = new(most_tokens), new(most_tokens), new(most_tokens)
+        mapped = [None if each is None else MappedRows(rows, each, most_tokens) for each in slot_maps]
+        self.tables = [rows if each is None else each.table for each in mapped]
+        self.slots = [own if each is None else each.slots for each in mapped]
+        self.mapped = [each for each in mapped if each is not None]
 
     def fill(self, fed: FedForward, starts: Tensor) -> None:
         n, total, entries = len(fed.new), len(fed.entries.rows), fed.entries

@@ -18,9 +18,10 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang.fed import FedForward, Given, identity_of, tokens_of
-from kvcanary.adapters.sglang.layout import parts_of
+from kvcanary.adapters.sglang.layout import not_watched, parts_of
 from kvcanary.calls.violation import NO_SLOT
 from kvcanary.config import CanaryConfig
+from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
 
 
 class Verified(NamedTuple):
@@ -56,13 +57,16 @@ class WatchedRunner(HostHandle):
         pool = runner.token_to_kv_pool
         self.canary = self._adopt(PagedCanary(config, self.num_rows, width, most_tokens, pool.device))
         self.canary.dumps.environment |= {"version": import_module("sglang").__version__, "role": self.role}
-        for number, part in enumerate(parts_of(pool, self.role, self.token_offset)):
+        parts = parts_of(pool, self.role, self.token_offset, runner.sliding_window_size)
+        for number, part in enumerate(parts):
             slots, null_slots = part.view.num_slots, part.view.null_slots
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
             self.canary.memory.add_layers(group, part.view, part.names)
         self.owners = self.canary.follow_owners()
-        self._given = Given(self.num_rows, most_tokens, len(self.canary.groups), pool.device)
+        self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
+        self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
+        self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
@@ -79,10 +83,23 @@ class WatchedRunner(HostHandle):
         if self.canary.poison is not None:
             self.canary.poison.forget()
         self._generations.clear()
+        self._reweighted = 0  # nothing is left of the weights before
 
     def flush(self) -> None:
         """Do now what waits for a forward: bytes are about to go."""
         self._flush()
+
+    def reweighted(self) -> None:
+        """The model has other weights from the next forward on."""
+        self._reweighted = self.canary.step
+
+    def report(self) -> dict[str, Any]:
+        """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
+        and that were stored before the weights changed; `loads_checked`: entries from the host tier that were compared
+        """
+        own = {"not_watched": not_watched(self.runner.token_to_kv_pool), "older_weights": int(self._older)}
+        loads = {} if self.tier is None else {"loads_checked": self.tier.compared}
+        return {**super().report(), **own, **loads}
 
     def sent(self) -> Callable[[], None]:
         """What looks at the counter of findings as it is now, when the step's tokens are there."""
@@ -141,8 +158,10 @@ class WatchedRunner(HostHandle):
     def moved(self, method: Any, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
         row_of = None if self.verified is None else functools.partial(_of_window, self.verified)
-        move = functools.partial(method, tgt_loc, src_loc)
-        paged_moves.moved(self.canary, self.canary.groups[0], src_loc, tgt_loc, move, row_of)
+        move, moved = functools.partial(method, tgt_loc, src_loc), functools.partial(paged_moves.moved, self.canary)
+        for group, own in zip(self.canary.groups[1:], self._given.mapped, strict=True):
+            move = functools.partial(moved, group, own.of(src_loc), own.of(tgt_loc), move, row_of)
+        moved(self.canary.groups[0], src_loc, tgt_loc, move, row_of)
 
     def _held(self) -> Collection[int]:
         return list(self._generations)
@@ -176,7 +195,21 @@ class WatchedRunner(HostHandle):
         ends = fed.lengths if fed.ends is None else fed.ends
         numbers, total = np.array([self._numbers[name] for name in batch.rids]), len(fed.entries.rows)
         self._given.fill(fed, self.canary.memory.upload(torch.from_numpy(np.cumsum([0, *fed.new]))))
+        if self._given.mapped:
+            longest = self.length if fed.ends is None else int(fed.ends.max())
+            for mapped in self._given.mapped:
+                mapped.fill(self.canary.memory.upload(torch.from_numpy(numbers)), longest, fed.entries.slots)
+        if self.tier is not None:
+            self.tier.arrive(self._given.tables)
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
+
+    def _wrote(self) -> bool:
+        if self.tier is not None:
+            self.tier.ran()
+        has_run = super()._wrote()
+        if has_run and self.tier is not None:
+            self.tier.wrote()
+        return has_run
 
     def _verify(self, method: Any, batch: Any) -> Any:
         """Nodes of trees have no places of their own yet: what is accepted is recorded when that is known."""
@@ -218,8 +251,13 @@ class WatchedRunner(HostHandle):
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
             self._generations[number] = generation
+            if self._reweighted and length:
+                held = self.canary.groups[0].records[self.rows.req_to_token[number, :length].to(torch.int64)]
+                self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
             new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), identity_of(request)))
         if new:
+            if self.tier is not None:
+                self.tier.admitted(new)
             self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))
 
     def _entries_of(self, batch: Any, new: NDArray[np.integer]) -> FedForward:
@@ -249,10 +287,10 @@ class WatchedRunner(HostHandle):
     def _made(
         self, names: list[str], numbers: NDArray[np.integer], site: tuple[str, int], ends: Tensor, num_tokens: int
     ) -> Forward:
-        given, groups = self._given, len(self.canary.groups)
+        given = self._given
         return Forward(
-            names, numbers, site, ends, num_tokens, [self.rows.req_to_token] * groups, given.lengths, given.starts,
-            given.tokens, given.positions, given.slots, in_place=True,
+            names, numbers, site, ends, num_tokens, given.tables, given.lengths, given.starts, given.tokens,
+            given.positions, given.slots, in_place=True,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.sglang import host_tier, lifetimes
 from kvcanary.adapters.sglang.compatibility import check, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.runner import WatchedRunner
@@ -24,6 +25,13 @@ from kvcanary.report.finding import Finding
 
 #: Classes of draft workers whose forwards are known here.
 FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
+#: Others, with what stands against them.
+UNFOLLOWED_DRAFTS = {
+    "StandaloneWorkerV2": "its prefix cache shares the draft's last entry by a key without the token that it holds",
+    "MultiLayerEagleWorkerV2": "each of its layers drafts in a pool of its own",
+    "FrozenKVMTPWorkerV2": "its draft reads the entries of the target and has none",
+    "NGRAMWorker": "it drafts without a model, from what was said before",
+}
 
 PREFILL = "_draft_extend_for_prefill"
 
@@ -36,7 +44,8 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
     held = getattr(scheduler, "kvcanary", None)
     if held is not None:
         return held
-    faults = check(drafts=scheduler.draft_worker is not None) or unfollowed(scheduler.server_args)
+    faults = check(drafts=scheduler.draft_worker is not None)
+    faults = faults or unfollowed(scheduler.server_args) or host_tier.unfollowed(scheduler)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
     return Handle(scheduler, CanaryConfig.from_env() if config is None else config)
@@ -56,7 +65,7 @@ class Handle:
             own.arm()
         replace = self.replaced.replace
         self.replaced.put(scheduler, "kvcanary", self)
-        for name in ("run_batch", "process_batch_result", "flush_cache"):
+        for name in ("run_batch", "process_batch_result"):
             replace(scheduler, name, getattr(self, f"_{name}"))
         for own in self.runners:
             replace(own.runner, "forward", functools.partial(self._forward, own), own.guard)
@@ -67,10 +76,12 @@ class Handle:
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
         for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
             self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
-        allocator = scheduler.token_to_kv_pool_allocator
+        allocator = self._allocator = slots_of(scheduler)
         self._page = int(allocator.page_size)
         replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
+        lifetimes.follow(scheduler, replace, self._tell)
+        host_tier.follow(scheduler, self.target, replace)
         self.guard.is_serving = True
 
     def report(self) -> dict[str, Any]:
@@ -141,7 +152,7 @@ class Handle:
         return result
 
     def _free(self, method: Any, free_index: Any) -> Any:
-        if self.scheduler.token_to_kv_pool_allocator.free_group is None:  # else it comes again when the group ends
+        if self._allocator.free_group is None:  # else it comes again when the group ends
             self._tell("freed", free_index.to(torch.int64))
         return method(free_index)
 
@@ -165,12 +176,11 @@ class Handle:
         self._tell("left", number)
         return result
 
-    def _flush_cache(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self._tell("flush")
-        is_done = method(*args, **kwargs)
-        if is_done:
-            self._tell("forget")
-        return is_done
+
+def slots_of(scheduler: Any) -> Any:
+    """What gives out the slots that rows name; where some layers have a window, others are given out beside them."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    return getattr(allocator, "full_attn_allocator", allocator)
 
 
 def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, WatchedDraft | None]:
@@ -181,9 +191,10 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
         return WatchedRunner(scheduler.tp_worker.model_runner, config, most, 1), None
     kind = type(worker).__name__
     if kind not in FOLLOWED_DRAFTS:
+        why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
         raise AdapterError(
-            f"drafts of {kind} are not followed yet, only those of {', '.join(FOLLOWED_DRAFTS)}; unset KVCANARY_MODE "
-            "to serve without a canary"
+            f"speculative_algorithm {scheduler.server_args.speculative_algorithm!r} drafts by {kind}, which is not "
+            f"followed: {why}; only {', '.join(FOLLOWED_DRAFTS)} is; unset KVCANARY_MODE to serve without a canary"
         )
     drafts = worker.draft_worker
     width, topk, steps = drafts.speculative_num_draft_tokens, drafts.topk, drafts.speculative_num_steps

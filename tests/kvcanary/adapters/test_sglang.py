@@ -104,11 +104,11 @@ def test_a_start_that_cannot_be_watched_ends_with_a_sentence(child, mode: str, f
 
 def test_settings_that_are_not_followed_are_refused() -> None:
     """Entries that come from elsewhere, or forwards that run otherwise: each is named; what a server lacks is off."""
-    assert unfollowed(SimpleNamespace(disaggregation_mode="null", enable_hierarchical_cache=False, pp_size=1)) == []
-    refused = unfollowed(SimpleNamespace(disaggregation_mode="decode", enable_hierarchical_cache=True, pp_size=2))
+    assert unfollowed(SimpleNamespace(disaggregation_mode="null", enable_lmcache=False, pp_size=1)) == []
+    refused = unfollowed(SimpleNamespace(disaggregation_mode="decode", enable_lmcache=True, pp_size=2))
     assert [sentence.split()[0] for sentence in refused] == [
         "disaggregation_mode",
-        "enable_hierarchical_cache",
+        "enable_lmcache",
         "pp_size",
     ]
     assert refused[0].startswith("disaggregation_mode must be 'null' here, got 'decode'")

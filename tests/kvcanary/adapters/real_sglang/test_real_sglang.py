@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcanary.scrub.free_slots import UNPOISONED
-from kvcanary_tools.bench.sglang.cpu import OFF, SCENES, TREES, folder_of, pinned, played, served
+from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, SCENES, TREES, folder_of, pinned, played, served
 
 ASTRAY = "the forward stores an entry where its row has another one"
 INSTALLED = folder_of(pinned())
@@ -106,6 +106,70 @@ def first(acts: Acts, fault: str) -> tuple[dict[str, Any], dict[str, Any]]:
     [act] = [act for act in acts if (act["fault"], act["mode"]) == (fault, "log")]
     assert all(report["untold_incidents"] == 0 for report in act["reports"].values())
     return act["findings"][0], act["touched"]
+
+
+def test_layers_with_windows_are_watched_by_their_own_slots(scene) -> None:
+    """Two pools, one of which is found by a map: silent, and a bit of either is found in its pool and layer."""
+    act, bare = scene("windows")[:2]
+    expect_sound(act, bare, 700)
+    for fault, pool in ("bit", "group 0 target"), ("window_bit", "group 1 target, windows"):
+        found, touched = first(scene("windows"), fault)
+        assert (found["code"], found["reader"], found["pool"]) == ("R9", touched["request"], pool)
+        assert {name: found[name] for name in ("position", "slot", "layer", "bit")}.items() <= touched.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_of_other_kinds_are_watched(scene, name: str) -> None:
+    """Latent rows, attention beside states, 8-bit floats, other pages and types: silent, and one bit is found."""
+    acts = scene(name)
+    expect_sound(*acts[:2], least=500)
+    for act in acts[2:]:
+        found, touched = first(acts, act["fault"])
+        assert (found["code"], found["reader"], found["slot"]) == ("R9", touched["request"], touched["slot"])
+        assert (found["layer"], found["bit"]) == (touched["layer"], touched["bit"])
+
+
+@pytest.mark.slow
+def test_a_bit_of_the_host_tier_is_found_when_it_comes_back(scene) -> None:
+    """T1 that says what loaded it and which word of which layer; what comes back whole is compared and silent."""
+    sound, bare, struck, _ = scene("host tier")
+    assert (sound["outputs"], sound["findings"]) == (bare["outputs"], [])
+    assert sound["counts"]["evicted"] > 0
+    assert sound["reports"]["target"]["loads_checked"] > 100
+    [found] = struck["findings"]
+    assert (found["code"], found["site"], found["found"]["came_back_by"]) == ("T1", ["load", 0], "the host tier")
+    assert (found["layer"], found["bit"]) == (struck["touched"]["layer"], struck["touched"]["bit"])
+    assert found["causes"][0]["text"].startswith("one word: one bit, bit 7, of K")
+    assert "P1" in sound["reports"]["target"]["inactive_classes"]
+
+
+@pytest.mark.slow
+def test_a_forward_that_does_not_wait_for_a_load_is_named(scene) -> None:
+    """O1 of the step that reads, though here the load has landed meanwhile; bytes are right."""
+    struck = scene("host tier")[3]
+    assert struck["touched"]["forwards"] > 0
+    assert set(struck["reports"]["target"]["fired"]) == {"O1"}
+    found = struck["findings"][0]
+    assert (found["layers"], found["site"]) == ([0, 1], ["load", 0])
+    assert found["reader"] in struck["outputs"]
+    assert found["causes"][0]["text"] == "a copy, zeroing or staging buffer was used without waiting for its event"
+
+
+@pytest.mark.slow
+def test_states_beside_attention_are_named_as_not_watched(scene) -> None:
+    """The certificate says what else of a request lies there; of other pools it says nothing."""
+    watched = {name: scene(name)[0]["reports"]["target"]["not_watched"] for name in ("states", "latent")}
+    assert watched["latent"] == []
+    assert watched["states"] == ["states of linear attention, of which a request has one for all its tokens"]
+
+
+@pytest.mark.slow
+def test_entries_of_older_weights_are_counted(scene) -> None:
+    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left."""
+    assert scene("page 16, bfloat16")[0]["reports"]["target"]["older_weights"] >= 4 * 64
+    assert scene("lifetimes")[0]["reports"]["target"]["older_weights"] > 0
+    assert scene("latent")[0]["reports"]["target"]["older_weights"] == 0
 
 
 @pytest.mark.slow

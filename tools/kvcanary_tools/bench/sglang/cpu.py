@@ -98,6 +98,40 @@ QUICK = {
         )
     ),
 }
+PLAIN: Json = {"new": 8}
+WAVES: Json = {"prefix": 66, "between": ["reload"]}
+WIDE: Json = {"context_length": 256, "max_total_tokens": 1280, "chunked_prefill_size": 64}
+EVENTFUL: Json = {"between": ["flush", "sleep", "reload", "reload_and_flush"]}
+
+
+def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
+    """Some class of pools: sound, without a canary, and each fault in turn."""
+    return Scene((act, {**OFF, **act}, *({"fault": fault} for fault in faults)), settings)
+
+
+TWO_POOLS: Json = {"kind": "windows", "swa_full_tokens_ratio": 1.0}
+#: Layers with windows: torch's attention reads them by the slots of the others, so that both pools are as long.
+QUICK["windows"] = pool(TWO_POOLS, "bit", "window_bit")
+#: Pools of other classes, other pages and types, and what ends the life of entries.
+POOLS = {
+    "windows, page 1": pool({**TWO_POOLS, "page_size": 1}, "window_bit", act={"new": 24}),
+    "latent": pool({"kind": "latent"}, "bit"),
+    "states": pool({"kind": "states", "page_size": 1, "is_interpreted": True}, "bit"),
+    "fp8": pool({"kv_cache_dtype": "fp8_e4m3"}, "bit"),
+    "page 16, bfloat16": pool({"page_size": 16, "dtype": "bfloat16", **WIDE}, "bit", act=WAVES),
+    "page 64, float16": pool({"page_size": 64, "dtype": "float16", **WIDE}, act=WAVES),
+    "lifetimes": pool({}, act=EVENTFUL),
+}
+COMES_BACK: Json = {"between": ["many", "many"]}
+#: A tier in host memory, on stand-ins for what pins it and copies.
+TIER = Scene(
+    (
+        COMES_BACK,
+        {**OFF, **COMES_BACK},
+        *({**COMES_BACK, "fault": fault, "at": 0} for fault in ("tier_bit", "no_wait")),
+    ),
+    {"tier": True, "max_total_tokens": 160, "max_running_requests": 2},
+)
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
 TREES = {
     "dense, page 1": Scene(
@@ -130,7 +164,7 @@ BESIDE = {
     ),
     "beside, topk 1": beside(1, "one_too_long"),
 }
-SCENES = QUICK | TREES | BESIDE
+SCENES = QUICK | POOLS | {"host tier": TIER} | TREES | BESIDE
 
 
 def pinned() -> str:

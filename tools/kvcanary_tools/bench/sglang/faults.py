@@ -39,6 +39,43 @@ def draft_bit(host: Any) -> Iterator[Touched]:
     yield from _flipped(host, host.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
 
 
+def window_bit(host: Any) -> Iterator[Touched]:
+    """The same in a layer with a window, of the newest entry."""
+    pool, request = host.scheduler.tp_worker.model_runner.token_to_kv_pool, _first(host)
+    position = request.kv.kv_committed_len - 1
+    slot = _table(host)[request.kv.req_pool_idx, position].long()
+    yield from _flipped_at(host, pool.swa_kv_pool, position, int(pool.full_to_swa_index_mapping[slot]))
+
+
+def tier_bit(host: Any) -> Iterator[Touched]:
+    """One bit of the last entry of what comes back from the host tier next, in K of the tier's last layer."""
+    import torch
+
+    controller, touched = host.scheduler.tree_cache.cache_controller, {"layer": 1, "bit": 7, "loads": 0}
+
+    def load(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not touched["loads"]:
+            tier = controller.mem_pool_host.anchor_entry.host_pool
+            tier.k_buffer[-1][int(kwargs["host_indices"][-1])].view(torch.int32)[0, 3] ^= 1 << 7
+        touched["loads"] += 1
+        return method(*args, **kwargs)
+
+    with around(controller, "load", load):
+        yield touched
+
+
+def no_wait(host: Any) -> Iterator[Touched]:
+    """Forwards are not told which load they must wait for."""
+    worker, touched = host.scheduler.tp_worker, {"forwards": 0}
+
+    def forget(method: Any, consumer_index: int) -> None:
+        touched["forwards"] += consumer_index >= 0
+        method(-1)
+
+    with around(worker, "set_hicache_consumer", forget):
+        yield touched
+
+
 def swapped(host: Any) -> Iterator[Touched]:
     """Two entries of a row of the table are exchanged."""
     table, request = _table(host), _first(host)
@@ -222,14 +259,14 @@ Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
-        bit, first_k, first_v, last_v, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy,
-        freed, written_when_free, late_write, draft_scatter, verify_scatter, chunk_rotated, hook_error,
-        draft_hook_error,
+        bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
+        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, draft_scatter, verify_scatter,
+        chunk_rotated, hook_error, draft_hook_error,
     )
 }  # fmt: skip
 LASTING = (
-    "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write", "draft_scatter",
-    "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
+    "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
+    "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
 )  # fmt: skip
 
 
@@ -284,11 +321,18 @@ def _table(host: Any) -> Any:
 
 
 def _flipped(host: Any, pool: Any, part: str = "k_buffer", layer: int = -1) -> Iterator[Touched]:
+    slot = int(_table(host)[_first(host).kv.req_pool_idx, 1])
+    yield from _flipped_at(host, getattr(pool, "full_kv_pool", pool), 1, slot, part, layer)
+
+
+def _flipped_at(
+    host: Any, pool: Any, position: int, slot: int, part: str = "k_buffer", layer: int = -1
+) -> Iterator[Touched]:
+    """One bit of an entry; latent rows are one part."""
     import torch
 
-    request, buffers = _first(host), getattr(pool, part)
-    slot = int(_table(host)[request.kv.req_pool_idx, 1])
-    words = buffers[layer][slot].view(torch.int32)
+    buffers = getattr(pool, "kv_buffer", None) or getattr(pool, part)
+    words, layer = buffers[layer][slot].view(torch.int32), layer % len(buffers)
     words[0, 3] ^= 1 << 7
-    yield {"request": request.rid, "position": 1, "slot": slot, "layer": layer % len(buffers), "bit": 7}
+    yield {"request": _first(host).rid, "position": position, "slot": slot, "layer": layer, "bit": 7}
     words[0, 3] ^= 1 << 7

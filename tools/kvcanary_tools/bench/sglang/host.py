@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcanary_tools.bench.sglang import host_tier, models
+
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
 QUIETER, ASTRAY = 0.003, 0.1  # how much layers add to their input; how far the draft is from the target
@@ -86,9 +88,13 @@ class Host:
         nodes: int = 4,
         layers: int = 2,
         peer: bool = False,
+        kind: str = "",
+        tier: bool = False,
         **settings: Any,
     ):
-        """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads"""
+        """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads
+        kind:   of models.py; empty: a Llama;  tier: entries go to host memory and come back
+        """
         import torch
 
         torch.set_num_threads(1)
@@ -119,6 +125,11 @@ class Host:
                 "speculative_num_steps": steps, "speculative_eagle_topk": topk,
                 "speculative_num_draft_tokens": nodes,
             }  # fmt: skip
+        if tier:
+            host_tier.stand_in()
+            wanted |= host_tier.SETTINGS
+        if kind:
+            wanted["model_path"] = str(models.make(folder, kind))
         load_plugins()
         server = ServerArgs(**(wanted | settings))
         server.resolve_once()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary_tools.bench.sglang import host as sglang_host
+from kvcanary_tools.bench.sglang.events import EVENTS
 from kvcanary_tools.bench.sglang.faults import FAULTS, LASTING, Touched
 
 PROMPTS = {
@@ -23,14 +24,15 @@ PROMPTS = {
     "c": [1, 5, 9, 13, 4, 4, 4, 6, 8, 10, 3, 2, 1, *range(3, 30)],  # longer than a chunk
     "d": [1, 5, 9, 13, 4, 4, 4, 6],  # begins as c does
 }
-OF_AN_ACT = ("mode", "fault", "new", "later", "prompt", "answer", "at", "abort", "content", "dump")
+OF_AN_ACT = ("mode", "fault", "new", "later", "prompt", "answer", "at", "abort", "content", "dump", "between", "prefix")
 
 
 def run() -> None:
     folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     acts = told.pop("acts", None)
     only = None if acts else {name: told.pop(name) for name in OF_AN_ACT if name in told}
-    sglang_host.install(told.get("eagle", False) or told.get("peer", False))
+    interpreted = told.pop("is_interpreted", False) or told.get("attention_backend") == "triton"
+    sglang_host.install(interpreted or told.get("eagle", False) or told.get("peer", False))
     import torch
 
     with torch.no_grad():
@@ -53,12 +55,16 @@ def play(
     abort: str = "",
     content: str = "full",
     dump: str = "",
+    between: tuple[str, ...] | list[str] = (),
+    prefix: int = 0,
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
     later: how many longer requests come after the first four, so that entries are evicted
     prompt, answer: about how many tokens these have, and are given
     dump:  a folder for dumps
+    between: of EVENTS, what happens before each further wave of the first four
+    prefix: how many tokens all of these begin with
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
     said: dict[str, Any] = {"mode": mode, "fault": fault, "plugged_in": host.canary is not None}
@@ -70,11 +76,17 @@ def play(
     elif mode == "off" and host.canary is not None:
         host.canary.detach()
     before = host.begin()
+    shared = [3 + 7 * number % 29 for number in range(prefix)]
     for name, tokens in PROMPTS.items():
-        host.ask(name, tokens, new)
+        host.ask(name, shared + tokens, new)
     blow = Blow(host, fault, at, abort, said)
     try:
-        host.run(*((before_nothing, before_nothing) if later else blow.turns))
+        host.run(*((before_nothing, before_nothing) if later or between else blow.turns))
+        for wave, event in enumerate(between):
+            EVENTS[event](host)
+            for name, tokens in PROMPTS.items():
+                host.ask(f"{name} again {wave}", shared + tokens, new)
+            host.run(*(blow.turns if event is between[-1] else (before_nothing, before_nothing)))
         for number in range(later):
             tokens = [1, 8, number % 29 + 3] + [(7 * number + n) % 32 for n in range(prompt)]
             host.ask(f"x{number}", tokens, answer)

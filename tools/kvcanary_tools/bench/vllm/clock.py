@@ -15,7 +15,6 @@ from unittest.mock import patch
 from kvcanary.adapters.hosted.replacements import Replacements
 
 OURS = (
-)
     "_fetch_kernel",
     "_grant_kernel",
     "_keep_kernel",
