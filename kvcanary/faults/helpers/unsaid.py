@@ -20,7 +20,8 @@ def replace_weights(target: Target, keeps: bool) -> bool:
     names = frozenset(one.request_id for one in target.running())
     need(names)
     target.canary.on_weights(f"struck in step {target.step}", keeps)
-    target.record(code="" if keeps else None, **({} if keeps else {"reader": names}))
+    place: dict[str, Any] = {} if keeps else {"reader": names}
+    target.record(code="" if keeps else None, **place)
     return True
 
 
@@ -53,7 +54,8 @@ def clear_pools(target: Target, keeps_bytes: bool) -> bool:
                 for tensor in part.tensors:
                     tensor.zero_()
     target.canary.on_reallocated(views, keeps_bytes)
-    target.record(code="" if keeps_bytes else None, **({} if keeps_bytes else {"reader": names}))
+    place: dict[str, Any] = {} if keeps_bytes else {"reader": names}
+    target.record(code="" if keeps_bytes else None, **place)
     return True
 
 
@@ -70,7 +72,8 @@ def move_pools(target: Target, is_short: bool) -> bool:
             words = view.rows.gather_layer(layer, where)
             view.rows.scatter_layer(layer, where, words * 0)
     target.canary.on_reallocated(views, keeps_bytes=True)
-    target.record(code=None if is_short else "", **({"pool": "target", "slot": slot} if is_short else {}))
+    place: dict[str, Any] = {"pool": "target", "slot": slot} if is_short else {}
+    target.record(code=None if is_short else "", **place)
     return True
 
 
@@ -103,7 +106,8 @@ def _submit(target: Target, tokens: list[int], told: Callable[[], dict[str, Any]
         if request_id not in names:
             return own(request_id, token_ids, *args, **kwargs)
         canary.admit = own
-        target.record(code=code, **({"reader": request_id} if code is None else {}))
+        place: dict[str, Any] = {"reader": request_id} if code is None else {}
+        target.record(code=code, **place)
         given = dict(zip(("salt", "adapter"), args, strict=False)) | kwargs | told()
         return own(request_id, token_ids, **given)
 
