@@ -20,8 +20,7 @@ def replace_weights(target: Target, keeps: bool) -> bool:
     names = frozenset(one.request_id for one in target.running())
     need(names)
     target.canary.on_weights(f"struck in step {target.step}", keeps)
-    place: dict[str, Any] = {} if keeps else {"reader": names}
-    target.record(code="" if keeps else None, **place)
+    _record(target, "" if keeps else None, {} if keeps else {"reader": names})
     return True
 
 
@@ -54,8 +53,7 @@ def clear_pools(target: Target, keeps_bytes: bool) -> bool:
                 for tensor in part.tensors:
                     tensor.zero_()
     target.canary.on_reallocated(views, keeps_bytes)
-    place: dict[str, Any] = {} if keeps_bytes else {"reader": names}
-    target.record(code="" if keeps_bytes else None, **place)
+    _record(target, "" if keeps_bytes else None, {} if keeps_bytes else {"reader": names})
     return True
 
 
@@ -72,9 +70,12 @@ def move_pools(target: Target, is_short: bool) -> bool:
             words = view.rows.gather_layer(layer, where)
             view.rows.scatter_layer(layer, where, words * 0)
     target.canary.on_reallocated(views, keeps_bytes=True)
-    place: dict[str, Any] = {"pool": "target", "slot": slot} if is_short else {}
-    target.record(code=None if is_short else "", **place)
+    _record(target, None if is_short else "", {"pool": "target", "slot": slot} if is_short else {})
     return True
+
+
+def _record(target: Target, code: str | None, place: dict[str, Any]) -> None:
+    target.record(None, code, **place)
 
 
 def _views(target: Target) -> list[PoolView]:
@@ -106,8 +107,7 @@ def _submit(target: Target, tokens: list[int], told: Callable[[], dict[str, Any]
         if request_id not in names:
             return own(request_id, token_ids, *args, **kwargs)
         canary.admit = own
-        place: dict[str, Any] = {"reader": request_id} if code is None else {}
-        target.record(code=code, **place)
+        _record(target, code, {"reader": request_id} if code is None else {})
         given = dict(zip(("salt", "adapter"), args, strict=False)) | kwargs | told()
         return own(request_id, token_ids, **given)
 
