@@ -28,6 +28,7 @@ _HOMES = {
     "ReadPlan": "pools.plans",
     "Report": "report.render",
     "StateView": "pools.state_views",
+    "States": "states.states",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
@@ -53,6 +54,7 @@ __all__ = [
     "ReadPlan",
     "Report",
     "StateView",
+    "States",
     "SubstepCanary",
     "WarmupSubstep",
     "WritePlan",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from kvcanary.pools.views import PoolView
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
+    from kvcanary.states.states import States
 
 
 def __getattr__(name: str) -> Any:
