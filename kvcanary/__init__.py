@@ -33,6 +33,7 @@ _HOMES = {
     "SealError": "errors",
     "StateView": "pools.state_views",
     "Tier": "tier.tier",
+    "States": "states.states",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
@@ -63,6 +64,7 @@ __all__ = [
     "Seal",
     "SealError",
     "StateView",
+    "States",
     "SubstepCanary",
     "Tier",
     "WarmupSubstep",
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
     from kvcanary.probe.forwards import ProbeForward, probe_pages
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
+    from kvcanary.states.states import States
     from kvcanary.tier.tier import Tier
     from kvcanary.transfers.seal import Seal
 

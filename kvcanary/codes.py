@@ -96,6 +96,8 @@ OBSERVED = {
     "kvcanary.adapters.transformers.paged_cache:_not_finite": "N1",
     "kvcanary.adapters.transformers.judging:judge_tokens": "R6 R10",
     "kvcanary.adapters.transformers.judging:wrong_length": "R10",
+    "kvcanary.adapters.transformers.states:StateRows.begun": "R4 R9",
+    "kvcanary.adapters.transformers.states:StateRows.selected": "T1",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._fed": "W5 R10",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._judge": "R4 R6 R12",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._reread": "R9 R12",
