@@ -56,14 +56,14 @@ class Owners:
         for which, owner in told:
             if isinstance(which, int):
                 self.slots.masked_fill_(self.slots == which, owner)
-            elif owner == SHARED:
-                held = self.slots[which]
-                self.slots.index_copy_(0, which, held.masked_fill_(held != RETURNED, SHARED))
-            elif isinstance(owner, int):
-                self.slots.index_fill_(0, which, owner)
-                if self.on_freed is not None:
-                    self.on_freed(which)
-            else:
+            elif not isinstance(owner, int):
                 self.slots.index_copy_(0, which, owner)
                 if self.on_granted is not None:
                     self.on_granted(which, owner)
+            elif owner == SHARED:
+                held = self.slots[which]
+                self.slots.index_copy_(0, which, held.masked_fill_(held != RETURNED, SHARED))
+            else:
+                self.slots.index_fill_(0, which, owner)
+                if self.on_freed is not None:
+                    self.on_freed(which)
