@@ -35,7 +35,8 @@ def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
     for report in act["reports"].values():
         assert (report["findings"], report["fired"]) == ([], {})
         assert set(report["unchecked"]) <= {UNPOISONED}
-        assert {"R7", "R8", "W2", "W3", "W7", "P1"} <= set(report["classes"])
+        assert {"R7", "R8", "W2", "W3", "W7"} <= set(report["classes"])
+        assert ("P1" in report["classes"]) == (report["content"] == "full")
         assert report["untold_incidents"] == 0
         assert report["slots_checked"] > least
     assert bare["mode"] == "off"
