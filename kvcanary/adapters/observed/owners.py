@@ -48,7 +48,7 @@ class Owners:
         self._told.append((slots, uids))
 
     def shared(self, slots: Tensor) -> None:
-        """A prefix cache holds these slots [n]."""
+        """A prefix cache holds these slots [n], but for those that were given back and not granted since."""
         self._told.append((slots, SHARED))
 
     def freed(self, slots: Tensor) -> None:
@@ -70,14 +70,17 @@ class Owners:
         for which, owner in told:
             if isinstance(which, int):
                 self.slots.masked_fill_(self.slots == which, owner)
-            elif isinstance(owner, int):
-                self.slots.index_fill_(0, which, owner)
-                if owner == RETURNED and self.on_freed is not None:
-                    self.on_freed(which)
-            else:
+            elif not isinstance(owner, int):
                 self.slots.index_copy_(0, which, owner)
                 if self.on_granted is not None:
                     self.on_granted(which, owner)
+            elif owner == SHARED:
+                held = self.slots[which]
+                self.slots.index_copy_(0, which, held.masked_fill_(held != RETURNED, SHARED))
+            else:
+                self.slots.index_fill_(0, which, owner)
+                if self.on_freed is not None:
+                    self.on_freed(which)
 
     def prepare(self) -> None:
         """Nothing of this is captured."""

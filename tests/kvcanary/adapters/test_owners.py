@@ -45,6 +45,16 @@ def test_a_slot_that_was_given_back_is_told_with_its_cause() -> None:
     assert finding.history == (OWNERS_ALONE,)
 
 
+def test_a_prefix_cache_takes_nothing_that_was_given_back() -> None:
+    """Freed, and then taken by the cache with the rest of its row: it is free all the same, R7 before any poison."""
+    engine, slots, _ = owned()
+    engine.canary.owners.freed(slots[3:4])
+    engine.canary.owners.shared(slots[:8])
+    engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.position) == ("R7", "r0", 3)
+
+
 def test_a_slot_that_another_row_was_granted_is_told_with_its_owner() -> None:
     """R8 names who was granted the slot."""
     engine, slots, uids = owned()

@@ -35,7 +35,8 @@ def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
     for report in act["reports"].values():
         assert (report["findings"], report["fired"]) == ([], {})
         assert set(report["unchecked"]) <= {UNPOISONED}
-        assert {"R7", "R8", "W2", "W3", "W7", "P1"} <= set(report["classes"])
+        assert {"R7", "R8", "W2", "W3", "W7"} <= set(report["classes"])
+        assert ("P1" in report["classes"]) == (report["content"] == "full")
         assert report["untold_incidents"] == 0
         assert report["slots_checked"] > least
     assert bare["mode"] == "off"
@@ -284,13 +285,12 @@ def test_a_chunk_that_is_rotated_within_itself_is_named(scene) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_is_freed_under_its_branches_is_named(scene) -> None:
-    """A running request reads on: R7 at the first entry, in both pools."""
-    for name, found, touched in struck(scene, "freed"):
-        assert (found["code"], found["pool"], found["reader"]) == ("R7", "target", touched["request"])
-        assert (found["position"], found["slot"]) == (0, touched["slot"])
-        assert found["causes"][0]["family"] == "lifetime"
-        [act] = [act for act in scene(name) if act["fault"] == "freed"]
-        assert {finding["pool"] for finding in act["findings"] if finding["code"] == "R7"} == {"target", "draft"}
+    """A running request reads on, at the first entry: R7, R8 where another has the page by then, R9 where its own next
+    entries were granted it, as here.
+    """
+    for _, found, touched in struck(scene, "freed"):
+        assert (found["code"] in ("R7", "R8", "R9"), found["pool"]) == (True, "target")
+        assert (found["reader"], found["position"], found["slot"]) == (touched["request"], 0, touched["slot"])
 
 
 @pytest.mark.slow
