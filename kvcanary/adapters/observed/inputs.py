@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
-from kvcanary.calls.violation import NO_SLOT, Violation
+from kvcanary.calls.violation import Violation
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
 
@@ -75,29 +75,28 @@ class Fed:
 class Outgrown:
     """An event of a step: rows were given more entries than a line of the table has, so that the rest went elsewhere.
 
-    requests: each with the entries that it was given;  width: of a line
+    requests: each with the entries that it was given, and the slot of the first that went elsewhere
+    width:    of a line
     """
 
-    requests: Sequence[tuple[str, int]]
+    requests: Sequence[tuple[str, int, int]]
     width: int
     group: Group
 
     def violations(self, step: int) -> Iterator[Violation]:
         """R10 of each."""
         pool = WatchedPool.of(self.group.layers[0].view, self.group.number, self.group.records)
-        for request, length in self.requests:
-            violation = Violation("R10", pool, NO_SLOT, self.width, request, ("grant", 0), step)
+        for request, length, slot in self.requests:
+            violation = Violation("R10", pool, slot, self.width, request, ("grant", 0), step)
             violation.expected, violation.found = {"row_width": self.width}, {"length": length}
             violation.along = self.group.number, step
             yield violation
 
 
-def judge_grants(canary: PagedCanary, requests: Sequence[tuple[str, int]], width: int) -> None:
-    """Compare how many entries rows are given, by request, with the width of a line of the table."""
-    outgrown = [(request, length) for request, length in requests if length > width]
-    if outgrown:
-        canary.memory.total += len(outgrown)
-        canary.events.append(Outgrown(outgrown, width, canary.groups[0]))
+def tell_outgrown(canary: PagedCanary, requests: Sequence[tuple[str, int, int]], width: int) -> None:
+    """Rows were given more entries than a line of the table has; as `Outgrown`."""
+    canary.memory.total += len(requests)
+    canary.events.append(Outgrown(requests, width, canary.groups[0]))
 
 
 def judge_fed(

@@ -207,16 +207,9 @@ def _slot(lines: Tensor, line: int, position: int, group: Group) -> int:
 
 
 def _leading(violations: Iterable[Violation]) -> list[Violation]:
-    """The earliest of each row, and what belongs to none: what follows in a row, or in other pools, follows from it.
-
-    What was granted comes before what a forward does with it.
-    """
+    """The earliest of each row, and what belongs to none: what follows in a row, or in other pools, follows from it."""
     leading: dict[tuple[str | None, int], Violation] = {}
-    for violation in sorted(violations, key=_order):
+    for violation in sorted(violations, key=lambda violation: (violation.position or 0, RANK[violation.code])):
         is_of_row = violation.request_id is not None and violation.code != "W4"
         leading.setdefault((violation.request_id, 0 if is_of_row else violation.slot), violation)
     return list(leading.values())
-
-
-def _order(violation: Violation) -> tuple[bool, int, int]:
-    return violation.site[0] != "grant", violation.position or 0, RANK[violation.code]

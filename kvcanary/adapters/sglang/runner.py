@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, judge_grants
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang.fed import FedForward, Given, salt_of, tokens_of
 from kvcanary.adapters.sglang.layout import not_watched, parts_of
+from kvcanary.calls.violation import NO_SLOT
 from kvcanary.config import CanaryConfig
 from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
 
@@ -125,7 +126,7 @@ class WatchedRunner(HostHandle):
         What a row has no room for lies where SGLang has put it: in those behind it.
         """
         if max(ends, default=0) > self.length:
-            judge_grants(self.canary, [(own.rid, end) for own, end in zip(requests, ends, strict=True)], self.length)
+            tell_outgrown(self.canary, list(self._outgrown(requests, ends)), self.length)
         told = []
         for request, begin, end in zip(requests, begins, ends, strict=True):
             number = request.kv.req_pool_idx
@@ -135,6 +136,14 @@ class WatchedRunner(HostHandle):
             rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.concatenate(told, 1)))
             entries = (rows * self.length + places).clamp(max=self.rows.req_to_token.numel() - 1)
             self.owners.granted(self.rows.req_to_token.view(-1)[entries].to(torch.int64), owners)
+
+    def _outgrown(self, requests: Sequence[Any], ends: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+        """Of rows that reach into those behind them: the request, its entries, and the slot of the first there."""
+        entries = self.rows.req_to_token.view(-1)
+        for request, end in zip(requests, ends, strict=True):
+            behind = (request.kv.req_pool_idx + 1) * self.length
+            if end > self.length:
+                yield request.rid, end, int(entries[behind]) if behind < len(entries) else NO_SLOT
 
     def freed(self, slots: Tensor) -> None:
         """Slots [n] int64 went back to the allocator."""

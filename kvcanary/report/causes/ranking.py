@@ -113,7 +113,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("W5",), writes.miscounted_positions),
     (("W5",), writes.tree_positions),
     (("W5",), watched.draft_positions),
-    (("W2", "W3", "W5"), watched.stored_elsewhere),
+    (("W2", "W3", "W5", "W7"), watched.stored_elsewhere),
     (("W6",), _fixed("order", "built on a step whose tokens were not known yet, or on those of another row")),
     (("W6",), watched.unshifted_chunk_end),
     (("W6",), watched.accepted_otherwise),

@@ -147,6 +147,13 @@ def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
     assert len(told) == 1
 
 
+def test_a_row_that_outgrows_its_line_names_the_slot_behind_it() -> None:
+    """Which request, how long, and what lies at the beginning of the next row now; none behind the last row."""
+    own = SimpleNamespace(rows=SimpleNamespace(req_to_token=torch.arange(40).view(4, 10)), length=10)
+    rows = [SimpleNamespace(rid=f"r{n}", kv=SimpleNamespace(req_pool_idx=n)) for n in range(4)]
+    assert list(WatchedRunner._outgrown(own, rows, [11, 10, 9, 12])) == [("r0", 11, 10), ("r3", 12, -1)]
+
+
 def test_what_replaces_a_method_has_its_parameters_names() -> None:
     """SGLang may call by name: what a wrapper names itself is called as in SGLang, and all else is passed on."""
     hooks = {"move_kv_cache": WatchedRunner.moved, PREFILL: WatchedDraft.prefill} | {

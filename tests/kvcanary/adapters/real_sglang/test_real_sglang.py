@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcanary.scrub.free_slots import UNPOISONED
-from kvcanary_tools.bench.sglang.cpu import POOLS, SCENES, TREES, folder_of, pinned, played, served
+from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, SCENES, TREES, folder_of, pinned, played, served
 
 ASTRAY = "the forward stores an entry where its row has another one"
 INSTALLED = folder_of(pinned())
@@ -23,6 +23,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory):
     """The acts of a scene, which is played once for all tests."""
     place = tmp_path_factory.mktemp("sglang")
     return cache(lambda name: played(SCENES[name], INSTALLED, place))
+
+
+def mode_of(act: dict[str, Any]) -> str:
+    return str(act.get("mode", "log"))
 
 
 def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
@@ -68,7 +72,7 @@ def test_a_wrong_table_entry_names_request_and_slot(scene, fault: str) -> None:
 def test_a_slot_off_by_one_names_the_request_that_stores(scene) -> None:
     """One entry is stored one slot further, which nobody was granted: where it went, and where it belongs."""
     found, touched = first(scene("dense faults"), "off_by_one")
-    assert found["code"] in ("W2", "W5")
+    assert found["code"] in ("W2", "W5", "W7")
     assert (found["position"], found["site"], found["slot"]) == (touched["position"], ["decode", 0], touched["slot"])
     assert found["expected"] == {"slot": touched["slot"] - 1}
     assert found["causes"][0]["text"] == ASTRAY
@@ -169,7 +173,7 @@ def test_entries_of_older_weights_are_counted(scene) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, own in TREES.items() if own.acts[1:]])
+@pytest.mark.parametrize("name", [name for name, own in TREES.items() if OFF["mode"] in map(mode_of, own.acts)])
 def test_more_sound_schedulers_are_silent(scene, name: str) -> None:
     """Pages of one slot; drafts of one branch and of several, with pages of one slot and of four: both pools."""
     act, bare = scene(name)[:2]
@@ -178,9 +182,14 @@ def test_more_sound_schedulers_are_silent(scene, name: str) -> None:
 
 def struck(scene, fault: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Of every scene with this fault: its name, the first finding, and what was touched."""
+    return [(name, *first(scene(name), fault)) for name in with_fault(fault)]
+
+
+def with_fault(fault: str) -> list[str]:
+    """Scenes that have it."""
     names = [name for name, own in TREES.items() if any(act.get("fault") == fault for act in own.acts)]
     assert names
-    return [(name, *first(scene(name), fault)) for name in names]
+    return names
 
 
 @pytest.mark.slow
@@ -197,8 +206,8 @@ def test_an_accepted_length_that_is_too_long_is_named(scene) -> None:
 def test_a_move_of_one_layer_less_is_named(scene) -> None:
     """Accepted nodes that are moved in all layers but the last: T1 with that layer; silent where none was moved."""
     moved = 0
-    for name, acts in ((name, scene(name)) for name in TREES if name.startswith(("topk 2", "topk 4"))):
-        [act] = [act for act in acts if act["fault"] == "short_move"]
+    for name in with_fault("short_move"):
+        [act] = [act for act in scene(name) if act["fault"] == "short_move"]
         moved += act["touched"]["moves"]
         assert bool(act["findings"]) == bool(act["touched"]["moves"]), name
         for found in act["findings"]:
@@ -238,7 +247,7 @@ def test_a_hook_of_the_draft_that_fails_stops_its_pool_alone(scene) -> None:
 def test_a_node_that_is_stored_one_slot_further_is_named(scene) -> None:
     """The first node of a verify, of which the accepted chain begins."""
     for _, found, touched in struck(scene, "off_by_one"):
-        assert (found["code"], found["pool"]) in (("W5", "target"), ("W2", "target"))
+        assert (found["code"] in ("W2", "W5", "W7"), found["pool"]) == (True, "target")
         assert (found["writer"], found["position"], found["slot"]) == (
             touched["request"], touched["position"], touched["slot"],
         )  # fmt: skip

@@ -58,9 +58,22 @@ def trees(topk: int, page: int, *faults: str) -> Scene:
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 
 
+def slots(topk: int, page: int, *faults: str) -> Scene:
+    """The same with faults of slots and of what a draft is fed, in short answers; `freed` ends SGLang's own books."""
+    scene = trees(topk, page, *faults)
+    return Scene(tuple({**act, "new": 6} for act in scene.acts[2:]), scene.settings)
+
+
 def reverted(number: int, scene: Scene) -> Scene:
     """EAGLE without one of SGLang's own mends; its control is the sound act of the scene of the same settings."""
     return Scene(scene.acts[:1], scene.settings, {"SGLANG_DEBUG_REVERT_PR": str(number)})
+
+
+def beside(topk: int, *faults: str) -> Scene:
+    """EAGLE with both canaries: sound, the bits, and these faults."""
+    acts = ({"new": 6}, *({"fault": fault, "new": 6} for fault in (*BITS, *faults)))
+    nodes = 4 if topk == 1 else 6
+    return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": 1, "peer": True})
 
 
 #: Requests that end at the context's limit, where what SGLang reserves ahead leaves no room in a row that has not been
@@ -133,9 +146,8 @@ TREES = {
     "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
-    "topk 2, page 4": trees(
-        2, 4, "one_too_long", "short_move", "no_tail_copy", "draft_scatter", "verify_scatter", "chunk_rotated", "freed"
-    ),
+    "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "topk 2, page 4, slots": slots(2, 4, "draft_scatter", "verify_scatter", "chunk_rotated", "freed"),
     "topk 4, page 1": trees(4, 1, "one_too_long", "short_move"),
     "topk 4, page 4": trees(4, 4, "one_too_long", "short_move", "no_tail_copy"),
     "at the context's end": AT_THE_END,
@@ -143,7 +155,16 @@ TREES = {
     "without 26329": reverted(26329, trees(1, 4)),
     "without 26972": Scene(({"mode": "raise", "new": 24},), AT_THE_END.settings, {"SGLANG_DEBUG_REVERT_PR": "26972"}),
 }
-SCENES = QUICK | POOLS | {"host tier": TIER} | TREES
+#: SGLang's own canary beside ours, in one scheduler: bits of the first and the last layer, and slots that are wrong.
+BITS = ("first_k", "first_v", "bit", "last_v")
+BESIDE = {
+    "beside, 18 layers": Scene(
+        ({}, *({"fault": fault} for fault in (*BITS, "off_by_one", "swapped", "foreign"))),
+        {"layers": 18, "peer": True, "page_size": 1},
+    ),
+    "beside, topk 1": beside(1, "one_too_long"),
+}
+SCENES = QUICK | POOLS | {"host tier": TIER} | TREES | BESIDE
 
 
 def pinned() -> str:
@@ -232,6 +253,8 @@ def summed(acts: list[Json]) -> Iterator[Json]:
         own = {name: act[name] for name in kept if act.get(name) not in (None, "")}
         names = ("forwards", "slots_checked", "bytes_checked", "fired", "untold_incidents")
         own["pools"] = {role: {name: told[name] for name in names} for role, told in act["reports"].items()}
+        if act["peer"]:
+            own["peer"] = [line.splitlines()[0] for line in act["peer"]][:4]
         own["findings"] = [shown(finding) for finding in act["findings"]]
         if not act["fault"] and bare is not None:
             own["equal_tokens"] = act["outputs"] == bare
