@@ -321,6 +321,16 @@ def test_the_object_of_another_key_is_misrouted():
     assert (kind, "of key 'three'" in text) == ("misrouted", True)
 
 
+def test_one_page_of_another_key_is_misrouted():
+    """All else is its own; the page and its key are named."""
+    tier, one, two = Tier(5), torch.randn(8, 16, 2, 16), torch.randn(8, 16, 2, 16)
+    seals = [tier.put(name, value) for name, value in (("one", one), ("two", two))]
+    one[3] = two[5]
+    kind, text = verdict(found(lambda: tier.check("one", one, seals[0])))
+    assert kind == "misrouted"
+    assert "entry 3 of tensor came back with the bytes of entry 5 of tensor of key 'two'" in text
+
+
 def test_an_earlier_object_of_the_key_is_stale():
     """With the later one's seal, or with its own; the same bytes put twice are never stale."""
     tier = Tier(5)
