@@ -237,7 +237,7 @@ def planted(engine: Engine, layer: int, number: int, position: int, value: float
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: str) -> None:
-    """NaN in both layers of one row's prefill, the first layer counts: layer, request, position and step, in the step that stored it."""
+    """NaN in both layers of one row's prefill: the first layer, its request, position and step, in the step itself."""
     engine = Engine(device, "write")
     for number in range(3):
         engine.begin(number, [])
