@@ -237,7 +237,7 @@ def planted(engine: Engine, layer: int, number: int, position: int, value: float
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: str) -> None:
-    """NaN in the second layer of one row's prefill: layer, request, position and step, in the step that stored it."""
+    """NaN in both layers of one row's prefill: the first layer, its request, position and step, in the step itself."""
     engine = Engine(device, "write")
     for number in range(3):
         engine.begin(number, [])
@@ -245,14 +245,14 @@ def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: 
 
     def spoil() -> None:  # 7 lies behind 5 in the row, and in the layer before
         planted(engine, 1, 2, 5, torch.nan)
-        planted(engine, 1, 2, 7, torch.nan)
+        planted(engine, 0, 2, 7, torch.nan)
 
     engine.spoil = spoil
     assert engine.step({0: [1], 2: list(range(10)), 1: [2]}) == 2
     assert report_step(engine.canary, engine.canary.steps[-1]) == 1
     [found] = engine.canary.log.findings
-    assert (found.code, found.writer, found.position, found.step) == ("N1", "r2", 5, 2)
-    assert (found.layer, found.layers, found.site) == (1, (1,), ("decode", 0))
+    assert (found.code, found.writer, found.position, found.step) == ("N1", "r2", 7, 2)
+    assert (found.layer, found.layers, found.site) == (0, (0,), ("decode", 0))
     assert found.found["elements"] == "NaN in 1 of 16 elements of K, the first in head 1, dim 3"
     assert found.causes[0].family == "numerics"
 
