@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.record.device import low_word, tl, triton
+from kvcanary_kernels.record.device import tl, triton
 from kvcanary_kernels.record.layout import MASK_32
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
 
@@ -94,15 +94,23 @@ def words_not_finite(words: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
 @triton.jit
 def is_not_finite(b_x, slot, o_layer, o_w, FORMATS: tl.constexpr, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
     """Whether a word has an element that is not finite (bitmap.layers_where)."""
+    return lanes_not_finite(b_x, o_w, FORMATS, I_PIECE) != 0
+
+
+@triton.jit
+def lanes_not_finite(b_x, o_w, FORMATS: tl.constexpr, I_PIECE: tl.constexpr):
+    """uint32 like the words b_x: not 0 where an element is not finite. In 32 bits, since every stored word comes by."""
     EVEN: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS]
     ODD: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 1]
     VALUE: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 2]
     LOWS: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 3]
     HIGHS: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 4]
-    b_mask = tl.where(o_w % 2 == 0, tl.full([], EVEN, tl.int64), tl.full([], ODD, tl.int64))
-    b_lanes = (low_word(b_x.to(tl.int64)) & b_mask) ^ tl.full([], VALUE, tl.int64)
-    b_zero = (b_lanes - tl.full([], LOWS, tl.int64)) & (b_lanes ^ -1) & tl.full([], HIGHS, tl.int64)
-    return b_zero != 0
+    b_mask = tl.full([], EVEN, tl.uint32)
+    if EVEN != ODD:
+        b_mask = tl.where(o_w % 2 == 0, b_mask, tl.full([], ODD, tl.uint32))
+    b_lanes = (b_x.to(tl.uint32) & b_mask) ^ tl.full([], VALUE, tl.uint32)
+    b_others = b_lanes ^ tl.full([], 0xFFFFFFFF, tl.uint32)
+    return (b_lanes - tl.full([], LOWS, tl.uint32)) & b_others & tl.full([], HIGHS, tl.uint32)
 
 
 def _in_every_lane(lane: int, bits: int) -> int:
