@@ -25,16 +25,20 @@ _HOMES = {
     "NO_STATE": "pools.state_views",
     "PlanError": "errors",
     "PoolView": "pools.views",
+    "ProbeForward": "probe.forwards",
     "ReadPlan": "pools.plans",
     "ForeignSnapshotError": "errors",
     "Report": "report.render",
-    "Seal": "transfers",
+    "Seal": "transfers.seal",
     "SealError": "errors",
     "StateView": "pools.state_views",
+    "Tier": "tier.tier",
+    "States": "states.states",
     "SubstepCanary": "manager.substep",
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
     "first_visible": "pools.slot_maps",
+    "probe_pages": "probe.forwards",
     "site_name": "pools.launch_site",
 }
 
@@ -54,16 +58,20 @@ __all__ = [
     "LifetimeError",
     "PlanError",
     "PoolView",
+    "ProbeForward",
     "ReadPlan",
     "Report",
     "Seal",
     "SealError",
     "StateView",
+    "States",
     "SubstepCanary",
+    "Tier",
     "WarmupSubstep",
     "WritePlan",
     "__version__",
     "first_visible",
+    "probe_pages",
     "site_name",
 ]
 
@@ -90,9 +98,12 @@ if TYPE_CHECKING:
     from kvcanary.pools.slot_maps import NOWHERE, first_visible
     from kvcanary.pools.state_views import NO_STATE, StateView
     from kvcanary.pools.views import PoolView
+    from kvcanary.probe.forwards import ProbeForward, probe_pages
     from kvcanary.report.finding import Finding
     from kvcanary.report.render import Report
-    from kvcanary.transfers import Seal
+    from kvcanary.states.states import States
+    from kvcanary.tier.tier import Tier
+    from kvcanary.transfers.seal import Seal
 
 
 def __getattr__(name: str) -> Any:

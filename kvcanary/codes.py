@@ -40,6 +40,8 @@ HOST = {
     "kvcanary.transfers.moves:Mover.apply": "T1 R9",
     "kvcanary.transfers.moves:Mover.arrived": "T1",
     "kvcanary.transfers.snapshots:PageSnapshots._judge": "A1",
+    "kvcanary.tier.arrival:violation_of": "A1",
+    "kvcanary.tier.arrival:bare_violation": "A1",
     "kvcanary.transfers.async_ops:AsyncOps.use": "O1",
     "kvcanary.transfers.async_ops:AsyncOps.complete": "O1",
     "kvcanary.transfers.async_ops:AsyncOps.free": "O1",
@@ -58,6 +60,7 @@ HOST = {
     "kvcanary.states.states:States._left": "W4",
     "kvcanary.states.states:States._arrived": "T1 R9",
     "kvcanary.states.states:States._unlike": "T1",
+    "kvcanary.probe.reader:misread_violation": "E1",
 }
 
 #: On the device: captured forwards, and bytes that lie there. The torch reference stands beside each in its file.
@@ -74,18 +77,27 @@ DEVICE = {
 
 #: In caches that are only watched, those of vLLM and transformers.
 OBSERVED = {
-    "kvcanary_kernels.watch.advance:advance": "W1 W5 W6",
-    "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R10 R12",
+    "kvcanary_kernels.watch.advance:advance": "W1 W2 W3 W5 W6 W7",
+    "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R7 R8 R10 R12",
+    "kvcanary.adapters.observed.inputs:Outgrown.violations": "R10",
+    "kvcanary.adapters.observed.canary:PagedCanary._look_at_poison": "P1",
     "kvcanary_kernels.watch.reread:take": "W4 N1",
     "kvcanary_kernels.watch.reread:reread": "R9",
     "kvcanary.adapters.observed.canary:PagedCanary.written_twice": "W4",
     "kvcanary.adapters.observed.moves:copied": "T1",
     "kvcanary.adapters.observed.moves:zeroed": "T1",
     "kvcanary.adapters.observed.moves:loaded": "A1",
+    "kvcanary.adapters.transformers.dense_cache:DenseRows.go_on": "W5",
+    "kvcanary.adapters.transformers.dense_cache:DenseRows.written_by": "R6",
+    "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
     "kvcanary.adapters.transformers.judging:judge_fed": "R12",
     "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
+    "kvcanary.adapters.transformers.judging:judge_stored": "N1",
+    "kvcanary.adapters.transformers.paged_cache:_not_finite": "N1",
     "kvcanary.adapters.transformers.judging:judge_tokens": "R6 R10",
     "kvcanary.adapters.transformers.judging:wrong_length": "R10",
+    "kvcanary.adapters.transformers.states:StateRows.begun": "R4 R9",
+    "kvcanary.adapters.transformers.states:StateRows.selected": "T1",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._fed": "W5 R10",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._judge": "R4 R6 R12",
     "kvcanary.adapters.transformers.paged_cache:BatchedCache._reread": "R9 R12",
@@ -165,6 +177,7 @@ _ALL = (
 )
 
 UNWRITTEN = "U1"  # stands for R9 where nobody has written: a finding's causes and a dump's damage are kept apart by it
+MISREAD = "E1"  # stands for R8 where a probe has shown what attention reads, where its causes are asked
 ARRIVED = "A1"  # stands for T1 where bytes came back, where its causes are asked
 
 #: What R9 means at a slot that nobody has written, in a null page or behind the end of a row (U1).
@@ -173,6 +186,14 @@ NOT_FINITE = Code(
     "content not finite",
     "NaN or Inf lies where nobody has written: who reads whole pages multiplies it by zero",
     UNWRITTEN,
+)
+
+#: What R8 means of a probe: the plan is right, and so are the bytes.
+READS_ELSE = Code(
+    "R8",
+    "read elsewhere",
+    "attention does not give what its plan and the bytes in the pool say: it read otherwise",
+    MISREAD,
 )
 
 #: What T1 means of bytes that were put away, and came back by a load, a restore or a swap.
@@ -202,7 +223,7 @@ OF_STATES: dict[str, str] = {
 CODES: dict[str, Code] = {code.code: code for code in _ALL}
 #: The same, each followed by what else it means, by kind.
 KINDS: dict[str, Code] = {
-    one.kind: one for code in _ALL for one in (code, NOT_FINITE, CAME_BACK) if one.code == code.code
+    one.kind: one for code in _ALL for one in (code, NOT_FINITE, CAME_BACK, READS_ELSE) if one.code == code.code
 }
 RANK: dict[str, int] = {code.code: rank for rank, code in enumerate(_ALL)}
 #: Codes that speak before everything that a row reads, wherever in the row they fired.

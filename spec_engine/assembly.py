@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvcanary import CanaryConfig, PoolView, StateView
-from kvcanary.faults import arm_from_environment
+from kvcanary import CanaryConfig, PoolView, StateView, probe_pages
+from kvcanary.faults import arm_from_environment, disarmed
 from kvcanary.invariants import check_page_sizes, check_pool_slots, check_row_width
 from spec_engine.acceptance.acceptor import Acceptor
 from spec_engine.config import EngineConfig
@@ -39,6 +39,7 @@ from spec_engine.scheduling.scheduler import Scheduler
 from spec_engine.scheduling.turns import Turns
 from spec_engine.step.hooks import Forwards
 from spec_engine.step.layered import LayeredForwards, LayerGroup
+from spec_engine.step.reader_probe import ProbedReader
 from spec_engine.step.relay import Relay
 from spec_engine.step.results import Results
 from spec_engine.step.streams import Streams
@@ -109,7 +110,27 @@ class Assembly:
         with torch.inference_mode():
             self.runner.record(config.buckets)
         if self.canary is not None:
+            self.probe_readers({name: list(range(1, self._num_pages(name) + 1)) for name in self.pools})
             self.canary.arm()
+
+    def probe_readers(self, free: Mapping[str, Sequence[int]]) -> None:
+        """Let attention over each of these pools read known entries in its free pages, where there are enough.
+
+        KVCorruptionError where it reads otherwise and that stops the engine.
+        """
+        if self.canary is None:
+            return
+        pages = probe_pages(self.config.page_size)
+        with disarmed(), torch.inference_mode():
+            for name, own in free.items():
+                pool, is_draft = self.pools[name], name not in self.layers
+                if len(own) < pages:
+                    continue
+                heads = self.head.config.num_heads if is_draft and self.head else self.model.config.num_heads
+                behind = self._behind(name)
+                reader = ProbedReader(pool, heads, self.config.attention_backend, behind and behind.window)
+                paths = ("chunk", "decode", *(["verify"] if self.head is not None and not is_draft else []))
+                self.canary.probe_reader(name, reader, own[:pages], heads, paths, dtype=pool.dtype)
 
     def _lay_out_pages(self) -> None:
         """Who gives out pages, and the rows that name them: of full layers, behind them those of windows."""

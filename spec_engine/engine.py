@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from kvcanary import KVCorruptionError
+from kvcanary import KVCorruptionError, probe_pages
 from kvcanary.faults import seam
 from kvcanary.invariants import check_commit, check_known_tokens, check_root, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
@@ -32,6 +32,7 @@ from spec_engine.scheduling.scheduler import Chunk
 from spec_engine.step.results import PendingResult
 from spec_engine.step.runner import Part, StepResult
 
+PROBE_STEPS = 4096  # from one probe of what attention reads to the next: a millisecond or two each
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
 
 
@@ -53,6 +54,7 @@ class Engine(Intake):
         super().__init__(config, model, draft, tokenizer)
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._step_number = 0
+        self._probed_at = 0
         self._pending: deque[PendingResult] = deque()  # steps that the host has not collected yet
         self.progress = Progress(self.scheduler)
         self._begins_anew = False  # somebody does, once all steps with the old row are collected
@@ -146,6 +148,14 @@ class Engine(Intake):
         """
         if self.canary is not None:
             self.canary.rest()
+            if self._step_number - self._probed_at >= PROBE_STEPS:
+                self._probe()
+
+    def _probe(self) -> None:
+        """What attention reads, once more: in free pages of the pools whose slots are those that rows name."""
+        self._probed_at = self._step_number
+        free = self.allocator.unused(probe_pages(self.config.page_size))
+        self.probe_readers({name: free for name in self.pools if self._behind(name) is None})
 
     def window_report(self) -> list[RowDivergence]:
         """The windows of running requests through the map, compared with the books; ConfigError without a window."""

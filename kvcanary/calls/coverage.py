@@ -24,6 +24,7 @@ class Coverage:
     untold_incidents: faults that were too many in one step to be described
     announced: forwards that the engine said would run, eager ones; each must have opened its hooks
     healed: mode heal: faults that were made good
+    reader_probes: times that the engine's attention was asked to read known entries
     unproved_stores: forwards of which the engine stored a layer by itself: nothing says where those bytes went before
                      they are read
     """
@@ -43,6 +44,7 @@ class Coverage:
     untold_incidents: int = 0
     announced: int = 0
     healed: int = 0
+    reader_probes: int = 0
     unproved_stores: int = 0
 
     @property

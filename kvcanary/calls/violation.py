@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcanary.calls.forward import Ints
 from kvcanary.calls.state_facts import StateFacts
-from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, OF_STATES, RANK, SPEAK_FIRST, UNWRITTEN, Code
+from kvcanary.codes import (
+    ARRIVED,
+    CAME_BACK,
+    CODES,
+    MISREAD,
+    NOT_FINITE,
+    OF_STATES,
+    RANK,
+    READS_ELSE,
+    SPEAK_FIRST,
+    UNWRITTEN,
+    Code,
+)
 from kvcanary.records.state import PoolState
 
 if TYPE_CHECKING:
@@ -69,6 +81,7 @@ class Violation:
                and so is what is named wrong for the same request later
     notes:     lines of evidence that it brings along
     state:     where the slot is an entry of a StateView, what is known of the state in it
+    misread:   for R8 of a probe, family and text of what attention did instead, and what speaks for it
     """
 
     code: str
@@ -101,12 +114,15 @@ class Violation:
     along: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     state: StateFacts | None = None
+    misread: tuple[str, str, tuple[str, ...]] | None = None
 
     @property
     def meaning(self) -> Code:
         """What the violation says."""
         if self.arrival is not None:
             return CAME_BACK
+        if self.misread is not None:
+            return READS_ELSE
         return NOT_FINITE if self.is_unwritten else CODES[self.code]
 
     @property
@@ -114,6 +130,8 @@ class Violation:
         """The code, or what stands for it where its causes are others."""
         if self.arrival is not None:
             return ARRIVED
+        if self.misread is not None:
+            return MISREAD
         return UNWRITTEN if self.is_unwritten else self.code
 
     @property
@@ -145,7 +163,7 @@ class Violation:
     @property
     def places(self) -> list[tuple[object, ...]]:
         """All under which it is known when it fires again."""
-        if self.code == "N1":
+        if self.code == "N1" and self.row_number is None:  # what a request stores from then on follows from that
             return [self.place, *((self.code, name) for _, name in self.rows if name is not None)]
         if self.along is None:
             return [self.place]
@@ -196,12 +214,13 @@ def fair_share(incidents: Sequence[list[Violation]], most: int) -> list[list[Vio
 
 
 def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
-    """Forwards without hooks, then their entries; events that contradict; writes before moves before reads; then along
-    the row; at one slot by rank; the first pool before the second.
+    """Forwards without hooks, then their entries; events that contradict; grants and writes before moves before reads;
+    then along the row; at one slot by rank; the first pool before the second.
 
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
     """
-    nowhere, is_read = violation.position is None, violation.code not in SPEAK_FIRST
+    nowhere = violation.position is None
+    is_read = violation.code not in SPEAK_FIRST and violation.site[0] != "grant"
     along = (
         violation.position or 0
         if violation.arrival is None
@@ -219,8 +238,8 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
     for number, violation in enumerate(violations):
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
-            group = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
-            groups.setdefault(("page", group, violation.page, violation.step), []).append(number)
+            whose = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
+            groups.setdefault(("page", whose, violation.page, violation.step), []).append(number)
         if violation.code == "N1":  # of one step
             groups.setdefault((violation.code, violation.step), []).append(number)
         if violation.along is not None:

@@ -28,8 +28,10 @@ def find_changed(
     """R9 for every slot whose bytes changed; R3 where only the canary's fingerprint of them did.
 
     `entries_of` describes the slots in order, and is asked only when one fired. Null slots hold padding and are never
-    compared.
+    compared, and nothing is where the pool's memory is gone.
     """
+    if pool.is_gone:
+        return []
     where = to_device(torch.from_numpy(slots), pool.records.device)
     differs_a, differs_b = _differences(pool, where)
     some_layer = differs_a.any(0)

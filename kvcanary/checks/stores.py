@@ -35,11 +35,11 @@ def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values
     """
     pool, host = forward.pool, forward.pool.host
     if host is None:
-        words = _words(pool, values)
-        fingerprints[layer] = torch.stack(fingerprints_of_layer(pool, layer, words))
+        row = _words(pool, values)
+        fingerprints[layer] = torch.stack(fingerprints_of_layer(pool, layer, row))
         if pool.asks_finite:
-            found, before = words_not_finite(words, pool.lanes).any(), forward.not_finite
-            forward.not_finite = found if before is None else before | found
+            found, before = words_not_finite(row, pool.lanes).any(), forward.not_finite
+            forward.not_finite = found if before is None else before.logical_or(found)
         return
     n, keys, start = forward.num_entries, host.layer_keys[layer], host.starts[layer]
     out = forward.fingerprints_at + layer * n * FINGERPRINTS_BYTES
@@ -58,8 +58,8 @@ def take_fingerprints(forward: Forward, fingerprints: Tensor, layer: int, values
         ):
             pool.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out, forward.head)
             return
-    row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
-    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out, forward.head)
+    row, step = _words(pool, values), WORD_BYTES * host.words
+    pool.loops.sum_values(row.data_ptr(), step, host.words, 0, 0, 0, n, keys, start, out, forward.head)
 
 
 def judge_finite(forward: Forward) -> list[ViolationBatch]:

@@ -8,15 +8,10 @@ from kvcanary.faults.fault import READY, Fault
 from kvcanary.faults.threads import PUBLISHED
 
 NO_RECURRENCE = "models with recurrent state run without a prefix cache: no state is ever cached"
-UNDECLARED_WEIGHTS = "nobody tells the canary which weights made an entry: tokens, positions and bytes are the same"
-UNDECLARED_IMAGES = "nobody tells the canary which image a placeholder stands for: its tokens are the same"
 READERS_SCALE = "a wrong scale of the reader changes no byte, and readers here have none: scales lie beside the rows"
 
 #: Of those that no fault names, why.
 UNREACHED: Mapping[str, str] = {
-    "LMCache/LMCache#4086": UNDECLARED_IMAGES,
-    "NVIDIA/TensorRT-LLM#13815": UNDECLARED_IMAGES,
-    "InternLM/lmdeploy#4917": UNDECLARED_WEIGHTS,
     "vllm-project/vllm#47861": NO_RECURRENCE,
     "vllm-project/vllm#55559": READERS_SCALE,
     "NVIDIA/TensorRT-LLM#16916": READERS_SCALE,

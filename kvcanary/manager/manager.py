@@ -108,6 +108,7 @@ class CanaryManager:
         self.launch_group, self.launch_move = forwards.launch_group, forwards.launch_move
 
         self.certificate, self.page_map, self.dump = reporting.certificate, reporting.page_map, reporting.dump
+        self.probe_reader = reporting.probe_reader
         self.damaged_pages = reporting.damaged_pages
         if config.mode != "raise":
             contradictions = Contradictions(session, lifecycle, reporting)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvcanary.codes import FED
 from kvcanary.errors import KVCorruptionError
 from kvcanary.manager.dump_trigger import DumpTrigger
 from kvcanary.manager.session import Session
+from kvcanary.probe.forwards import PATHS
+from kvcanary.probe.reader import Attend, misread_violation, probe_pool
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding
@@ -69,6 +73,30 @@ class Reporting:
         Nothing of prompts, bytes and keys leaves, unless `config.dump_content` asks for it.
         """
         return self.dumper.write(Path(path), self.findings, "command")
+
+    def probe_reader(
+        self,
+        pool: str,
+        attend: Attend,
+        pages: Sequence[int],
+        num_heads: int,
+        paths: Collection[str] = PATHS,
+        scale: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> frozenset[str]:
+        """Let the engine's own attention read known entries on pages that nobody owns, and judge what it gives (R8).
+
+        Before `arm()`, and between steps where as many pages are free; their bytes are put back. The other arguments
+        are those of `kvcanary.probe.reader.probe_pool`. The answer is that of `collect`.
+        PlanError where the pool's values are no K and V that attention can be asked about.
+        """
+        self._session.expect_closed("probe_reader()")
+        state = self._session.pool(pool)
+        found = probe_pool(state.view, attend, pages, num_heads, paths, scale, dtype)
+        self._session.coverage.reader_probes += 1
+        if found is not None:
+            self._checks.report([misread_violation(state, self._session.step, *found)])
+        return self.act()
 
     # helpers
 

@@ -108,16 +108,33 @@ def _heads(k, v, row, place, keys, start):
     return fingerprint_a, fingerprint_b
 
 
-@loop("void(int64[::1], int64[::1], int64, int64, int64, int64[:, ::1])")
-def sum_heads(k, v, count, keys, start, fingerprints):
+@loop()
+def _find_in_heads(k, v, row, place, forms):
+    """Bits that are set where an element of one entry, whose heads lie apart, is not finite."""
+    found = np.uint32(0)
+    for part, form in ((k, forms[0]), (v, forms[1])):
+        at = part[HEADS.address] + row * part[HEADS.batch_step] + place * part[HEADS.entry_step]
+        for head in range(part[HEADS.heads] if form[FORMAT.even] | form[FORMAT.odd] else 0):
+            found |= find_in_run(at + head * part[HEADS.head_step], 0, part[HEADS.words], form)
+    return found
+
+
+@loop("int64(int64[::1], int64[::1], int64, int64, int64, int64[:, ::1], int64[:, ::1])")
+def sum_heads(k, v, count, keys, start, fingerprints, forms):
     """Fingerprints of entries [batch, n] of one layer, whose heads lie apart: K and V are [batch, heads, n, dim].
 
     k, v:  HEADS (layout.py)
     count: entries of each row;  keys: address of the layer's keys;  start: of fingerprint a
     fingerprints: [2, batch * n] int64 out: fingerprint a, and what the layer adds to fingerprint b
+    forms: [2, FORMAT] of K and V; zeros: nobody asks whether they are finite
+    1 + the first entry that is not finite; 0: all are.
     """
+    first = 0
     for entry in range(fingerprints.shape[1]):
         fingerprints[0, entry], fingerprints[1, entry] = _heads(k, v, entry // count, entry % count, keys, start)
+        if not first and _find_in_heads(k, v, entry // count, entry % count, forms):
+            first = entry + 1
+    return first
 
 
 @loop("boolean(int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64)")

@@ -13,6 +13,12 @@ from kvcanary.errors import PlanError
 from kvcanary.pools.parts import Part
 from kvcanary.pools.views import PoolView
 
+#: Of a view, what stays where its memory changes.
+ALIKE = (
+    *("name", "page_size", "token_offset", "null_slots", "layout", "group", "window", "ahead", "role"),
+    *("num_slots", "num_layers", "device"),
+)
+
 
 class Released:
     """What a view had when it let go: nothing of that is kept alive."""
@@ -36,22 +42,7 @@ class Released:
 
 def rebind(view: PoolView, other: PoolView) -> None:
     """The pool lies where `other` says, from now on. PlanError where it is laid out otherwise."""
-    names = [
-        "name",
-        "page_size",
-        "token_offset",
-        "null_slots",
-        "layout",
-        "group",
-        "window",
-        "ahead",
-        "role",
-        "num_slots",
-        "num_layers",
-        "device",
-    ]
-    if view.device.type == "meta":
-        names.remove("device")
+    names = [name for name in ALIKE if name != "device" or view.device.type != "meta"]
     differ = [name for name in names if getattr(view, name) != getattr(other, name)]
     differ += [name for name in ("pieces", "dtypes") if getattr(view.rows, name) != getattr(other.rows, name)]
     differ += ["alignment"] if other.rows.alignment % view.rows.alignment else []
@@ -67,11 +58,12 @@ def rebind(view: PoolView, other: PoolView) -> None:
 def _put(view: PoolView, parts: Sequence[Part], words: Sequence[tuple[Tensor, ...]], fused: Tensor | None) -> None:
     k, *others = parts
     v = others.pop(0).tensors if view.v else ()
-    fields = {"k": k.tensors, "v": v, "parts": tuple(parts), "extras": {part.name: part.tensors for part in others}}
+    extras = {part.name: part.tensors for part in others}
+    fields: dict[str, object] = {"k": k.tensors, "v": v, "parts": tuple(parts), "extras": extras}
     for name, value in fields.items():
         object.__setattr__(view, name, value)
-    for name, value in {"parts": tuple(words), "fused": fused}.items():
-        object.__setattr__(view.rows, name, value)
+    object.__setattr__(view.rows, "parts", tuple(words))
+    object.__setattr__(view.rows, "fused", fused)
 
 
 def _view_of(view: PoolView, tensors: Sequence[Sequence[Tensor]]) -> PoolView:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +14,9 @@ from kvcanary.provenance.changed_word import ChangedWord
 from kvcanary.records.state import PoolState
 
 ONE_WORD, MISROUTED, SHORT = "one word", "misrouted", "short"
-STALE, OTHER_LAYOUT, UNKNOWN = "stale", "other layout", "unknown"
+STALE, OTHER_LAYOUT, UNKNOWN, NEVER_ISSUED = "stale", "other layout", "unknown", "never issued"
 #: What a transfer may have done, likeliest first where as many slots speak for each.
-KINDS = (ONE_WORD, MISROUTED, SHORT, STALE, OTHER_LAYOUT, UNKNOWN)
+KINDS = (NEVER_ISSUED, ONE_WORD, MISROUTED, SHORT, STALE, OTHER_LAYOUT, UNKNOWN)
 NOBODY = -1
 
 
@@ -103,6 +103,7 @@ class Arrival:
     pools: those in which something differs;  intact: names of those in which nothing does
     words: by pool and slot of the pool, the one word that changed there
     num_forgotten: snapshots with which nothing could be compared any more, of `num_known` that could
+    sentences, evidence: by kind, of objects that have no pages: what happened, and what speaks for it
     """
 
     trip: Trip
@@ -113,6 +114,8 @@ class Arrival:
     words: dict[tuple[int, int], ChangedWord] = field(default_factory=dict)
     num_known: int = 0
     num_forgotten: int = 0
+    sentences: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def num_pages(self) -> int:

@@ -87,6 +87,8 @@ def find_provenance(
     `first`: slots to search first, such as those of the reader's row; then those around the slot
     `hypotheses`: that are tested, in this order; None: all
     """
+    if pool.is_gone:
+        return ()
     search = torch.tensor(_searched(pool, slot, first), dtype=torch.int64, device=pool.records.device)
     scene = Scene(pool, slot, layer, row_of(pool, layer, slot), search)
     answers: list[Provenance] = []

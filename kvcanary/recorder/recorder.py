@@ -29,7 +29,6 @@ from kvcanary.recorder.segment import EVENT_BYTES, PARTS, SPARE, Damage, Segment
 from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.snapshots import PageSnapshot
 
-
 MOST_BYTES = 64 << 20  # of all segments together
 INT_BYTES = 8
 MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding

@@ -12,6 +12,8 @@ MOST_LINES = 3
 
 def sentence_of(arrival: Arrival, kind: str) -> str:
     """What the trip did to the slots of this kind, in one plain sentence."""
+    if kind in arrival.sentences:
+        return f"{kind}: {arrival.sentences[kind]}"
     pool, origins = arrival.first(kind)
     text = origins[min(origins)].detail or "the bytes that came back are those of nothing that is known"
     if kind in _SENTENCES:
@@ -21,6 +23,8 @@ def sentence_of(arrival: Arrival, kind: str) -> str:
 
 def evidence_of(arrival: Arrival, kind: str) -> tuple[str, ...]:
     """What was read that speaks for it: of the kind of most slots also the way of the pages."""
+    if kind in arrival.evidence:
+        return arrival.evidence[kind]
     trip = arrival.trip
     places = {p for pool in arrival.pools for p, origin in pool.origins.items() if origin.kind == kind}
     pages = len({place // trip.page_size for place in places})

@@ -55,6 +55,7 @@ def certificate(
         "inactive_classes": inactive_classes(config, fed),
         "disabled": sorted(config.disable),
         "announced": coverage.announced or "forwards not announced by the engine",
+        "reader_probes": coverage.reader_probes or "attention not probed",
         "store": "proved" if coverage.is_store_proved else "not proved",
         "seed_id": seed_id,
         "findings": [group.to_dict() for group in log.groups.values()],

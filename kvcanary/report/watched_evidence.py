@@ -52,6 +52,7 @@ class WatchedPool:
     label: str = ""
     content_a: Tensor | None = None
     cleared_in: int | None = None
+    is_gone: bool = False
 
     @property
     def name(self) -> str:

@@ -77,7 +77,10 @@ class Judge:
         readers = dict(zip(entries, names, strict=True)) if found else {}
         violations = []
         for entry, layers in found:
-            known = {"last_good": int(self._entries.steps[entry]), "word": self._bytes.changed_word(entry, layers)}
+            known: dict[str, Any] = {
+                "last_good": int(self._entries.steps[entry]),
+                "word": self._bytes.changed_word(entry, layers),
+            }
             violations.append(self.violation("R9", entry, readers[entry], event, layers=layers, **known))
         return violations
 

@@ -43,12 +43,20 @@ class PoolCard:
     whole_heads: int
     parts: tuple[PartCard, ...]
 
+    @property
+    def heads(self) -> int:
+        """KV heads that it holds."""
+        return self.parts[0].shape[0] if self.parts[0].shape else 1
+
+    @property
+    def end_head(self) -> int:
+        return self.first_head + self.heads
+
     def __str__(self) -> str:
         parts = ", ".join(map(str, self.parts))
         text = f"{self.name}: {len(self.layers)} layers of {self.words} words ({parts}), pages of {self.page_size}"
-        own = self.parts[0].shape[0] if self.parts[0].shape else 1
-        if self.whole_heads != own:
-            text += f", heads {self.first_head} to {self.first_head + own - 1} of {self.whole_heads}"
+        if self.whole_heads != self.heads:
+            text += f", heads {self.first_head} to {self.end_head - 1} of {self.whole_heads}"
         if self.layers != tuple(range(len(self.layers))):
             text += f", layers {self.layers[0]} to {self.layers[-1]} of the model"
         return text + (f", one token ahead by {self.token_offset}" if self.token_offset else "")

@@ -43,7 +43,7 @@ class Seal(ABC):
         reader = Reader(data)
         own = _KINDS.get(reader.kind)
         if own is None:
-            raise SealError(f"a seal must be of kind {', '.join(map(str, _KINDS))}, got {reader.kind}")
+            raise SealError(f"a seal must be of kind {', '.join(map(str, sorted(_KINDS)))}, got {reader.kind}")
         seal = own._read(reader)
         reader.finish()
         return seal

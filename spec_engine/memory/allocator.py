@@ -65,6 +65,10 @@ class PageAllocator:
         """A number for each page that grows when it is handed out (then it is odd) and when it is free again."""
         return [self._generations[page] for page in pages]
 
+    def unused(self, count: int) -> list[int]:
+        """So many free pages that wait for nothing, which stay free; fewer where there are not as many."""
+        return self._free[:count]
+
     def begin_step(self, step: int) -> None:
         """Pages that have waited long enough are free."""
         self._step = step

@@ -312,6 +312,32 @@ def draft_an_id_that_is_no_token(engine: Engine) -> Place:
     return None, None
 
 
+@found_by("N1")
+def store_what_is_not_finite(engine: Engine) -> Place:
+    """An element of K is NaN in what one layer of the next forward stores."""
+    run, spoiled = engine.model.forward, []
+
+    def forward(tokens, *rest, **more):
+        access = next(one for one in (*rest, *more.values()) if hasattr(one, "attend"))
+        attend = access.attend
+
+        def bad(layer, q, k, v):
+            if not spoiled:
+                spoiled.append(layer)
+                k = k.clone()
+                k[0, 0, 3] = float("nan")
+            return attend(layer, q, k, v)
+
+        access.attend = bad
+        try:
+            return run(tokens, *rest, **more)
+        finally:
+            access.attend = attend
+
+    engine.model.forward = forward
+    return None, None
+
+
 @found_by("R10")
 def believe_a_shorter_row(engine: Engine) -> Place:
     """The verify forward believes that one token less is committed."""

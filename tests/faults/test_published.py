@@ -63,9 +63,10 @@ def test_the_page_has_the_tables():
     assert "\n".join(table_lines(faults())) in PAGE.read_text()
 
 
-def test_a_difference_that_nobody_tells_counts_for_no_fault():
-    """Other weights or images behind equal tokens: nobody tells the canary, so that no fault stands for these bugs."""
-    undeclared = {"LMCache/LMCache#4086", "LMCache/LMCache#4783", "LMCache/LMCache#3301"}
-    undeclared |= {"InternLM/lmdeploy#4917", "InternLM/lmdeploy#4918", "NVIDIA/TensorRT-LLM#13815"}
-    assert [fault.name for fault in faults() if undeclared & set(fault.bugs)] == []
-    assert UNREACHED.keys() >= undeclared & {bug for bugs in PUBLISHED.values() for bug in bugs}
+def test_a_difference_that_ids_do_not_say_is_told():
+    """Other weights or images behind equal tokens: faults that stand for these bugs tell the canary of what differs."""
+    unsaid = {"LMCache/LMCache#4086", "LMCache/LMCache#4783", "LMCache/LMCache#3301"}
+    unsaid |= {"InternLM/lmdeploy#4917", "InternLM/lmdeploy#4918", "NVIDIA/TensorRT-LLM#13815"}
+    telling = [fault.name for fault in faults() if unsaid & set(fault.bugs)]
+    assert telling == ["identity.weights_behind_a_cache", "identity.other_image"]
+    assert not UNREACHED.keys() & unsaid

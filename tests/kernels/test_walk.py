@@ -27,6 +27,7 @@ from kvcanary_kernels.watch import walk as rows_of
 from kvcanary_kernels.watch.advance import Fed
 from kvcanary_kernels.watch.walk import (
     EVERYBODYS,
+    GIVEN_BACK,
     NO_VIOLATION,
     NOBODYS,
     NOT_FOLLOWED,
@@ -206,7 +207,10 @@ def test_every_length_is_followed(rig: Rig, length: int) -> None:
 
 
 def test_owners_are_judged_where_an_engine_tells_of_grants(rig: Rig) -> None:
-    """A freed slot that is read is R7, another row's R8, written W2; a shared one may be read, and written is W3."""
+    """A freed slot that is read is R7, another row's R8, written W2; a shared one may be read, and written is W3.
+
+    One that was given back and not granted since is R7 as well, and written W7.
+    """
     rig.owners = torch.zeros(BLOCKS * BLOCK_SIZE, dtype=torch.int64, device=rig.device)
     for row in (0, 2):
         rig.owners[[rig.slot(row, position) for position in range(40)]] = rig.truth.uids[row]
@@ -223,10 +227,15 @@ def test_owners_are_judged_where_an_engine_tells_of_grants(rig: Rig) -> None:
     assert (walked, written) == ([None, None], [("W3", 20), ("W2", 11)])
     rig.owners[rig.slot(0, 21)] = NOBODYS.value
     assert rig.forward({0: [1]})[2] == [("W2", 21)]
+    rig.owners[rig.slot(0, 21)] = rig.truth.uids[0]
+    rig.owners[rig.slot(0, 22)], rig.owners[rig.slot(2, 5)] = GIVEN_BACK.value, GIVEN_BACK.value
+    rig.owners[rig.slot(2, 11)], rig.owners[rig.slot(0, 20)] = rig.truth.uids[2], rig.truth.uids[0]
+    walked, _, written = rig.forward({0: [1], 2: [2]})
+    assert (walked, written) == ([None, ("R7", 5)], [("W7", 22), None])
 
 
 def test_a_slot_that_all_may_read_may_have_one_writer(rig: Rig) -> None:
-    """SHARED_WRITER - uid: every row reads it and that one writes it, whoever else is W3; of unjudged slots nothing is said."""
+    """SHARED_WRITER - uid: every row reads it, that one writes it, whoever else is W3; of unjudged slots, silence."""
     rig.owners = torch.full((BLOCKS * BLOCK_SIZE,), UNJUDGED.value, device=rig.device)
     assert rig.forward({0: list(range(18)), 2: list(range(9))}) == CLEAN
     uid = int(rig.truth.uids[0])

@@ -116,6 +116,8 @@ def test_what_nothing_is_watched_for_is_not_in_the_index_of_watched_caches() -> 
     pytest.importorskip("transformers")
     fed = import_module("kvcanary.adapters.observed.capabilities").PAGED_FED
     fed |= import_module("kvcanary.adapters.transformers").FED
+    fed |= import_module("kvcanary.adapters.vllm.compatibility").FED  # where grants are told
+    fed |= import_module("kvcanary.adapters.sglang.compatibility").FED | {"O1", "P1"}  # of some servers
     assert {code.code for code in KINDS.values() if code.observed} == fed
 
 
@@ -127,12 +129,13 @@ def test_a_second_meaning_has_places_of_its_own() -> None:
 
 
 def test_second_meanings_follow_their_codes() -> None:
-    """All codes in the order in which they speak, T1 and R9 each followed by what else it means."""
+    """All codes in the order in which they speak, T1, R9 and R8 each followed by what else it means."""
     assert [kind for kind in KINDS if kind in CODES] == list(CODES)
     kinds = list(KINDS)
     assert kinds[kinds.index("T1") + 1] == "A1"
     assert kinds[kinds.index("R9") + 1] == "U1"
-    assert len({code.name for code in KINDS.values()}) == len(KINDS) == len(CODES) + 2
+    assert kinds[kinds.index("R8") + 1] == "E1"
+    assert len({code.name for code in KINDS.values()}) == len(KINDS) == len(CODES) + 3
     assert set(CODES) >= FED
 
 

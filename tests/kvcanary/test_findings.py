@@ -230,9 +230,9 @@ def test_a_cause_of_no_family_is_refused():
 
 
 def test_the_families_are_those_of_the_catalogue_of_faults():
-    """The fourteen families of faults, and the canary's own hooks, each once."""
+    """The fourteen families of faults, what a model computes, and the canary's own hooks, each once."""
     known = "bounds addressing lengths draft windows graphs lifetime order identity transfer scales uninitialised "
-    assert " ".join(FAMILIES) == known + "ranks bits hooks"
+    assert " ".join(FAMILIES) == known + "numerics ranks bits hooks"
 
 
 def test_the_order_in_which_codes_speak_is_the_documented_one():
@@ -250,8 +250,8 @@ def test_reads_speak_in_the_order_of_the_design():
 
 
 def test_no_code_is_missing():
-    """R1 to R13, W1 to W9, L1, P1, T1, O1, H1 and H2."""
-    singles = ["L1", "P1", "T1", "O1", "H1", "H2"]
+    """R1 to R13, W1 to W9, L1, N1, P1, T1, O1, H1 and H2."""
+    singles = ["L1", "N1", "P1", "T1", "O1", "H1", "H2"]
     numbered = [*(f"R{n}" for n in range(1, 14)), *(f"W{n}" for n in range(1, 10)), *singles]
     assert sorted(CODES) == sorted(numbered)
 

@@ -44,6 +44,15 @@ def struck(blow: Blow, **settings: Any) -> FakeEngine:
     return engine
 
 
+def served(engine: FakeEngine) -> None:
+    """Two prompts, steps with drafts, and one without."""
+    engine.start("a", 9)
+    engine.start("b", 6)
+    for _ in range(2):
+        engine.step()
+    engine.decode()
+
+
 @pytest.mark.parametrize("layout", ["stacked", "nhd_paged"])
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify", "draft", "extend"])
 def test_each_phase_names_where_it_stored(kind: str, layout: str) -> None:
@@ -51,11 +60,7 @@ def test_each_phase_names_where_it_stored(kind: str, layout: str) -> None:
     blow = Blow(kind, layer=0 if kind in ("draft", "extend") else 1, entry=0)
     engine = struck(blow, layout=layout, content="full")
     with pytest.raises(KVCorruptionError) as caught:
-        engine.start("a", 9)
-        engine.start("b", 6)
-        for _ in range(2):
-            engine.step()
-        engine.decode()
+        served(engine)
     found = caught.value.findings[0]
     assert (found.code, found.site[0], found.layer) == ("N1", kind, blow.layer)
     assert (found.position, found.slot) == (int(blow.planned.positions[0]), int(blow.planned.slots[0]))
@@ -86,8 +91,7 @@ def test_in_a_hundred_of_a_hundred_the_eager_place_is_right() -> None:
         blow = Blow(kind, layer, entry=draw.randrange(6), through=draw.random() < 0.5)
         engine = struck(blow, seed=seed, content=("full", "rolling", "write")[seed % 3])
         with pytest.raises(KVCorruptionError) as caught:
-            engine.start("a", 7)
-            engine.step()
+            served(engine)
         found = caught.value.findings[0]
         where = found.code, found.site[0], found.layer, found.position, found.slot, found.writer
         planned = (int(numbers[blow.entry]) for numbers in (blow.planned.positions, blow.planned.slots))

@@ -75,6 +75,21 @@ def test_nothing_is_kept_alive_or_read_while_a_pool_is_gone():
     assert not engine.canary.findings
 
 
+def test_what_ends_while_a_pool_is_gone_is_not_read():
+    """Other bytes lie there by then: a request that ends, and pages that are evicted, are nobody's finding."""
+    engine = FlavouredEngine()
+    engine.start("before", PROMPT)
+    engine.end("before")
+    engine.start("runs", PROMPT)
+    engine.canary.on_cleared()
+    for tensor in (*engine.k, *engine.v):
+        tensor.fill_(9)
+    engine.end("runs", shares=False)
+    evict_all(engine)
+    engine.canary.drain()
+    assert not engine.canary.findings
+
+
 def test_memory_is_read_where_it_lies_now():
     """Behind a wake-up, bytes that change are R9 in the new tensors, and pages are poisoned there."""
     engine = FlavouredEngine()

@@ -18,7 +18,7 @@ def watching(*incident: SimpleNamespace, **read: object) -> SimpleNamespace:
 
 ASTRAY = {"record": a_record(position=35), "writer": "other", "write_step": 9, "last_write": "decode, step 9"}
 OWN = {"record": a_record(), "writer": "me", "last_write": "prefill, step 2"}
-GIVEN_BACK = a_violation(code="R7", notes=("group 0", "the slot is free"))
+GIVEN_BACK = a_violation(code="R7", notes=("group 0", "the slot was given back, and is free"))
 
 
 def fed(code: str, kind: str, expected: dict, found: dict, **reported: object) -> SimpleNamespace:
@@ -28,6 +28,8 @@ def fed(code: str, kind: str, expected: dict, found: dict, **reported: object) -
 
 TOO_FAR = fed("W5", "draft", {"position": 5}, {"position": 6})
 OF_A_DRAFT = {"view": {"token_offset": 1}}
+AT_TEN = {"code": "W5", "site": ("decode", 0), "row_number": 0, "position": 10, "expected": {"position": 10}}
+AT_TEN |= {"found": {"position": 15}}
 SAID = [
     (watched.draft_positions, shown(a_violation(expected={"position": 5}, found={"position": 6})), None),
     (watched.draft_positions, fed("W5", "decode", {"position": 5}, {"position": 6}), None),
@@ -60,6 +62,64 @@ SAID = [
             "a draft step stores where another entry belongs",
             "derived",
             ("it stores into slot 40, its branch has slot 21 there",),
+        ),
+    ),
+    (watched.stored_elsewhere, fed("W5", "draft", {"slot": 21}, {"slot": 40}), None),
+    (watched.stored_elsewhere, fed("W5", "verify", {"position": 5}, {"position": 6}), None),
+    (watched.stored_elsewhere, shown(a_violation(expected={"slot": 5}, found={"slot": 6})), None),
+    (
+        watched.stored_elsewhere,
+        fed("W2", "verify", {"slot": 21}, {"slot": 40}, position=7, request_id="me", notes=("group 0", "it is free")),
+        Cause(
+            "addressing",
+            "the forward stores an entry where its row has another one",
+            "derived",
+            ("position 7 was stored into slot 40, the row of 'me' has slot 21 for it", "it is free"),
+        ),
+    ),
+    (watched.outgrown_row, fed("R10", "decode", {"length": 5}, {"length": 6}), None),
+    (
+        watched.outgrown_row,
+        fed("R10", "grant", {"row_width": 72}, {"length": 80}),
+        Cause(
+            "bounds",
+            "more entries are reserved than a row of the table has room for",
+            "derived",
+            ("80 entries were reserved, a row of the table has 72", "the next row's first entries follow"),
+        ),
+    ),
+    *(
+        (watched.cache_positions, told(a_violation(**AT_TEN | own)), None)
+        for told, own in (
+            (watching, {"expected": {"token": 10}}),
+            (watching, {"row_number": None}),
+            (shown, {}),
+        )
+    ),
+    *(
+        (
+            watched.cache_positions,
+            watching(a_violation(**AT_TEN | {"found": {"position": found}})),
+            Cause("lengths", text, "derived", (f"it was fed position {found}, the row goes on at 10: {off}", *more)),
+        )
+        for found, off, text, more in (
+            (15, "+5", "positions are off by +5", ()),
+            (9, "-1", "positions are off by -1", ()),
+            (20, "+10", "the cached length was counted twice", ("the cache has 10 entries before it",)),
+        )
+    ),
+    (watched.other_weights, watching(a_violation(code="R6", expected={"row": 1}, found={"row": 2})), None),
+    (
+        watched.other_weights,
+        watching(a_violation(code="R6", expected={"weights": 2}, found={"weights": 1})),
+        Cause(
+            "identity",
+            "weights were replaced: what the ones before computed is read as if it were of now",
+            "derived",
+            (
+                "state 1 of the model's parameters wrote the cache, state 2 reads it",
+                "no token and no byte of it is another",
+            ),
         ),
     ),
     (watched.unshifted_chunk_end, fed("W6", "prefill", {"token": 5}, {"token": 6}), None),
@@ -105,7 +165,7 @@ SAID = [
             "lifetime",
             "the slot was given back while the row still reads it",
             "derived",
-            ("the entry there is the row's own, prefill, step 2", "the slot is free"),
+            ("the entry there is the row's own, prefill, step 2", "the slot was given back, and is free"),
         ),
     ),
     (

@@ -9,14 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PlanError, PoolView, ReadPlan, WritePlan
+from kvcanary import (
+    CanaryConfig,
+    CanaryManager,
+    ForeignSnapshotError,
+    KVCorruptionError,
+    PlanError,
+    PoolView,
+    ReadPlan,
+    Seal,
+    WritePlan,
+)
 from kvcanary.dumps.reading import read_dump
+from kvcanary.errors import ContradictionError
 from kvcanary.manager.substep import SubstepCanary
 from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.state import CanaryState
 from kvcanary.replay.replayer import replay
+from kvcanary.transfers import PageSnapshot, join_shards, slots_that_differ
 from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
-from kvcanary_kernels.record.layout import CONTENT_B, Share, make_keys
+from kvcanary_kernels.record.layout import CHAIN, CONTENT_B, Share, make_keys
 from kvcanary_kernels.watch.reread import both_fingerprints
 
 HEADS, DIM, SLOTS, LAYERS, PAGE = 8, 16, 24, 3, 4
@@ -148,7 +160,7 @@ def forward(manager: CanaryManager, view: PoolView) -> SubstepCanary:
     write = WritePlan(slots, torch.tensor(tokens), torch.arange(4))
     substep.open(ReadPlan(torch.tensor([0, 4]), slots, ("only",), 1, torch.tensor([0]), 4), write)
     for layer in range(LAYERS):
-        substep.store(layer, view.k[layer][slots], view.v[layer][slots])
+        substep.store(layer, *(part.tensors[layer][slots] for part in view.parts))
     return substep
 
 
@@ -217,3 +229,118 @@ def test_a_finding_names_the_layer_of_the_whole_model(tmp_path):
     dump = read_dump(path)
     assert dump.manifest["pools"][0]["layer_numbers"] == [16, 17, 18]
     assert "in the whole model: layer 18" in replay(dump).findings[0].evidence
+
+
+# hand-overs between tensor-parallel sizes
+
+
+def random_view() -> PoolView:
+    """Finite numbers, as a model gives them."""
+    k, v, scale = ([torch.rand(SLOTS, HEADS, *dim) for _ in range(LAYERS)] for dim in ((DIM,), (DIM,), ()))
+    return PoolView("t", k, v, PAGE, extras={"scale": scale})
+
+
+def sealed(view: PoolView) -> PageSnapshot:
+    """The seal of a page that a prefill has written, after a trip as bytes."""
+    manager = CanaryManager(CanaryConfig(seed=7, content="full"), [view])
+    forward(manager, view).close()
+    manager.commit("only", 4)
+    manager.check()
+    seal = Seal.from_bytes(manager.on_offload([1]).to_bytes())
+    assert isinstance(seal, PageSnapshot)
+    return seal
+
+
+def loaded(view: PoolView, seal: PageSnapshot | None) -> CanaryManager:
+    """Page 2 of this pool is loaded with what lies there."""
+    manager = CanaryManager(CanaryConfig(seed=7, content="full"), [view])
+    manager.arm()
+    manager.begin_step(1)
+    manager.admit("back", [5, 6, 7, 8])
+    manager.on_alloc("back", [2], for_load=True)
+    manager.on_load_begin("back", [2])
+    manager.on_load_end("back", [2], 4, seal)
+    manager.commit("back", 4)
+    manager.check()
+    return manager
+
+
+def moved(view: PoolView) -> PoolView:
+    """A pool of its own, in whose page 2 lies page 1."""
+    tensors = [[t.clone() for t in part.tensors] for part in view.parts]
+    for layers in tensors:
+        for tensor in layers:
+            tensor[8:12] = tensor[4:8]
+    k, v, scale = tensors
+    return replace(view, k=k, v=v, extras={"scale": scale})
+
+
+@pytest.mark.parametrize(("sent", "received"), [(8, 1), (4, 2), (2, 1), (8, 4), (2, 2)])
+def test_seals_of_more_ranks_make_those_of_fewer(sent, received):
+    """Pages that left several ranks come into the pool of one under their joined seals; one bit of one rank is T1."""
+    whole = random_view()
+    seals = [sealed(view) for view in shards(whole, sent)]
+    group = sent // received
+    for rank, view in enumerate(shards(whole, received) if received > 1 else [whole]):
+        seal = join_shards(seals[rank * group : (rank + 1) * group])
+        target = moved(view)
+        assert loaded(target, seal).findings == []
+        target.v[2].view(torch.int32)[9, -1, 3] ^= 1 << 7
+        with pytest.raises(KVCorruptionError) as caught:
+            loaded(target, seal)
+        [finding] = caught.value.findings
+        assert (finding.code, finding.slot, finding.layers, finding.part, finding.bit) == ("T1", 9, (2,), "V", 7)
+
+
+@pytest.mark.parametrize("received", [2, 8])
+def test_seals_of_fewer_ranks_are_compared_with_more(received):
+    """Each rank seals what has arrived; their joined seal is that of the sender, or says which slots are others."""
+    whole = random_view()
+    sender, targets = sealed(whole), [moved(view) for view in shards(whole, received)]
+    for wrong in (False, True):
+        if wrong:
+            targets[-1].k[0].view(torch.int32)[10, 0, 0] ^= 1
+        arrived = [loaded(target, None).on_offload([2]) for target in targets]
+        assert slots_that_differ(sender, join_shards(arrived)) == ({"t": [2]} if wrong else {})
+
+
+def test_copies_of_heads_count_once_and_must_agree():
+    """More ranks than heads: two of each, and one that holds something else is told of."""
+    whole = random_view()
+    halves = shards(whole, 2)
+    seals = [sealed(halves[rank // 2]) for rank in range(4)]
+    assert slots_that_differ(sealed(whole), join_shards(seals)) == {}
+    other = moved(halves[1])
+    other.k[0][4] += 1
+    with pytest.raises(ContradictionError, match="copies of head 4 of 't' must hold the same bytes"):
+        join_shards([*seals[:3], sealed(other)])
+
+
+def test_shards_that_do_not_make_a_row_are_refused():
+    """A rank that is missing, other rows, other pools, another seed, and parts that every rank holds whole."""
+    whole = random_view()
+    parts = shards(whole, 4)
+    seals = [sealed(view) for view in parts]
+    with pytest.raises(ContradictionError, match="without a gap, got 0 to 1 and 4 to 5"):
+        join_shards([seals[0], seals[2]])
+    with pytest.raises(ForeignSnapshotError, match="differ in their heads alone, got one of other"):
+        join_shards([seals[0], replace(seals[1], layouts=(replace(seals[1].layouts[0], name="other"),))])
+    with pytest.raises(ForeignSnapshotError, match="seed"):
+        join_shards([seals[0], replace(seals[1], seed_id="0" * 16)])
+    records = seals[1].contents[0].records.copy()
+    records[0, CHAIN] += 1
+    with pytest.raises(ContradictionError, match="the same rows of 't'"):
+        join_shards([seals[0], replace(seals[1], contents=(replace(seals[1].contents[0], records=records),))])
+    flat = [torch.rand(SLOTS, 3) for _ in range(LAYERS)]
+    with pytest.raises(ForeignSnapshotError, match="whole on every rank, got bias: watch them as a pool of their own"):
+        join_shards([sealed(replace(part, extras={"bias": flat})) for part in parts])
+    joined = join_shards(seals)
+    with pytest.raises(ForeignSnapshotError, match="heads 0 to 1 of 8"):
+        loaded(moved(whole), seals[0])
+    assert "heads" not in str(joined.layouts[0])
+
+
+def test_what_is_loaded_without_a_seal_is_counted():
+    """Nothing can tell whether it is right; the certificate says of how many entries."""
+    told = loaded(moved(random_view()), None).certificate()["unchecked"]
+    assert told["entries that were loaded without a seal"] == 4

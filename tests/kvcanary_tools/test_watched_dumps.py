@@ -151,3 +151,26 @@ def test_names_are_text_in_the_page(kvcanary, tmp_path) -> None:
     page = tmp_path / "page.html"
     assert kvcanary("report", str(path), "-o", str(page)).exit_code == 0
     assert "<b>y</b>" not in page.read_text()
+
+
+OF_A_DRAFT = DUMP.parent / "step4-W5-draft.kvdump"
+
+
+def test_a_dump_of_sglang_names_substep_branch_row_and_page(kvcanary, tmp_path) -> None:
+    """A slot of a real SGLang's second draft step: who, which branch, which row and page, and what lies there."""
+    facts = json.loads(kvcanary("explain", str(OF_A_DRAFT), "--json").stdout)
+    finding = facts["finding"]
+    assert (finding["code"], finding["pool"], finding["site"], finding["writer"]) == ("W5", "draft", ["draft", 1], "b")
+    assert (finding["position"], finding["slot"], finding["page"], finding["expected"]) == (8, 66, 16, {"slot": 92})
+    assert finding["evidence"] == ["branch 0 of its row", "row 3 of the table, page 16 of the pool"]
+    assert (facts["environment"]["engine"], facts["environment"]["role"]) == ("sglang", "draft")
+    shown = kvcanary("explain", str(OF_A_DRAFT)).stdout
+    assert "step 4, draft[1]; written by 'b'" in shown
+    assert re.search(r"^ +8 +92 +92 +0  position 8 of 'b'", shown, re.M)
+    assert "position 10 of 'a'" in kvcanary("why-slot", str(OF_A_DRAFT), "66").stdout
+    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    assert kvcanary("report", str(OF_A_DRAFT), "-o", str(page)).exit_code == 0
+    assert "branch 0 of its row" in page.read_text()
+    assert kvcanary("timeline", str(OF_A_DRAFT), "-o", str(trace)).exit_code == 0
+    marks = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "i"]
+    assert marks == ["W5 write position"]

@@ -133,6 +133,12 @@ ADVICE: dict[str, Advice] = {
         "Compare the index array with the request's page table, and look for a table row that was reused, reordered or "
         "read from another batch. `kvcanary why-slot DUMP SLOT` names the owner.",
     ),
+    "E1": Advice(
+        "Answers are computed over entries of other rows, or over too few or too many, although plans and bytes are "
+        "right: whatever is asked on this path is wrong.",
+        "Compare what the finding says was read with the arguments of the attention kernel on this path: block table, "
+        "lengths, mask and scales. Run the same step on another backend and `kvcanary codes R8` names the judge.",
+    ),
     "W6": Advice(
         "The model continues a text that differs from the one the client was given, so the answer contradicts itself.",
         "Follow the token from sampling to the input of this forward: the order of rows after a request has ended, "

@@ -27,7 +27,7 @@ from kvcanary_kernels.record.device import (
     tl,
     triton,
 )
-from kvcanary_kernels.record.formats import is_not_finite
+from kvcanary_kernels.record.formats import lanes_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
 
@@ -174,14 +174,14 @@ def layer_fingerprints(
     b_slot = tl.where(m_n, b_slot, 0)  # loads without a mask are fewer instructions
     b_a = tl.zeros([TILE, CHUNK], tl.int64)
     b_b = tl.zeros([TILE, CHUNK], tl.int64)
-    b_bad = tl.zeros([TILE, CHUNK], tl.int64)
+    b_bad = tl.zeros([TILE, CHUNK], tl.uint32)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
         base = tl.multiple_of(base, ALIGNMENT)  # or loads are of one word each
         b_a, b_b, b_bad = _add_piece(
             b_a, b_b, b_bad, base, b_slot, key_a, key_b, PIECES, i_piece, CHUNK, HAS_FINGERPRINT_B, FORMATS
         )
-    return tl.sum(b_a, 1), tl.sum(b_b, 1), tl.max(b_bad, 1) != 0
+    return tl.sum(b_a, 1), tl.sum(b_b, 1), tl.max((b_bad != 0).to(tl.int32), 1) != 0
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def _add_piece(
             if HAS_FINGERPRINT_B:
                 b_b += b_x * low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
             if FORMATS is not None:
-                b_bad |= is_not_finite(b_x, b_slot, 0, o_w[None, :], FORMATS, PIECES, I_PIECE).to(tl.int64)
+                b_bad |= lanes_not_finite(b_x, o_w[None, :], FORMATS, I_PIECE)
     return b_a, b_b, b_bad
 
 

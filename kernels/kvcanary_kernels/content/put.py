@@ -30,7 +30,7 @@ from kvcanary_kernels.record.device import (
     tl,
     triton,
 )
-from kvcanary_kernels.record.formats import format_constants, is_not_finite, lanes_of, words_not_finite
+from kvcanary_kernels.record.formats import format_constants, lanes_not_finite, lanes_of, words_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.overlap import overlap_options
 from kvcanary_kernels.record.rows import TILE_WARPS, PoolRows, dense_values
@@ -206,7 +206,7 @@ def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: 
     BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
     b_a = tl.zeros([BLOCK], tl.int64)
     b_b = tl.zeros([BLOCK], tl.int64)
-    b_bad = tl.zeros([BLOCK], tl.int64)
+    b_bad = tl.zeros([BLOCK], tl.uint32)
     for i_word in range(0, WORDS, BLOCK):
         o_w = i_word + tl.arange(0, BLOCK)
         m_w = o_w < WORDS
@@ -217,8 +217,8 @@ def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: 
         b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         if FORMATS is not None:
-            b_bad |= is_not_finite(b_x, slot, 0, o_w, FORMATS, PIECES, I_PIECE).to(tl.int64)
-    return tl.sum(b_a), tl.sum(b_b), tl.max(b_bad)
+            b_bad |= lanes_not_finite(b_x, o_w, FORMATS, I_PIECE)
+    return tl.sum(b_a), tl.sum(b_b), tl.max((b_bad != 0).to(tl.int32))
 
 
 def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:

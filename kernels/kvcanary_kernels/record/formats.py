@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.record.device import low_word, tl, triton
+from kvcanary_kernels.record.device import tl, triton
 from kvcanary_kernels.record.layout import MASK_32
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
 
@@ -68,15 +68,20 @@ def format_constants(rows: PoolRows) -> tuple[int, ...]:
     return tuple(number for form in formats_of(rows) for number in form)
 
 
-def lanes_of(rows: PoolRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mask, value, lowest and highest bits of every word of a row, [words_per_row] int64 each."""
+def lanes_of(rows: PoolRows) -> tuple[Tensor, ...]:
+    """`lanes_of_parts` of the rows of a pool."""
+    words = [piece.words for piece in rows.pieces]
+    return lanes_of_parts(tuple(zip(rows.dtypes, words, strict=True)), rows.ptrs.device)
+
+
+def lanes_of_parts(parts: tuple[tuple[torch.dtype, int], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Mask, value, lowest and highest bits of every word of a row of such parts (type, words), [words] int64 each."""
     columns = [
         (form.odd if word % 2 else form.even, form.value, form.lows, form.highs)
-        for piece, form in zip(rows.pieces, formats_of(rows), strict=True)
-        for word in range(piece.words)
+        for form, words in ((format_of(dtype), words) for dtype, words in parts)
+        for word in range(words)
     ]
-    masks, values, lows, highs = torch.tensor(columns, device=rows.ptrs.device).unbind(1)
-    return masks, values, lows, highs
+    return torch.tensor(columns, device=device).unbind(1)
 
 
 def words_not_finite(words: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
@@ -89,15 +94,23 @@ def words_not_finite(words: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
 @triton.jit
 def is_not_finite(b_x, slot, o_layer, o_w, FORMATS: tl.constexpr, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
     """Whether a word has an element that is not finite (bitmap.layers_where)."""
+    return lanes_not_finite(b_x, o_w, FORMATS, I_PIECE) != 0
+
+
+@triton.jit
+def lanes_not_finite(b_x, o_w, FORMATS: tl.constexpr, I_PIECE: tl.constexpr):
+    """uint32 like the words b_x: not 0 where an element is not finite. In 32 bits, since every stored word comes by."""
     EVEN: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS]
     ODD: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 1]
     VALUE: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 2]
     LOWS: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 3]
     HIGHS: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 4]
-    b_mask = tl.where(o_w % 2 == 0, tl.full([], EVEN, tl.int64), tl.full([], ODD, tl.int64))
-    b_lanes = (low_word(b_x.to(tl.int64)) & b_mask) ^ tl.full([], VALUE, tl.int64)
-    b_zero = (b_lanes - tl.full([], LOWS, tl.int64)) & (b_lanes ^ -1) & tl.full([], HIGHS, tl.int64)
-    return b_zero != 0
+    b_mask = tl.full([], EVEN, tl.uint32)
+    if EVEN != ODD:
+        b_mask = tl.where(o_w % 2 == 0, b_mask, tl.full([], ODD, tl.uint32))
+    b_lanes = (b_x.to(tl.uint32) & b_mask) ^ tl.full([], VALUE, tl.uint32)
+    b_others = b_lanes ^ tl.full([], 0xFFFFFFFF, tl.uint32)
+    return (b_lanes - tl.full([], LOWS, tl.uint32)) & b_others & tl.full([], HIGHS, tl.uint32)
 
 
 def _in_every_lane(lane: int, bits: int) -> int:

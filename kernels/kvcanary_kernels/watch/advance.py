@@ -19,6 +19,7 @@ from kvcanary_kernels.watch.walk import (
     END,
     EVERYBODYS,
     FIRST_TAIL,
+    GIVEN_BACK,
     KNOWN,
     NONE,
     NOT_FOLLOWED,
@@ -47,6 +48,7 @@ W2 = tl.constexpr(violation_bit("W2"))
 W3 = tl.constexpr(violation_bit("W3"))
 W5 = tl.constexpr(violation_bit("W5"))
 W6 = tl.constexpr(violation_bit("W6"))
+W7 = tl.constexpr(violation_bit("W7"))
 
 
 class Fed(NamedTuple):
@@ -82,7 +84,7 @@ def advance(
             pool or in a null slot
     chains: [ring, >= n] int64 out, chain of each entry
     violations:   [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
-            each row: W1, W2, W3, W5, W6 (W4 is for who takes the fingerprints)
+            each row: W1, W2, W3, W5, W6, W7 (W4 is for who takes the fingerprints)
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
@@ -150,6 +152,7 @@ def advance(
             owner = owners[own.clamp(0, records.shape[0] - 1)]
             is_shared, uid = (owner == EVERYBODYS.value) | (owner <= SHARED_WRITER.value), truth.uids[number]
             foreign = torch.where(is_shared, violation_bit("W3"), violation_bit("W2"))
+            foreign = torch.where(owner == GIVEN_BACK.value, violation_bit("W7"), foreign)
             is_own = (owner == uid) | (owner + uid == SHARED_WRITER.value) | (owner == UNJUDGED.value)
             bits |= torch.where(is_own, 0, foreign)
         tell_torch(cells, total, torch.full_like(row, i), wanted, torch.where(is_inside, bits, violation_bit("W1")))
@@ -277,7 +280,8 @@ def _advance_kernel(
             b_owner = tl.load(owners + b_slot, mask=m_in, other=uid)
             m_shared = (b_owner == EVERYBODYS) | (b_owner <= SHARED_WRITER)
             m_own = (b_owner == uid) | (b_owner + uid == SHARED_WRITER) | (b_owner == UNJUDGED)
-            b_bits += tl.where(m_own, 0, tl.where(m_shared, W3, W2))
+            b_foreign = tl.where(b_owner == GIVEN_BACK, W7, tl.where(m_shared, W3, W2))
+            b_bits += tl.where(m_own, 0, b_foreign)
         b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))

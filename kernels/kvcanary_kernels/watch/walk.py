@@ -28,12 +28,13 @@ from kvcanary_kernels.record.table import PageTable, device_slot_at, segment_ent
 #: A violation is position * BITS_PER_ENTRY + the bits of all codes of the entry there, as `violation_bit` has them.
 BITS_PER_ENTRY = 1 << 16
 #: Of several codes at one place the first of these speaks.
-VIOLATION_CODES = ("R10", "R1", "R2", "R12", "R3", "R7", "R8", "R4", "R5", "R6", "W1", "W2", "W3", "W5", "W6")
+VIOLATION_CODES = ("R10", "R1", "R2", "R12", "R3", "R7", "R8", "R4", "R5", "R6", "W1", "W7", "W2", "W3", "W5", "W6")
 NO_VIOLATION = (1 << 63) - 1
 NOT_FOLLOWED = -1  # end of a row whose tokens nobody knows
-NOBODYS, EVERYBODYS = map(tl.constexpr, (0, -1))  # owners of a slot that is free, and of one that rows share
 #: All may read what is at or below: one row may write it as well, SHARED_WRITER - uid, or nothing is known of it.
 SHARED_WRITER, UNJUDGED = map(tl.constexpr, (-(1 << 32), -(1 << 62)))
+#: Owners of a slot that was never granted, of one that rows share, and of one that was given back.
+NOBODYS, EVERYBODYS, GIVEN_BACK = map(tl.constexpr, (0, -1, -2))
 SPLITS = 8  # shares of a row that are judged side by side
 #: Columns of `now` [NOW_WIDTH] int64: how many rows and tokens the forward has, which step it is, its site, where it
 #: stands in rings, and what is added to the count that is sent with it.
@@ -73,9 +74,9 @@ class Watched(NamedTuple):
     now:        [>= NOW_WIDTH] int64, the step
     total:      [1] int64, grows by the number of wrong entries
     null_slots: the first so many slots are nobody's
-    owners:     [num_slots] int64, the uid in Truth of the row that was granted a slot, NOBODYS, EVERYBODYS,
+    owners:     [num_slots] int64, the uid in Truth of the row that was granted a slot, NOBODYS, EVERYBODYS, GIVEN_BACK,
                 SHARED_WRITER - uid where that row alone may write what all may read, or UNJUDGED; None: the engine does
-                not tell of grants, and R7, R8, W2 and W3 are not judged
+                not tell of grants, and R7, R8, W2, W3 and W7 are not judged
     """
 
     records: Tensor
@@ -174,7 +175,8 @@ def walk(
         owner = owners[slots.clamp(0, num_slots - 1)]
         is_shared = (owner == EVERYBODYS.value) | (owner <= SHARED_WRITER.value)
         is_foreign = ~is_shared & (owner != truth.uids[numbers][row])
-        own |= torch.where(is_foreign, torch.where(owner == NOBODYS.value, violation_bit("R7"), violation_bit("R8")), 0)
+        is_free = (owner == NOBODYS.value) | (owner == GIVEN_BACK.value)
+        own |= torch.where(is_foreign, torch.where(is_free, violation_bit("R7"), violation_bit("R8")), 0)
     is_refused = bits & (violation_bit("R1") | violation_bit("R2")) != 0
     tell_torch(violations[place], total, row, positions, torch.where(is_refused, bits, own))
     counted += len(row)
@@ -303,7 +305,8 @@ def _walk_kernel(
             b_owner = tl.load(owners + b_slot, mask=m_inside, other=EVERYBODYS)
             m_shared = (b_owner == EVERYBODYS) | (b_owner <= SHARED_WRITER)
             m_foreign = ~m_shared & (b_owner != tl.load(line + UID))
-            b_bits |= tl.where(m_foreign, tl.where(b_owner == NOBODYS, R7, R8), 0)
+            m_free = (b_owner == NOBODYS) | (b_owner == GIVEN_BACK)
+            b_bits |= tl.where(m_foreign, tl.where(m_free, R7, R8), 0)
         b_bits = refused_or(b_bits, b_slot, num_slots, null_slots)
         b_violation, b_count = note(b_violation, b_count, o_n, b_bits, m_n)
     tell(cell, total, b_violation, b_count)

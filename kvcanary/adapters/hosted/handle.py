@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import structlog
 
+from kvcanary.adapters.hosted import metrics
+from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.output_gate import hold_back
 from kvcanary.adapters.hosted.ranks import SharedReporter
 from kvcanary.adapters.hosted.replacements import Replacements
@@ -32,17 +34,20 @@ class HostHandle(ABC):
     """The canary of one process of an engine, until `detach()`.
 
     host:         what the engine is called in events
+    role:         whose pools these are, in metrics
     rank:         of this process; is_alone: the engine has no other
     is_collected: the engine takes the outputs of this process, so that what they wait for is told in time
     """
 
     host: ClassVar[str]
+    role: ClassVar[str] = "all"
 
     def __init__(self, config: CanaryConfig, rank: int = 0, is_alone: bool = True, is_collected: bool = True) -> None:
         self.config, self.rank, self._is_alone, self._is_collected = config, rank, is_alone, is_collected
         self.canary: PagedCanary | None = None
         self.is_armed = False
-        self.replaced = Replacements()
+        self.guard = Guard(self.host, config.mode, self._stopped, rank=rank, pool=self.role)
+        self.replaced = Replacements(self.guard)
         self._is_running = False  # a forward that was read is on its way
         self._count: Callable[[], int] = int
         self._seen = 0
@@ -52,7 +57,8 @@ class HostHandle(ABC):
         """The certificate of this process, with the first finding of each incident."""
         if self.canary is None:
             return {"armed": False}
-        self._look_at(int(self.canary.memory.total), self.canary.step)
+        if not self.guard.stopped:
+            self._look_at(int(self.canary.memory.total), self.canary.step)
         own: dict[str, Any] = {"armed": self.is_armed, "rank": self.rank, "bytes": self.canary.memory.num_bytes}
         own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
         own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
@@ -60,6 +66,8 @@ class HostHandle(ABC):
 
     def detach(self) -> None:
         """Undo everything. Twice is harmless."""
+        if self.is_armed:
+            metrics.watching(self.host, self.role, self.rank, False)
         self.replaced.undo()
 
     # what engines differ in
@@ -88,12 +96,20 @@ class HostHandle(ABC):
     def _arm(self, canary: PagedCanary) -> None:
         """From now on forwards are judged."""
         canary.memory.forget()
-        self.is_armed = True
+        self.is_armed = self.guard.is_serving = True
+        metrics.watching(self.host, self.role, self.rank, True)
         self._seen = int(canary.memory.total)
         _events.info(
             "kvcanary.attached", host=self.host, mode=self.config.mode, content=self.config.content, pid=os.getpid(),
             rank=self.rank, groups=len(canary.groups), bytes=canary.memory.num_bytes,
         )  # fmt: skip
+
+    def _stopped(self, reason: str) -> None:
+        """A hook failed: nothing is judged any more."""
+        self.is_armed = self._is_running = False
+        metrics.watching(self.host, self.role, self.rank, False)
+        if self.canary is not None:
+            self.canary.coverage.skip(f"stopped watching: {reason}", 1)
 
     # a step
 
@@ -131,7 +147,7 @@ class HostHandle(ABC):
             if not self._is_collected:
                 self._uncollected.append(self.canary.step)
             elif hasattr(result, "get_output"):
-                hold_back(result, self._count, look_at)
+                hold_back(result, functools.partial(self.guard.run, _look, self._count, look_at))
             else:
                 look_at(self._count())
         return result
@@ -167,3 +183,7 @@ class HostHandle(ABC):
                 reported += report_step(canary, known)
         if not reported:
             canary.coverage.untold_incidents += fired
+
+
+def _look(count: Callable[[], int], look_at: Callable[[int], None]) -> None:
+    look_at(count())

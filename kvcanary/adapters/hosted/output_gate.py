@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def hold_back(output: Any, count: Callable[[], int], look_at: Callable[[int], None]) -> None:
-    """Let `output.get_output()` look at what `count()` waits for, before it gives tokens."""
+def hold_back(output: Any, look: Callable[[], object]) -> None:
+    """Let `output.get_output()` call `look()`, which waits for the counter, before it gives tokens."""
     get_output = output.get_output
 
     def held() -> Any:
         result = get_output()
-        look_at(count())
+        look()
         return result
 
     output.get_output = held

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvcanary.adapters.hosted import metrics
 from kvcanary.report.finding import Finding, log_finding
 
 
@@ -29,8 +28,7 @@ class SharedReporter:
         """Tell of it, unless another worker has."""
         if self._is_alone or self._is_first(finding):
             log_finding(finding, rank=self.rank)
-            if self._counter is not None:
-                self._counter.labels(code=finding.code).inc()
+            metrics.found(finding.code)
 
     def _is_first(self, finding: Finding) -> bool:
         name = hashlib.blake2b(repr(_place(finding.to_dict())).encode(), digest_size=16).hexdigest()
@@ -42,15 +40,6 @@ class SharedReporter:
         except OSError:  # no place for it: better twice than never
             return True
         return True
-
-    @cached_property
-    def _counter(self) -> Any:
-        """`kvcanary_findings_total{code}`; None where this process has no Prometheus."""
-        host = sys.modules.get("prometheus_client")
-        if host is None:
-            return None
-        held = getattr(host.REGISTRY, "_names_to_collectors", {}).get("kvcanary_findings_total")
-        return held or host.Counter("kvcanary_findings", "findings of the canary in this engine, each once", ["code"])
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

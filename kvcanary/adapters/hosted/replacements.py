@@ -7,21 +7,24 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from kvcanary.adapters.hosted.guard import Guard
+
 
 class Replacements:
-    """What was replaced, and how to undo it."""
+    """What was replaced, and how to undo it. `guard` stands around all of it, but for what has one of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._undo: list[Callable[[], None]] = []
 
-    def replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def replace(self, owner: Any, name: str, wrapper: Callable[..., Any], guard: Guard | None = None) -> None:
         """Let `owner.name(...)` call `wrapper(method, ...)`, on this instance alone; `method` is the one replaced."""
         method = getattr(owner, name)
-        own = owner.__dict__.get(name)
+        own, call = owner.__dict__.get(name), (guard or self._guard).call
 
         @functools.wraps(method)
         def around(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(method, *args, **kwargs)
+            return call(wrapper, method, args, kwargs)
 
         around.kvcanary_replaces = method  # type: ignore[attr-defined]
         setattr(owner, name, around)
@@ -29,11 +32,11 @@ class Replacements:
 
     def replace_function(self, module: str, name: str, wrapper: Callable[..., Any]) -> None:
         """The same for a function, in every module that has it under its name."""
-        function = getattr(sys.modules[module], name)
+        function, call = getattr(sys.modules[module], name), self._guard.call
 
         @functools.wraps(function)
         def around(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(function, *args, **kwargs)
+            return call(wrapper, function, args, kwargs)
 
         for holder in list(sys.modules.values()):
             if (getattr(holder, "__dict__", None) or {}).get(name) is function:

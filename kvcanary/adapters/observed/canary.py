@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,25 +29,27 @@ from kvcanary.adapters.observed.memory import Memory
 from kvcanary.adapters.observed.owners import BlockOwners, Owners
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.recent_steps import RecentSteps
-from kvcanary.adapters.observed.state import RING, Forward, Group, Step
+from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
 from kvcanary.report.watched_evidence import WatchedEvidence
+from kvcanary.scrub.free_slots import FreeSlots
 from kvcanary_kernels.record.layout import (
     CHAIN,
     MASK_32,
-    REQUEST_GENERATION,
     STEP_SITE,
-    TOKEN_POSITION,
+    Identity,
     make_keys,
+    read_record,
     seed_id,
 )
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 
+POISONED = "a grant of slots that were filled when they were free"
 NAMED_WRITERS = 1 << 16
 GROWN = 32  # steps of one token a row until lengths are read again
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
@@ -75,6 +77,7 @@ class PagedCanary:
         self.coverage, self._has_tokens = Coverage(), has_tokens
         self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
         self.owners: Owners | BlockOwners | None = None
+        self.poison: FreeSlots | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
@@ -83,7 +86,10 @@ class PagedCanary:
         self.response = Response(config, Describer(evidence.read, config.show_tokens), dump=self.dumps.on_finding)
         self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
-        self.steps: deque[Step] = deque(maxlen=RING)
+        self._steps: deque[Step] = deque(maxlen=RING)
+        #: Steps that were the last one once more and are not among `_steps` yet, and whether the next may be one, for
+        #: as many entries as its launches were sized for.
+        self._quiet, self._can_repeat, self._room = 0, False, 0
         self.events: list[Any] = []  # of what happened since the last forward
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
@@ -96,10 +102,17 @@ class PagedCanary:
         self._forward: Forward | None = None
 
     def follow_owners(self) -> Owners:
-        """The engine tells of grants and frees of the first group's slots: R7, R8, W2 and W3 are judged too."""
+        """The engine tells of grants and frees of the first group's slots: R7, R8, W2, W3 and W7 are judged too.
+
+        With content `full` and poison `finite` so is P1: what is freed is filled, and looked at when it is granted.
+        """
         group = self.groups[0]
         self.owners = group.owners = owners = Owners(group.records.shape[0], self.memory.device)
-        self.fed |= {"R7", "R8", "W2", "W3"}
+        self.fed |= {"R7", "R8", "W2", "W3", "W7"}
+        if self.config.content == "full" and self.config.poison == "finite":
+            self.poison = FreeSlots([layers.rows for layers in group.layers], self.memory.device)
+            owners.on_freed, owners.on_granted = self.poison.freed, self.poison.granted
+            self.fed |= {"P1"}
         return owners
 
     def follow_blocks(self, block_sizes: Sequence[int]) -> BlockOwners:
@@ -115,26 +128,26 @@ class PagedCanary:
 
     # rows of requests
 
-    def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> list[int]:
-        """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt).
+    def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> list[int]:
+        """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, identity).
 
         Entries that it has are another's: the next forward, which must have the row, reads all their bytes. Gives the
         numbers by which records and owners name them.
         """
         first = self._uid + 1
-        for number, request, tokens, length, salt in new:
+        for number, request, tokens, length, identity in new:
             self._uid += 1
             self.writers[self._uid] = request
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
-            root, self._longest = self.prefixes.root(salt), max(self._longest, length)
+            root, self._longest = self.prefixes.root(identity), max(self._longest, length)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
                 self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, root
                 continue
             tail = root
             if length:
-                tail = root if self._has_tokens else self.prefixes.end(tokens[:length], salt)
+                tail = root if self._has_tokens else self.prefixes.end(tokens[:length], identity)
                 if self.config.content != "write":
                     self._fresh.append((number, request))
             self._new[number] = number, length, 1, root, self._uid, tail
@@ -142,6 +155,7 @@ class PagedCanary:
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
+        self._tell_quiet()
         is_read, room = self.config.content != "write", self.num_rows - len(self._gone)
         for number, request in zip(numbers, requests, strict=True):
             end, self._ends[number] = int(self._ends[number]) + self._grown, 0
@@ -168,6 +182,7 @@ class PagedCanary:
         """Record what a forward is about to write, and judge what it is about to read."""
         if self.owners is not None:
             self.owners.apply()
+        self._tell_quiet()
         self.step += 1
         n, events, waiting = len(forward.numbers), (0, 0), self._longest
         most_rows = at_least(n, FEWEST_ROWS, self.num_rows)
@@ -180,19 +195,73 @@ class PagedCanary:
         if self._new or self._gone or self._fresh:
             events, reread = self._put_events(free)
         longest = max(self._most + self._grown, waiting)
-        step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, reread, forward.num_tokens)
+        own = self.step, forward.requests, forward.numbers, forward.site, self.events, reread
+        step = Step(*own, forward.num_tokens, forward.in_place)
+        self._room = at_least(longest, FEWEST_ENTRIES)
+        self._can_repeat = bool(n) and n == forward.num_tokens and events == (0, 0) and forward.site[0] == "decode"
         self.events = []
-        self.steps.append(step)
+        self._steps.append(step)
         if n:
-            own = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
-            self.recent.ran(own, self._measured, self._grown)
-            self.coverage.forwards += 1
-            self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
-            self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
-            live_bytes = self._live * self.memory.entry_bytes
-            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
+            ran = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
+            self.recent.ran(ran, self._measured, self._grown)
+            self._ran(1, forward.num_tokens)
         self._forward = forward
-        self.launches.before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
+        self.launches.before(forward, most_rows, self._room, events)
+        if self.poison is not None:
+            self._look_at_poison(self.poison, step.events)
+
+    def _look_at_poison(self, poison: FreeSlots, events: list[Any]) -> None:
+        """Behind the last look at rows that went, whose slots were freed; before this forward stores."""
+        group = self.groups[0]
+        for pool, slots, mismatch, uids in poison.apply(self.coverage):
+            self.memory.total += (mismatch != 0).any(1).sum()
+            row_of = functools.partial(_owner_of, self.writers, uids)
+            own = group.layers[pool], slots, mismatch, group
+            events.append(Event("P1", POISONED, *own, {}, by_record=False, row_of=row_of, site="grant"))
+
+    def read_again(self) -> bool:
+        """The forward that was read last comes once more: the same rows over the same tensors, each one entry further.
+
+        False: it is to be read as any other, since something waits for it, or lengths are to be measured. What such a
+        step was is put down when somebody asks for it; the device judges it like any other.
+        """
+        grown = self._grown + 1
+        if not self._can_repeat or grown > GROWN or self._most + grown > self._room:
+            return False
+        if self._new or self._gone or self._fresh or self.events or self.poison is not None:
+            return False
+        if self.owners is not None:
+            self.owners.apply()
+        self.step += 1
+        self._quiet, self._grown = self._quiet + 1, grown
+        self.recent.goes_on(self.step)
+        self.launches.again(self.step)
+        return True
+
+    @property
+    def steps(self) -> deque[Step]:
+        """The last ones."""
+        self._tell_quiet()
+        return self._steps
+
+    def _tell_quiet(self) -> None:
+        """Put down what the steps were that repeated the last one."""
+        quiet, self._quiet = self._quiet, 0
+        if not quiet:
+            return
+        last = self._steps[-1]
+        for number in range(max(last.number + 1, self.step - RING + 1), self.step + 1):
+            self._steps.append(Step(number, last.requests, last.numbers, last.site, [], (), last.count, last.in_place))
+        n, self._live = len(last.numbers), self._live + quiet * len(last.numbers)
+        self._ran(quiet, n)
+
+    def _ran(self, steps: int, num_tokens: int) -> None:
+        """So many forwards were shown, each of so many tokens."""
+        coverage = self.coverage
+        coverage.forwards += steps
+        coverage.unproved_stores += steps  # bytes are taken from the pool, where they were stored
+        coverage.slots_sealed += steps * num_tokens * len(self.groups)
+        coverage.peak_live_bytes = max(coverage.peak_live_bytes, self._live * self.memory.entry_bytes)
 
     def _measure(self, forward: Forward) -> None:
         """Read from a forward how long its rows are; not in every step, since the host's time is short."""
@@ -246,21 +315,20 @@ class PagedCanary:
 
         It is there when anything is that was launched later; asked for before, it waits for the device.
         """
-        step = self.step
+        return functools.partial(self._count_at, self.step)
 
-        def count() -> int:
-            total = self.launches.count_of(step)
-            if total is None:
-                self.waits += 1
-                total = self.launches.wait_for_count(step)
-            return total
-
-        return count
+    def _count_at(self, step: int) -> int:
+        total = self.launches.count_of(step)
+        if total is None:
+            self.waits += 1
+            total = self.launches.wait_for_count(step)
+        return total
 
     def restart(self) -> None:
         """Begin to count anew, when kernels were compiled."""
         self.coverage, self.step = Coverage(), 0
-        self.steps.clear()
+        self._quiet, self._can_repeat = 0, False
+        self._steps.clear()
         self.recent.clear()
         self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
         self._ends[:], self._grown, self._most = 0, GROWN, 0
@@ -294,12 +362,14 @@ class PagedCanary:
 
         numbers: rows that the engine holds now
         """
+        self._tell_quiet()
         self.coverage.slots_checked, *read = self.launches.counted.tolist()
         pools = zip(read, self.memory.layers, strict=True)
         self.coverage.bytes_checked = sum(n * layers.entry_bytes for n, layers in pools)
         fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
         live_bytes, seed = self.memory.live_bytes(numbers), seed_id(self.memory.seed)
-        return certificate(self.config, self.coverage, live_bytes, seed, self.log, fed)
+        told = certificate(self.config, self.coverage, live_bytes, seed, self.log, fed)
+        return told | {"watched": [layers.described for layers in self.memory.layers]}
 
     def known_tokens(self, number: int) -> list[int] | None:
         """Tokens of a row as the engine says them; None where it does not."""
@@ -323,6 +393,11 @@ class PagedCanary:
             if held is not None and is_of_step and self.writers.get(held.request) == request:
                 return int(slot)
         return None
+
+
+def _owner_of(writers: Mapping[int, str], uids: Tensor, entry: int, slot: int) -> str | None:
+    """Who was granted a slot that somebody had written before."""
+    return writers.get(int(uids[entry]))
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

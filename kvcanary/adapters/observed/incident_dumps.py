@@ -49,6 +49,7 @@ class IncidentDumps:
             return None
         self._num_dumps += 1
         rank = f"-rank{self.environment['rank']}" if "rank" in self.environment else ""
+        rank += f"-{self.environment['role']}" if "role" in self.environment else ""  # canaries of one process
         first = findings[0]
         name = f"step{first.step}-{first.code}{rank}-{os.getpid()}-{self._num_dumps}{SUFFIX}"
         return write_into(folder, name, "finding", lambda path: self._write(path, findings))

@@ -5,8 +5,8 @@ Tokens, positions and slots are compared on the device; the host looks only when
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ class Entries:
     """The entries of one forward, in the order in which they are fed.
 
     requests:  by row
+    where:     what the report says besides of an entry, by its number: its branch, or its node in a tree
     rows:      [n] on the host, the row of each entry
     positions: [n] where it stands in its row
     slots:     [n] where it is stored
@@ -35,6 +36,7 @@ class Entries:
     rows: NDArray[np.integer]
     positions: Tensor
     slots: Tensor
+    where: Callable[[int], str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,36 @@ class Fed:
             violation.found = {self.what: int(self.found[entry])}
             violation.along = self.group.number, step
             violation.notes = (LAST_ENTRY,) if entry + 1 == len(rows) or rows[entry + 1] != row else ()
+            violation.notes += () if self.entries.where is None else (self.entries.where(entry),)
             yield violation
+
+
+@dataclass(frozen=True, eq=False)
+class Outgrown:
+    """An event of a step: rows were given more entries than a line of the table has, so that the rest went elsewhere.
+
+    requests: each with the entries that it was given, and the slot of the first that went elsewhere
+    width:    of a line
+    """
+
+    requests: Sequence[tuple[str, int, int]]
+    width: int
+    group: Group
+
+    def violations(self, step: int) -> Iterator[Violation]:
+        """R10 of each."""
+        pool = WatchedPool.of(self.group.layers[0].view, self.group.number, self.group.records)
+        for request, length, slot in self.requests:
+            violation = Violation("R10", pool, slot, self.width, request, ("grant", 0), step)
+            violation.expected, violation.found = {"row_width": self.width}, {"length": length}
+            violation.along = self.group.number, step
+            yield violation
+
+
+def tell_outgrown(canary: PagedCanary, requests: Sequence[tuple[str, int, int]], width: int) -> None:
+    """Rows were given more entries than a line of the table has; as `Outgrown`."""
+    canary.memory.total += len(requests)
+    canary.events.append(Outgrown(requests, width, canary.groups[0]))
 
 
 def judge_fed(
@@ -84,5 +115,5 @@ def judge_fed(
     wrong = (found != expected) & (expected != UNKNOWN)
     canary.memory.total += wrong.sum()
     # the engine may use its tensors again before the host looks
-    kept = Entries(entries.requests, entries.rows, entries.positions.clone(), entries.slots.clone())
+    kept = replace(entries, positions=entries.positions.clone(), slots=entries.slots.clone())
     canary.events.append(Fed(code, what, found.clone(), expected, wrong, kept, canary.groups[0], site))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,7 @@ class Launches:
         width = NOW_WIDTH + num_rows + events_width(num_rows, num_rows)
         self._lines = memory.pinned(RING, width)  # what the last steps were
         self._lines_here = self._lines.numpy()
-        self._line_bytes = self._lines_here.data.cast("B")
+        self._line_bytes, self._line_width = self._lines_here.data.cast("B"), self._lines_here[0].nbytes
         self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy()
@@ -50,15 +50,34 @@ class Launches:
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         #: What an engine gives with every forward, as long as it gives the same, and where that lies.
         self._lasting: tuple[Sequence[Tensor], Sequence[Tensor], tuple[int, ...]] = (), (), ()
+        #: What the last line says of its step beside its number, which numbers of rows lie in which line, and what does
+        #: the last launches once more.
+        self._head: tuple[int, int, int] = 0, 0, 0
+        self._numbers: NDArray[Any] = np.empty(0, dtype=np.int64)
+        self._numbers_in: list[Any] = [None] * RING
+        self._again: Callable[[], Any] = lambda: None
+        self._after_again: dict[int, Callable[[], Any]] = {}
 
     def head(self, step: int, forward: Forward, most_rows: int) -> NDArray[np.int64]:
         """Write into the line of a step what it is; gives the words behind its rows, for events."""
         n, place = len(forward.numbers), step % RING
         line, stamp = self._lines_here[place], (step & STAMPS) << COUNT_BITS
-        head = n, forward.num_tokens, step, pack_site(*forward.site), place, stamp
-        HEAD_WORDS.pack_into(self._line_bytes, place * line.nbytes, *head)
-        line[NOW_WIDTH : NOW_WIDTH + n] = forward.numbers
+        self._head = n, forward.num_tokens, pack_site(*forward.site)
+        HEAD_WORDS.pack_into(
+            self._line_bytes, place * line.nbytes, n, forward.num_tokens, step, self._head[2], place, stamp
+        )
+        line[NOW_WIDTH : NOW_WIDTH + n] = self._numbers = forward.numbers
+        self._numbers_in[place] = forward.numbers
         return line[NOW_WIDTH + most_rows :]
+
+    def again(self, step: int) -> None:
+        """The forward that was launched last once more, as another step."""
+        place, (n, num_tokens, site) = step % RING, self._head
+        stamp = (step & STAMPS) << COUNT_BITS
+        HEAD_WORDS.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp)
+        if self._numbers_in[place] is not self._numbers:
+            self._lines_here[place, NOW_WIDTH : NOW_WIDTH + n] = self._numbers_in[place] = self._numbers
+        self._again = self._again() or self._again
 
     def before(self, forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
         """events: at most how many rows went, and how many are new."""
@@ -73,10 +92,19 @@ class Launches:
         used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.tables
         places = [tensor.data_ptr() for tensor in used]
         launch = functools.partial(self._before, forward, most_rows, most_entries, *events)
-        self._replays.run(("before", most_rows, most_entries, *events, lasting, *places), launch)
+        key = "before", most_rows, most_entries, *events, lasting, *places
+        self._again = self._run(key, launch)
 
     def after(self, most: int) -> None:
-        self._replays.run(("after", most), functools.partial(self._after, most))
+        again = self._after_again.get(most) or functools.partial(self._run, ("after", most), self._after_of(most))
+        self._after_again[most] = again() or again
+
+    def _after_of(self, most: int) -> Callable[[], None]:
+        return functools.partial(self._after, most)
+
+    def _run(self, key: Hashable, launch: Callable[[], None]) -> Callable[[], Any]:
+        """Launch, and give what does the same again; that gives something better, or nothing."""
+        return self._replays.run(key, launch) or functools.partial(self._run, key, launch)
 
     def late(self, starts: Tensor, rejected: Tensor, most: int) -> None:
         """rejected: of each row, the last so many entries are not kept."""
@@ -99,6 +127,7 @@ class Launches:
     def restart(self) -> None:
         """Begin to count steps anew; the lines of steps say nothing."""
         self._lines_here[:] = 0
+        self._numbers_in = [None] * RING
         for counter in (self._ticks, self.counted, self.memory.total):
             counter.zero_()
 

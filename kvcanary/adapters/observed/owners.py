@@ -8,45 +8,52 @@ of blocks `BlockOwners`.
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
-from kvcanary_kernels.watch.grant import CHANGE_WIDTH
 from kvcanary_kernels.watch import walk
-from kvcanary_kernels.watch.walk import EVERYBODYS, NOBODYS
+from kvcanary_kernels.watch.grant import CHANGE_WIDTH
+from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
-SHARED, FREE = EVERYBODYS.value, NOBODYS.value
+SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of one line, and that a launch is sized for
+WIDTH = CHANGE_WIDTH * MOST_CHANGES
+PADDING = b"\xff" * (8 * WIDTH)  # changes of group -1
 
 
 class Owners:
     """By slot, the uid of the row that was granted it, or that everybody may read it, or that it is free.
 
-    slots:   [num_slots] int64, as `Watched.owners`
-    told_of: what is known of the owner of a slot beside who it is, one sentence each
+    slots:    [num_slots] int64, as `Watched.owners`
+    told_of:  what is known of the owner of a slot beside who it is, one sentence each
+    on_freed: is given what was freed, [n] int64 slots;  on_granted: the same of grants, with the uids of their rows
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.slots = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.told_of: Callable[[int], tuple[str, ...]] = lambda slot: ()
         self._told: list[tuple[Tensor | int, Tensor | int]] = []
+        self.on_freed: Callable[[Tensor], object] | None = None
+        self.on_granted: Callable[[Tensor, Tensor], object] | None = None
 
     def granted(self, slots: Tensor, uids: Tensor) -> None:
         """Slots [n] int64 are these rows' [n]."""
         self._told.append((slots, uids))
 
     def shared(self, slots: Tensor) -> None:
-        """A prefix cache holds these slots [n]."""
+        """A prefix cache holds these slots [n], but for those that were given back and not granted since."""
         self._told.append((slots, SHARED))
 
     def freed(self, slots: Tensor) -> None:
-        """Slots [n] are nobody's."""
-        self._told.append((slots, FREE))
+        """Slots [n] were given back."""
+        self._told.append((slots, RETURNED))
 
     def left(self, uid: int) -> None:
         """A row is gone: what it had and nobody has freed is a prefix cache's."""
@@ -63,10 +70,17 @@ class Owners:
         for which, owner in told:
             if isinstance(which, int):
                 self.slots.masked_fill_(self.slots == which, owner)
-            elif isinstance(owner, int):
-                self.slots.index_fill_(0, which, owner)
-            else:
+            elif not isinstance(owner, int):
                 self.slots.index_copy_(0, which, owner)
+                if self.on_granted is not None:
+                    self.on_granted(which, owner)
+            elif owner == SHARED:
+                held = self.slots[which]
+                self.slots.index_copy_(0, which, held.masked_fill_(held != RETURNED, SHARED))
+            else:
+                self.slots.index_fill_(0, which, owner)
+                if self.on_freed is not None:
+                    self.on_freed(which)
 
     def prepare(self) -> None:
         """Nothing of this is captured."""
@@ -86,19 +100,20 @@ class BlockOwners:
         self._changed: dict[tuple[int, int], int] = {}
         self._ops, self._replays = watch_ops_for(device), Replays(device)
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
-        width, is_cuda = CHANGE_WIDTH * MOST_CHANGES, device.type == "cuda"
-        self._lines, self._ticks = torch.zeros(LINES, width, dtype=torch.int64, pin_memory=is_cuda), zeros(2)
-        self._lines_here, self._next = self._lines.numpy(), 0
-        self._words, self._cells = zeros(width), zeros(LINES, 1)
+        is_cuda = device.type == "cuda"
+        self._lines, self._ticks = torch.zeros(LINES, WIDTH, dtype=torch.int64, pin_memory=is_cuda), zeros(2)
+        self._line_bytes, self._next = self._lines.numpy().data.cast("B"), 0
+        self._again: dict[int, Callable[[], Any]] = {}
+        self._words, self._cells = zeros(WIDTH), zeros(LINES, 1)
         self.forget()
 
     def owner(self, group: int, block: int) -> int:
         """Who has a block: a uid, FREE, SHARED, SHARED_WRITER - uid where that row alone may write, or UNJUDGED."""
         return self._now.get((group, block), UNJUDGED)
 
-    def give(self, group: int, block: int, owner: int) -> None:
-        """A block is somebody's from the next forward on."""
-        self._now[group, block] = self._changed[group, block] = owner
+    def give(self, place: tuple[int, int], owner: int) -> None:
+        """A block is somebody's from the next forward on; place: its group and its number."""
+        self._now[place] = self._changed[place] = owner
 
     def forget(self) -> None:
         """Nothing is known any more."""
@@ -110,32 +125,39 @@ class BlockOwners:
         """Do what was told; on the stream of the forward that is next."""
         if not self._changed:
             return
-        changes = [(*place, owner) for place, owner in self._changed.items()]
+        words = array("q")
+        for (group, block), owner in self._changed.items():
+            words.extend((group, block, owner))
         self._changed = {}
-        for first in range(0, len(changes), MOST_CHANGES):
-            if first and first % (LINES // 2 * MOST_CHANGES) == 0 and self._device.type == "cuda":
+        if len(words) <= WIDTH:
+            self._launch(words)
+            return
+        for first in range(0, len(words), WIDTH):
+            if first and first % (LINES // 2 * WIDTH) == 0 and self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # lines are about to be used again
-            self._launch(changes[first : first + MOST_CHANGES])
+            self._launch(words[first : first + WIDTH])
 
     def prepare(self) -> None:
         """Compile and capture what changes of every number launch."""
         for _ in range(2):
             size = FEWEST_CHANGES
             while size <= MOST_CHANGES:
-                self._launch([(-1, 0, 0)] * size)
+                self._launch(array("q", (-1,)) * (CHANGE_WIDTH * size))
                 size *= 4
         self._ticks.zero_()
         self._next = 0
 
-    def _launch(self, changes: Sequence[tuple[int, int, int]]) -> None:
+    def _launch(self, words: array[int]) -> None:
         most = FEWEST_CHANGES
-        while most < len(changes):
+        while CHANGE_WIDTH * most < len(words):
             most *= 4
         self._next = (self._next + 1) % LINES
-        line = self._lines_here[self._next]
-        line[: CHANGE_WIDTH * len(changes)] = [word for change in changes for word in change]
-        line[CHANGE_WIDTH * len(changes) : CHANGE_WIDTH * most] = -1
-        self._replays.run(most, functools.partial(self._grant, most))
+        first, size, room = self._next * WIDTH * 8, len(words) * 8, CHANGE_WIDTH * most * 8
+        self._line_bytes[first : first + room] = words.tobytes() + PADDING[: room - size]
+        again = self._again.get(most) or functools.partial(
+            self._replays.run, most, functools.partial(self._grant, most)
+        )
+        self._again[most] = again() or again
 
     def _grant(self, most: int) -> None:
         width = CHANGE_WIDTH * most

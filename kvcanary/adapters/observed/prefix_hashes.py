@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvcanary_kernels.record.chain import chain_scan_torch
 from kvcanary_kernels.record.formulas import mix_of
-from kvcanary_kernels.record.layout import POWER_BITS, Keys, chain_root, signed
+from kvcanary_kernels.record.layout import POWER_BITS, Identity, Keys, chain_root, signed
 
+NOBODYS = Identity()
 KEPT = 1 << 10  # chains of prefixes, since what is shared comes often
 
 
@@ -24,29 +25,29 @@ class Prefixes:
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
-        self._kept: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._kept: OrderedDict[tuple[Identity, bytes], int] = OrderedDict()
         self._powers = self._descending(1)
-        self.root = lru_cache(KEPT)(self._root)  # chain of no token, by salt, as int64 tensors hold it
+        self.root = lru_cache(KEPT)(self._root)  # chain of no token, by identity, as int64 tensors hold it
 
-    def _root(self, salt: str = "") -> int:
-        return signed(chain_root(self.keys, "paged", salt))
+    def _root(self, identity: Identity = NOBODYS) -> int:
+        return signed(chain_root(self.keys, "paged", *identity))
 
-    def end(self, tokens: Sequence[int], salt: str = "") -> int:
+    def end(self, tokens: Sequence[int], identity: Identity = NOBODYS) -> int:
         """Chain of all these tokens, as int64 tensors hold it."""
         data = array("q", tokens).tobytes()
-        held = self._kept.get((salt, data))
+        held = self._kept.get((identity, data))
         if held is None:
-            held = self._kept[salt, data] = self._end(np.frombuffer(data, dtype=np.uint64), self.root(salt))
+            held = self._kept[identity, data] = self._end(np.frombuffer(data, dtype=np.uint64), self.root(identity))
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return held
 
-    def every(self, tokens: Sequence[int], salt: str = "", after: Tensor | None = None) -> Tensor:
+    def every(self, tokens: Sequence[int], identity: Identity = NOBODYS, after: Tensor | None = None) -> Tensor:
         """[n] int64: chain of every prefix of a row; `after`: the chains of what stands before these tokens, if any."""
         before = torch.empty(0, dtype=torch.int64) if after is None else after
         if not len(tokens):
             return before
-        seed = before[-1:] if len(before) else torch.tensor([self.root(salt)])
+        seed = before[-1:] if len(before) else torch.tensor([self.root(identity)])
         values = torch.tensor(tokens, dtype=torch.int64)
         out, positions = torch.empty_like(values), torch.arange(len(before), len(before) + len(values))
         chain_scan_torch(values, positions, torch.tensor([0, len(values)]), seed, keys=self.keys, out=out)

@@ -49,7 +49,10 @@ class RecentSteps:
     """The last steps; `ratios`: by group, blocks of the tables that a block of the manager has."""
 
     def __init__(self, most: int) -> None:
-        self.steps: deque[RecentStep] = deque(maxlen=most)
+        self._most = most
+        self._runs: deque[tuple[RecentStep, int]] = deque(maxlen=most)  # and how often each was repeated
+        self._times = 0  # and the last one since that was put down
+        self._own: dict[int, list[tuple[Any, ...]]] = {}  # what happened before steps that were repeated ones
         self.ratios: list[int] = []
         self._events: list[tuple[Any, ...]] = []
         self._told: tuple[int, list[dict[str, Any]]] = (0, [])  # the last step of them
@@ -60,9 +63,10 @@ class RecentSteps:
         Gives the requests that are given blocks, these by group, and how many entries they had, where these are all
         its blocks; None: they follow those that it had.
         """
-        for kind, names in (ENDED, output.finished_req_ids), (PREEMPTED, output.preempted_req_ids):
-            if names:
-                self._events += [(kind, name) for name in sorted(names)]
+        if output.finished_req_ids:
+            self._events += [(ENDED, name) for name in sorted(output.finished_req_ids)]
+        if output.preempted_req_ids:
+            self._events += [(PREEMPTED, name) for name in sorted(output.preempted_req_ids)]
         granted = [(data.req_id, data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if any(cached.new_block_ids):
@@ -85,10 +89,38 @@ class RecentSteps:
     ) -> None:
         """A forward was shown; what happened before it belongs to it."""
         events, self._events = (self._events, []) if self._events else (NONE, self._events)
-        self.steps.append(RecentStep(*step, lengths, grown, events))
+        self._fold()
+        self._runs.append((RecentStep(*step, lengths, grown, events), 0))
+
+    def goes_on(self, number: int) -> None:
+        """The step that ran last comes once more, as this one; what happened before it belongs to it."""
+        self._times += 1
+        if self._events:
+            self._own[number], self._events = self._events, []
+
+    def _fold(self) -> None:
+        """The step that ran last came once more so often: every row by one entry, without anything new."""
+        if self._times:
+            step, before = self._runs[-1]
+            self._runs[-1], self._times = (step, before + self._times), 0
+            for number in [number for number in self._own if number < self._runs[0][0].number]:
+                del self._own[number]
+
+    @property
+    def steps(self) -> list[RecentStep]:
+        """The last ones, oldest first."""
+        self._fold()
+        every = [self._again(step, n) for step, times in self._runs for n in range(times + 1)]
+        return every[-self._most :]
+
+    def _again(self, step: RecentStep, n: int) -> RecentStep:
+        number = step.number + n
+        own = step.events if not n else self._own.get(number, NONE)
+        return step._replace(number=number, grown=step.grown + n, events=own)
 
     def clear(self) -> None:
-        self.steps.clear()
+        self._runs.clear()
+        self._own, self._times = {}, 0
         self._events, self._told = [], (0, [])
 
     # when somebody asks
@@ -110,9 +142,10 @@ class RecentSteps:
 
     def told(self) -> list[dict[str, Any]]:
         """Every step as plain JSON, oldest first; blocks are those of tables."""
-        last = self.steps[-1].number if self.steps else 0
+        steps = self.steps
+        last = steps[-1].number if steps else 0
         if self._told[0] != last:
-            self._told = last, [self._told_of(step) for step in self.steps]
+            self._told = last, [self._told_of(step) for step in steps]
         return self._told[1]
 
     def _told_of(self, step: RecentStep) -> dict[str, Any]:

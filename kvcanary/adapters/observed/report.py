@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
-from kvcanary.adapters.observed.inputs import Fed
+from kvcanary.adapters.observed.inputs import Fed, Outgrown
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
-from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED
+from kvcanary.adapters.observed.owners import FREE, RETURNED, SHARED, SHARED_WRITER, UNJUDGED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
@@ -31,13 +31,21 @@ RIGHT_AGAIN = (
     "the device found other bytes here when it compared them, and they are right again now: somebody wrote them back, "
     "or only the copy that was read was damaged, on its way from memory"
 )
-OWNED = ("R7", "R8", "W2", "W3")  # codes that say something of a slot's owner
+OWNED = ("R7", "R8", "W2", "W3", "W7")  # codes that say something of a slot's owner
+OWNERLESS = {
+    FREE: "the slot was never granted",
+    RETURNED: "the slot was given back, and is free",
+    SHARED: "the slot is in the prefix cache",
+    UNJUDGED: "nobody knows whose the slot is",
+}
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
 def report_step(canary: PagedCanary, step: Step) -> int:
     """Tell of everything that fired in this step, and give its number. KVCorruptionError in mode raise."""
     violations = _leading(_violations(canary, step))
+    for violation in violations:
+        violation.notes += _row(step, violation)
     canary.response.answer(violations, step.number, canary.coverage)
     return len(violations)
 
@@ -69,7 +77,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             column += 1
             yield from _not_finite(canary, group, layers, step)
     for event in step.events:
-        if isinstance(event, Fed):
+        if isinstance(event, Fed | Outgrown):
             yield from event.violations(step.number)
         else:
             yield from _of_event(canary, event, step.number)
@@ -138,14 +146,22 @@ def _read_before(
     return ""
 
 
+def _row(step: Step, violation: Violation) -> tuple[str, ...]:
+    """Which row of the engine's own table a request has, where the canary goes along that, and the page of the slot."""
+    rows = dict(zip(step.requests, step.numbers.tolist(), strict=True)) if step.in_place else {}
+    if violation.request_id not in rows:
+        return ()
+    place = "" if violation.slot < 0 else f", page {violation.page} of the pool"
+    return (f"row {rows[violation.request_id]} of the table{place}",)
+
+
 def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str, ...]:
     """Who has a slot now, for checks that ask for it."""
     if group.owners is None or code not in OWNED or not 0 <= slot < len(group.owners.slots):
         return ()
     uid, told = int(group.owners.slots[slot]), group.owners.told_of(slot)
-    if uid in (FREE, SHARED, UNJUDGED):
-        who = {FREE: "the slot is free", SHARED: "the slot is in the prefix cache"}.get(uid, "nobody knows whose it is")
-        return who, *told
+    if uid in OWNERLESS:
+        return OWNERLESS[uid], *told
     name = canary.writers.get(uid if uid > 0 else SHARED_WRITER - uid, "a request that is forgotten")
     also = "" if uid > 0 else ", and others may read it"
     return f"the slot was granted to {name!r}{also}", *told
@@ -184,7 +200,7 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
         slot, message = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
         request = event.requests.get(slot // event.group.block_size)
         rows = [event.row_of(n, int(event.slots[n])) for n in wrong] if event.row_of is not None else [request]
-        place = {"position": None, "request_id": rows[0], "site": ("move", 0), "step": step, "message": message}
+        place = {"position": None, "request_id": rows[0], "site": (event.site, 0), "step": step, "message": message}
         violation = _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place, event.by_record)
         violation.others = tuple(dict.fromkeys(name for name in rows if name not in (None, rows[0])))
         violation.along = None if event.row_of is None else (~event.group.number, step)
@@ -240,9 +256,15 @@ def _pool(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
 
 
 def _place(group: Group, slot: int, names: Sequence[str] = ()) -> str:
-    """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`."""
+    """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`.
+
+    Where tables name entries, pages are those of the pool.
+    """
     window = f" with a window of {group.window}" if group.window else ""
-    place = f"group {group.number}{window}, block {slot // group.block_size}, offset {slot % group.block_size}"
+    what, size = "block", group.block_size
+    if size == 1:
+        what, size = "page", group.layers[0].view.page_size
+    place = f"group {group.number}{window}, {what} {slot // size}, offset {slot % size}"
     if not names:
         return place
     more = f" and {len(names) - SHOWN_LAYERS} more" if len(names) > SHOWN_LAYERS else ""

@@ -40,6 +40,12 @@ class Layers:
         return self.view.rows
 
     @property
+    def described(self) -> dict[str, Any]:
+        """What is watched: how many layers, and of which type and shape each part of an entry is."""
+        parts = {part.name: f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in self.view.parts}
+        return {"pool": self.view.name, "layers": len(self.names), "parts": parts}
+
+    @property
     def entry_bytes(self) -> int:
         return self.rows.num_layers * self.rows.words_per_row * WORD_BYTES
 
@@ -66,6 +72,7 @@ class Step:
     """What the host must know to tell of a step's violations later.
 
     reread:  requests whose rows were read whole in this step, look by look
+    in_place: as in Forward
     """
 
     number: int
@@ -75,6 +82,7 @@ class Step:
     events: list[Any]  # Event, and Fed of inputs.py
     reread: Sequence[tuple[str, ...]]
     count: int = 0
+    in_place: bool = False
     is_reported: bool = False
 
 
@@ -125,6 +133,7 @@ class Event:
     requests: whose blocks they are, by block, where that is known
     load:     for T1 of a load, what is known of it
     by_record: the slots were compared with what is recorded of them; False: with other slots
+    site:     what was done when they were read
     row_of:   whose an entry is, by its number among the slots and by its slot, where that is known; what is wrong
               again for the same request is no further incident then
     """
@@ -139,6 +148,7 @@ class Event:
     load: Load | None = None
     by_record: bool = True
     row_of: RowOf | None = None
+    site: str = "move"
 
 
 @dataclass(eq=False, slots=True)

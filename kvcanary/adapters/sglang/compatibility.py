@@ -22,22 +22,29 @@ __all__ = [
 ]
 #: Releases that this adapter ran in, oldest first; all of them are 0.5, so that patches are told apart.
 TESTED = ("0.5.23",)
-FED = PAGED_FED | {"R7", "R8", "W2", "W3"}  # grants and frees are told here
+FED = PAGED_FED | {"R7", "R8", "W2", "W3", "W7"}  # grants and frees are told here; P1 with content full
 #: What the plug-in hooks: once it has run, the scheduler and all of its runners are there.
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS = "every scheduler", "drafts"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {
     "disaggregation_mode": "null",
-    "enable_hierarchical_cache": False,
+    "hicache_storage_backend": None,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "radix_cache_backend": None,
+    "enable_hisparse": False,
     "enable_unified_memory": False,
     "enable_two_batch_overlap": False,
     "enable_pdmux": False,
     "dllm_algorithm": None,
     "pp_size": 1,
+    "dcp_size": 1,
+    "speculative_adaptive": False,
 }
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _CACHE = "sglang.srt.mem_cache."
 _MEMORY, _REQUEST = f"{_CACHE}memory_pool:", "sglang.srt.managers.schedule_batch:"
 _FORWARD, _RESULT = "sglang.srt.model_executor.forward_batch_info:", "sglang.srt.managers.utils:GenerationBatchResult"
@@ -55,12 +62,13 @@ NEEDED_OF = {
                 "max_prefill_tokens",
                 "max_req_len",
                 "max_running_requests",
+                "weight_updater",
             ),
         ),
         Needed(f"{_SCHEDULER}.run_batch", ("self", "batch")),
         Needed(f"{_SCHEDULER}.process_batch_result", ("self", "batch", "result")),
-        Needed(f"{_SCHEDULER}.flush_cache", ("self",)),
-        Needed(_RUNNER, attributes=("req_to_token_pool", "token_to_kv_pool")),
+        Needed(f"{_SCHEDULER}.record_weight_version_change", ("self", "new_version")),
+        Needed(_RUNNER, attributes=("req_to_token_pool", "token_to_kv_pool", "sliding_window_size")),
         Needed(f"{_RUNNER}.forward", ("self", "forward_batch")),
         Needed(
             f"{_FORWARD}ForwardBatch",
@@ -85,6 +93,9 @@ NEEDED_OF = {
         Needed(f"{_CACHE}allocation:alloc_for_extend", ("batch",)),
         Needed(f"{_CACHE}allocation:alloc_for_decode", ("batch", "token_per_req")),
         Needed(f"{_CACHE}allocator.token:TokenToKVPoolAllocator", attributes=("page_size", "free_group")),
+        Needed(f"{_CACHE}allocator.token:TokenToKVPoolAllocator.clear", ("self",)),
+        Needed(f"{_UPDATER}:SchedulerWeightUpdaterManager", attributes=("memory_saver_adapter", "flush_cache")),
+        Needed("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.pause", ("self", "tag")),
         Needed(f"{_CACHE}allocator.token:TokenToKVPoolAllocator.free", ("self", "free_index")),
         Needed(f"{_CACHE}allocator.paged:PagedTokenToKVPoolAllocator._release_page_ids", ("self", "page_ids")),
         Needed(f"{_CACHE}base_prefix_cache:BasePrefixCache.checkpoint", ("self", "req")),
@@ -132,6 +143,10 @@ NEEDED_OF = {
         ),
         Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker",)),
         Needed(f"{_WORKER}EAGLEWorkerV2.verify", ("self",)),
+        Needed(
+            f"{_WORKER}EagleDraftWorker._draft_extend_for_prefill",
+            ("self", "batch", "target_hidden_states", "next_token_ids"),
+        ),
         Needed(
             f"{_WORKER}EagleDraftWorker",
             attributes=("draft_runner", "topk", "speculative_num_steps", "speculative_num_draft_tokens"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,10 +15,13 @@ from torch import Tensor
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.sglang.layout import parts_of
+from kvcanary.adapters.sglang.fed import FedForward, Given, identity_of, tokens_of
+from kvcanary.adapters.sglang.layout import not_watched, parts_of
+from kvcanary.calls.violation import NO_SLOT
 from kvcanary.config import CanaryConfig
+from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
 
 
 class Verified(NamedTuple):
@@ -54,13 +56,17 @@ class WatchedRunner(HostHandle):
         self.num_rows, self.length = self.rows.req_to_token.shape
         pool = runner.token_to_kv_pool
         self.canary = self._adopt(PagedCanary(config, self.num_rows, width, most_tokens, pool.device))
-        for number, part in enumerate(parts_of(pool, self.role, self.token_offset)):
+        self.canary.dumps.environment |= {"version": import_module("sglang").__version__, "role": self.role}
+        parts = parts_of(pool, self.role, self.token_offset, runner.sliding_window_size)
+        for number, part in enumerate(parts):
             slots, null_slots = part.view.num_slots, part.view.null_slots
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
             self.canary.memory.add_layers(group, part.view, part.names)
         self.owners = self.canary.follow_owners()
-        self._given = Given(self.num_rows, most_tokens, len(self.canary.groups), pool.device)
+        self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
+        self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
+        self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
@@ -74,11 +80,26 @@ class WatchedRunner(HostHandle):
         """Nobody answers for the bytes any more."""
         self.canary.memory.forget()
         self.owners.forget()
+        if self.canary.poison is not None:
+            self.canary.poison.forget()
         self._generations.clear()
+        self._reweighted = 0  # nothing is left of the weights before
 
     def flush(self) -> None:
         """Do now what waits for a forward: bytes are about to go."""
         self._flush()
+
+    def reweighted(self) -> None:
+        """The model has other weights from the next forward on."""
+        self._reweighted = self.canary.step
+
+    def report(self) -> dict[str, Any]:
+        """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
+        and that were stored before the weights changed; `loads_checked`: entries from the host tier that were compared
+        """
+        own = {"not_watched": not_watched(self.runner.token_to_kv_pool), "older_weights": int(self._older)}
+        loads = {} if self.tier is None else {"loads_checked": self.tier.compared}
+        return {**super().report(), **own, **loads}
 
     def sent(self) -> Callable[[], None]:
         """What looks at the counter of findings as it is now, when the step's tokens are there."""
@@ -100,7 +121,12 @@ class WatchedRunner(HostHandle):
             self.owners.left(uid)
 
     def granted(self, requests: Sequence[Any], begins: Sequence[int], ends: Sequence[int]) -> None:
-        """Rows have slots for their entries from `begins` to `ends` now."""
+        """Rows have slots for their entries from `begins` to `ends` now.
+
+        What a row has no room for lies where SGLang has put it: in those behind it.
+        """
+        if max(ends, default=0) > self.length:
+            tell_outgrown(self.canary, list(self._outgrown(requests, ends)), self.length)
         told = []
         for request, begin, end in zip(requests, begins, ends, strict=True):
             number = request.kv.req_pool_idx
@@ -108,7 +134,20 @@ class WatchedRunner(HostHandle):
                 told.append(np.stack(np.broadcast_arrays(number, np.arange(begin, end), self._uids[number])))
         if told:
             rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.concatenate(told, 1)))
-            self.owners.granted(self.rows.req_to_token[rows, places].to(torch.int64), owners)
+            entries = (rows * self.length + places).clamp(max=self.rows.req_to_token.numel() - 1)
+            self.owners.granted(self.rows.req_to_token.view(-1)[entries].to(torch.int64), owners)
+
+    def _outgrown(self, requests: Sequence[Any], ends: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+        """Of rows that reach into those behind them: the request, its entries, and the slot of the first there."""
+        entries = self.rows.req_to_token.view(-1)
+        for request, end in zip(requests, ends, strict=True):
+            behind = (request.kv.req_pool_idx + 1) * self.length
+            if end > self.length:
+                yield request.rid, end, int(entries[behind]) if behind < len(entries) else NO_SLOT
+
+    def freed(self, slots: Tensor) -> None:
+        """Slots [n] int64 went back to the allocator."""
+        self.owners.freed(slots)
 
     def shared(self, request: Any) -> None:
         """The prefix cache has taken the beginning of a row."""
@@ -119,8 +158,10 @@ class WatchedRunner(HostHandle):
     def moved(self, method: Any, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
         row_of = None if self.verified is None else functools.partial(_of_window, self.verified)
-        move = functools.partial(method, tgt_loc, src_loc)
-        paged_moves.moved(self.canary, self.canary.groups[0], src_loc, tgt_loc, move, row_of)
+        move, moved = functools.partial(method, tgt_loc, src_loc), functools.partial(paged_moves.moved, self.canary)
+        for group, own in zip(self.canary.groups[1:], self._given.mapped, strict=True):
+            move = functools.partial(moved, group, own.of(src_loc), own.of(tgt_loc), move, row_of)
+        moved(self.canary.groups[0], src_loc, tgt_loc, move, row_of)
 
     def _held(self) -> Collection[int]:
         return list(self._generations)
@@ -154,7 +195,21 @@ class WatchedRunner(HostHandle):
         ends = fed.lengths if fed.ends is None else fed.ends
         numbers, total = np.array([self._numbers[name] for name in batch.rids]), len(fed.entries.rows)
         self._given.fill(fed, self.canary.memory.upload(torch.from_numpy(np.cumsum([0, *fed.new]))))
+        if self._given.mapped:
+            longest = self.length if fed.ends is None else int(fed.ends.max())
+            for mapped in self._given.mapped:
+                mapped.fill(self.canary.memory.upload(torch.from_numpy(numbers)), longest, fed.entries.slots)
+        if self.tier is not None:
+            self.tier.arrive(self._given.tables)
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
+
+    def _wrote(self) -> bool:
+        if self.tier is not None:
+            self.tier.ran()
+        has_run = super()._wrote()
+        if has_run and self.tier is not None:
+            self.tier.wrote()
+        return has_run
 
     def _verify(self, method: Any, batch: Any) -> Any:
         """Nodes of trees have no places of their own yet: what is accepted is recorded when that is known."""
@@ -175,9 +230,12 @@ class WatchedRunner(HostHandle):
         out = result.next_token_ids.view(n, width).to(nodes.dtype)
         tokens = torch.cat((nodes.view(n, width)[:, :1], out[:, :-1]), 1)
         positions = (before[:, None] + offsets).flatten()
-        entries = Entries(list(batch.rids), np.repeat(np.arange(n), width), positions, slots)
         path = torch.zeros(n, width, dtype=torch.int64, device=nodes.device)
         path[:, : result.accept_index.shape[1]] = result.accept_index.clamp(min=0)[:, :width]
+        entries = Entries(
+            list(batch.rids), np.repeat(np.arange(n), width), positions, slots,
+            lambda entry: f"node {int(path.flatten()[entry]) % width} of the tree of its row",
+        )  # fmt: skip
         fed = torch.where(is_kept, nodes[path], tokens).flatten()
         judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
         ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width
@@ -193,8 +251,13 @@ class WatchedRunner(HostHandle):
             if self._generations.get(number) == generation:
                 continue  # the next chunk of a row that is there
             self._generations[number] = generation
-            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), salt_of(request)))
+            if self._reweighted and length:
+                held = self.canary.groups[0].records[self.rows.req_to_token[number, :length].to(torch.int64)]
+                self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
+            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), identity_of(request)))
         if new:
+            if self.tier is not None:
+                self.tier.admitted(new)
             self._uids.update(zip([row[0] for row in new], self.canary.admit(new), strict=True))
 
     def _entries_of(self, batch: Any, new: NDArray[np.integer]) -> FedForward:
@@ -224,121 +287,11 @@ class WatchedRunner(HostHandle):
     def _made(
         self, names: list[str], numbers: NDArray[np.integer], site: tuple[str, int], ends: Tensor, num_tokens: int
     ) -> Forward:
-        given, groups = self._given, len(self.canary.groups)
+        given = self._given
         return Forward(
-            names, numbers, site, ends, num_tokens, [self.rows.req_to_token] * groups, given.lengths, given.starts,
-            given.tokens, given.positions, given.slots, in_place=True,
+            names, numbers, site, ends, num_tokens, given.tables, given.lengths, given.starts, given.tokens,
+            given.positions, given.slots, in_place=True,
         )  # fmt: skip
-
-
-class WatchedDraft(WatchedRunner):
-    """The canary of a draft runner: entries hold the token that follows their position.
-
-    A draft step writes what the extend of the same round writes again, so its bytes are nobody's: its positions and
-    slots are judged. What an extend writes is recorded; only what was accepted is read, from the next round on.
-    """
-
-    role = "draft"
-    token_offset = 1
-
-    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, topk: int, steps: int) -> None:
-        super().__init__(runner, config, most_tokens, width)
-        self._topk, self._steps, self._page = topk, steps, int(runner.token_to_kv_pool.page_size)
-        self._round, self._step = None, 0
-
-    def forward(self, method: Any, batch: Any, requests: Mapping[str, Any]) -> Any:
-        mode = batch.forward_mode
-        if mode.is_draft_extend_v2():
-            fed = self._entries_of(batch, np.full(batch.batch_size, self.nodes))
-            self.read(fed, batch, ("extend", 0))
-            output = method()
-            self._wrote()
-            return output
-        if mode.is_decode():
-            self._draft_step(batch)
-            return method()
-        return super().forward(method, batch, requests)
-
-    def _draft_step(self, batch: Any) -> None:
-        """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch."""
-        self._step = self._step + 1 if batch is self._round else 0
-        self._round = batch
-        site, n, lengths = ("draft", self._step), batch.batch_size, batch.seq_lens.to(torch.int64)
-        positions = (lengths + self._step).repeat_interleave(self._topk)
-        slots, rows = batch.out_cache_loc[: len(positions)], np.repeat(np.arange(n), self._topk)
-        entries = Entries(list(batch.rids), rows, positions, slots)
-        judge_fed(self.canary, "W5", "position", batch.positions[: len(positions)], positions, entries, site)
-        begin, stride, table = self._branches(lengths), self._stride(lengths), self._table_of(batch)
-        granted = table.gather(1, begin + self._step).flatten().to(slots.dtype)
-        judge_fed(self.canary, "W5", "slot", slots, granted, entries, site)
-        if self._step == 0 and self._page > 1 and self._topk > 1:
-            self._judge_copies(batch.rids, table, lengths, stride)
-
-    def _table_of(self, batch: Any) -> Tensor:
-        """[rows of the batch, length] int64 slots."""
-        return self.rows.req_to_token[batch.req_pool_indices.long()].to(torch.int64)
-
-    def _stride(self, lengths: Tensor) -> Tensor:
-        """[n] from one branch of a row to the next: whole pages, the first of which begins with the prefix's end."""
-        return (lengths % self._page + self._steps + self._page - 1) // self._page * self._page
-
-    def _branches(self, lengths: Tensor) -> Tensor:
-        """[n, topk] columns of the table in which the first entry of each branch has its slot."""
-        numbers = torch.arange(self._topk, device=lengths.device)
-        return lengths[:, None] + numbers * self._stride(lengths)[:, None]
-
-    def _judge_copies(self, names: Iterable[str], table: Tensor, lengths: Tensor, stride: Tensor) -> None:
-        """Every branch but the first begins with a copy of the prefix's last page, as far as that is full (T1)."""
-        tail = lengths % self._page
-        offsets = torch.arange(self._page, device=lengths.device)
-        source = (lengths - tail)[:, None, None] + offsets
-        numbers = torch.arange(1, self._topk, device=lengths.device)
-        target = source + numbers[:, None] * stride[:, None, None]
-        is_copied = (offsets < tail[:, None, None]).expand_as(target).flatten()
-        wanted, found = (
-            table.gather(1, columns.expand_as(target).flatten(1)).flatten() for columns in (source, target)
-        )
-        names, each = list(names), self._page * (self._topk - 1)
-        paged_moves.expect_equal(
-            self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch",
-            lambda entry, slot: names[entry // each],
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FedForward:
-    """What one forward writes.
-
-    new:     by row, how many entries
-    tokens:  [n];  lengths: [rows] entries of each row, new ones included; ends: the same on the host, if it knows
-    """
-
-    entries: Entries
-    new: NDArray[np.integer]
-    tokens: Tensor
-    lengths: Tensor
-    ends: Tensor | None
-
-
-class Given:
-    """Tensors that stay where they are, into which those of a batch are copied: launches are captured over them."""
-
-    def __init__(self, num_rows: int, most_tokens: int, num_groups: int, device: torch.device) -> None:
-        def new(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=device)
-
-        self.lengths, self.starts = new(num_rows), new(num_rows + 1)
-        self.tokens, self.positions = new(most_tokens), new(most_tokens)
-        self.slots = [new(most_tokens)] * num_groups
-
-    def fill(self, fed: FedForward, starts: Tensor) -> None:
-        n, total, entries = len(fed.new), len(fed.entries.rows), fed.entries
-        self.lengths[:n].copy_(fed.lengths)
-        self.starts[n:] = total
-        self.starts[: n + 1].copy_(starts)
-        self.tokens[:total].copy_(fed.tokens)
-        self.positions[:total].copy_(entries.positions)
-        self.slots[0][:total].copy_(entries.slots)
 
 
 def _of_window(verified: Verified, entry: int, slot: int) -> str | None:
@@ -346,18 +299,3 @@ def _of_window(verified: Verified, entry: int, slot: int) -> str | None:
     [places] = (verified.slots == slot).nonzero(as_tuple=True)
     names = verified.batch.rids
     return names[int(places[0]) * len(names) // len(verified.slots)] if len(places) else None
-
-
-def tokens_of(request: Any, start: int, end: int | None = None) -> list[int] | None:
-    """Tokens [start, end) of a request as far as the host has them; None: it was given embeddings."""
-    if request.input_embeds is not None:
-        return None
-    prompt, answer = request.origin_input_ids, request.output_ids
-    behind = None if end is None else max(end - len(prompt), 0)
-    return [*prompt[start:end], *answer[max(start - len(prompt), 0) : behind]]
-
-
-def salt_of(request: Any) -> str:
-    """What makes equal tokens mean other K and V: the adapter, and what the client said."""
-    parts = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
-    return " ".join(str(part) for part in parts if part)

@@ -13,15 +13,27 @@ from typing import Any
 
 import torch
 
+from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.sglang import host_tier, lifetimes
 from kvcanary.adapters.sglang.compatibility import check, unfollowed
-from kvcanary.adapters.sglang.runner import WatchedDraft, WatchedRunner
+from kvcanary.adapters.sglang.draft import WatchedDraft
+from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.report.finding import Finding
 
 #: Classes of draft workers whose forwards are known here.
 FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
+#: Others, with what stands against them.
+UNFOLLOWED_DRAFTS = {
+    "StandaloneWorkerV2": "its prefix cache shares the draft's last entry by a key without the token that it holds",
+    "MultiLayerEagleWorkerV2": "each of its layers drafts in a pool of its own",
+    "FrozenKVMTPWorkerV2": "its draft reads the entries of the target and has none",
+    "NGRAMWorker": "it drafts without a model, from what was said before",
+}
+
+PREFILL = "_draft_extend_for_prefill"
 
 
 def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
@@ -32,7 +44,8 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
     held = getattr(scheduler, "kvcanary", None)
     if held is not None:
         return held
-    faults = check(drafts=scheduler.draft_worker is not None) or unfollowed(scheduler.server_args)
+    faults = check(drafts=scheduler.draft_worker is not None)
+    faults = faults or unfollowed(scheduler.server_args) or host_tier.unfollowed(scheduler)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
     return Handle(scheduler, CanaryConfig.from_env() if config is None else config)
@@ -43,28 +56,33 @@ class Handle:
 
     def __init__(self, scheduler: Any, config: CanaryConfig) -> None:
         self.scheduler, self.config = scheduler, config
-        self.replaced = Replacements()
         self._requests: dict[str, Any] = {}
         self.target, self.draft = watched(scheduler, config)
         self.runners = [self.target] + ([] if self.draft is None else [self.draft])
+        self.guard = Guard("sglang", config.mode, parts=[own.guard for own in self.runners])
+        self.replaced = Replacements(self.guard)
         for own in self.runners:
             own.arm()
         replace = self.replaced.replace
         self.replaced.put(scheduler, "kvcanary", self)
-        for name in ("run_batch", "process_batch_result", "flush_cache"):
+        for name in ("run_batch", "process_batch_result"):
             replace(scheduler, name, getattr(self, f"_{name}"))
         for own in self.runners:
-            replace(own.runner, "forward", functools.partial(self._forward, own))
-            replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved)
+            replace(own.runner, "forward", functools.partial(self._forward, own), own.guard)
+            replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved, own.guard)
         if self.draft is not None:
-            replace(scheduler.draft_worker, "verify", self._verify)
+            replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
+            replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
         for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
             self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
-        allocator = scheduler.token_to_kv_pool_allocator
+        allocator = self._allocator = slots_of(scheduler)
         self._page = int(allocator.page_size)
         replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
+        lifetimes.follow(scheduler, replace, self._tell)
+        host_tier.follow(scheduler, self.target, replace)
+        self.guard.is_serving = True
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""
@@ -77,16 +95,23 @@ class Handle:
 
     def detach(self) -> None:
         """Undo everything. Twice is harmless."""
+        for own in self.runners:
+            own.detach()
         self.replaced.undo()
+
+    def _tell(self, what: str, *args: Any) -> None:
+        """Let the canary of each pool hear of something, by its method of this name; one that fails stops alone."""
+        for own in self.runners:
+            own.guard.run(getattr(own, what), *args)
 
     # a step
 
     def _run_batch(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._requests = {request.rid: request for request in batch.reqs}
-        for own in self.runners:
-            own.begin(batch.reqs)
+        self._tell("begin", batch.reqs)
         result = method(batch, *args, **kwargs)
-        result.kvcanary = [own.sent() for own in self.runners]
+        looks = [own.guard.run(own.sent) for own in self.runners]
+        result.kvcanary = [(own.guard, look) for own, look in zip(self.runners, looks, strict=True) if look is not None]
         return result
 
     def _forward(self, own: WatchedRunner, method: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +125,8 @@ class Handle:
     def _process_batch_result(self, method: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        for look in getattr(result, "kvcanary", ()):
-            look()
+        for guard, look in getattr(result, "kvcanary", ()):
+            guard.run(look)
         return method(batch, result, *args, **kwargs)
 
     # what happens between steps
@@ -110,63 +135,52 @@ class Handle:
         result = method(batch, *args, **kwargs)
         begins = batch.prefix_lens
         ends = [begin + new for begin, new in zip(begins, batch.extend_lens, strict=True)]
-        for own in self.runners:
-            own.admit(batch.reqs, begins)
-            own.granted(batch.reqs, begins, ends)
+        self._tell("admit", batch.reqs, begins)
+        self._tell("granted", batch.reqs, begins, ends)
         return result
 
     def _alloc_for_decode(self, method: Any, batch: Any, token_per_req: int, *args: Any, **kwargs: Any) -> Any:
         result = method(batch, token_per_req, *args, **kwargs)
         ends = [request.kv.kv_allocated_len for request in batch.reqs]
-        for own in self.runners:
-            own.granted(batch.reqs, [end - token_per_req for end in ends], ends)
+        self._tell("granted", batch.reqs, [end - token_per_req for end in ends], ends)
         return result
 
     def _alloc_for_spec_decode(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         begins, ends = (kwargs[name].tolist() for name in ("cur_kv_lens_cpu", "nxt_kv_lens_cpu"))
-        for own in self.runners:
-            own.granted(kwargs["reqs"], begins, ends)
+        self._tell("granted", kwargs["reqs"], begins, ends)
         return result
 
     def _free(self, method: Any, free_index: Any) -> Any:
-        if self.scheduler.token_to_kv_pool_allocator.free_group is None:  # else it comes again when the group ends
-            for own in self.runners:
-                own.owners.freed(free_index.to(torch.int64))
+        if self._allocator.free_group is None:  # else it comes again when the group ends
+            self._tell("freed", free_index.to(torch.int64))
         return method(free_index)
 
     def _free_pages(self, method: Any, *page_ids: Any) -> Any:
         for page in page_ids:
             slots = page.to(torch.int64)[:, None] * self._page + torch.arange(self._page, device=page.device)
-            for own in self.runners:
-                own.owners.freed(slots.flatten())
+            self._tell("freed", slots.flatten())
         return method(*page_ids)
 
     def _checkpoint(self, method: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(req, *args, **kwargs)
         if req.kv.holds_kv:
-            for own in self.runners:
-                own.shared(req)
+            self._tell("shared", req)
         return result
 
     def _release(self, method: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         number = req.kv.req_pool_idx
         if req.kv.holds_kv:
-            for own in self.runners:
-                own.leave(req)
+            self._tell("leave", req)
         result = method(req, *args, **kwargs)
-        for own in self.runners:
-            own.left(number)
+        self._tell("left", number)
         return result
 
-    def _flush_cache(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        for own in self.runners:
-            own.flush()
-        is_done = method(*args, **kwargs)
-        if is_done:
-            for own in self.runners:
-                own.forget()
-        return is_done
+
+def slots_of(scheduler: Any) -> Any:
+    """What gives out the slots that rows name; where some layers have a window, others are given out beside them."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    return getattr(allocator, "full_attn_allocator", allocator)
 
 
 def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, WatchedDraft | None]:
@@ -177,9 +191,10 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
         return WatchedRunner(scheduler.tp_worker.model_runner, config, most, 1), None
     kind = type(worker).__name__
     if kind not in FOLLOWED_DRAFTS:
+        why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
         raise AdapterError(
-            f"drafts of {kind} are not followed yet, only those of {', '.join(FOLLOWED_DRAFTS)}; unset KVCANARY_MODE "
-            "to serve without a canary"
+            f"speculative_algorithm {scheduler.server_args.speculative_algorithm!r} drafts by {kind}, which is not "
+            f"followed: {why}; only {', '.join(FOLLOWED_DRAFTS)} is; unset KVCANARY_MODE to serve without a canary"
         )
     drafts = worker.draft_worker
     width, topk, steps = drafts.speculative_num_draft_tokens, drafts.topk, drafts.speculative_num_steps

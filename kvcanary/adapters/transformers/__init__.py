@@ -28,16 +28,19 @@ except ModuleNotFoundError as error:
 
 from kvcanary.adapters.transformers.canary_cache import CanaryCache, leave, make_canary, watch
 from kvcanary.adapters.transformers.continuous_batching import Batching
+from kvcanary.adapters.transformers.dense_cache import DenseRows
 from kvcanary.adapters.transformers.judging import DENSE_FED, NOT_KNOWN, DenseCanary
 from kvcanary.adapters.transformers.needs import NEEDED, TESTED, check, closed_paths
+from kvcanary.adapters.transformers.positions import fed_by
+from kvcanary.adapters.transformers.states import states_of
 from kvcanary.adapters.transformers.unwatched import Unwatched, cache_argument, cache_given
+from kvcanary.adapters.transformers.weights import Weights
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, HookOrderError, PlanError
 from kvcanary.report.finding import Finding
 
 __all__ = ["FED", "NEEDED", "TESTED", "CanaryCache", "Handle", "attach", "check", "closed_paths", "transformers"]
-#: Codes that something here feeds: W5 in `generate_batch` alone.
-FED = DENSE_FED | {"W5"}
+FED = DENSE_FED  #: Codes that something here feeds.
 _attached: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()
 _events = structlog.get_logger("kvcanary")
 
@@ -68,11 +71,13 @@ class Handle:
         self._in_use: list[Any] | None = None  # caches of the generate() that runs
         self._row_tokens: Tensor | None = None
         self._before = 0
+        self._weights = Weights(model)
         self._unwatched = Unwatched(model, canary.config, canary.coverage)
         self._parameters = tuple(inspect.signature(model.forward).parameters)
+        run = canary.guard.run
         self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True),
+            model.register_forward_pre_hook(functools.partial(run, self._before_forward), with_kwargs=True),
+            model.register_forward_hook(functools.partial(run, self._after_forward), with_kwargs=True),
         ]
         self._replaced = {"generate": self._generate}
         if "tokens of rows" not in canary.closed:
@@ -97,6 +102,16 @@ class Handle:
             sum(cache.kv_rows.live_bytes for cache in self._caches if isinstance(cache, CanaryCache))
         )
 
+    def on_weights(self, keeps: bool = False) -> None:
+        """The model's weights are others now, by a way that torch does not count (`.data`, a kernel of one's own).
+
+        keeps: caches that are there go on with what the ones before wrote, a mix that is meant, also where torch counts
+        """
+        self._weights.changed()
+        for cache in self._caches if keeps else ():
+            if isinstance(cache, CanaryCache):
+                cache.kv_rows.weights = NOT_KNOWN
+
     def detach(self) -> None:
         """Undo everything: hooks, methods, and the classes of the caches that are still there. Twice is harmless."""
         if _attached.get(self._model) is not self:
@@ -120,11 +135,10 @@ class Handle:
 
     # around the model's methods
 
-    @staticmethod
-    def _around(method: Any, wrapper: Any) -> Any:
+    def _around(self, method: Any, wrapper: Any) -> Any:
         @functools.wraps(method)  # generate() reads the signature
         def around(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(method, *args, **kwargs)
+            return self._canary.guard.call(wrapper, method, args, kwargs)
 
         return around
 
@@ -133,6 +147,8 @@ class Handle:
         before, entries = self._unwatched.num_forwards, self._num_entries
         try:
             output = method(*args, **kwargs)
+            if self._canary.guard.stopped:
+                return output
             self._unwatched.ended("generate", before, self._num_entries - entries)
             for cache in self._in_use:
                 if self._canary.config.content != "write" and isinstance(cache, CanaryCache):
@@ -144,7 +160,8 @@ class Handle:
     @property
     def _num_entries(self) -> int:
         """Written and read so far."""
-        return self._canary.coverage.slots_sealed + self._canary.coverage.slots_checked
+        coverage = self._canary.coverage
+        return coverage.slots_sealed + coverage.slots_checked + coverage.states_checked
 
     def _generate_batch(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if "generate_batch" in self._canary.closed:
@@ -155,7 +172,7 @@ class Handle:
         output = method(*args, **kwargs)
         if self._batching.failure is not None:  # its thread has told the requests, not the caller
             raise self._batching.failure
-        if output:
+        if output and not self._canary.guard.stopped:
             self._unwatched.ended("generate_batch", before, self._num_entries - entries)
         return output
 
@@ -187,11 +204,24 @@ class Handle:
                 self._unwatched.refuse(error)
                 return
             self._caches.add(cache)
-        if self._in_use is not None and not any(cache is known for known in self._in_use):
+        is_new = self._in_use is None or not any(cache is known for known in self._in_use)
+        if self._in_use is not None and is_new:
             self._in_use.append(cache)
+        num_fed = 1 if tokens is None else tokens.shape[1]
+        if states := states_of(cache):
+            cache.kv_rows.begin(states, num_fed)
         self._before = cache.kv_rows.length
         if row_tokens is not None and tokens is not None:
             cache.kv_rows.expect(row_tokens, tokens.shape[1])
+        self._judge_inputs(cache.kv_rows, named, is_new)
+
+    def _judge_inputs(self, rows: DenseRows, named: dict[str, Any], is_new: bool) -> None:
+        """`is_new`: the first forward of a generate() over this cache, or one that its caller runs by itself."""
+        fed = fed_by(named, rows.length)
+        count = 1 if fed is None else fed.positions.shape[1]
+        if is_new:
+            rows.written_by(self._weights.number(looks=count > 1 or not rows.length), count)
+        rows.go_on(fed, count)
 
     def _after_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         named = self._by_name(args, kwargs)
@@ -199,7 +229,10 @@ class Handle:
         if isinstance(cache, CanaryCache):
             if tokens is None:
                 tokens = torch.full(named["inputs_embeds"].shape[:2], NOT_KNOWN)
-            cache.kv_rows.fed(tokens, self._before)
+            states = states_of(cache)
+            cache.kv_rows.fed(tokens, self._before, bool(states))
+            if states:
+                cache.kv_rows.left(states)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._parameters, args, strict=False)) | kwargs

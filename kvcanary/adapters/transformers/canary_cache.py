@@ -13,11 +13,12 @@ from transformers import cache_utils
 from kvcanary.adapters.transformers.dense_cache import DenseRows
 from kvcanary.adapters.transformers.judging import DenseCanary
 from kvcanary.adapters.transformers.needs import check, closed_paths
+from kvcanary.adapters.transformers.states import STATEFUL, UNFOLLOWED, states_of
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, CanaryConfigError, HookOrderError, PlanError
 
 #: Layers whose tensors hold the last entries of the row, in order. Others are refused, never half-followed.
-FOLLOWED = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+FOLLOWED = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", *STATEFUL)
 
 
 def make_canary(config: CanaryConfig | None) -> DenseCanary:
@@ -65,47 +66,63 @@ class CanaryCache:
             raise HookOrderError(
                 "a compiled forward runs without the canary: set generation_config.disable_compile=True"
             )
-        new = key_states, value_states
-        was_cut = self._was_cut_unseen(layer_idx)
+        new, guard = (key_states, value_states), self.kv_rows.canary.guard
+        was_cut = guard.run(self._was_cut_unseen, layer_idx)
         read = super().update(*new, layer_idx, *args, **kwargs)  # type: ignore[misc]
+        guard.run(self._stored, layer_idx, new, read, was_cut)
+        return read
+
+    def _stored(self, layer: int, new: tuple[Tensor, Tensor], read: Any, was_cut: bool) -> None:
         try:
-            _expect_followed(self.layers[layer_idx])
+            _expect_followed(self.layers[layer])
             if was_cut:
                 raise self.kv_rows.canary.closed_error("crop")
-            self.kv_rows.stored(layer_idx, new, read, self._said(layer_idx))
+            self.kv_rows.stored(layer, new, read, self._said(layer))
         except (AdapterError, PlanError) as error:
             _refuse_or_leave(self, error)  # the next forward tells of it
-        return read
 
     @_operation
     def crop(self, *args: Any, **kwargs: Any) -> None:
         super().crop(*args, **kwargs)  # type: ignore[misc]
-        [number] = (*args, *kwargs.values())
+        self.kv_rows.canary.guard.run(self._cropped, *args, *kwargs.values())
+
+    def _cropped(self, number: Any) -> None:
         # to 5.17 a positive number is the length that is left
         removed = max(self.kv_rows.length - int(number), 0) if number > 0 else -int(number)
         self.kv_rows.cropped(removed, self._said, self._held)
+        states = self.kv_rows.states
+        if states and (not removed or states.are_changed(states_of(self))):  # else they still have what was removed
+            states.keep(states_of(self), states.absorbed - removed)
 
     @_operation
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.kv_rows.selected(beam_idx, self._held)
+        self._selected(lambda rows: beam_idx)
 
     @_operation
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(self._batch_size()).repeat_interleave(repeats)
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.kv_rows.selected(rows, self._held)
+        self._selected(lambda rows: rows.repeat_interleave(repeats))
 
     @_operation
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(self._batch_size())[indices.cpu()]
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self.kv_rows.selected(rows, self._held)
+        self._selected(lambda rows: rows[indices.cpu()])
 
     @_operation
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.kv_rows.forget()
+        self.kv_rows.canary.guard.run(self.kv_rows.forget)
+
+    def _selected(self, which: Callable[[Tensor], Tensor]) -> None:
+        """Rows are others now: `which` of those that there were."""
+
+        def selected() -> None:
+            rows = which(torch.arange(self._batch_size()))
+            self.kv_rows.selected(rows, self._held)
+            self.kv_rows.reordered(rows, states_of(self))
+
+        self.kv_rows.canary.guard.run(selected)
 
     def _said(self, layer: int) -> int:
         return int(self.layers[layer].get_seq_length())
@@ -114,7 +131,7 @@ class CanaryCache:
         return self.layers[layer].keys, self.layers[layer].values
 
     def _batch_size(self) -> int:
-        return next((own.fingerprints.shape[1] for own in self.kv_rows.layers.values()), 0)
+        return next((own.fingerprints.shape[1] for own in self.kv_rows.layers.values()), self.kv_rows.states.batch)
 
     def _was_cut_unseen(self, layer: int) -> bool:
         """Whether a layer is shorter than its records, in a release whose crop() has another name."""
@@ -135,8 +152,12 @@ def watch(cache: Any, canary: DenseCanary) -> Any:
         _expect_followed(layer)
     rows = DenseRows(canary)
     for number, layer in enumerate(cache.layers):
-        if layer.is_initialized and int(layer.get_seq_length()):
+        if getattr(layer, "is_initialized", False) and hasattr(layer, "keys") and int(layer.get_seq_length()):
             rows.adopt(number, layer.keys, layer.values, int(layer.get_seq_length()))
+    if lying := states_of(cache):
+        rows.states.keep(lying, rows.length or 1)
+        rows.states.is_trusted = True
+        canary.coverage.skip(UNFOLLOWED, len(lying))
     cache.__class__ = _watched(type(cache))  # type: ignore[arg-type]
     cache.kv_rows = rows
     return cache

@@ -90,12 +90,15 @@ class Batching:
         kind = self._kind
         method = self._own[name] = getattr(kind, name)
 
-        @functools.wraps(method)
-        def around(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        def hook(method: Any, cache: Any, *args: Any, **kwargs: Any) -> Any:
             held = self.of(cache)
             if held is None:
                 return method(cache, *args, **kwargs)
             return wrapper(held, functools.partial(method, cache), *args, **kwargs)
+
+        @functools.wraps(method)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            return self.canary.guard.call(hook, method, args, kwargs)
 
         setattr(kind, name, around)
 

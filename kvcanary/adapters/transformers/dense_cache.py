@@ -19,11 +19,15 @@ from kvcanary.adapters.transformers.judging import (
     DenseCanary,
     Reread,
     Site,
+    dense_violation,
     judge_fed,
     judge_reread,
+    judge_stored,
     judge_tokens,
     wrong_length,
 )
+from kvcanary.adapters.transformers.positions import Fed, RowPositions
+from kvcanary.adapters.transformers.states import Place, StateRows
 from kvcanary.calls.violation import Violation
 from kvcanary.config import share_of
 from kvcanary.pools.launch_site import pack_site
@@ -74,6 +78,7 @@ class DenseRows:
 
     tokens: [batch, length] int64 on the host, NOT_KNOWN where nobody said; None before the first forward
     step:   forwards so far
+    weights: number of the weights that wrote last; NOT_KNOWN before the first forward that was told of
     records: [positions, 8] int64 as record/layout.py has them: position, step and site of the forward that wrote it
     """
 
@@ -84,14 +89,34 @@ class DenseRows:
     last_layer: int = -1
     pool_id: int = 0
     records: Tensor = field(default_factory=lambda: torch.zeros(0, COLUMNS, dtype=torch.int64))
+    positions: RowPositions = field(default_factory=RowPositions)
+    weights: int = NOT_KNOWN
 
     def __post_init__(self) -> None:
         self.pool_id = self.canary.new_pool()
+        self._not_finite: set[str | None] = set()  # rows that are known to have stored NaN or Inf
+        self.states = StateRows(self.canary)
 
     @property
     def length(self) -> int:
-        """Entries that every row should have."""
-        return max((layer.length for layer in self.layers.values()), default=0)
+        """Entries that every row should have; without K and V, tokens that its states have absorbed."""
+        return max((layer.length for layer in self.layers.values()), default=self.states.absorbed)
+
+    def begin(self, states: dict[Place, Tensor], num_fed: int) -> None:
+        """A forward begins: its states are those that the last one has left."""
+        length = self.length if self.layers else None
+        self._report(self.states.begun(states, length, _site(self.length, num_fed)))
+
+    def left(self, states: dict[Place, Tensor]) -> None:
+        """It has run, and `fed` was told."""
+        if states and not self.layers:
+            self.step += 1
+            self.canary.coverage.forwards += 1
+        self.states.keep(states, 0 if self.tokens is None else self.tokens.shape[1])
+
+    def reordered(self, rows: Tensor, states: dict[Place, Tensor]) -> None:
+        """States have moved with their rows (T1)."""
+        self._report(self.states.selected(rows, states))
 
     @property
     def live_bytes(self) -> int:
@@ -123,7 +148,7 @@ class DenseRows:
             canary.coverage.forwards += 1
             self._seal(self.length_of(layer), k.shape[2])
         self.last_layer = layer
-        before, fingerprints = self.length_of(layer), canary.fingerprints(layer, k, v)
+        before, (fingerprints, bad) = self.length_of(layer), canary.stored_fingerprints(layer, k, v)
         if layer not in self.layers:
             self.layers[layer] = DenseLayer(fingerprints[:, :, :0], fingerprints.new_empty(0))
         own = self.layers[layer]
@@ -135,11 +160,18 @@ class DenseRows:
             self.adopt(layer, *read, said)
             self._report([violation])
             return
+        self._report(self._first_not_finite(judge_stored(bad, layer, k.shape[2], before, site)))
         first = own.length - min(read[0].shape[2], own.length)
         self._count_unread(own, first, before)
         canary.coverage.slots_checked += fingerprints.shape[1] * (own.length - first)
         looks = [Reread(layer, *read, first, *bounds, before, site) for bounds in self._planned(layer, first, before)]
         self._report([violation for reread in looks for violation in self._violations(reread)])
+
+    def _first_not_finite(self, found: list[Violation]) -> list[Violation]:
+        """Of a row the first alone: what it stores from then on follows from that."""
+        new = [violation for violation in found if violation.request_id not in self._not_finite]
+        self._not_finite |= {violation.request_id for violation in new}
+        return new
 
     def cropped(self, count: int, said: Said, held: Held) -> None:
         """The last `count` entries are to be gone (R10)."""
@@ -151,6 +183,7 @@ class DenseRows:
                 violations.append(wrong_length(layer, length, said(layer), ("move", 0)))
                 self.adopt(layer, *held(layer), said(layer))
         self._report(violations)
+        self.positions.cropped(count, self.length)
         if self.tokens is not None and count:
             self.tokens = self.tokens[:, : max(self.tokens.shape[1] - count, 0)]
 
@@ -158,6 +191,7 @@ class DenseRows:
         """Row i is what row `rows[i]` was; all bytes are read again at once (T1)."""
         for own in self.layers.values():
             own.fingerprints = own.fingerprints.index_select(1, rows.to(own.fingerprints.device))
+        self.positions.selected(rows)
         if self.tokens is not None:
             self.tokens = self.tokens.index_select(0, rows.to(self.tokens.device))
         if self.canary.config.content != "write":
@@ -177,13 +211,39 @@ class DenseRows:
     def forget(self) -> None:
         """The cache was emptied."""
         self.layers.clear()
+        self.positions.forget()
+        self.states.forget()
         self.tokens = None
 
     # what only the model's own inputs say
 
+    def go_on(self, fed: Fed | None, count: int) -> None:
+        """A forward is about to be fed `count` entries a row: W5 where a row does not go on where it ended."""
+        before = self.length
+        if fed is None:
+            self.canary.coverage.skip("forwards whose positions are not followed", 1)
+        site = _site(before, count)
+        self._report(
+            [
+                dense_violation(
+                    "W5", (), one.row, before + one.entry, site, ({"position": one.wanted}, {"position": one.found})
+                )
+                for one in self.positions.follow(fed)
+            ]
+        )
+
+    def written_by(self, weights: int, count: int) -> None:
+        """The model has these weights now, for a forward of `count` entries: R6 where others wrote what it reads."""
+        before, self.weights = self.weights, weights
+        if self.length and before not in (NOT_KNOWN, weights):
+            sides = {"weights": weights}, {"weights": before}
+            self._report([dense_violation("R6", (), 0, 0, _site(self.length, count), sides)])
+
     def expect(self, row_tokens: Tensor, num_fed: int) -> None:
         """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6)."""
         past = row_tokens.shape[1] - num_fed
+        if self.states.is_trusted and not self.layers:  # nobody knows how many tokens they had absorbed
+            self.states.absorbed, self.states.is_trusted = past, False
         known = self._known(self.length, len(row_tokens))
         violations = judge_tokens(
             known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens
@@ -191,12 +251,16 @@ class DenseRows:
         self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
         self._report(violations)
 
-    def fed(self, tokens: Tensor, before: int) -> None:
-        """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries."""
+    def fed(self, tokens: Tensor, before: int, has_states: bool = False) -> None:
+        """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries.
+
+        `has_states`: the cache may have no K and V at all
+        """
         length = before + tokens.shape[1]
         self.canary.coverage.peak_live_bytes = max(self.canary.coverage.peak_live_bytes, self.live_bytes)
         lengths = {layer: own.length for layer, own in self.layers.items()}
-        self._report(judge_fed(lengths, length, _site(before, tokens.shape[1])))
+        if lengths or not has_states:
+            self._report(judge_fed(lengths, length, _site(before, tokens.shape[1])))
         self.tokens = torch.cat((self._known(before, len(tokens)), tokens.cpu()), 1)
 
     # helpers

@@ -6,7 +6,7 @@ import functools
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.observed.capabilities import expect_watching
 from kvcanary.adapters.observed.incident_dumps import IncidentDumps, source_without_slots
 from kvcanary.adapters.transformers.needs import TESTED
@@ -22,6 +23,7 @@ from kvcanary.calls.coverage import Coverage
 from kvcanary.calls.violation import Violation
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, PlanError
+from kvcanary.native.layout import FORMAT
 from kvcanary.pools.parts import Part
 from kvcanary.provenance.changed_word import ChangedWord, describe_word, fitting_words
 from kvcanary.records.fingerprints import fingerprints_of_words
@@ -30,6 +32,7 @@ from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
 from kvcanary.report.watched_evidence import CacheView, WatchedEvidence, WatchedPool
 from kvcanary_kernels.content.fingerprint import TEMPORARY_BYTES
+from kvcanary_kernels.record.formats import format_of, lanes_of_parts, words_not_finite
 from kvcanary_kernels.record.layout import MAX_LAYERS, Keys, make_keys, seed_id
 from kvcanary_kernels.record.rows import WORD_BYTES
 
@@ -41,7 +44,8 @@ UPDATE = "update"  # who wrote, in a dense cache: rows have no requests there
 MOST_WRITERS = 1 << 16  # requests whose names are kept for reports
 NOT_KNOWN = -1  # in the place of a token id
 #: What a dense cache can feed: it has no pages, no owners and no plans.
-DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1"})
+DENSE_FED = frozenset({"R4", "R6", "R9", "R10", "R12", "T1", "N1", "W5"})
+NO_FORMS = np.zeros((2, FORMAT.size), np.int64)  # nobody asks whether what is summed is finite
 
 
 class Reread(NamedTuple):
@@ -83,6 +87,8 @@ class DenseCanary:
         """`closed`: by path of needs.py, what is gone of its names."""
         expect_watching(config, "one row of a running generate")
         self.config, self.coverage, self.closed = config, Coverage(), dict(closed or {})
+        self.guard = Guard("transformers", config.mode, self._stopped)
+        self.guard.is_serving = True
         self.dumps = IncidentDumps(config, functools.partial(source_without_slots, weakref.proxy(self)))
         self.dumps.environment = {"engine": "transformers", "version": version("transformers")}
         self.writers = {0: UPDATE}  # by the number of a request in records, its name
@@ -100,22 +106,41 @@ class DenseCanary:
     def __deepcopy__(self, memo: Any) -> DenseCanary:
         return self
 
+    def _stopped(self, reason: str) -> None:
+        self.coverage.skip(f"stopped watching: {reason}", 1)
+
     def fingerprints(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
         """[2, batch, n] int64: both fingerprints of the entries of k and v [batch, heads, n, dim]."""
-        keys = self._keys_of(layer, k, v)
+        return self._summed(layer, k, v, NO_FORMS)[0]
+
+    def stored_fingerprints(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, int | None]:
+        """The same of what is stored, and in the same reading the first of the entries [batch * n] that is not finite
+        (N1); None: all are, or nobody asks.
+        """
+        forms = NO_FORMS if "N1" in self.config.disable else _forms(k.dtype, v.dtype)
+        fingerprints, first = self._summed(layer, k, v, forms)
+        return fingerprints, first - 1 if first else None
+
+    def _summed(self, layer: int, k: Tensor, v: Tensor, forms: NDArray[np.int64]) -> tuple[Tensor, int]:
+        """forms: [2, FORMAT] of K and V; with them 1 + the first entry that is not finite, or 0."""
+        keys, first_bad = self._keys_of(layer, k, v), 0
         if _is_dense(k, v):
             fingerprints = torch.empty(2, k.shape[0], k.shape[2], dtype=torch.int64)
             if fingerprints.numel():
-                own = self._loop_keys(keys, layer)
-                self._loops.sum_heads(_heads_of(k), _heads_of(v), k.shape[2], *own, fingerprints.view(2, -1).numpy())
-            return fingerprints
+                own = k.shape[2], *self._loop_keys(keys, layer), fingerprints.view(2, -1).numpy(), forms
+                first_bad = self._loops.sum_heads(_heads_of(k), _heads_of(v), *own)
+            return fingerprints, first_bad
         rows = words_of(k, v)
         fingerprints = rows.new_empty((2, len(rows)), dtype=torch.int64)
         chunk = max(1, TEMPORARY_BYTES // (rows.shape[1] * 8))
         for first in range(0, len(rows), chunk):
             where = slice(first, first + chunk)
             fingerprints[0, where], fingerprints[1, where] = fingerprints_of_words(keys, layer, rows[where])
-        return fingerprints.view(2, k.shape[0], k.shape[2])
+            if forms.any() and not first_bad:
+                parts = tuple((own.dtype, own[0, :, 0].nbytes // WORD_BYTES) for own in (k, v))
+                bad = words_not_finite(rows[where], _lanes(parts, rows.device)).any(1).nonzero()[:1, 0].tolist()
+                first_bad = first + bad[0] + 1 if bad else 0
+        return fingerprints.view(2, k.shape[0], k.shape[2]), first_bad
 
     def holds(self, layer: int, k: Tensor, v: Tensor, fingerprints: Tensor) -> bool:
         """Whether the fingerprints of the entries of k and v [batch, heads, n, dim] are these [2, batch, n], all of
@@ -181,7 +206,7 @@ class DenseCanary:
 
         pool_id, records: of the cache whose violations name no pool; records [positions, 8] say which forward wrote
         """
-        if not violations:
+        if not violations or self.guard.stopped:
             return
         pool = WatchedPool.of(CacheView(POOL, self.layers_seen), pool_id, records)
         for violation in violations:
@@ -201,6 +226,24 @@ class DenseCanary:
         return AdapterError(
             f"{path} is not watched: {self.closed[path]}; install a release of {TESTED[0]} to {TESTED[-1]}"
         )
+
+
+_lanes = lru_cache(maxsize=16)(lanes_of_parts)
+
+
+@lru_cache(maxsize=16)
+def _forms(*dtypes: torch.dtype) -> NDArray[np.int64]:
+    """[2, FORMAT] of K and V."""
+    return np.array([format_of(dtype) for dtype in dtypes], np.int64)
+
+
+def judge_stored(first: int | None, layer: int, count: int, before: int, site: Site) -> list[Violation]:
+    """N1 of the first of the entries [batch, count] that is not finite; `before`: entries of each row before them."""
+    if first is None:
+        return []
+    row, place = divmod(first, count)
+    sides = {"elements": "finite"}, {"layers_not_finite": [layer]}
+    return [dense_violation("N1", (layer,), row, before + place, site, sides)]
 
 
 def _is_dense(k: Tensor, v: Tensor) -> bool:

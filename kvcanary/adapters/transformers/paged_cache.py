@@ -201,14 +201,15 @@ class BatchedCache:
             return
         group = self.groups[group_of(self.cache, layer)]
         n = batch.total
-        fresh = canary.fingerprints(layer, new[0][:, :, :n], new[1][:, :, :n])[:, 0].cpu()
+        fresh, bad = canary.stored_fingerprints(layer, new[0][:, :, :n], new[1][:, :, :n])
+        fresh = fresh[:, 0].cpu()
         held = self.fingerprints.get(layer)
         if held is None:
             held = self.fingerprints[layer] = torch.zeros(2, len(group.records), dtype=torch.int64)
             self.seen[layer] = torch.zeros(len(group.records), dtype=torch.int64)
-        violations = []
+        violations = [] if bad is None else [_not_finite(batch, layer, group, bad, int(write[bad]))]
         if len(read) and canary.config.content != "write":
-            violations = self._reread(batch, layer, group, held, fresh, given, read.cpu())
+            violations += self._reread(batch, layer, group, held, fresh, given, read.cpu())
         where = write.cpu()[:n]
         kept = torch.zeros(n, dtype=torch.bool)
         begin = 0
@@ -265,3 +266,14 @@ class BatchedCache:
         found = self.canary.fingerprints(layer, k, v)[:, 0].cpu()
         self.canary.coverage.bytes_checked += len(index) * self.canary.entry_bytes
         return index, index[(found != wanted[:, index]).any(0)]
+
+
+def _not_finite(batch: Batch, layer: int, group: Group, entry: int, index: int) -> Violation:
+    """N1 of an entry of this forward."""
+    begin = 0
+    for part in batch.parts:
+        if entry < begin + part.count:
+            break
+        begin += part.count
+    position, sides = part.past + entry - begin, ({"elements": "finite"}, {"layers_not_finite": [layer]})
+    return group.violation("N1", (layer,), index, position, part, expected=sides[0], found=sides[1])

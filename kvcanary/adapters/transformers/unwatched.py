@@ -13,7 +13,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, CanaryNotRunningError, PlanError
 
 #: What forwards call the cache that they are given, by release of transformers.
-CACHES = ("past_key_values", "cache")
+CACHES = ("past_key_values", "cache", "cache_params")
 _events = structlog.get_logger("kvcanary")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary_kernels.record.layout import Identity
 
 NAMES = 1 << 20
 
@@ -37,12 +38,14 @@ class Loads:
         self._several = torch.zeros(NAMES + 1, dtype=torch.bool, device=canary.memory.device)
         self._new: list[tuple[tuple[int, str], Tensor, Tensor]] = []
 
-    def expect(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+    def expect(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> None:
         """Requests whose first entries may come from elsewhere; as `PagedCanary.admit` takes them."""
-        for number, request, tokens, length, salt in new:
+        for number, request, tokens, length, identity in new:
             if tokens is not None and length:
                 prefix = list(tokens[:length])
-                self._new.append(((number, request), torch.tensor(prefix), self.canary.prefixes.every(prefix, salt)))
+                self._new.append(
+                    ((number, request), torch.tensor(prefix), self.canary.prefixes.every(prefix, identity))
+                )
 
     def begin(self) -> None:
         """A step begins: nothing was waited for."""

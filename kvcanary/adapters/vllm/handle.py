@@ -19,11 +19,15 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
 from kvcanary.adapters.vllm.connector import Loads
+from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.config import CanaryConfig
+from kvcanary_kernels.record.layout import Identity
 
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
+#: Where weights and adapters are replaced, of those that a release has.
+LOADS = ("reload_weights", "update_weights", "load_weights", "add_lora")
 
 
 class Handle(HostHandle):
@@ -42,12 +46,16 @@ class Handle(HostHandle):
         self.worker, self.runner = worker, worker.model_runner
         self._loads: Loads | None = None
         self._ledger: BlockLedger | None = None
-        self._given: list[Any] = []  # blocks that this step gives to requests
+        self.identities = Identities()
+        self._scheduled: Any = None  # what the step that runs was told
+        self._given: list[Any] = []  # blocks that it gives to requests
         self._hook(worker, WORKER_HOOKS)
         self._hook(self.runner, self.hooks)
         self.replaced.put(worker, "kvcanary", self)
         self.replaced.put(worker, "kvcanary_report", self.report)
+        self._hook(worker, [name for name in LOADS if hasattr(worker, name)])
         if getattr(self.runner, "kv_caches", None):  # it serves already
+            self._follow_weights()
             self.canary = self._bind()
             self.canary.prepare(self._empty_forward())
             self._arm(self.canary)
@@ -80,8 +88,26 @@ class Handle(HostHandle):
     def _initialize_from_config(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         self.is_armed = False
+        self._follow_weights()
         self.canary = self._bind()
         return result
+
+    def _follow_weights(self) -> None:
+        """The model is there: whoever gives it weights goes through one of these, by a worker's method or its own."""
+        self._hook(self.runner, [name for name in ("reload_weights",) if hasattr(self.runner, name)])
+        model = getattr(self.runner, "model", None)
+        if hasattr(model, "load_weights"):
+            self._hook(model, ["load_weights"])
+
+    def _reload_weights(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.identities.changed()
+        return method(*args, **kwargs)
+
+    _update_weights = _load_weights = _reload_weights
+
+    def _add_lora(self, method: Any, lora_request: Any) -> Any:
+        self.identities.loaded(lora_request.lora_name)
+        return method(lora_request)
 
     def _compile_or_warm_up_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if self.canary is not None:  # compiled before vLLM begins to watch for late compilations
@@ -125,7 +151,10 @@ class Handle(HostHandle):
 
     def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
+        self._scheduled = scheduler_output
         if self.is_armed and self.canary is not None:
+            if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+                self._ended(scheduler_output)
             self._given = self.canary.recent.scheduled(scheduler_output)
             if self._ledger is not None:
                 self._ledger.begin(scheduler_output)
@@ -133,6 +162,16 @@ class Handle(HostHandle):
         if self._wrote() and self._loads is not None:
             self._loads.name()
         return result
+
+    def _ended(self, scheduler_output: Any) -> None:
+        """Requests have ended or are preempted, as the step that is next is told."""
+
+    def _read_again(self) -> bool:
+        """The last forward comes once more, each row by one entry; False: it is to be read as any other."""
+        if self.canary is None or not self.canary.read_again():
+            return False
+        self._is_running = True
+        return True
 
     def _sample_tokens(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self._hold(method(*args, **kwargs))
@@ -157,7 +196,7 @@ class Handle(HostHandle):
         self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks])
         return canary
 
-    def _admit(self, canary: PagedCanary, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+    def _admit(self, canary: PagedCanary, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> None:
         """Rows begin; as `PagedCanary.admit` takes them."""
         uids = canary.admit(new)
         if self._ledger is not None:
@@ -194,12 +233,6 @@ def is_collected(worker: Any) -> bool:
         return True
     ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
     return bool(worker.rank == parallel.world_size - ranks)
-
-
-def salt_of(request: Any) -> str:
-    """What makes equal tokens mean other K and V: the adapter."""
-    lora = request.lora_request
-    return "" if lora is None else f"lora {getattr(lora, 'lora_int_id', lora)}"
 
 
 def engine_version() -> str:

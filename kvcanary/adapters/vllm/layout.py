@@ -100,6 +100,8 @@ def probe(layer: Any, view: PoolView, store: Store | None) -> str:
         before = layer.kv_cache[blocks].clone()
         store(once, slots)
         return _difference(layer, view, before, slots, once, blocks) or _mixed_up(view, slots, store, once, again)
+    except Exception as error:  # of a backend that was not made for such values
+        return f"its store failed, {type(error).__name__}: {error}"
     finally:
         layer.kv_cache[blocks] = held
 
@@ -176,7 +178,7 @@ def _readings(tensors: list[Tensor], page_size: int, layer: Any, spec: Any, stor
     if is_index(layer, spec):
         yield index_pages(tensors, page_size)
         return
-    if tensors[0].dim() == 3:  # no axis of heads
+    if tensors[0].dim() == 3 and is_latent(layer):  # as MLA layers are bound, without an axis of heads
         tensors = [tensor.unsqueeze(1) for tensor in tensors]
     numbers = typed(tensors, kind)
     if kind == "fp8_ds_mla" and cell == DS_BYTES:

@@ -12,7 +12,7 @@ whoever is given one has it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcanary.adapters.observed.canary import PagedCanary
@@ -23,6 +23,8 @@ BY_WORKER, BY_SCHEDULER = "the worker's own ledger", "the scheduler's block pool
 FED_BY = {BY_WORKER: frozenset({"R7", "R8", "W2"}), BY_SCHEDULER: frozenset({"R7", "R8", "W2", "W3"})}
 UNHEARD = "steps before which the scheduler's block pool was not heard"
 NULL_BLOCK = 0
+#: What happened to a block, and to whom.
+GRANTED_TO, SHARED_WITH, FULL = "granted to {}", "shared with {}", "full and in the prefix cache"
 #: A request, by group blocks that it was given, and how many entries it had; None: they follow what it had before.
 Given = tuple[str, Sequence[Sequence[int]], int | None]
 
@@ -51,7 +53,7 @@ class BlockLedger:
         self._full = set[int]()  # hashed, once the step has run in which they become full
         self._blocks: dict[str, list[tuple[int, int]]] = {}  # by request, groups and blocks that it was given
         self._holders: dict[tuple[int, int], set[str]] = {}  # requests that run and were given a block
-        self._history: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
+        self._history: dict[tuple[int, int], tuple[tuple[str, str, int], ...]] = {}
 
     # a step
 
@@ -60,10 +62,10 @@ class BlockLedger:
         told = getattr(output, ATTRIBUTE, None)
         if told is not None:
             self._replay(told)
-        ended = output.finished_req_ids, output.preempted_req_ids or ()
-        for name in [name for names in ended for name in names]:
-            self._uids.pop(name, None)
-            self._left(name)
+        if output.finished_req_ids or output.preempted_req_ids:
+            for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+                self._uids.pop(name, None)
+                self._left(name)
 
     def came(self, uids: Mapping[str, int]) -> None:
         """Requests have rows now, with these uids."""
@@ -73,20 +75,28 @@ class BlockLedger:
         """Blocks that rows are given in this step: those that they will write first, for others may read them too."""
         self._follow(BY_WORKER if getattr(output, ATTRIBUTE, None) is None else BY_SCHEDULER)
         take = self._take_own if self.fed_by == BY_WORKER else self._take_fresh
-        for name in [name for name, _, length in given if length is not None]:  # all its blocks, once more
-            self._left(name)
-        for is_old in (False, True):
-            places = [(one[0], place) for one in given for place in self._places(one, is_old)]
-            for name, place in places:
+        is_any_new = False
+        for name, _, length in given:
+            if length is not None:  # all its blocks, once more
+                is_any_new = True
+                self._left(name)
+        for is_old in (False, True) if is_any_new else (False,):
+            claimed = [(one[0], place) for one in given for place in self._places(one, is_old)]
+            for name, place in claimed:
                 take(name, place, is_old)
-            for _, (_, block) in places:
+            for _, (_, block) in claimed:
                 self._fresh.pop(block, None)
 
-    def _places(self, given: Given, is_old: bool) -> Iterator[tuple[int, int]]:
+    def _places(self, given: Given, is_old: bool) -> Iterable[tuple[int, int]]:
         """Groups and blocks whose entries the request has already (is_old), or has not all of them."""
         _, blocks, length = given
+        if length is None and len(blocks) == 1:
+            return [(0, block) for block in blocks[0] if block != NULL_BLOCK]
+        return self._places_of_all(blocks, length or 0, is_old)
+
+    def _places_of_all(self, blocks: Sequence[Sequence[int]], length: int, is_old: bool) -> Iterator[tuple[int, int]]:
         for group, own in enumerate(blocks):
-            old = (length or 0) // self.owners.block_sizes[group]
+            old = length // self.owners.block_sizes[group]
             for block in own[:old] if is_old else own[old:]:
                 if block != NULL_BLOCK:
                     yield group, block
@@ -102,10 +112,10 @@ class BlockLedger:
         """A block that nobody has filled is this request's alone; the others are a prefix cache's, or were loaded."""
         if is_old:
             self._holders.setdefault(place, set()).add(name)
-            self._give(place, UNJUDGED, f"shared with {name!r}")
+            self._give(place, UNJUDGED, SHARED_WITH, name)
         else:
             self._holders[place] = {name}
-            self._give(place, self._uids.get(name, UNJUDGED), f"granted to {name!r}")
+            self._give(place, self._uids.get(name, UNJUDGED), GRANTED_TO, name)
         self._blocks.setdefault(name, []).append(place)
 
     def _left(self, name: str) -> None:
@@ -126,10 +136,11 @@ class BlockLedger:
             self.canary.coverage.skip(UNHEARD, 1)
         self._serial = serial
         self._follow(BY_SCHEDULER)
-        full, self._full = self._full, set()
-        for place in self._known(full):
-            if self.owners.owner(*place) not in (FREE, UNJUDGED):
-                self._give(place, SHARED, "full and in the prefix cache")
+        if self._full:
+            full, self._full = self._full, set()
+            for place in self._known(full):
+                if self.owners.owner(*place) not in (FREE, UNJUDGED):
+                    self._give(place, SHARED, FULL)
         for kind, blocks in events:
             self._happened(kind, blocks)
 
@@ -161,7 +172,7 @@ class BlockLedger:
         if is_shared is not None:
             uid = self._uids.get(name)
             owner = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
-            self._give(place, owner, f"granted to {name!r}")
+            self._give(place, owner, GRANTED_TO, name)
 
     # helpers
 
@@ -172,12 +183,12 @@ class BlockLedger:
                 if self.owners.owner(group, block) != UNJUDGED:
                     yield group, block
 
-    def _give(self, place: tuple[int, int], owner: int, what: str) -> None:
-        self.owners.give(*place, owner)
-        self._history[place] = (*self._history.get(place, ())[-2:], (what, self.canary.step + 1))
+    def _give(self, place: tuple[int, int], owner: int, what: str, name: str = "") -> None:
+        self.owners.give(place, owner)
+        self._history[place] = (*self._history.get(place, ())[-2:], (what, name, self.canary.step + 1))
 
     def _told_of(self, group: int, slot: int) -> tuple[str, ...]:
         """For a finding: the last that happened to the block of a slot."""
         block = slot // self.owners.block_sizes[group]
         told = self._history.get((group, block), ())
-        return tuple(f"block {block} was {what} in step {step}" for what, step in told)
+        return tuple(f"block {block} was {what.format(repr(name))} in step {step}" for what, name, step in told)

@@ -15,7 +15,7 @@ import torch
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.handle import Handle, salt_of
+from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.errors import AdapterError
 
 
@@ -23,12 +23,13 @@ class HandleV1(Handle):
     """The canary of a worker with runner V1."""
 
     hooks = ("_update_states", "_build_attention_metadata", "execute_model", "sample_tokens")
-    _scheduled: Any = None  # what the step that is being prepared was told
+    _prepared: Any = None  # what the step that is being prepared was told
+    _names, _places = list[str](), list[int]()  # of the last forward, where each row had one token; where tensors lay
 
     def _update_states(self, method: Any, scheduler_output: Any) -> Any:
         if not self.is_armed or self.canary is None:
             return method(scheduler_output)
-        self._scheduled = scheduler_output if scheduler_output.total_num_scheduled_tokens else None
+        self._prepared = scheduler_output if scheduler_output.total_num_scheduled_tokens else None
         cached = scheduler_output.scheduled_cached_reqs
         ended = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._leave(self.canary, [name for name in ended if name in self._numbers])
@@ -49,10 +50,23 @@ class HandleV1(Handle):
 
     def _build_attention_metadata(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        output, self._scheduled = self._scheduled, None
-        if self.is_armed and output is not None and not kwargs.get("for_cudagraph_capture"):
+        output, self._prepared = self._prepared, None
+        is_forward = self.is_armed and output is not None and not kwargs.get("for_cudagraph_capture")
+        if is_forward and not self._goes_on(output):
             self._read(self._forward_of(output))
         return result
+
+    def _goes_on(self, output: Any) -> bool:
+        """Whether the last forward comes once more, each row by one entry, and was read so."""
+        runner, batch = self.runner, self.runner.input_batch
+        names = batch.req_ids[: batch.num_reqs] if output.total_num_scheduled_tokens == batch.num_reqs else []
+        used = runner.seq_lens, runner.query_start_loc.gpu, runner.input_ids.gpu, runner.positions
+        groups = [self._table(number) for number in range(len(runner.kv_cache_config.kv_cache_groups))]
+        lines = [line for table in groups for line in (table.block_table.gpu, table.slot_mapping.gpu)]
+        places = [tensor.data_ptr() for tensor in (*used, *lines)]
+        goes_on = bool(names) and names == self._names and places == self._places
+        self._names, self._places = list(names), places
+        return goes_on and self._read_again()
 
     def _leave(self, canary: PagedCanary, names: Sequence[str]) -> None:
         """Requests end or are preempted."""
@@ -65,7 +79,7 @@ class HandleV1(Handle):
         for name, tokens, length in new:
             if name not in self._numbers:
                 self._numbers[name] = self._free.pop()
-            salt = salt_of(self.runner.requests[name])
+            salt = self.identities.of(self.runner.requests[name])
             admitted.append((self._numbers[name], name, tokens, length, salt))
         self._admit(canary, admitted)
 
@@ -98,6 +112,7 @@ class HandleV1(Handle):
             )
         self._max_new, self._max_len = 1 + int(runner.num_spec_tokens), int(runner.max_model_len)
         self._numbers: dict[str, int] = {}
+        self._names = []
         self._free = list(range(runner.max_num_reqs))
         return PagedCanary(self.config, runner.max_num_reqs, self._max_new, runner.max_num_tokens, device)
 

@@ -17,7 +17,7 @@ from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.connector import Loads, connector_name
-from kvcanary.adapters.vllm.handle import Handle, salt_of
+from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.errors import AdapterError
 
 
@@ -25,14 +25,11 @@ class HandleV2(Handle):
     """The canary of a worker with runner V2."""
 
     _pending: Forward | None = None  # until an external load is there
-    _scheduled: Any = None  # what the step that runs was told
+    _rows, _places = b"", list[int]()  # of the last forward, where each row had one token; and where its tensors lay
     hooks = ("execute_model", "update_requests", "prepare_attn", "sample_tokens")
 
-    def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._scheduled = scheduler_output
-        if self.is_armed and (scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids):
-            self._leave(scheduler_output)
-        return super()._execute_model(method, scheduler_output, *args, **kwargs)
+    def _ended(self, scheduler_output: Any) -> None:
+        self._leave(scheduler_output)
 
     def _leave(self, scheduler_output: Any) -> None:
         """Requests end or are preempted."""
@@ -48,7 +45,7 @@ class HandleV2(Handle):
         for request in requests:
             tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
             number, length = numbers[request.req_id], request.num_computed_tokens
-            new.append((number, request.req_id, tokens, length, salt_of(request)))
+            new.append((number, request.req_id, tokens, length, self.identities.of(request)))
         if self.canary is not None:
             self._admit(self.canary, new)
         if self._loads is not None:
@@ -66,13 +63,25 @@ class HandleV2(Handle):
         if self.is_armed:
             if self._scheduled.scheduled_new_reqs:
                 self._come(self._scheduled.scheduled_new_reqs)
-            self._give(self._scheduled)
-            forward = self._forward_of(input_batch, *result)
-            if self._loads is None:
-                self._read(forward)
-            else:
-                self._pending = forward
+            if self._given:
+                self._give(self._scheduled)
+            if self._loads is not None:
+                self._pending = self._forward_of(input_batch, *result)
+            elif not self._goes_on(input_batch, *result):
+                self._read(self._forward_of(input_batch, *result))
         return result
+
+    def _goes_on(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> bool:
+        """Whether the last forward comes once more, each row by one entry, and was read so."""
+        n = batch.num_reqs
+        if batch.num_tokens != n:
+            self._rows = b""
+            return False
+        rows, used = batch.idx_mapping_np[:n].tobytes(), (batch.seq_lens, batch.query_start_loc, batch.input_ids)
+        places = [tensor.data_ptr() for tensor in (*used, batch.positions, slots, *tables)]
+        goes_on = rows == self._rows and places == self._places
+        self._rows, self._places = rows, places
+        return goes_on and self._read_again()
 
     def _pre_forward(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if self._loads is not None:
@@ -119,6 +128,7 @@ class HandleV2(Handle):
         return self._slots if slots.data_ptr() == self._slots_at else list(slots)
 
     def _bind(self) -> PagedCanary:
+        self._rows = b""
         runner, canary = self.runner, super()._bind()
         speculator, connector = getattr(runner, "speculator", None), getattr(runner, "kv_connector", None)
         if speculator is not None and self._late_layers() and replaced_by(speculator, "propose") is None:

@@ -9,6 +9,14 @@ from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.branches import page_of_another
 from kvcanary.faults.helpers.harmless import hit_and_give_back, lengthen_plans
 from kvcanary.faults.helpers.reach import redirect_row, strike_forward
+from kvcanary.faults.helpers.unsaid import (
+    Told,
+    admit_as,
+    behind,
+    hit_behind_new_weights,
+    image,
+    replace_weights,
+)
 from kvcanary.faults.target import Setup, Target
 
 
@@ -31,6 +39,26 @@ def _whatever_is_behind(tokens: Sequence[int], tree: Any, root: tuple[str, str])
 def _cascade_over_what_is_not_common(target: Target) -> None:
     """The first pages of one request are taken for the common prefix of all."""
     strike_forward(target, lambda call: redirect_row(call, 1, 0), requests=2)
+
+
+def _unsaid(name: str, story: str, told: Told, harmless: Told, **fields: Any) -> Fault:
+    """A cached prompt comes again, and what `admit` is told of it is not in the key that finds it."""
+    return Fault(
+        name=f"identity.{name}",
+        story=story,
+        applies_to="a prefix cache, and prompts that have a beginning in common",
+        needs=_HITS,
+        applies=_shares,
+        strike=lambda target: admit_as(target, told, is_harmless=False),
+        quiet=lambda target: admit_as(target, harmless, is_harmless=True),
+        spares_tokens=True,
+        within=4,
+        **fields,
+    )
+
+
+#: Of a Setup in which prompts are found in the prefix cache, with room for one more.
+_HITS = {"shared": 12, "batch": 4, "chunk": 512, "new_tokens": 20}
 
 
 def _shares(setup: Setup) -> bool:
@@ -97,5 +125,66 @@ FAULTS = (
         applies=lambda setup: setup.batch > 1 and not setup.shared,
         strike=_cascade_over_what_is_not_common,
         quiet=lengthen_plans,
+    ),
+    Fault(
+        name="identity.weights_replaced",
+        story="Weights were replaced while requests ran; nobody said that their rows may be a mix of both, and they "
+        "went on over what the ones before had computed.",
+        expected="R5",
+        also=("R6",),
+        applies_to="running requests",
+        strike=lambda target: replace_weights(target, keeps=False),
+        quiet=lambda target: replace_weights(target, keeps=True),
+        spares_tokens=True,
+    ),
+    Fault(
+        name="identity.weights_behind_a_cache",
+        bugs=("InternLM/lmdeploy#4917", "vllm-project/vllm-omni#6739"),
+        story="Weights were replaced, and the reset of the prefix cache did nothing, or came too early: a later prompt "
+        "with a known beginning joined K and V of the old weights with decoding by the new ones.",
+        expected="R5",
+        also=("R6",),
+        applies_to="a prefix cache, and prompts that have a beginning in common",
+        needs=_HITS,
+        applies=_shares,
+        strike=lambda target: hit_behind_new_weights(target, is_back=False),
+        quiet=lambda target: hit_behind_new_weights(target, is_back=True),
+        spares_tokens=True,
+        within=4,
+    ),
+    _unsaid(
+        "adapter_of_a_request",
+        "An adapter was chosen by request, and what is cached was looked for by tokens alone.",
+        lambda cached, count: {"adapter": "law"},
+        lambda cached, count: {},
+        bugs=("ggml-org/llama.cpp#26207",),
+        expected="R5",
+        also=("R6",),
+    ),
+    _unsaid(
+        "other_image",
+        "All images are the same placeholder ids, and keys were made of ids: a question about one was answered from "
+        "another's K and V.",
+        image("dog", 0.5),
+        behind("dog"),
+        bugs=("LMCache/LMCache#4086", "NVIDIA/TensorRT-LLM#13815", "LMCache/LMCache#4183", "ROCm/ATOM#1358"),
+        expected="R6",
+        also=("R5",),
+    ),
+    _unsaid(
+        "image_at_the_beginning",
+        "The image comes first, and nothing of what is cached is the prompt's.",
+        image("dog", 0.0),
+        behind("dog"),
+        expected="R6",
+        also=("R5",),
+    ),
+    _unsaid(
+        "prompt_embeddings",
+        "A prompt was given as embeddings, and its rows of ids were all the same to the cache.",
+        lambda cached, count: {"spans": [(n, n + 1, f"row {n}") for n in range(cached // 2, count)]},
+        behind("row"),
+        expected="R6",
+        also=("R5",),
     ),
 )

@@ -39,6 +39,7 @@ from kvcanary.faults.helpers.landing import (
     rewrite_a_row,
     write_after_the_end,
 )
+from kvcanary.faults.helpers.unsaid import clear_pools
 from kvcanary.faults.target import Setup
 
 
@@ -290,5 +291,15 @@ FAULTS = (
         strike=land_in_a_granted_page,
         quiet=noise_in_a_free_page,
         cause="bits",
+    ),
+    _fault(
+        "pool_cleared_under_its_rows",
+        ("vllm-project/vllm-omni#6442",),
+        "An engine slept: the bytes of its pools went, and the scheduler kept its requests and the hashes of its "
+        "blocks. After the wake-up the memory was there again, and rows went on over zeros.",
+        expected="R12",
+        applies_to="running requests",
+        strike=lambda target: clear_pools(target, keeps_bytes=False),
+        quiet=lambda target: clear_pools(target, keeps_bytes=True),
     ),
 )

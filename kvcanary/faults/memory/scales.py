@@ -6,9 +6,9 @@ own, with the settings of the one that the target has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.helpers.replays import own_canary
@@ -45,6 +45,7 @@ def _quantised() -> Quantised:
 
 
 Damage = Callable[[Quantised, int, int], None]  # of a layer and slot
+Put = Callable[[int, Sequence["Tensor"]], None]  # of a layer, what it stores
 
 
 def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = False) -> None:
@@ -72,8 +73,32 @@ def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = 
         _step(target, canary, pool, PROMPT_LEN, PROMPT_LEN + 1)
 
 
-def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, end: int) -> None:
-    """One forward that writes positions [start, end), and reads all before it."""
+def _store_a_scale(target: Target, scale: float, code: str | None = None) -> None:
+    """A prompt is written, and one of its scales in one layer is this number."""
+    from kvcanary.pools.views import PoolView
+
+    pool = _quantised()
+    extras = {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
+    layer, position = target.rng.randrange(LAYERS), target.rng.randrange(PROMPT_LEN)
+    part, head = 2 + target.rng.randrange(2), target.rng.randrange(HEADS)
+
+    def put(number: int, stored: Sequence[Tensor]) -> None:
+        if number == layer:
+            stored[part][position, head] = scale
+
+    with own_canary(target, PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)) as canary:
+        canary.arm()
+        canary.admit(READER, list(range(PROMPT_LEN)))
+        canary.on_alloc(READER, list(range(1, PAGES)))
+        place: dict[str, Any] = {"pool": NAME, "slot": PAGE_SIZE + position, "position": position, "layer": layer}
+        target.record(READER, code, **({} if code == "" else place))
+        _step(target, canary, pool, 0, PROMPT_LEN, put)
+
+
+def _step(
+    target: Target, canary: CanaryManager, pool: Quantised, start: int, end: int, put: Put = lambda number, stored: None
+) -> None:
+    """One forward that writes positions [start, end), and reads all before it; `put` may change what a layer stores."""
     import torch
 
     from kvcanary.pools.plans import (
@@ -89,6 +114,7 @@ def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, en
     substep.open(read, WritePlan(slots[start:], tokens, positions))
     for number in range(LAYERS):
         stored = [_noise(target, part[number][start:end]) for part in pool]
+        put(number, stored)
         for part, values in zip(pool, stored, strict=True):
             part[number][slots[start:]] = values
         substep.store(number, *stored)
@@ -153,5 +179,17 @@ FAULTS = (
         "A context shift rotated keys in place. Quantised keys were rotated as they are, and came out as garbage.",
         _rotate,
         cause="bits",
+    ),
+    Fault(
+        "scales.not_finite",
+        "The scale of a token overflowed in one layer. NaN spread to all layers behind it and to all steps after, and "
+        "nobody could tell which phase and layer had written the first.",
+        expected="N1",
+        bugs=("vllm-project/vllm#44211", "vllm-project/vllm#43880"),
+        applies_to="any engine: the pool is the fault's own",
+        strike=partial(_store_a_scale, scale=float("inf")),
+        quiet=partial(_store_a_scale, scale=3.4e38, code=""),
+        cause="numerics",
+        within=1,
     ),
 )

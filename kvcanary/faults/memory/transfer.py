@@ -18,6 +18,7 @@ from kvcanary.faults.helpers.coming_back import (
 )
 from kvcanary.faults.helpers.reach import any_layer, any_reader, exchange_parts, overwrite, shift_heads, words_of
 from kvcanary.faults.helpers.recycling import never_granted
+from kvcanary.faults.helpers.unsaid import move_pools
 from kvcanary.faults.strike import NotNow, need
 from kvcanary.faults.target import Setup, Target
 
@@ -271,5 +272,14 @@ FAULTS = (
         "places.",
         strike=partial(bring_back, arrive=rotated_heads),
         applies=lambda setup: has_two_pages(setup) and _has_heads(setup),
+    ),
+    Fault(
+        name="transfer.pool_moved_short",
+        story="A pool was allocated anew, and the copy of what it held left out a slot of a row that goes on.",
+        expected="R9",
+        applies_to="running requests",
+        strike=lambda target: move_pools(target, is_short=True),
+        quiet=lambda target: move_pools(target, is_short=False),
+        cause="order",
     ),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
+from kvcanary.codes import ARRIVED, CODES, MISREAD, UNWRITTEN
 from kvcanary.provenance.arrival import KINDS
 from kvcanary.report.causes import branches, hooks, identity, moves, rows, states, tokens, transfers, watched, writes
 from kvcanary.report.causes import bytes as bytes_
@@ -97,6 +97,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R7", "R8", "W2", "W7"), rows.read_after_free),
     (("R7",), rows.never_granted),
     (("R7", "R8"), watched.freed_under_its_reader),
+    ((MISREAD,), rows.read_elsewhere),
     (("R8",), rows.place_of_two),
     (("R8",), rows.neighbours_row),
     (("R8",), rows.foreign_page),
@@ -109,14 +110,18 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R12",), rows.old_record),
     (("R12",), rows.past_the_end),
     (("R10",), rows.repeated_number),
+    (("R10",), watched.outgrown_row),
     (("R10",), _fixed("lengths", "a length was not raised, not rolled back, or counted in the wrong unit")),
     (("R11",), _fixed("order", "the forward ran before, or beside, a write that it should have followed")),
     (("R13",), _fixed("draft", "the mask was built from another tree, or by column in the place of parent")),
     (("W4",), writes.written_twice),
+    (("W5",), watched.cache_positions),
     (("W5",), writes.stale_positions),
     (("W5",), writes.miscounted_positions),
     (("W5",), writes.tree_positions),
     (("W5",), watched.draft_positions),
+    (("W2", "W3", "W5", "W7"), watched.stored_elsewhere),
+    (("R6",), watched.other_weights),
     (("W6",), _fixed("order", "built on a step whose tokens were not known yet, or on those of another row")),
     (("W6",), watched.unshifted_chunk_end),
     (("W6",), watched.accepted_otherwise),

@@ -432,3 +432,11 @@ def refused_event(facts: Evidence) -> Cause | None:
 def _last_event(facts: Evidence) -> tuple[str, ...]:
     page = facts.violation.page
     return tuple(f"the last event of page {page}: {event} ({event.place})" for event in facts.events[-1:])
+
+
+def read_elsewhere(facts: Evidence) -> Cause | None:
+    """What a probe has shown."""
+    if facts.violation.misread is None:
+        return None
+    family, text, evidence = facts.violation.misread
+    return Cause(family, text, "derived", evidence)

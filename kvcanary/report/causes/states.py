@@ -12,9 +12,10 @@ def _known(facts: Evidence) -> StateFacts:
 
 
 def _is_anothers(facts: Evidence) -> bool:
-    """Whether another request's state lies in an entry that no prefix cache has."""
+    """Whether another request's state lies in an entry that no prefix cache has, and it has absorbed other tokens."""
     state = _known(facts)
-    return not state.is_shared and state.lies.writer not in (None, facts.violation.request_id)
+    is_anothers = state.lies.writer not in (None, facts.violation.request_id)
+    return is_anothers and not state.is_shared and state.first_difference is not None
 
 
 def published_in_part(facts: Evidence) -> Cause | None:

@@ -30,6 +30,30 @@ def not_finite_before(facts: Evidence) -> Cause | None:
     return Cause("numerics", "computed from an entry that was not finite before", "derived", evidence)
 
 
+def stored_elsewhere(facts: Evidence) -> Cause | None:
+    """The forward was told another slot for an entry than its row has."""
+    wanted, found = _fed(facts)
+    if "slot" not in wanted or "slot" not in found or facts.violation.site[0] == "draft":
+        return None
+    violation = facts.violation
+    where = f"slot {found['slot']}, the row of {violation.request_id!r} has slot {wanted['slot']}"
+    evidence = (f"position {violation.position} was stored into {where} for it", *violation.notes[1:])
+    return Cause("addressing", "the forward stores an entry where its row has another one", "derived", evidence)
+
+
+def outgrown_row(facts: Evidence) -> Cause | None:
+    """Rows lie behind each other: what a row has no room for becomes the next one's."""
+    wanted, found = _fed(facts)
+    if "row_width" not in wanted:
+        return None
+    width, length = wanted["row_width"], found["length"]
+    evidence = (
+        f"{length} entries were reserved, a row of the table has {width}",
+        "the next row's first entries follow",
+    )
+    return Cause("bounds", "more entries are reserved than a row of the table has room for", "derived", evidence)
+
+
 def draft_positions(facts: Evidence) -> Cause | None:
     """A draft step was fed a position, or a slot, that is not the next one of its branch."""
     wanted, found = _fed(facts)
@@ -42,6 +66,32 @@ def draft_positions(facts: Evidence) -> Cause | None:
     evidence = (f"it was fed position {found['position']}, its branch goes on at {wanted['position']}",)
     where = f"{abs(off)} too {'far' if off > 0 else 'early'}"
     return Cause("draft", f"the draft's positions are {where}", "derived", evidence)
+
+
+def cache_positions(facts: Evidence) -> Cause | None:
+    """Positions of a forward over a cache whose rows end elsewhere."""
+    wanted, found = _fed(facts)
+    if facts.declared is not None or facts.violation.row_number is None or "position" not in wanted:
+        return None
+    off, length = found["position"] - wanted["position"], facts.violation.position
+    evidence = [f"it was fed position {found['position']}, the row goes on at {wanted['position']}: {off:+d}"]
+    if off != length:
+        return Cause("lengths", f"positions are off by {off:+d}", "derived", tuple(evidence))
+    evidence.append(f"the cache has {length} entries before it")
+    return Cause("lengths", "the cached length was counted twice", "derived", tuple(evidence))
+
+
+def other_weights(facts: Evidence) -> Cause | None:
+    """A cache that the model's weights of now did not write."""
+    wanted, found = _fed(facts)
+    if "weights" not in wanted:
+        return None
+    evidence = (
+        f"state {found['weights']} of the model's parameters wrote the cache, state {wanted['weights']} reads it",
+        "no token and no byte of it is another",
+    )
+    text = "weights were replaced: what the ones before computed is read as if it were of now"
+    return Cause("identity", text, "derived", evidence)
 
 
 def unshifted_chunk_end(facts: Evidence) -> Cause | None:

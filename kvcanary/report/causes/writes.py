@@ -22,8 +22,9 @@ def tree_positions(facts: Evidence) -> Cause | None:
     if violation.site[0] not in TREE_KINDS:
         return None
     off = f"position {violation.position}, the parent's is {violation.parent_position}"
-    # A captured forward tells where, and not by how much.
-    return Cause("draft", text, "inferred", () if violation.position is None else (off,))
+    # A captured forward tells where, and not by how much; nobody tells of parents in pools that are only watched.
+    is_told = violation.position is not None and (facts.declared is not None or violation.parent_position is not None)
+    return Cause("draft", text, "inferred", (off,) if is_told else ())
 
 
 def stale_positions(facts: Evidence) -> Cause | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcanary.states.states import States
+    from kvcanary import States
 
 
 class StateWatch:

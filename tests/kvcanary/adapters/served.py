@@ -23,6 +23,7 @@ class Request:
     computed: int = 0
     is_known: bool = False
     hashed: int = 0  # blocks that others can find
+    lora: Any = None
 
 
 class Users:
@@ -103,8 +104,8 @@ class Served:
     def blocks_of(self, request: Request) -> list[Any]:
         return [self.pool.blocks[block] for block in request.blocks]
 
-    def ask(self, name: str, tokens: list[int], length: int, drafts: int = 0) -> None:
-        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts))
+    def ask(self, name: str, tokens: list[int], length: int, drafts: int = 0, lora: Any = None) -> None:
+        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts, lora=lora))
         self.outputs[name] = []
 
     def release(self, request: Request) -> None:
@@ -206,7 +207,7 @@ class Served:
                     None,
                     (list(request.blocks),) * groups,
                     request.computed,
-                    None,
+                    request.lora,
                 )
                 data.prefill_token_ids = list(request.tokens)
                 new.append(data)

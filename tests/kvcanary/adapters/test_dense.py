@@ -62,3 +62,23 @@ def test_fingerprints_are_appended_where_there_is_room() -> None:
     own.append(wanted[:, [1, 0, 1], 9:10], 51)
     assert torch.equal(own.fingerprints, wanted[:, [1, 0, 1], :10])
     assert own.seen.tolist() == [1] * 7 + [7, 8, 51]
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_first_entry_that_is_not_finite_is_seen_as_it_is_summed(dtype: torch.dtype, is_dense: bool) -> None:
+    """In K or V of any head, with the same fingerprints as without; None where all are finite, or nobody asks."""
+    canary = DenseCanary(CanaryConfig(mode="log", seed=3))
+    k, v = entries(dtype, is_dense)
+    fingerprints, first = canary.stored_fingerprints(1, k, v)
+    assert torch.equal(fingerprints, canary.fingerprints(1, k, v))
+    assert first is None
+    k[2, 1, 3, 2] = torch.nan
+    assert canary.stored_fingerprints(1, k, v)[1] == 2 * 5 + 3
+    v[1, 0, 4, 3] = -torch.inf
+    fingerprints, first = canary.stored_fingerprints(1, k, v)
+    assert first == 1 * 5 + 4
+    assert torch.equal(fingerprints, canary.fingerprints(1, k, v))
+    quiet = DenseCanary(CanaryConfig(mode="log", seed=3, disable=frozenset({"N1"})))
+    assert quiet.stored_fingerprints(1, k, v)[1] is None
+    assert canary.stored_fingerprints(1, k[:, :, :0], v[:, :, :0])[1] is None

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvcanary.adapters.observed import moves
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.report import report_step
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.finding import Finding
@@ -123,3 +123,25 @@ def test_a_copy_that_should_be_there_is_looked_for() -> None:
     [finding] = look()
     assert (finding.code, finding.reader, finding.slot, finding.layers) == ("T1", "r0", int(target[0]), (0,))
     assert len(look()) == 1
+
+
+def test_a_row_that_is_given_more_than_its_line_holds_is_told() -> None:
+    """R10 of that request with the slot that went elsewhere, its cause, and once however long it goes on."""
+    engine = running()
+    for length in (65, 66):
+        tell_outgrown(engine.canary, [("r1", length, 17)], 64)
+        engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.position, finding.site) == ("R10", "r1", 64, ("grant", 0))
+    assert finding.slot == 17
+    assert (finding.expected, finding.found) == ({"row_width": 64}, {"length": 65})
+    assert finding.causes[0].family == "bounds"
+
+
+def test_a_grant_speaks_before_what_it_has_damaged() -> None:
+    """The row behind reads the slots of the row that outgrew its line, in the same step: the grant comes first."""
+    engine = running()
+    engine.table[0, 0] = engine.table[1, 5]
+    tell_outgrown(engine.canary, [("r1", 65, 17)], 64)
+    engine.step({0: [1], 1: [2]})
+    assert [(finding.code, finding.reader) for finding in told(engine)] == [("R10", "r1"), ("R12", "r0")]

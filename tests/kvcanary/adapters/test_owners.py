@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from kvcanary import CanaryConfig
 from kvcanary.adapters.observed import moves
+from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident_dumps import OWNERS_ALONE
+from kvcanary.scrub.free_slots import UNPOISONED
 
 from .test_inputs import running, told
 from .test_paged import Engine
@@ -26,7 +30,7 @@ def test_what_was_granted_is_silent_and_the_certificate_says_that_it_is_judged()
     """Rows read and write their own slots; R7, R8, W2 and W3 are not inactive any more."""
     engine, _, _ = owned()
     assert told(engine) == []
-    assert not {"R7", "R8", "W2", "W3"} & set(engine.canary.certificate()["inactive_classes"])
+    assert not {"R7", "R8", "W2", "W3", "W7", "P1"} & set(engine.canary.certificate()["inactive_classes"])
 
 
 def test_a_slot_that_was_given_back_is_told_with_its_cause() -> None:
@@ -37,8 +41,18 @@ def test_a_slot_that_was_given_back_is_told_with_its_cause() -> None:
     engine.step({0: [1], 1: [2]})
     [finding] = told(engine)
     assert (finding.code, finding.reader, finding.position, finding.causes[0].family) == ("R7", "r0", 3, "lifetime")
-    assert "the slot is free" in finding.evidence
+    assert "the slot was given back, and is free" in finding.evidence
     assert finding.history == (OWNERS_ALONE,)
+
+
+def test_a_prefix_cache_takes_nothing_that_was_given_back() -> None:
+    """Freed, and then taken by the cache with the rest of its row: it is free all the same, R7 before any poison."""
+    engine, slots, _ = owned()
+    engine.canary.owners.freed(slots[3:4])
+    engine.canary.owners.shared(slots[:8])
+    engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.position) == ("R7", "r0", 3)
 
 
 def test_a_slot_that_another_row_was_granted_is_told_with_its_owner() -> None:
@@ -70,3 +84,114 @@ def test_forgetting_frees_everything() -> None:
     engine.canary.owners.forget()
     engine.canary.owners.apply()
     assert not engine.canary.owners.slots.any()
+
+
+def test_a_write_to_a_slot_that_was_given_back_is_told() -> None:
+    """W7 with the slot, until it is granted again."""
+    engine, slots, uids = owned()
+    engine.canary.owners.freed(slots[10:12])
+    engine.step({0: [1], 1: [2]})
+    engine.canary.owners.on_granted = None  # P1 would tell of the same write
+    [finding] = told(engine)
+    assert (finding.code, finding.writer, finding.position, finding.slot) == ("W7", "r0", 10, int(slots[10]))
+    assert "the slot was given back, and is free" in finding.evidence
+    engine.canary.owners.granted(slots[10:12], torch.full((2,), uids["r0"]))
+    engine.step({0: [1], 1: [2]})
+    assert len(told(engine)) == 1
+
+
+def test_an_entry_that_is_stored_elsewhere_names_both_slots(monkeypatch) -> None:
+    """A slot that its row does not have for it: where it was stored, where it belongs, and who has that slot."""
+    engine, slots, _ = owned()
+    read, other = engine.canary.read, int(moves.slots_of(engine.canary.groups[0], engine.table[1])[30])
+
+    def astray(forward) -> None:
+        forward.slots[0][0] = other
+        read(forward)
+
+    monkeypatch.setattr(engine.canary, "read", astray)
+    engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.writer, finding.position, finding.slot) == ("W2", "r0", 10, other)
+    assert (finding.expected, finding.found) == ({"slot": int(slots[10])}, {"slot": other})
+    cause = finding.causes[0]
+    assert (cause.family, cause.text) == ("addressing", "the forward stores an entry where its row has another one")
+    assert "the slot was granted to 'r1'" in cause.evidence
+
+
+# poison
+
+FREE = slice(24, 32)  # of row 0, whose entries do not reach there
+
+
+def poisoned() -> tuple[Engine, torch.Tensor, dict[str, int]]:
+    """Slots of row 0 that were freed, and filled."""
+    engine, slots, uids = owned()
+    engine.canary.owners.freed(slots[FREE])
+    engine.step({0: [1], 1: [2]})
+    assert told(engine) == []
+    return engine, slots[FREE], uids
+
+
+def test_a_write_into_a_free_slot_is_told_when_it_is_granted() -> None:
+    """P1 of the layer that somebody wrote, with who was granted the slot; then it is looked at no more."""
+    engine, slots, uids = poisoned()
+    block, offset = divmod(int(slots[5]), engine.canary.groups[0].block_size)
+    engine.kv[1][block, :, offset] += 1
+    engine.canary.owners.granted(slots, torch.full((8,), uids["r1"]))
+    engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.slot, finding.layer) == ("P1", "r1", int(slots[5]), 1)
+    assert (finding.site, finding.causes[0].family) == (("grant", 0), "lifetime")
+    engine.canary.owners.granted(slots, torch.full((8,), uids["r0"]))
+    engine.step({0: [1], 1: [2]})
+    assert len(told(engine)) == 1
+
+
+def test_a_sound_free_slot_is_silent_and_what_is_granted_is_not_filled() -> None:
+    """Freed, filled, granted, and stored as ever; freed and granted before one forward, too."""
+    engine, slots, uids = poisoned()
+    engine.canary.owners.granted(slots, torch.full((8,), uids["r0"]))
+    engine.canary.owners.freed(slots)
+    engine.canary.owners.granted(slots, torch.full((8,), uids["r0"]))
+    for _ in range(24):
+        engine.step({0: [1], 1: [2]})
+    assert told(engine) == []
+    assert engine.canary.coverage.unchecked == {}
+
+
+def test_what_a_step_has_no_budget_for_is_counted(monkeypatch) -> None:
+    """The certificate says how many freed slots were not filled, and these are not judged."""
+    engine, slots, uids = owned()
+    monkeypatch.setattr(engine.canary.poison, "most", 3)
+    engine.canary.owners.freed(slots[FREE])
+    engine.step({0: [1], 1: [2]})
+    assert engine.canary.certificate()["unchecked"] == {UNPOISONED: 5}
+    block, offset = divmod(int(slots[FREE][5]), engine.canary.groups[0].block_size)
+    engine.kv[1][block, :, offset] += 1
+    engine.canary.owners.granted(slots[FREE], torch.full((8,), uids["r1"]))
+    engine.step({0: [1], 1: [2]})
+    assert told(engine) == []
+
+
+def test_a_row_that_goes_is_read_before_its_slots_are_filled() -> None:
+    """It leaves, its slots are freed, and all its bytes are read once more with the next forward: silent."""
+    engine, slots, uids = owned()
+    engine.end(0)
+    engine.canary.owners.freed(slots)
+    engine.canary.owners.left(uids["r0"])
+    engine.step({1: [2]})
+    assert told(engine) == []
+    assert bool(engine.canary.poison.filled[slots].all())
+
+
+@pytest.mark.parametrize(
+    ("content", "poison"), [("rolling", "finite"), ("write", "finite"), ("full", "off"), ("full", "nan")]
+)
+def test_nobody_writes_into_the_pool_who_was_not_asked(content: str, poison: str) -> None:
+    """Content `full` with the finite pattern is what asks; else P1 is inactive, and free slots stay as they are."""
+    canary = PagedCanary(CanaryConfig(mode="log", content=content, poison=poison), 4, 1, 8, "cpu")
+    canary.memory.add_group(0, 4, 16, null_slots=4)
+    canary.follow_owners()
+    assert canary.poison is None
+    assert "P1" in canary.certificate()["inactive_classes"]

@@ -13,6 +13,7 @@ import torch
 from kvcanary import CanaryConfig, PoolView
 from kvcanary.adapters.observed import canary as paged
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.report import report_step
 from kvcanary.adapters.observed.state import Forward
 
@@ -236,7 +237,7 @@ def planted(engine: Engine, layer: int, number: int, position: int, value: float
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: str) -> None:
-    """NaN in the second layer of one row's prefill: layer, request, position and step, in the step that stored it."""
+    """NaN in both layers of one row's prefill: the first layer, its request, position and step, in the step itself."""
     engine = Engine(device, "write")
     for number in range(3):
         engine.begin(number, [])
@@ -244,14 +245,14 @@ def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: 
 
     def spoil() -> None:  # 7 lies behind 5 in the row, and in the layer before
         planted(engine, 1, 2, 5, torch.nan)
-        planted(engine, 1, 2, 7, torch.nan)
+        planted(engine, 0, 2, 7, torch.nan)
 
     engine.spoil = spoil
     assert engine.step({0: [1], 2: list(range(10)), 1: [2]}) == 2
     assert report_step(engine.canary, engine.canary.steps[-1]) == 1
     [found] = engine.canary.log.findings
-    assert (found.code, found.writer, found.position, found.step) == ("N1", "r2", 5, 2)
-    assert (found.layer, found.layers, found.site) == (1, (1,), ("decode", 0))
+    assert (found.code, found.writer, found.position, found.step) == ("N1", "r2", 7, 2)
+    assert (found.layer, found.layers, found.site) == (0, (0,), ("decode", 0))
     assert found.found["elements"] == "NaN in 1 of 16 elements of K, the first in head 1, dim 3"
     assert found.causes[0].family == "numerics"
 
@@ -331,3 +332,36 @@ def test_in_a_hundred_of_a_hundred_the_place_is_right() -> None:
         [found] = engine.canary.log.findings
         where = found.code, found.layer, found.writer, found.position, found.step
         assert where == ("N1", layer, f"r{number}", position, engine.canary.step), seed
+
+
+def test_a_draft_s_nan_is_told_with_the_next_step() -> None:
+    """Layers that a later forward of the step stores: phase draft, with the step that stored it; what was rejected may
+    be anything.
+    """
+    engine = Engine("cpu", "write")
+    late = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM).transpose(1, 2)]
+    view = PoolView("draft", [late[0][..., :DIM]], [late[0][..., DIM:]], page_size=BLOCK, layout="HND")
+    engine.canary.memory.add_layers(engine.canary.groups[0], view, ["d0"], is_late=True)
+    engine.canary.launches = Launches(engine.canary.config, engine.canary.memory, ROWS, TOKENS)
+    engine.canary.kept = engine.canary.launches.kept
+    engine.canary.violations_of = engine.canary.launches.violations_of
+    for number in range(2):
+        engine.begin(number, [])
+
+    def drafted(rejected: list[int]) -> None:
+        for number, position in (0, 8), (1, 8):
+            late[0][int(engine.table[number, position // BLOCK]), 1, position % BLOCK, DIM] = torch.nan
+        engine.canary.took(torch.tensor(rejected))
+
+    assert engine.step({n: list(range(9)) for n in range(2)}) == 0
+    drafted([1, 0])
+    assert report_step(engine.canary, engine.canary.steps[-1]) == 1
+    [found] = engine.canary.log.findings
+    assert (found.code, found.writer, found.position, found.site) == ("N1", "r1", 8, ("draft", 0))
+    assert (found.step, found.pool, found.layers) == (1, "draft", (0,))
+    assert engine.step({n: [3] for n in range(2)}) == 1  # one entry, told once
+    assert report_step(engine.canary, engine.canary.steps[-1]) == 0
+    assert engine.canary.certificate()["watched"] == [
+        {"pool": "target", "layers": 2, "parts": {"K": "float32 [2, 8]", "V": "float32 [2, 8]"}},
+        {"pool": "draft", "layers": 1, "parts": {"K": "float32 [2, 8]", "V": "float32 [2, 8]"}},
+    ]

@@ -6,17 +6,17 @@ import pytest
 
 from kvcanary.adapters.observed import prefix_hashes as prefixes
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
-from kvcanary_kernels.record.layout import chain_host, chain_root, make_keys, signed
+from kvcanary_kernels.record.layout import Identity, chain_host, chain_root, make_keys, signed
 
 KEYS = make_keys(5, 1, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 17, 4095, 4096, 9000])
-@pytest.mark.parametrize("salt", ["", "lora 3"])
-def test_the_end_and_every_chain_are_those_of_plain_integers(count: int, salt: str) -> None:
+@pytest.mark.parametrize("salt", [Identity(), Identity("", "lora", "3", "w")])
+def test_the_end_and_every_chain_are_those_of_plain_integers(count: int, salt: Identity) -> None:
     """Below, at and behind the size of the table of powers; a salt gives other chains."""
     held, tokens = Prefixes(KEYS), [(31 * n) % 32000 for n in range(count)]
-    wanted = [signed(value) for value in chain_host(tokens, 0, chain_root(KEYS, "paged", salt), KEYS)]
+    wanted = [signed(value) for value in chain_host(tokens, 0, chain_root(KEYS, "paged", *salt), KEYS)]
     assert held.end(tokens, salt) == wanted[-1]
     assert held.end(tokens[: count // 2], salt) == (wanted[count // 2 - 1] if count > 1 else held.root(salt))
     assert held.every(tokens, salt).tolist() == wanted

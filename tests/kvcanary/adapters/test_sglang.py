@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
-from kvcanary.adapters.sglang.runner import WatchedRunner, tokens_of
-from kvcanary.adapters.sglang.scheduler import Handle
+from kvcanary.adapters.sglang.draft import WatchedDraft
+from kvcanary.adapters.sglang.fed import tokens_of
+from kvcanary.adapters.sglang.runner import WatchedRunner
+from kvcanary.adapters.sglang.scheduler import PREFILL, Handle
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -103,11 +105,11 @@ def test_a_start_that_cannot_be_watched_ends_with_a_sentence(child, mode: str, f
 
 def test_settings_that_are_not_followed_are_refused() -> None:
     """Entries that come from elsewhere, or forwards that run otherwise: each is named; what a server lacks is off."""
-    assert unfollowed(SimpleNamespace(disaggregation_mode="null", enable_hierarchical_cache=False, pp_size=1)) == []
-    refused = unfollowed(SimpleNamespace(disaggregation_mode="decode", enable_hierarchical_cache=True, pp_size=2))
+    assert unfollowed(SimpleNamespace(disaggregation_mode="null", enable_lmcache=False, pp_size=1)) == []
+    refused = unfollowed(SimpleNamespace(disaggregation_mode="decode", enable_lmcache=True, pp_size=2))
     assert [sentence.split()[0] for sentence in refused] == [
         "disaggregation_mode",
-        "enable_hierarchical_cache",
+        "enable_lmcache",
         "pp_size",
     ]
     assert refused[0].startswith("disaggregation_mode must be 'null' here, got 'decode'")
@@ -136,7 +138,7 @@ def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
     told: list[tuple[list[int], list[int]]] = []
     granted = lambda slots, uids: told.append((slots.tolist(), uids.tolist()))  # noqa: E731
     own = SimpleNamespace(
-        _uids={2: 7}, canary=SimpleNamespace(memory=SimpleNamespace(upload=lambda values: values)),
+        _uids={2: 7}, length=10, canary=SimpleNamespace(memory=SimpleNamespace(upload=lambda values: values)),
         owners=SimpleNamespace(granted=granted), rows=SimpleNamespace(req_to_token=torch.arange(40).view(4, 10)),
     )  # fmt: skip
     rows = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=number)) for number in (1, 2, 2)]
@@ -146,9 +148,16 @@ def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
     assert len(told) == 1
 
 
+def test_a_row_that_outgrows_its_line_names_the_slot_behind_it() -> None:
+    """Which request, how long, and what lies at the beginning of the next row now; none behind the last row."""
+    own = SimpleNamespace(rows=SimpleNamespace(req_to_token=torch.arange(40).view(4, 10)), length=10)
+    rows = [SimpleNamespace(rid=f"r{n}", kv=SimpleNamespace(req_pool_idx=n)) for n in range(4)]
+    assert list(WatchedRunner._outgrown(own, rows, [11, 10, 9, 12])) == [("r0", 11, 10), ("r3", 12, -1)]
+
+
 def test_what_replaces_a_method_has_its_parameters_names() -> None:
     """SGLang may call by name: what a wrapper names itself is called as in SGLang, and all else is passed on."""
-    hooks = {"move_kv_cache": WatchedRunner.moved} | {
+    hooks = {"move_kv_cache": WatchedRunner.moved, PREFILL: WatchedDraft.prefill} | {
         name: getattr(Handle, f"_{own}")
         for name, own in {
             "run_batch": "run_batch", "process_batch_result": "process_batch_result", "free": "free",

@@ -89,6 +89,30 @@ def test_a_flipped_bit_is_found_where_it_is(models, generate, family: str, confi
     assert finding.causes[0].family == "bits"
 
 
+@pytest.mark.parametrize(("at", "position", "phase"), [(1, 5, "prefill"), (4, None, "decode")])
+def test_what_is_not_finite_is_told_where_it_was_stored(models, generate, at: int, position, phase: str) -> None:
+    """NaN that the second layer's values take on in one row, in a prefill or a decode: N1 of that layer, at once."""
+    model, calls = models("Llama"), []
+
+    def spoil(module, arguments, output):
+        calls.append(output.shape[1])
+        if len(calls) == at:
+            output[1, position if position is not None else -1, 3] = torch.nan
+        return output
+
+    hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(spoil)
+    try:
+        with attach(model, CanaryConfig(mode="raise", content="write")), pytest.raises(KVCorruptionError) as caught:
+            generate(model, "greedy")
+    finally:
+        hook.remove()
+    found = caught.value.findings[0]
+    wanted = position if position is not None else calls[0] + at - 2
+    assert (found.code, found.layer, found.position, found.site[0]) == ("N1", 1, wanted, phase)
+    assert found.reader is None
+    assert found.causes[0].family == "numerics"
+
+
 def test_log_mode_tells_once_and_goes_on(models, generate) -> None:
     """A fault is told of once, however often it is read; generation ends as it would."""
     model, cache = models(), transformers.DynamicCache()
@@ -417,26 +441,29 @@ def test_a_model_of_which_nothing_can_be_watched_is_refused(make, mode: str) -> 
     if CACHE in inspect.signature(model.forward).parameters:
         pytest.skip("its state is a cache in this release: refused at the first forward")
     with pytest.raises(
-        AdapterError, match=r"ForCausalLM must take its cache as past_key_values or cache, it takes .*run"
+        AdapterError,
+        match=r"ForCausalLM must take its cache as past_key_values or cache or cache_params, it takes .*run",
     ):
         attach(model, CanaryConfig(mode=mode))
     assert "generate" not in model.__dict__
     assert not model._forward_hooks
 
 
+@pytest.mark.parametrize("content", ["full", "rolling", "write"])
 @pytest.mark.parametrize("make", STATEFUL)
-def test_a_state_that_is_a_cache_is_refused_at_the_first_forward(make) -> None:
-    """Where a release gives such models a cache: an error in mode raise, an event and equal tokens in log."""
+def test_a_state_that_is_a_cache_is_watched(make, content: str) -> None:
+    """Where a release gives such models a cache: equal tokens, and every state was judged."""
     model = make()
     if CACHE not in inspect.signature(model.forward).parameters:
         pytest.skip("its state is no cache in this release: refused by attach")
     prompt = torch.arange(3, 10)[None]
     expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
-    with attach(model, FULL), pytest.raises(AdapterError, match="got LinearAttentionLayer"):
-        model.generate(prompt, max_new_tokens=3, do_sample=False)
-    with attach(model, CanaryConfig(mode="log")), structlog.testing.capture_logs() as events:
+    with attach(model, CanaryConfig(content=content)) as handle, structlog.testing.capture_logs() as events:
         assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
-    assert {event["event"] for event in events} == {"kvcanary.not_watching"}
+    assert not events
+    certificate = handle.certificate()
+    assert (certificate["findings"], certificate["unchecked"]) == ([], {})
+    assert certificate["states_checked"] >= 2 * 2
 
 
 def test_a_cache_is_found_by_either_name() -> None:
@@ -665,7 +692,7 @@ def test_the_certificate_lists_what_is_not_fed(models, generate) -> None:
     with attach(model, ROLLING) as handle:
         generate(model)
         certificate = json.loads(json.dumps(handle.certificate()))
-    assert set(certificate["classes"]) == {"R4", "R6", "R9", "R10", "R12", "T1"}
+    assert set(certificate["classes"]) == {"R4", "R6", "R9", "R10", "R12", "T1", "W5"}
     assert certificate["inactive_classes"]["R7"] == "not fed"
 
 
@@ -678,7 +705,7 @@ def test_content_write_compares_nothing_and_says_so(models, generate) -> None:
     assert certificate["bytes_checked"] == 0
     assert certificate["slots_sealed"] > 0
     assert certificate["store"] == "not proved"
-    assert set(certificate["classes"]) == {"R6", "R10", "R12"}
+    assert set(certificate["classes"]) == {"R6", "R10", "R12", "W5"}
 
 
 def test_without_transformers_one_sentence_says_what_to_install() -> None:

@@ -78,6 +78,41 @@ def test_a_slot_off_by_one_names_request_and_block(record) -> None:
     assert record["faults"]["shift"]["untold"] == 0
 
 
+def test_owners_are_told_by_the_scheduler(record) -> None:
+    """The plug-in is in its process as well: R7, R8, W2 and W3 are active, and none of them was found."""
+    clean = record["clean"]
+    assert clean["owners"] == "the scheduler's block pool"
+    assert not {"R7", "R8", "W2", "W3"} & set(clean["inactive"])
+
+
+def test_a_block_that_is_granted_twice_names_both_owners(record) -> None:
+    """R8 of who had it, in the block that was given away; since which step each has it."""
+    fault = record["faults"]["twice"]
+    found = fault["found"][0]
+    assert (found["code"], found["reader"], found["page"]) == ("R8", fault["touched"], fault["block"])
+    told = " ".join(found["evidence"])
+    assert "the slot was granted to" in told
+    assert f"block {fault['block']} was granted to '{fault['touched']}' in step " in told
+
+
+def test_a_freed_block_that_is_read_is_named(record) -> None:
+    """R7 in the step behind the free, with the step of the grant and of the free."""
+    fault = record["faults"]["freed"]
+    found = fault["found"][0]
+    assert (found["code"], found["reader"], found["page"]) == ("R7", fault["touched"], fault["block"])
+    assert f"block {fault['block']} was given back in step {fault['struck'] + 1}" in found["evidence"]
+
+
+def test_a_write_into_another_requests_block_is_named(record) -> None:
+    """W2 where it was stored, with the owner of that block, and since when."""
+    fault = record["faults"]["foreign"]
+    found = fault["found"][0]
+    assert (found["code"], found["page"]) == ("W2", fault["block"])
+    [owner] = [line for line in found["evidence"] if line.startswith("the slot was granted to ")]
+    assert found["writer"] not in owner
+    assert any(line.startswith(f"block {fault['block']} was granted to ") for line in found["evidence"])
+
+
 def test_no_token_of_a_wrong_step_leaves(record) -> None:
     """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
     raised = record["raise"]
@@ -97,3 +132,31 @@ def test_a_soak_finds_its_flips_and_nothing_else(tmp_path) -> None:
     assert min(clean[name] for name in ("preemptions", "prefix_hits", "chunks")) >= 1
     assert min(clean["aborts"].values()) >= 1
     assert [flip["found"]["code"] for flip in soak["flips"]] == ["R9", "R9"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("mla", [["K", "torch.bfloat16", [1, 576]]]),
+        ("fp8", [["K", "torch.float8_e4m3fn", [2, 64]], ["V", "torch.float8_e4m3fn", [2, 64]]]),
+    ],
+)
+def test_a_kind_of_cache_is_watched(kind: str, parts: list[Any], tmp_path) -> None:
+    """MLA and fp8 as this build stores them: silent with equal tokens, a flipped bit and the first NaN are named, and
+    no token of the step that stored NaN leaves.
+    """
+    record = run("caches", tmp_path / "record.json", kind)
+    clean, flip, nan = record["clean"], record["flip"], record["not_finite"]
+    assert (clean["findings"], clean["fired"], clean["equal_tokens"], clean["parts"]) == (0, {}, True, [parts])
+    assert clean["distinct"] > 50
+    assert clean["bytes_checked"] > 10_000_000
+    found = flip["found"][0]
+    struck = flip["struck"]
+    assert (found["code"], found["reader"], found["page"]) == ("R9", struck["request"], struck["block"])
+    assert (found["layer"], found["layers"]) == (1, [1])
+    assert found["part"] in ("K", "V")
+    found, struck = nan["found"], nan["struck"]
+    where = found["code"], found["writer"], found["position"], found["layer"]
+    assert where == ("N1", struck["request"], struck["position"], 1)
+    assert nan["left"] == 0

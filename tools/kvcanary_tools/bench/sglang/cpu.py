@@ -44,21 +44,44 @@ class Scene:
 
 
 LIFE = {"later": 6, "new": 20, "at": 9, "abort": "x1"}
+#: Of requests so long, and so many, that a million entries are judged.
+LONG = {"later": 48, "new": 20, "prompt": 260, "answer": 100}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}  # every few steps
 OFF: Json = {"mode": "off"}
+AT: dict[str, Json] = {"chunk_rotated": {"at": 0}}  # faults that strike in another turn than others
 
 
 def trees(topk: int, page: int, *faults: str) -> Scene:
     """EAGLE: sound, without a canary, and each fault in turn."""
-    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault} for fault in faults))
+    acts = ({"new": 12}, {**OFF, "new": 12}, *({"fault": fault, **AT.get(fault, {})} for fault in faults))
     nodes = 4 if topk == 1 else 6
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 
 
-def reverted(number: int, topk: int, page: int) -> Scene:
+def slots(topk: int, page: int, *faults: str) -> Scene:
+    """The same with faults of slots and of what a draft is fed, in short answers; `freed` ends SGLang's own books."""
+    scene = trees(topk, page, *faults)
+    return Scene(tuple({**act, "new": 6} for act in scene.acts[2:]), scene.settings)
+
+
+def reverted(number: int, scene: Scene) -> Scene:
     """EAGLE without one of SGLang's own mends; its control is the sound act of the scene of the same settings."""
-    scene = trees(topk, page)
     return Scene(scene.acts[:1], scene.settings, {"SGLANG_DEBUG_REVERT_PR": str(number)})
+
+
+def beside(topk: int, *faults: str) -> Scene:
+    """EAGLE with both canaries: sound, the bits, and these faults."""
+    acts = ({"new": 6}, *({"fault": fault, "new": 6} for fault in (*BITS, *faults)))
+    nodes = 4 if topk == 1 else 6
+    return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": 1, "peer": True})
+
+
+#: Requests that end at the context's limit, where what SGLang reserves ahead leaves no room in a row that has not been
+#: widened for it. With several branches an assertion of SGLang's own stops that; with one, nothing does.
+AT_THE_END = Scene(
+    ({"new": 24}, {**OFF, "new": 24}),
+    {"eagle": True, "topk": 1, "nodes": 4, "page_size": 16, "context_length": 64},
+)
 
 
 #: What `make test` runs: a quarter of a minute.
@@ -69,23 +92,79 @@ QUICK = {
     "dense faults": Scene(
         (
             *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one")),
+            {"fault": "hook_error"},
+            OFF,
             {"mode": "raise", "fault": "bit"},
         )
     ),
 }
+PLAIN: Json = {"new": 8}
+WAVES: Json = {"prefix": 66, "between": ["reload"]}
+WIDE: Json = {"context_length": 256, "max_total_tokens": 1280, "chunked_prefill_size": 64}
+EVENTFUL: Json = {"between": ["flush", "sleep", "reload", "reload_and_flush"]}
+
+
+def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
+    """Some class of pools: sound, without a canary, and each fault in turn."""
+    return Scene((act, {**OFF, **act}, *({"fault": fault} for fault in faults)), settings)
+
+
+TWO_POOLS: Json = {"kind": "windows", "swa_full_tokens_ratio": 1.0}
+#: Layers with windows: torch's attention reads them by the slots of the others, so that both pools are as long.
+QUICK["windows"] = pool(TWO_POOLS, "bit", "window_bit")
+#: Pools of other classes, other pages and types, and what ends the life of entries.
+POOLS = {
+    "windows, page 1": pool({**TWO_POOLS, "page_size": 1}, "window_bit", act={"new": 24}),
+    "latent": pool({"kind": "latent"}, "bit"),
+    "states": pool({"kind": "states", "page_size": 1, "is_interpreted": True}, "bit"),
+    "fp8": pool({"kv_cache_dtype": "fp8_e4m3"}, "bit"),
+    "page 16, bfloat16": pool({"page_size": 16, "dtype": "bfloat16", **WIDE}, "bit", act=WAVES),
+    "page 64, float16": pool({"page_size": 64, "dtype": "float16", **WIDE}, act=WAVES),
+    "lifetimes": pool({}, act=EVENTFUL),
+}
+COMES_BACK: Json = {"between": ["many", "many"]}
+#: A tier in host memory, on stand-ins for what pins it and copies.
+TIER = Scene(
+    (
+        COMES_BACK,
+        {**OFF, **COMES_BACK},
+        *({**COMES_BACK, "fault": fault, "at": 0} for fault in ("tier_bit", "no_wait")),
+    ),
+    {"tier": True, "max_total_tokens": 160, "max_running_requests": 2},
+)
 #: Drafting: Triton's interpreter runs SGLang's own kernels of trees, half a minute a scene.
 TREES = {
-    "dense, page 1": Scene((LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320, "page_size": 1}, RETRACT),
-    "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit"),
+    "dense, page 1": Scene(
+        (LIFE, {**OFF, **LIFE}, {**LIFE, "abort": "", "fault": "late_write"}, {"fault": "written_when_free"}),
+        {"max_total_tokens": 320, "page_size": 1},
+        RETRACT,
+    ),
+    "dense, long": Scene(
+        (LONG, {**OFF, **LONG}),
+        {"context_length": 512, "max_total_tokens": 5120, "max_running_requests": 16, "chunked_prefill_size": 256},
+    ),
+    "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
     "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "topk 2, page 4, slots": slots(2, 4, "draft_scatter", "verify_scatter", "chunk_rotated", "freed"),
     "topk 4, page 1": trees(4, 1, "one_too_long", "short_move"),
     "topk 4, page 4": trees(4, 4, "one_too_long", "short_move", "no_tail_copy"),
-    "without 25015": reverted(25015, 1, 4),
-    "without 26329": reverted(26329, 1, 4),
+    "at the context's end": AT_THE_END,
+    "without 25015": reverted(25015, trees(1, 4)),
+    "without 26329": reverted(26329, trees(1, 4)),
+    "without 26972": Scene(({"mode": "raise", "new": 24},), AT_THE_END.settings, {"SGLANG_DEBUG_REVERT_PR": "26972"}),
 }
-SCENES = QUICK | TREES
+#: SGLang's own canary beside ours, in one scheduler: bits of the first and the last layer, and slots that are wrong.
+BITS = ("first_k", "first_v", "bit", "last_v")
+BESIDE = {
+    "beside, 18 layers": Scene(
+        ({}, *({"fault": fault} for fault in (*BITS, "off_by_one", "swapped", "foreign"))),
+        {"layers": 18, "peer": True, "page_size": 1},
+    ),
+    "beside, topk 1": beside(1, "one_too_long"),
+}
+SCENES = QUICK | POOLS | {"host tier": TIER} | TREES | BESIDE
 
 
 def pinned() -> str:
@@ -103,18 +182,32 @@ def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
 
     installed: the folder that holds SGLang; place: for models and what lies on the child's path
     """
-    path = [str(installed), *(str(ROOT / name) for name in (".", "kernels", "tools"))]
-    if scene.is_plugged:
-        path.insert(0, str(_plugged(place)))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
-    environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **scene.environ}
     told = json.dumps({**scene.settings, "acts": scene.acts})
-    command = [sys.executable, "-m", "kvcanary_tools.bench.sglang.scene", str(place), told]
-    child = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, timeout=900, check=False)
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    if child.returncode or not lines:
-        raise RuntimeError(f"the scene ended with {child.returncode}: {child.stdout[-1000:]}{child.stderr[-3000:]}")
-    return list(json.loads(lines[-1])["acts"])
+    lines = _said("scene", installed, place, scene.environ, told, is_plugged=scene.is_plugged)
+    return list(json.loads(next(line for line in lines if line.startswith("{")))["acts"])
+
+
+def served(installed: Path, place: Path, mode: str = "log") -> Json:
+    """What a whole engine gave whose scheduler is a process of its own, and the `lines` that its processes wrote."""
+    lines = _said("engine", installed, place, {"KVCANARY_MODE": mode}, is_plugged=True)
+    return {**json.loads(next(line for line in lines if line.startswith("{"))), "lines": lines}
+
+
+def _said(
+    module: str, installed: Path, place: Path, environ: dict[str, str], *told: str, is_plugged: bool
+) -> list[str]:
+    """What a child has written; with `is_plugged` it finds this tree's entry points."""
+    path = [str(installed), *(str(ROOT / name) for name in (".", "kernels", "tools"))]
+    if is_plugged:
+        path.insert(0, str(_plugged(place)))
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
+    own |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **environ}
+    command = [sys.executable, "-m", f"kvcanary_tools.bench.sglang.{module}", str(place), *told]
+    child = subprocess.run(command, env=own, cwd=place, capture_output=True, text=True, timeout=900, check=False)
+    lines = child.stdout.splitlines()
+    if child.returncode or not any(line.startswith("{") for line in lines):
+        raise RuntimeError(f"it ended with {child.returncode}: {child.stdout[-1000:]}{child.stderr[-3000:]}")
+    return lines
 
 
 def _plugged(place: Path) -> Path:
@@ -160,6 +253,8 @@ def summed(acts: list[Json]) -> Iterator[Json]:
         own = {name: act[name] for name in kept if act.get(name) not in (None, "")}
         names = ("forwards", "slots_checked", "bytes_checked", "fired", "untold_incidents")
         own["pools"] = {role: {name: told[name] for name in names} for role, told in act["reports"].items()}
+        if act["peer"]:
+            own["peer"] = [line.splitlines()[0] for line in act["peer"]][:4]
         own["findings"] = [shown(finding) for finding in act["findings"]]
         if not act["fault"] and bare is not None:
             own["equal_tokens"] = act["outputs"] == bare

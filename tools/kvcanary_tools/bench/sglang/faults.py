@@ -19,9 +19,61 @@ def bit(host: Any) -> Iterator[Touched]:
     yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool)
 
 
+def first_k(host: Any) -> Iterator[Touched]:
+    """One bit of K of the first layer."""
+    yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool, layer=0)
+
+
+def first_v(host: Any) -> Iterator[Touched]:
+    """One bit of V of the first layer."""
+    yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool, "v_buffer", 0)
+
+
+def last_v(host: Any) -> Iterator[Touched]:
+    """One bit of V of the last layer."""
+    yield from _flipped(host, host.scheduler.tp_worker.model_runner.token_to_kv_pool, "v_buffer")
+
+
 def draft_bit(host: Any) -> Iterator[Touched]:
     """The same in the pool of the draft model."""
     yield from _flipped(host, host.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
+
+
+def window_bit(host: Any) -> Iterator[Touched]:
+    """The same in a layer with a window, of the newest entry."""
+    pool, request = host.scheduler.tp_worker.model_runner.token_to_kv_pool, _first(host)
+    position = request.kv.kv_committed_len - 1
+    slot = _table(host)[request.kv.req_pool_idx, position].long()
+    yield from _flipped_at(host, pool.swa_kv_pool, position, int(pool.full_to_swa_index_mapping[slot]))
+
+
+def tier_bit(host: Any) -> Iterator[Touched]:
+    """One bit of the last entry of what comes back from the host tier next, in K of the tier's last layer."""
+    import torch
+
+    controller, touched = host.scheduler.tree_cache.cache_controller, {"layer": 1, "bit": 7, "loads": 0}
+
+    def load(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not touched["loads"]:
+            tier = controller.mem_pool_host.anchor_entry.host_pool
+            tier.k_buffer[-1][int(kwargs["host_indices"][-1])].view(torch.int32)[0, 3] ^= 1 << 7
+        touched["loads"] += 1
+        return method(*args, **kwargs)
+
+    with around(controller, "load", load):
+        yield touched
+
+
+def no_wait(host: Any) -> Iterator[Touched]:
+    """Forwards are not told which load they must wait for."""
+    worker, touched = host.scheduler.tp_worker, {"forwards": 0}
+
+    def forget(method: Any, consumer_index: int) -> None:
+        touched["forwards"] += consumer_index >= 0
+        method(-1)
+
+    with around(worker, "set_hicache_consumer", forget):
+        yield touched
 
 
 def swapped(host: Any) -> Iterator[Touched]:
@@ -125,12 +177,97 @@ def freed(host: Any) -> Iterator[Touched]:
     yield {"request": request.rid, "position": 0, "slot": int(slot)}
 
 
+def written_when_free(host: Any) -> Iterator[Touched]:
+    """The page in which a request goes on is given back, just before the forward that stores there."""
+    import torch
+
+    touched: Touched = {}
+    allocator, page = host.scheduler.token_to_kv_pool_allocator, host.scheduler.server_args.page_size
+
+    def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        at = [n for n, position in enumerate(batch.positions.tolist()) if position % page == 0]
+        if not touched and batch.forward_mode.is_decode() and at:
+            slot = batch.out_cache_loc[at[0] : at[0] + 1].to(torch.int64)
+            allocator.free(slot)
+            touched.update(request=batch.rids[at[0]], position=int(batch.positions[at[0]]), slot=int(slot))
+        return method(batch, *args, **kwargs)
+
+    with around(host.scheduler.tp_worker.model_runner, "forward", forward):
+        yield touched
+
+
+def late_write(host: Any) -> Iterator[Touched]:
+    """Behind every forward somebody writes into a slot that was free before it and is free still."""
+    import torch
+
+    canary, pool = host.canary.target.canary, host.scheduler.tp_worker.model_runner.token_to_kv_pool
+    touched: Touched = {}
+
+    def forward(method: Any, *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        filled = canary.poison.filled.nonzero()[:, 0].tolist()
+        if not touched and filled:
+            touched.update(slot=filled[0], layer=len(pool.k_buffer) - 1)
+            pool.k_buffer[-1][filled[0]].view(torch.int32)[0, 3] ^= 1 << 7
+        return output
+
+    with around(host.scheduler.tp_worker.model_runner, "forward", forward):
+        yield touched
+
+
+def draft_scatter(host: Any) -> Iterator[Touched]:
+    """Slots of a round's second draft step are scattered one column too far: a row's last lands on the next's first."""
+    runner = host.scheduler.draft_worker.draft_worker.draft_runner
+    yield from _scattered(runner, "is_decode", int(host.scheduler.server_args.speculative_eagle_topk), skip=1)
+
+
+def verify_scatter(host: Any) -> Iterator[Touched]:
+    """The same of the nodes that are verified."""
+    nodes = int(host.scheduler.server_args.speculative_num_draft_tokens)
+    yield from _scattered(host.scheduler.tp_worker.model_runner, "is_target_verify", nodes)
+
+
+def chunk_rotated(host: Any) -> Iterator[Touched]:
+    """A draft is fed each chunk rotated within itself: behind its last token comes its first."""
+    import sglang.srt.speculative.eagle_worker_v2 as worker
+
+    touched: Touched = {"rows": 0}
+
+    def tail(method: Any, batch: Any, next_token_ids: Any) -> Any:
+        tokens, first = method(batch, next_token_ids).clone(), 0
+        for row, count in enumerate(batch.extend_lens):
+            tokens[row] = batch.input_ids[first]
+            first += count
+            touched["rows"] += 1
+        return tokens
+
+    with around(worker, "_eagle_prefill_tail_tokens", tail):
+        yield touched
+
+
+def hook_error(host: Any) -> Iterator[Touched]:
+    """No fault of SGLang's: one hook of the canary fails in the target's forward, from now on."""
+    yield from _failing(host.canary.target)
+
+
+def draft_hook_error(host: Any) -> Iterator[Touched]:
+    """The same in the pool of the draft model."""
+    yield from _failing(host.canary.draft)
+
+
 Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
-    for own in (bit, draft_bit, swapped, foreign, off_by_one, short_move, one_too_long, no_tail_copy, freed)
-}
-LASTING = ("short_move", "one_too_long", "no_tail_copy", "freed")
+    for own in (
+        bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
+        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, draft_scatter, verify_scatter,
+        chunk_rotated, hook_error, draft_hook_error,
+    )
+}  # fmt: skip
+LASTING = (
+    "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
+    "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
+)  # fmt: skip
 
 
 @contextmanager
@@ -147,6 +284,34 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]
             setattr(owner, name, held)
 
 
+def _scattered(runner: Any, kind: str, width: int, skip: int = 0) -> Iterator[Touched]:
+    """skip: forwards of this kind that are right"""
+    touched: Touched = {}
+    waits = [None] * skip
+
+    def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if touched or not getattr(batch.forward_mode, kind)() or batch.batch_size < 2:
+            return method(batch, *args, **kwargs)
+        if waits:
+            waits.pop()
+        else:
+            batch.out_cache_loc[width] = batch.out_cache_loc[width - 1]
+            touched.update(request=batch.rids[1], other=batch.rids[0], position=int(batch.positions[width]))
+            touched["slot"] = int(batch.out_cache_loc[width])
+        return method(batch, *args, **kwargs)
+
+    with around(runner, "forward", forward):
+        yield touched
+
+
+def _failing(own: Any) -> Iterator[Touched]:
+    def read(*args: Any) -> None:
+        raise RuntimeError("a defect of ours")
+
+    own.canary.read = read
+    yield {"pool": own.role}
+
+
 def _first(host: Any) -> Any:
     return host.scheduler.running_batch.reqs[0]
 
@@ -155,12 +320,19 @@ def _table(host: Any) -> Any:
     return host.scheduler.req_to_token_pool.req_to_token
 
 
-def _flipped(host: Any, pool: Any) -> Iterator[Touched]:
+def _flipped(host: Any, pool: Any, part: str = "k_buffer", layer: int = -1) -> Iterator[Touched]:
+    slot = int(_table(host)[_first(host).kv.req_pool_idx, 1])
+    yield from _flipped_at(host, getattr(pool, "full_kv_pool", pool), 1, slot, part, layer)
+
+
+def _flipped_at(
+    host: Any, pool: Any, position: int, slot: int, part: str = "k_buffer", layer: int = -1
+) -> Iterator[Touched]:
+    """One bit of an entry; latent rows are one part."""
     import torch
 
-    request = _first(host)
-    slot = int(_table(host)[request.kv.req_pool_idx, 1])
-    words = pool.k_buffer[-1][slot].view(torch.int32)
+    buffers = getattr(pool, "kv_buffer", None) or getattr(pool, part)
+    words, layer = buffers[layer][slot].view(torch.int32), layer % len(buffers)
     words[0, 3] ^= 1 << 7
-    yield {"request": request.rid, "position": 1, "slot": slot, "layer": len(pool.k_buffer) - 1, "bit": 7}
+    yield {"request": _first(host).rid, "position": position, "slot": slot, "layer": layer, "bit": 7}
     words[0, 3] ^= 1 << 7

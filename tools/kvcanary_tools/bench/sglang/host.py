@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcanary_tools.bench.sglang import host_tier, models
+
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
 QUIETER, ASTRAY = 0.003, 0.1  # how much layers add to their input; how far the draft is from the target
@@ -38,6 +40,13 @@ class Nothing(metaclass=_Nothing):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a package that is not here was called")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Fields of models may have such a type."""
+        from pydantic_core import core_schema
+
+        return core_schema.any_schema()
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -71,8 +80,21 @@ class Host:
     """One scheduler, its requests, and the tokens that they were given."""
 
     def __init__(
-        self, folder: Path, eagle: bool = False, topk: int = 1, steps: int = 3, nodes: int = 4, **settings: Any
+        self,
+        folder: Path,
+        eagle: bool = False,
+        topk: int = 1,
+        steps: int = 3,
+        nodes: int = 4,
+        layers: int = 2,
+        peer: bool = False,
+        kind: str = "",
+        tier: bool = False,
+        **settings: Any,
     ):
+        """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads
+        kind:   of models.py; empty: a Llama;  tier: entries go to host memory and come back
+        """
         import torch
 
         torch.set_num_threads(1)
@@ -81,8 +103,13 @@ class Host:
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        folder = folder if layers == 2 else folder / f"{layers} layers"
         if not (folder / "target").exists():
-            make_models(folder)
+            make_models(folder, layers)
+        self.peer_said: list[str] = []
+        if peer:
+            settings |= {"kv_canary": "log", "kv_canary_real_data": "all"}
+            _let_peer_run(self.peer_said)
         wanted = {
             "model_path": str(folder / "target"), "context_length": 128, "max_total_tokens": 1024,
             "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.1,
@@ -98,6 +125,11 @@ class Host:
                 "speculative_num_steps": steps, "speculative_eagle_topk": topk,
                 "speculative_num_draft_tokens": nodes,
             }  # fmt: skip
+        if tier:
+            host_tier.stand_in()
+            wanted |= host_tier.SETTINGS
+        if kind:
+            wanted["model_path"] = str(models.make(folder, kind))
         load_plugins()
         server = ServerArgs(**(wanted | settings))
         server.resolve_once()
@@ -136,6 +168,7 @@ class Host:
     def begin(self) -> dict[str, int]:
         """Forget the requests that were; what is given counts how much each has when a turn begins."""
         self.requests.clear()
+        self.peer_said.clear()
         self.counts = {}
         self.given: dict[str, int] = {}
         return self.given
@@ -196,15 +229,33 @@ class Host:
         return {name: list(request.output_ids) for name, request in self.requests.items()}
 
 
-def install(eagle: bool = False) -> None:
+def install(interpreted: bool = False) -> None:
     """Let SGLang be imported here; before its first import. Trees need Triton's interpreter, which is slow."""
-    if eagle:
+    if interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
     sys.meta_path.append(_Absent())
 
 
-def make_models(folder: Path) -> None:
-    """A target of two layers, and a draft of one: mostly the next token hangs on the last one, as the draft knows it.
+def _let_peer_run(said: list[str]) -> None:
+    """SGLang's own canary on a CPU; `said` gets what it logs of violations."""
+    import logging
+
+    import torch
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    own = logging.getLogger("sglang.srt.kv_canary.runner.violation_reporter")
+    own.addHandler(Handler())
+    own.setLevel(logging.WARNING)
+    stream, empty = torch.cpu.Stream, torch.empty
+    torch.cpu.Stream = lambda *args, **kwargs: stream()  # type: ignore[misc, assignment]
+    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)  # type: ignore[assignment]
+
+
+def make_models(folder: Path, layers: int = 2) -> None:
+    """A target of some layers, and a draft of one: mostly the next token hangs on the last one, as the draft knows it.
 
     So the right token is often among the draft's, and not always the first of them.
     """
@@ -221,7 +272,7 @@ def make_models(folder: Path) -> None:
             tie_word_embeddings=False, initializer_range=0.3, dtype="float32",
         )  # fmt: skip
 
-    target, draft = (LlamaForCausalLM(config(layers)).float() for layers in (2, 1))
+    target, draft = (LlamaForCausalLM(config(count)).float() for count in (layers, 1))
     for name, weight in (*target.named_parameters(), *draft.named_parameters()):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.data *= QUIETER
@@ -229,7 +280,7 @@ def make_models(folder: Path) -> None:
     state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
     weights["fc.weight"] = torch.cat((torch.eye(64) + torch.randn(64, 64) * ASTRAY, torch.zeros(64, 64)), 1)
-    (folder / "draft").mkdir()
+    (folder / "draft").mkdir(parents=True)
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}
     (folder / "draft" / "config.json").write_text(json.dumps(told))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcanary_tools.bench.sglang.cpu import RESULTS
+from kvcanary_tools.bench.sglang.cpu import BESIDE, RESULTS
 from kvcanary_tools.pages.marks import put_between
 
 PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
 BEGIN, END = "<!-- inside sglang: begin -->", "<!-- inside sglang: end -->"
+BEGIN_BESIDE, END_BESIDE = "<!-- beside sglang's own: begin -->", "<!-- beside sglang's own: end -->"
 Record = dict[str, Any]
 
 
@@ -21,11 +23,13 @@ def lines() -> Iterator[str]:
     machine = record["machine"]
     ours = f"torch {machine['torch']}, Triton {machine['triton']}, transformers {machine['transformers']}"
     yield f"SGLang {machine['sglang']} on a {machine['device'].upper()} with {ours}."
-    yield "The last two rows take back mends of SGLang by its own switches; the control is `topk 1, page 4`:"
+    yield "Rows `without` a number undo a fix of SGLang by its own switch; their controls are `topk 1, page 4`"
+    yield "and, of 26972, `at the context's end`:"
     yield ""
     yield "| scene | forwards; entries judged, by pool | findings | tokens |"
     yield "|---|---|---|---|"
-    acts = [(name, act) for name, scene in record["scenes"].items() for act in scene["acts"]]
+    every = [(name, act) for name, scene in record["scenes"].items() for act in scene["acts"]]
+    acts = [(name, act) for name, act in every if name not in BESIDE]
     for name, act in acts:
         if "equal_tokens" in act:
             fired = sum(sum(pool["fired"].values()) for pool in act["pools"].values())
@@ -37,6 +41,18 @@ def lines() -> Iterator[str]:
         if "equal_tokens" not in act:
             raised = f", raised: {act['left']} tokens left" if "raised" in act else ""
             yield f"| {name} | {fault_of(act, record['scenes'][name])}{raised} | {found_in(act)} |"
+
+
+def beside() -> Iterator[str]:
+    """The table of both canaries in one run."""
+    yield "| scene | fault | kvcanary | SGLang's `kv_canary` |"
+    yield "|---|---|---|---|"
+    for name, scene in read()["scenes"].items():
+        for act in scene["acts"] if name in BESIDE else ():
+            theirs = ", ".join(dict.fromkeys(re.findall(r"fail_reason=(\S+)", " ".join(act.get("peer", ())))))
+            fault = f"`{act['fault']}`" if act.get("fault") else "none"
+            ours = found_in(act).split(" | ")[0]
+            yield f"| {name} | {fault} | {ours} | {theirs or 'none'} |"
 
 
 def read() -> Record:
@@ -69,3 +85,4 @@ def found_in(act: Record) -> str:
 
 if __name__ == "__main__":
     put_between(PAGE, BEGIN, END, lines())
+    put_between(PAGE, BEGIN_BESIDE, END_BESIDE, beside())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary_tools.bench.sglang import host as sglang_host
+from kvcanary_tools.bench.sglang.events import EVENTS
 from kvcanary_tools.bench.sglang.faults import FAULTS, LASTING, Touched
 
 PROMPTS = {
@@ -23,14 +24,15 @@ PROMPTS = {
     "c": [1, 5, 9, 13, 4, 4, 4, 6, 8, 10, 3, 2, 1, *range(3, 30)],  # longer than a chunk
     "d": [1, 5, 9, 13, 4, 4, 4, 6],  # begins as c does
 }
-OF_AN_ACT = ("mode", "fault", "new", "later", "at", "abort", "content")
+OF_AN_ACT = ("mode", "fault", "new", "later", "prompt", "answer", "at", "abort", "content", "dump", "between", "prefix")
 
 
 def run() -> None:
     folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     acts = told.pop("acts", None)
     only = None if acts else {name: told.pop(name) for name in OF_AN_ACT if name in told}
-    sglang_host.install(told.get("eagle", False))
+    interpreted = told.pop("is_interpreted", False) or told.get("attention_backend") == "triton"
+    sglang_host.install(interpreted or told.get("eagle", False) or told.get("peer", False))
     import torch
 
     with torch.no_grad():
@@ -47,13 +49,22 @@ def play(
     fault: str = "",
     new: int = 8,
     later: int = 0,
+    prompt: int = 20,
+    answer: int = 40,
     at: int = 3,
     abort: str = "",
     content: str = "full",
+    dump: str = "",
+    between: tuple[str, ...] | list[str] = (),
+    prefix: int = 0,
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
     later: how many longer requests come after the first four, so that entries are evicted
+    prompt, answer: about how many tokens these have, and are given
+    dump:  a folder for dumps
+    between: of EVENTS, what happens before each further wave of the first four
+    prefix: how many tokens all of these begin with
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
     said: dict[str, Any] = {"mode": mode, "fault": fault, "plugged_in": host.canary is not None}
@@ -61,17 +72,24 @@ def play(
         from kvcanary import CanaryConfig
         from kvcanary.adapters.sglang.scheduler import attach
 
-        attach(host.scheduler, CanaryConfig(mode=mode, content=content, seed=3))
+        attach(host.scheduler, CanaryConfig(mode=mode, content=content, seed=3, dump_dir=Path(dump) if dump else None))
     elif mode == "off" and host.canary is not None:
         host.canary.detach()
     before = host.begin()
+    shared = [3 + 7 * number % 29 for number in range(prefix)]
     for name, tokens in PROMPTS.items():
-        host.ask(name, tokens, new)
+        host.ask(name, shared + tokens, new)
     blow = Blow(host, fault, at, abort, said)
     try:
-        host.run(*((before_nothing, before_nothing) if later else blow.turns))
+        host.run(*((before_nothing, before_nothing) if later or between else blow.turns))
+        for wave, event in enumerate(between):
+            EVENTS[event](host)
+            for name, tokens in PROMPTS.items():
+                host.ask(f"{name} again {wave}", shared + tokens, new)
+            host.run(*(blow.turns if event is between[-1] else (before_nothing, before_nothing)))
         for number in range(later):
-            host.ask(f"x{number}", [1, 8, number + 3] + [(7 * number + n) % 32 for n in range(20)], 40)
+            tokens = [1, 8, number % 29 + 3] + [(7 * number + n) % 32 for n in range(prompt)]
+            host.ask(f"x{number}", tokens, answer)
         if later:
             host.run(*blow.turns)
     except Exception as error:
@@ -79,9 +97,9 @@ def play(
         said["left"] = sum(len(out) - before.get(name, 0) for name, out in host.outputs.items())
         said["finding"] = error.findings[0].to_dict() if hasattr(error, "findings") else str(error)
     blow.end()
-    said["outputs"], said["counts"] = host.outputs, host.counts
+    said["outputs"], said["counts"], said["peer"] = host.outputs, host.counts, list(host.peer_said)
     if host.canary is not None:
-        said["reports"] = host.canary.report()
+        said["reports"] = report(host.canary)
         said["findings"] = [finding.to_dict() for finding in host.canary.findings]
         if "raised" not in said:
             said["flushed"] = host.scheduler.flush_cache()
@@ -89,6 +107,17 @@ def play(
     elif "raised" not in said:
         said["flushed"] = host.scheduler.flush_cache()
     return said
+
+
+def report(canary: Any) -> dict[str, Any]:
+    """The certificate; where one pool has ended the step, the other may have something to say of it as well."""
+    from kvcanary import KVCorruptionError
+
+    while True:
+        try:
+            return dict(canary.report())
+        except KVCorruptionError:
+            continue
 
 
 def before_nothing(turn: int) -> None:

@@ -14,7 +14,15 @@ from unittest.mock import patch
 
 from kvcanary.adapters.hosted.replacements import Replacements
 
-OURS = ("_fetch_kernel", "_keep_kernel", "_advance_kernel", "_walk_kernel", "_reread_kernel", "_take_lanes_kernel")
+OURS = (
+    "_fetch_kernel",
+    "_grant_kernel",
+    "_keep_kernel",
+    "_advance_kernel",
+    "_walk_kernel",
+    "_reread_kernel",
+    "_take_lanes_kernel",
+)
 
 
 @contextmanager

@@ -93,7 +93,10 @@ class Soak:
         """What happened so far."""
         report = self.handle.report()
         self._take()
-        own, traffic = ("forwards", "slots_checked", "bytes_checked", "unchecked", "untold_incidents"), self.traffic
+        own, traffic = (
+            ("owners", "forwards", "slots_checked", "bytes_checked", "unchecked", "untold_incidents"),
+            self.traffic,
+        )
         return {
             "seconds": round(self.seconds, 1),
             "requests": traffic.requests,

@@ -34,6 +34,12 @@ class Worker:
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.model_runner.sample_tokens(grammar_output)
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """The stand-in's model has none."""
+
+    def add_lora(self, lora_request: Any) -> bool:
+        return True
+
     def sleep(self, level: int = 1) -> None:
         for layer in self.model_runner.compilation_config.static_forward_context.values():
             layer.kv_cache = None

@@ -180,14 +180,20 @@ class GPUModelRunner:
             row = (own[:total] + drafts)[before : before + counts[name]]
             tokens += row
             positions += range(before, before + counts[name])
-        lengths = torch.tensor(
-            [before + counts[name] for before, name in zip(past, names, strict=True)], dtype=torch.int32
-        )
-        starts = torch.tensor(np.concatenate(([0], np.cumsum(scheduled))), dtype=torch.int32)
+        lengths = torch.tensor([before + counts[name] for before, name in zip(past, names, strict=True)])
+        starts = torch.tensor(np.concatenate(([0], np.cumsum(scheduled))))
+        held, n, total = self.input_buffers, len(names), len(tokens)
+        for own, values in (
+            (held.seq_lens, lengths),
+            (held.query_start_loc, starts),
+            (held.input_ids, torch.tensor(tokens)),
+            (held.positions, torch.tensor(positions)),
+        ):
+            own[: len(values)] = values
         return InputBatch(
-            names, len(names), len(names), torch.tensor(numbers, dtype=torch.int32), np.array(numbers, dtype=np.int32),
-            scheduled, len(tokens), len(tokens), starts, lengths, lengths.clone(),
-            torch.tensor(tokens, dtype=torch.int32), torch.tensor(positions),
+            names, n, n, torch.tensor(numbers, dtype=torch.int32), np.array(numbers, dtype=np.int32), scheduled, total,
+            total, held.query_start_loc[: n + 1], held.seq_lens[:n], lengths, held.input_ids[:total],
+            held.positions[:total],
         )  # fmt: skip
 
     def store(self, name, batch, slots, tokens=None) -> None:

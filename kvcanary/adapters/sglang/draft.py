@@ -1,0 +1,111 @@
+"""The model runner of an EAGLE draft: its own pool, whose entries hold the token that follows their position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.observed import moves as paged_moves
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
+from kvcanary.adapters.sglang.fed import FedForward
+from kvcanary.adapters.sglang.runner import WatchedRunner
+from kvcanary.config import CanaryConfig
+
+
+class WatchedDraft(WatchedRunner):
+    """The canary of a draft runner: entries hold the token that follows their position.
+
+    A draft step writes what the extend of the same round writes again, so its bytes are nobody's: its positions and
+    slots are judged. What an extend writes is recorded; only what was accepted is read, from the next round on.
+    """
+
+    role = "draft"
+    token_offset = 1
+
+    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, topk: int, steps: int) -> None:
+        super().__init__(runner, config, most_tokens, width)
+        self._topk, self._steps, self._page = topk, steps, int(runner.token_to_kv_pool.page_size)
+        self._round, self._step = None, 0
+        self._sampled: Tensor | None = None
+
+    def prefill(
+        self, method: Any, batch: Any, target_hidden_states: Any, next_token_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The draft's forward over a prompt, behind the target's; `next_token_ids` [rows]: what that has sampled."""
+        self._sampled = next_token_ids
+        try:
+            return method(batch, target_hidden_states, next_token_ids, *args, **kwargs)
+        finally:
+            self._sampled = None
+
+    def _known(self, fed: FedForward, requests: Mapping[str, Any]) -> Tensor:
+        """Behind the last entry of a prompt comes what was sampled just now, which the host does not know yet."""
+        known = super()._known(fed, requests)
+        if self._sampled is not None:
+            last = self.canary.memory.upload(torch.from_numpy(np.cumsum(fed.new) - 1))
+            held = known[last]
+            known[last] = torch.where(held == UNKNOWN, self._sampled.to(held.dtype), held)
+        return known
+
+    def forward(self, method: Any, batch: Any, requests: Mapping[str, Any]) -> Any:
+        mode = batch.forward_mode
+        if mode.is_draft_extend_v2():
+            fed = self._entries_of(batch, np.full(batch.batch_size, self.nodes))
+            self.read(fed, batch, ("extend", 0))
+            output = method()
+            self._wrote()
+            return output
+        if mode.is_decode():
+            self._draft_step(batch)
+            return method()
+        return super().forward(method, batch, requests)
+
+    def _draft_step(self, batch: Any) -> None:
+        """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch."""
+        self._step = self._step + 1 if batch is self._round else 0
+        self._round = batch
+        site, n, lengths = ("draft", self._step), batch.batch_size, batch.seq_lens.to(torch.int64)
+        positions = (lengths + self._step).repeat_interleave(self._topk)
+        slots, rows = batch.out_cache_loc[: len(positions)], np.repeat(np.arange(n), self._topk)
+        branch = lambda entry: f"branch {entry % self._topk} of its row"  # noqa: E731
+        entries = Entries(list(batch.rids), rows, positions, slots, branch)
+        judge_fed(self.canary, "W5", "position", batch.positions[: len(positions)], positions, entries, site)
+        begin, stride, table = self._branches(lengths), self._stride(lengths), self._table_of(batch)
+        granted = table.gather(1, begin + self._step).flatten().to(slots.dtype)
+        judge_fed(self.canary, "W5", "slot", slots, granted, entries, site)
+        if self._step == 0 and self._page > 1 and self._topk > 1:
+            self._judge_copies(batch.rids, table, lengths, stride)
+
+    def _table_of(self, batch: Any) -> Tensor:
+        """[rows of the batch, length] int64 slots."""
+        return self.rows.req_to_token[batch.req_pool_indices.long()].to(torch.int64)
+
+    def _stride(self, lengths: Tensor) -> Tensor:
+        """[n] from one branch of a row to the next: whole pages, the first of which begins with the prefix's end."""
+        return (lengths % self._page + self._steps + self._page - 1) // self._page * self._page
+
+    def _branches(self, lengths: Tensor) -> Tensor:
+        """[n, topk] columns of the table in which the first entry of each branch has its slot."""
+        numbers = torch.arange(self._topk, device=lengths.device)
+        return lengths[:, None] + numbers * self._stride(lengths)[:, None]
+
+    def _judge_copies(self, names: Iterable[str], table: Tensor, lengths: Tensor, stride: Tensor) -> None:
+        """Every branch but the first begins with a copy of the prefix's last page, as far as that is full (T1)."""
+        tail = lengths % self._page
+        offsets = torch.arange(self._page, device=lengths.device)
+        source = (lengths - tail)[:, None, None] + offsets
+        numbers = torch.arange(1, self._topk, device=lengths.device)
+        target = source + numbers[:, None] * stride[:, None, None]
+        is_copied = (offsets < tail[:, None, None]).expand_as(target).flatten()
+        wanted, found = (
+            table.gather(1, columns.expand_as(target).flatten(1)).flatten() for columns in (source, target)
+        )
+        names, each = list(names), self._page * (self._topk - 1)
+        paged_moves.expect_equal(
+            self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch",
+            lambda entry, slot: names[entry // each],
+        )  # fmt: skip

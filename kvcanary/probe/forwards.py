@@ -1,0 +1,122 @@
+"""The forwards of a probe: two rows on pages that nobody owns, as the paths of an engine meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcanary.errors import PlanError
+
+PATHS = ("prefill", "chunk", "decode", "verify")
+#: Nodes of the tree that "verify" reads, each with its parent: a root, two children, and a child of each.
+PARENTS = (-1, 0, 0, 1, 2)
+LEAST = 8  # entries of a row's first forward
+_NEW = {"chunk": (3, 2), "decode": (1, 1), "verify": (len(PARENTS), len(PARENTS))}
+
+
+@dataclass(frozen=True)
+class ProbeForward:
+    """One forward of a probe, which an engine's own attention is to run.
+
+    path:    of PATHS: a whole prompt; a chunk behind a cached prefix; one token a row; a drafted tree a row
+    slots:   by row its slots in the order of positions; the last `num_new` of them are written by this forward
+    num_new: by row
+    mask:    [nodes, nodes] bool, node sees node, for "verify"; None: a chain, each sees itself and those before it
+    """
+
+    path: str
+    slots: tuple[tuple[int, ...], ...]
+    num_new: tuple[int, ...]
+    mask: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        """Of forward, in an engine that takes this path."""
+        return "prefill" if self.path == "chunk" else self.path
+
+    @property
+    def written(self) -> list[int]:
+        """Slots that it writes, row after row."""
+        return [slot for row, new in zip(self.slots, self.num_new, strict=True) for slot in row[len(row) - new :]]
+
+    def positions(self) -> list[int]:
+        """Of the written entries; a tree's nodes at prefix plus depth."""
+        if self.mask is None:
+            spans = zip(self.slots, self.num_new, strict=True)
+            return [place for row, new in spans for place in range(len(row) - new, len(row))]
+        depths = (self.mask.sum(-1) - 1).tolist()
+        return [len(row) - len(depths) + depth for row in self.slots for depth in depths]
+
+    def seen(self, window: int | None = None) -> list[list[int]]:
+        """By written entry the slots that it may see, in the order of the row."""
+        sets: list[list[int]] = []
+        for row, new in zip(self.slots, self.num_new, strict=True):
+            prefix, own = row[: len(row) - new], row[len(row) - new :]
+            for number in range(new):
+                visible = self.mask[number].tolist() if self.mask is not None else [at <= number for at in range(new)]
+                places = [*range(len(prefix)), *(len(prefix) + sum(visible[:at]) for at in range(new) if visible[at])]
+                slots = [*prefix, *(slot for slot, is_seen in zip(own, visible, strict=True) if is_seen)]
+                last = places[-1]
+                sets.append(
+                    [slot for place, slot in zip(places, slots, strict=True) if not window or place > last - window]
+                )
+        return sets
+
+
+def probe_pages(page_size: int) -> int:
+    """Pages that a probe takes of so many slots each: two rows, and one page beside them."""
+    return 2 * _row_pages(page_size) + 1
+
+
+def probe_forwards(
+    pages: Sequence[int], page_size: int, paths: Collection[str] = PATHS, null_pages: int = 0
+) -> list[ProbeForward]:
+    """In order: each goes on from what those before it wrote, as the rows of an engine do; the first is a prefill.
+
+    pages: `probe_pages(page_size)` distinct ones that nobody owns; two rows take them in turns and from the last on,
+           so that neither lies in the pool's order. A third row is in it: the pool's first `null_pages`, and the first
+           of these pages, which who ignores a row's table is likely to read.
+    PlanError for a path that there is not, or too few pages.
+    """
+    needed, given = probe_pages(page_size), sorted(set(pages))
+    if unknown := set(paths) - set(PATHS):
+        raise PlanError(f"paths must be among {', '.join(PATHS)}, got {', '.join(sorted(unknown))}: leave these out")
+    if len(given) < needed:
+        raise PlanError(f"a probe needs {needed} pages of {page_size} slots, got {len(given)}: give as many free ones")
+    lowest, *own = given[:needed]
+    rows = [_slots([*mine[1:], mine[0]], page_size) for mine in (own[::-2], own[-2::-2])]
+    beside = tuple(_slots([*range(null_pages), lowest], page_size))
+    first = _first(page_size)
+    lens = [first - 1, first // 2 + 1]
+    starts = *(tuple(row[:length]) for row, length in zip(rows, lens, strict=True)), beside
+    forwards = [ProbeForward("prefill", starts, tuple(map(len, starts)))]
+    for path in (path for path in PATHS[1:] if path in paths):
+        lens = [length + new for length, new in zip(lens, _NEW[path], strict=True)]
+        slots = tuple(tuple(row[:length]) for row, length in zip(rows, lens, strict=True))
+        forwards.append(ProbeForward(path, slots, _NEW[path], ancestors() if path == "verify" else None))
+    return forwards
+
+
+def _first(page_size: int) -> int:
+    """Entries of a row's first forward, and one more."""
+    return max(2 * page_size, LEAST)
+
+
+def _row_pages(page_size: int) -> int:
+    return -(-(_first(page_size) + sum(max(new) for new in _NEW.values())) // page_size)
+
+
+def _slots(pages: Sequence[int], page_size: int) -> list[int]:
+    return [page * page_size + offset for page in pages for offset in range(page_size)]
+
+
+def ancestors() -> Tensor:
+    """[nodes, nodes] bool: each sees itself and what leads to it."""
+    mask = torch.eye(len(PARENTS), dtype=torch.bool)
+    for node, parent in enumerate(PARENTS):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask

@@ -1,0 +1,82 @@
+"""Weights and adapters of a vLLM worker that are replaced while its prefix cache is there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvcanary import KVCorruptionError
+from kvcanary.adapters.vllm.identity import Identities, version_of
+
+pytestmark = pytest.mark.usefixtures("host")
+PROMPT = [(3 * n) % 97 for n in range(30)]
+
+
+def adapter(folder, number: int = 1, name: str = "law", weights: bytes = b"a" * 70_000):
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(folder))
+
+
+def asked(served, name: str, lora=None):
+    """A request from its first token to its last; the first finding, or None."""
+    served.ask(name, PROMPT, 5, lora=lora)
+    try:
+        served.run()
+    except KVCorruptionError as error:
+        return error.report.findings[0]
+    return None
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("resets", [True, False])
+def test_weights_that_are_loaded_anew(serve, runner: str, resets: bool) -> None:
+    """What the prefix cache keeps of the old ones is R5 for the next prompt, and nothing where it was reset; requests
+    in flight go on.
+    """
+    served = serve(settings={"runner": runner})
+    assert asked(served, "before") is None
+    served.ask("runs", PROMPT[::-1], 12)
+    for _ in range(3):
+        served.step()
+    served.wrapper.worker.reload_weights()
+    if resets:
+        served.cached.clear()
+    served.run()
+    finding = asked(served, "after")
+    assert finding is None if resets else (finding.code, finding.position) == ("R5", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_found"),
+    [("none", False), ("number", False), ("copied", False), ("in place", True), ("path", True), ("name only", True)],
+)
+def test_an_adapter_that_is_loaded_again(serve, tmp_path, change: str, is_found: bool) -> None:
+    """One name with equal weights, under another number or from a copy, is one adapter; else it is R5 (vllm#30931)."""
+    served, lora = serve(), adapter(tmp_path / "a")
+    assert asked(served, "before", lora) is None
+    if change == "number":
+        lora = adapter(tmp_path / "a", number=2)
+    elif change == "copied":
+        lora = adapter(tmp_path / "b", number=2)
+    elif change == "in place":
+        lora = adapter(tmp_path / "a", weights=b"b" * 70_000)
+        served.wrapper.worker.add_lora(lora)
+    elif change == "path":
+        lora = adapter(tmp_path / "b", number=2, weights=b"a" * 35_000 + b"c" * 35_000)
+    elif change == "name only":
+        lora = adapter(tmp_path / "a", name="medicine")
+    finding = asked(served, "after", lora)
+    assert (finding is not None) == is_found
+    if finding is not None:
+        assert (finding.code, finding.position) == ("R5", 0)
+
+
+def test_no_name_equals_a_version(tmp_path) -> None:
+    """Fields are told apart; an adapter that is no folder here is named by its path."""
+    own = Identities()
+    one = own.of(SimpleNamespace(lora_request=adapter(tmp_path / "a", name="x")))
+    own.changed()
+    assert own.of(SimpleNamespace(lora_request=None)).weights == "1" != one.weights
+    assert (version_of("hub/name"), version_of("")) == ("hub/name", "")

@@ -1,0 +1,52 @@
+"""Tiny models whose memory pools are of other classes than Llama's: a configuration each, weights are drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "tie_word_embeddings": False, "dtype": "float32", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "initializer_range": 0.3,
+}  # fmt: skip
+SLIDING, FULL = "sliding_attention", "full_attention"
+#: By name, what stands in config.json beside COMMON.
+KINDS: dict[str, dict[str, Any]] = {
+    "latent": {  # MLATokenToKVPool
+        "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "num_key_value_heads": 4,
+        "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        "scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "windows": {  # SWAKVPool
+        "architectures": ["MellumForCausalLM"], "model_type": "mellum", "sliding_window": 16,
+        "layer_types": [SLIDING, FULL, SLIDING, FULL], "mlp_layer_types": ["dense"] * 4, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 32,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in (SLIDING, FULL)},
+    },
+    "states": {  # HybridLinearKVPool
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", FULL, "conv", FULL],
+        "conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+
+
+def make(folder: Path, kind: str) -> Path:
+    """The folder of such a model, which is made once."""
+    own = folder / kind
+    if not own.exists():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        part = folder / f"{kind}.part"
+        part.mkdir(exist_ok=True)
+        (part / "config.json").write_text(json.dumps(COMMON | KINDS[kind]), encoding="utf-8")
+        torch.manual_seed(1)
+        config = AutoConfig.from_pretrained(part)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(part)
+        (part / "config.json").write_text(json.dumps(COMMON | KINDS[kind]), encoding="utf-8")
+        part.rename(own)
+    return own
