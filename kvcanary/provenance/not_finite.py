@@ -18,7 +18,7 @@ def layers_not_finite(rows: PoolRows, slots: Tensor) -> list[tuple[int, ...]]:
     device.
     """
     found = []
-    for part in slots.split(ROWS_AT_ONCE):
+    for part in slots.contiguous().split(ROWS_AT_ONCE):
         bits = torch.zeros(len(part), 2, dtype=torch.int64, device=part.device)
         finite_check(rows, part, mismatch=bits, launches=False)
         found += [layers_of_bits(low, high, rows.num_layers) for low, high in bits.tolist()]

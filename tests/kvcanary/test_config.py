@@ -37,7 +37,10 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
     }
 
 
-@pytest.mark.parametrize(("mode", "enabled"), [("off", False), ("log", True), ("raise", True), ("abort", True), ("heal", True)])
+ENABLED = [("off", False), *((mode, True) for mode in ("log", "raise", "abort", "heal"))]
+
+
+@pytest.mark.parametrize(("mode", "enabled"), ENABLED)
 def test_enabled_is_every_mode_but_off(mode, enabled):
     """Only `off` says that no manager should be built."""
     assert CanaryConfig(mode=mode).enabled is enabled
