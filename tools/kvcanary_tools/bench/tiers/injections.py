@@ -20,7 +20,8 @@ import numpy as np
 import structlog
 
 from kvcanary import Tier
-from kvcanary_tools.bench.common import RESULTS, machine
+from kvcanary_tools.bench import common
+from kvcanary_tools.bench.common import machine
 from kvcanary_tools.bench.tiers.file_tier import FileTier
 
 SEED = 0x5EA1
@@ -195,18 +196,17 @@ def speed(num_bytes: int = 1 << 28) -> dict[str, Any]:
     return rates | {"seal_bytes_a_byte": round(len(seal.to_bytes()) / num_bytes, 6)}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--injections", type=int, default=1000)
     parser.add_argument("--loads", type=int, default=100_000)
-    parser.add_argument("--json", type=Path, default=RESULTS / "tier_files.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))  # findings are counted here
     with tempfile.TemporaryDirectory() as folder:
         result = inject(options.injections, Path(folder)) | load_clean(options.loads, Path(folder))
     what = "faults in a tier of files, clean loads of it, and the speed of seals"
     result = {"what": what, "machine": machine(), "seed": SEED, **result, **speed()}
-    options.json.write_text(json.dumps(result, indent=2) + "\n")
+    common.save("tier_files", result)
     print(json.dumps(result, indent=2))
 
 

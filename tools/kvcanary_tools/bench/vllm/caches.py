@@ -157,7 +157,7 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
 @click.command()
 @click.argument("kind", type=click.Choice(KINDS))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
-def main(kind: str, out: Path) -> None:
+def command(kind: str, out: Path) -> None:
     """Run everything over one kind of cache in one vLLM on this CPU, with runner V1."""
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
@@ -166,4 +166,4 @@ def main(kind: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -30,7 +30,7 @@ from kvcanary import CanaryConfig
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.records.graph_cache import Replays
-from kvcanary_tools.bench.vllm.bare_runner import LAYERS, ROWS, BareWorker, outputs
+from kvcanary_tools.bench.vllm.hooks.bare_runner import LAYERS, ROWS, BareWorker, outputs
 
 KINDS = ("quiet", "settling", "arriving")
 
