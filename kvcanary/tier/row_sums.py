@@ -49,7 +49,7 @@ class RowSums:
         keys, stacked = self._known(words, torch.device("cpu"))
         found = np.empty((2, n), np.int64)
         rows, start = (data.ctypes.data, words * WORD_BYTES, words), int(keys.start_a[0])
-        loops.sum_values(*rows, *(rows[0], 0, 0), n, stacked.data_ptr(), start, found.ctypes.data)
+        loops.sum_values(*rows, *(rows[0], 0, 0), n, stacked.data_ptr(), start, found.ctypes.data, 0)
         return found
 
     def _on_device(self, data: Tensor, words: int, n: int) -> Longs:

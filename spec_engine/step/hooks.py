@@ -57,15 +57,11 @@ class Forwards:
         return [(kind, index, self.pool.name)]
 
     @contextmanager
-    def open(self, batch: ForwardBatch, window: int | None = None) -> Iterator[KVAccess]:
-        """The attention of one forward; the canary sees the very arrays that it reads and writes by.
-
-        window: of the pool's layers where no map leads to it
-        """
+    def open(self, batch: ForwardBatch) -> Iterator[KVAccess]:
+        """The attention of one forward; the canary sees the very arrays that it reads and writes by."""
         check_arrays(batch, self.pool.name)
-        window = window if self.behind is None else self.behind.window
-        if window is not None:
-            batch = within_window(batch, window)
+        if self.behind is not None and self.behind.window is not None:
+            batch = within_window(batch, self.behind.window)
         opened, substep = self._opened(batch)
         if self.defers:
             attention = DeferredAttention(opened, self._attention.alone(self.pool, batch, self.num_heads))

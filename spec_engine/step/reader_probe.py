@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spec_engine.core import ForwardBatch, indptr
+from spec_engine.core import ForwardBatch, indptr, within_window
 from spec_engine.memory.pools.pool import KVPool
 from spec_engine.step.hooks import Forwards
 
@@ -23,7 +23,8 @@ class ProbedReader:
         self._device = pool.kv.device
 
     def __call__(self, forward: ProbeForward, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with self._forwards.open(self._batch(forward), self._window) as kv:
+        batch = self._batch(forward)
+        with self._forwards.open(batch if self._window is None else within_window(batch, self._window)) as kv:
             return kv.attend(layer, *(one.to(self._device) for one in (q, k, v)))
 
     def _batch(self, forward: ProbeForward) -> ForwardBatch:

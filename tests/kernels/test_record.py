@@ -112,9 +112,9 @@ def test_layers_bitmap_has_a_bit_a_layer(layers: int) -> None:
 
 
 def test_code_bits_are_distinct_and_fit_a_signed_word() -> None:
-    """R1 to R13 are bits 0 to 12, W1 to W9 bits 32 to 40, P1 is bit 48."""
+    """R1 to R13 are bits 0 to 12, W1 to W9 bits 32 to 40, P1 is bit 48, N1 49."""
     expected = {f"R{n}": 2 ** (n - 1) for n in range(1, 14)} | {f"W{n}": 2 ** (n + 31) for n in range(1, 10)}
-    expected["P1"] = 2**48
+    expected |= {"P1": 2**48, "N1": 2**49}
     assert expected == record.CODE_BITS
 
 

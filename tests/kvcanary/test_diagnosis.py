@@ -12,7 +12,7 @@ import torch
 import kvcanary
 from kvcanary import KVCorruptionError
 from kvcanary.calls.violation import Violation
-from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
+from kvcanary.codes import ARRIVED, CODES, MISREAD, UNWRITTEN
 from kvcanary.ledger.page_history import PageEvent
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.provenance.bytes_of import Provenance
@@ -100,7 +100,7 @@ def test_every_code_has_a_finding(engine, code):
 
 def test_rules_are_asked_for_codes_that_exist():
     """The table names no code that nobody knows."""
-    assert {code for codes, _ in RULES for code in codes} <= {*CODES, UNWRITTEN, ARRIVED}
+    assert {code for codes, _ in RULES for code in codes} <= {*CODES, UNWRITTEN, ARRIVED, MISREAD}
 
 
 def test_more_evidence_goes_first(engine, monkeypatch):
@@ -338,7 +338,7 @@ def test_causes_are_ranked_by_their_evidence(monkeypatch):
     class Asked:
         def __init__(self, code: str, is_unwritten: bool = False) -> None:
             kind = UNWRITTEN if is_unwritten else code
-            self.violation = type("Violation", (), {"code": code, "kind": kind})()
+            self.violation = type("Violation", (), {"code": code, "kind": kind, "state": None})()
 
     causes = [
         (("R4",), Cause("bits", "one, guessed", "inferred", ("a",))),

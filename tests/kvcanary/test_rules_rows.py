@@ -717,6 +717,12 @@ SAID = [
             ("page 5 is COMMITTED: it holds entries already",),
         ),
     ),
+    (rows.read_elsewhere, shown(a_violation(code="R8")), None),
+    (
+        rows.read_elsewhere,
+        shown(a_violation(code="R8", misread=("draft", "the mask lets in nodes", ("query at position 7",)))),
+        Cause("draft", "the mask lets in nodes", "derived", ("query at position 7",)),
+    ),
 ]
 
 

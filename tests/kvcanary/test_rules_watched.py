@@ -192,6 +192,17 @@ SAID = [
             ("decode, step 9 was to store position 35 of 'other' there",),
         ),
     ),
+    (watched.not_finite_before, watching(a_violation(code="N1", notes=("group 0",))), None),
+    (
+        watched.not_finite_before,
+        watching(a_violation(code="N1", notes=("group 0", f"{watched.READ_BEFORE}: position 4"))),
+        Cause(
+            "numerics",
+            "computed from an entry that was not finite before",
+            "derived",
+            (f"{watched.READ_BEFORE}: position 4",),
+        ),
+    ),
 ]
 
 

@@ -166,7 +166,9 @@ def forward(manager: CanaryManager, view: PoolView) -> SubstepCanary:
 
 def stored(view: PoolView) -> tuple[Tensor, Tensor]:
     """Fingerprints of a prefill, as the canary keeps them."""
-    manager = CanaryManager(CanaryConfig(seed=7), [view])
+    manager = CanaryManager(
+        CanaryConfig(seed=7, disable=frozenset({"N1"})), [view]
+    )  # random bits are numbers of any kind
     forward(manager, view).close()
     manager.commit("only", 4)
     manager.check()

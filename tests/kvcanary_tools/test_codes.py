@@ -47,9 +47,9 @@ def test_one_code_is_told_in_full(kvcanary) -> None:
 
 def test_several_codes_in_any_case(kvcanary) -> None:
     """They come as they were asked for, each once; nothing is said of where nobody judges one."""
-    shown = kvcanary("codes", "w9", "L1", "W9").stdout
-    assert [line for line in shown.splitlines() if line and line[0] != " "] == ["W9 padding write", "L1 contradiction"]
-    assert "on the host" not in shown.partition("L1")[0]
+    shown = kvcanary("codes", "r13", "L1", "R13").stdout
+    assert [line for line in shown.splitlines() if line and line[0] != " "] == ["R13 tree mask", "L1 contradiction"]
+    assert "on the device" not in shown.partition("L1")[0]
 
 
 def test_a_second_meaning_alone(kvcanary) -> None:

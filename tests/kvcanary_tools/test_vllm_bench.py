@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary_tools.bench.vllm import clock as vllm_clock
 from kvcanary_tools.bench.vllm import engine as vllm_engine
@@ -165,7 +166,7 @@ def test_the_clock_leaves_out_what_the_engine_takes_itself() -> None:
     right = Replacements.replace
     owner = SimpleNamespace(step=lambda: time.sleep(0.05))
     with vllm_clock.clocked() as spent:
-        Replacements().replace(owner, "step", hook)
+        Replacements(Guard("vllm", "raise")).replace(owner, "step", hook)
     owner.step()
     owner.step()
     found = vllm_clock.reported(spent, 1.0)

@@ -161,7 +161,7 @@ def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str
         return ()
     uid, told = int(group.owners.slots[slot]), group.owners.told_of(slot)
     if uid in OWNERLESS:
-        return OWNERLESS[uid], *told
+        return "the slot is free" if told and uid == FREE else OWNERLESS[uid], *told
     name = canary.writers.get(uid if uid > 0 else SHARED_WRITER - uid, "a request that is forgotten")
     also = "" if uid > 0 else ", and others may read it"
     return f"the slot was granted to {name!r}{also}", *told

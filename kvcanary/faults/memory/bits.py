@@ -209,8 +209,10 @@ FAULTS = (
         applies_to="models with several heads of K and V",
         applies=lambda setup: setup.model != "embedded",
     ),
-    _in_one_row("nan_row", "K or V of an entry is NaN in one layer.", partial(_fill, value=float("nan"))),
-    _in_one_row("inf_row", "K or V of an entry is infinite in one layer.", partial(_fill, value=float("inf"))),
+    _in_one_row("nan_row", "K or V of an entry is NaN in one layer.", partial(_fill, value=float("nan")), also=("N1",)),
+    _in_one_row(
+        "inf_row", "K or V of an entry is infinite in one layer.", partial(_fill, value=float("inf")), also=("N1",)
+    ),
     Fault(
         name="bits.rows_swapped",
         story="Two entries of a request exchange their rows in one layer: all bytes are there, none where they belong.",

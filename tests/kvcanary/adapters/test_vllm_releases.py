@@ -12,6 +12,7 @@ import torch
 from kvcanary import KVCorruptionError
 from kvcanary.adapters import compatibility
 from kvcanary.adapters import vllm as plugin
+from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements, replaced_by
 from kvcanary.errors import AdapterError
 
@@ -263,7 +264,7 @@ def test_methods_that_others_decorated_are_replaced_too() -> None:
         def step(self, number: int) -> list[Any]:
             return [number]
 
-    engine, replaced = Engine(), Replacements()
+    engine, replaced = Engine(), Replacements(Guard("vllm", "raise"))
     assert replaced_by(engine, "step") is None
     replaced.replace(engine, "step", lambda method, number: ["ours", *method(number + 1)])
     replaced.put(engine, "canary", 7)

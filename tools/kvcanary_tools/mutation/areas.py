@@ -24,7 +24,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         for name in (
             "judge/admit", "judge/advance", "engine/attention/merging", "engine/attention/paged", "content/attest",
             "watch/begin", "engine/candidates", "record/chain", "content/check", "judge/count", "watch/fetch",
-            "content/fingerprint", "content/finite", "engine/index", "engine/layers",
+            "content/fingerprint", "content/finite", "watch/grant", "engine/index", "engine/layers",
             "engine/likeliest", "judge/move", "judge/plan", "content/poison", "judge/post", "engine/product",
             "content/put", "content/reads", "engine/relay", "watch/reread", "engine/scatter", "record/seal",
             "judge/settle", "content/store", "judge/verify", "watch/advance", "watch/walk",
