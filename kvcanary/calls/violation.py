@@ -220,7 +220,7 @@ def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, in
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
     """
     nowhere = violation.position is None
-    is_read = violation.code not in SPEAK_FIRST and violation.site[0] != "grant"
+    is_read = violation.code not in SPEAK_FIRST - {"N1"} and violation.site[0] != "grant"  # N1 follows from reads
     along = (
         violation.position or 0
         if violation.arrival is None
@@ -235,13 +235,14 @@ def speaks_first(violation: Violation) -> tuple[bool, bool, bool, bool, bool, in
 def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
     """Pairs of violations, by number, that belong to one incident."""
     groups: dict[tuple[object, ...], list[int]] = {}
+    spread = {violation.request_id: violation.step for violation in violations if violation.code == "N1"}
     for number, violation in enumerate(violations):
         if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *violation.place), []).append(number)
             whose = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
             groups.setdefault(("page", whose, violation.page, violation.step), []).append(number)
-        if violation.code == "N1":  # of one step
-            groups.setdefault((violation.code, violation.step), []).append(number)
+        if violation.code in ("N1", "R9") and violation.request_id in spread:  # of one step, and what it came from
+            groups.setdefault(("N1", spread[violation.request_id]), []).append(number)
         if violation.along is not None:
             groups.setdefault(("along", *violation.along), []).append(number)
         if violation.arrival is not None:

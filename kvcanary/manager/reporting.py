@@ -103,7 +103,7 @@ class Reporting:
     def act(self) -> frozenset[str]:
         """Respond to what fired; the running requests that must end, also those named before."""
         if self._checks.violations.groups:
-            groups = self._checks.violations.take()
+            groups = self._checks.with_what_spread(self._checks.violations.take())
             self.count_reads()
             self._checks.reread_soon(groups)
             try:

@@ -287,6 +287,17 @@ class StepChecks:
         else:
             self.scrubber.reread_soon([request.request_id for request in requests])
 
+    def with_what_spread(self, groups: Sequence[ViolationGroup]) -> Sequence[ViolationGroup]:
+        """Where a forward stored NaN (N1), its rows are read again at once: bytes that changed before may be why."""
+        stored = [violation for group in groups for violation in group.kept if violation.code == "N1"]
+        names = {name for violation in stored for name in (violation.request_id, *violation.others)}
+        if not names or not self._rereads_bytes:
+            return groups
+        with torch.inference_mode():
+            for request in [own for name, own in self._ledger.requests.items() if name in names]:
+                self.violations += self.scrubber.reread_all(request, stored[0].step)
+        return [*groups, *self.violations.take()]
+
     def reread_soon(self, groups: Sequence[ViolationGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
         if not self._rereads_bytes:

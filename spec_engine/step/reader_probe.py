@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from spec_engine.attention.backends import BACKENDS
 from spec_engine.core import ForwardBatch, indptr, within_window
 from spec_engine.memory.pools.pool import KVPool
-from spec_engine.step.hooks import Forwards
 
 if TYPE_CHECKING:
     from kvcanary import ProbeForward
@@ -19,13 +19,20 @@ class ProbedReader:
     """`kvcanary.probe.reader.Attend`, by the backend that reads this pool; slots are the pool's own."""
 
     def __init__(self, pool: KVPool, num_heads: int, backend: str, window: int | None) -> None:
-        self._forwards, self._window = Forwards(pool, num_heads, None, backend), window
-        self._device = pool.kv.device
+        self._open, self._pool, self._num_heads = BACKENDS[backend].load(), pool, num_heads
+        self._window, self._device = window, pool.kv.device
 
     def __call__(self, forward: ProbeForward, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch = self._batch(forward)
-        with self._forwards.open(batch if self._window is None else within_window(batch, self._window)) as kv:
-            return kv.attend(layer, *(one.to(self._device) for one in (q, k, v)))
+        batch, values = self._batch(forward), [one.to(self._device) for one in (q, k, v)]
+        if self._window is not None:
+            batch = within_window(batch, self._window)
+        attention = self._open(self._pool, batch, self._num_heads, batch.kv_indices, batch.slots, None)
+        alone = self._open.alone(self._pool, batch, self._num_heads)
+        if alone is None:
+            return attention.attend(layer, *values)
+        output = alone(layer, *values)
+        attention.store(layer, *values[1:])
+        return output
 
     def _batch(self, forward: ProbeForward) -> ForwardBatch:
         kv_lens = tuple(map(len, forward.slots))
