@@ -87,6 +87,7 @@ class PagedCanary:
         self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self._steps: deque[Step] = deque(maxlen=RING)
+        self._last: Step | None = None  # that was read; it may be judged, and gone from `_steps`
         #: Steps that were the last one once more and are not among `_steps` yet, and whether the next may be one, for
         #: as many entries as its launches were sized for.
         self._quiet, self._can_repeat, self._room = 0, False, 0
@@ -201,6 +202,7 @@ class PagedCanary:
         self._can_repeat = bool(n) and n == forward.num_tokens and events == (0, 0) and forward.site[0] == "decode"
         self.events = []
         self._steps.append(step)
+        self._last = step
         if n:
             ran = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
             self.recent.ran(ran, self._measured, self._grown)
@@ -247,10 +249,10 @@ class PagedCanary:
     def _tell_quiet(self) -> None:
         """Put down what the steps were that repeated the last one."""
         quiet, self._quiet = self._quiet, 0
-        if not quiet:
+        last = self._last
+        if not quiet or last is None:
             return
-        last = self._steps[-1]
-        for number in range(max(last.number + 1, self.step - RING + 1), self.step + 1):
+        for number in range(self.step + 1 - min(quiet, RING), self.step + 1):
             self._steps.append(Step(number, last.requests, last.numbers, last.site, [], (), last.count, last.in_place))
         n, self._live = len(last.numbers), self._live + quiet * len(last.numbers)
         self._ran(quiet, n)

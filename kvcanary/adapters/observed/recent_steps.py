@@ -100,9 +100,10 @@ class RecentSteps:
 
     def _fold(self) -> None:
         """The step that ran last came once more so often: every row by one entry, without anything new."""
-        if self._times:
+        times, self._times = self._times, 0
+        if times and self._runs:  # a ring of no steps keeps none
             step, before = self._runs[-1]
-            self._runs[-1], self._times = (step, before + self._times), 0
+            self._runs[-1] = step, before + times
             for number in [number for number in self._own if number < self._runs[0][0].number]:
                 del self._own[number]
 

@@ -109,6 +109,21 @@ def test_a_fault_in_a_quiet_step_is_named_with_its_step(serve, quiet, runner: st
     assert (found.code, found.position, found.reader, found.first_bad_step) == (*wanted, "a", step)
 
 
+@pytest.mark.parametrize("ring", ["0", "3"])
+def test_a_recorder_of_few_steps_ends_nothing(serve, quiet, monkeypatch, ring: str) -> None:
+    """Quiet steps go on and are judged where fewer are recorded than there were, or none."""
+    monkeypatch.setenv("KVCANARY_RING", ring)
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    served = decoding(serve)
+    served.caches["l1"].view(torch.int32)[served.running[0].blocks[1] * 2, 1, 1, 3] ^= 1 << 9
+    served.ask("c", [7, 7, 7], 20)
+    served.run()
+    report = served.wrapper.kvcanary_report()
+    assert quiet.count(True) > 20
+    assert [own["code"] for own in report["incidents"]] == ["R9"]
+    assert not any("stopped watching" in why for why in report["unchecked"])
+
+
 def test_a_fault_of_some_steps_ago_is_told_with_that_step(serve, quiet, monkeypatch) -> None:
     """In mode log, where its count is looked at late: behind further quiet steps, and behind one that is not."""
     monkeypatch.setenv("KVCANARY_MODE", "log")
