@@ -51,6 +51,10 @@ class Owners:
         """A prefix cache holds these slots [n], but for those that were given back and not granted since."""
         self._told.append((slots, SHARED))
 
+    def loaded(self, slots: Tensor) -> None:
+        """A prefix cache has taken these slots [n] for what a load brings: they are everybody's, also given back ones."""
+        self._told.append((slots, torch.full_like(slots, SHARED)))
+
     def freed(self, slots: Tensor) -> None:
         """Slots [n] were given back."""
         self._told.append((slots, RETURNED))

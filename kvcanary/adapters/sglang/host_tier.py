@@ -42,7 +42,7 @@ class HostTier:
     def queued(self, slots: Tensor) -> None:
         """Entries will be loaded into these slots, which a request and the prefix cache share from now on."""
         slots = slots.to(torch.int64)
-        self._own.owners.shared(slots)
+        self._own.owners.loaded(slots)
         self._slots.append(slots)
 
     def starts(self) -> None:

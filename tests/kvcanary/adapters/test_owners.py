@@ -55,6 +55,15 @@ def test_a_prefix_cache_takes_nothing_that_was_given_back() -> None:
     assert (finding.code, finding.reader, finding.position) == ("R7", "r0", 3)
 
 
+def test_what_a_load_brings_may_be_read_though_its_slots_were_given_back() -> None:
+    """A host tier takes slots that nobody has any more, and rows begin with what it loads there."""
+    engine, slots, _ = owned()
+    engine.canary.owners.freed(slots[3:4])
+    engine.canary.owners.loaded(slots[3:4])
+    engine.step({0: [1], 1: [2]})
+    assert told(engine) == []
+
+
 def test_a_slot_that_another_row_was_granted_is_told_with_its_owner() -> None:
     """R8 names who was granted the slot."""
     engine, slots, uids = owned()
