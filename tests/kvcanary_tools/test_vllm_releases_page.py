@@ -54,5 +54,5 @@ def test_what_did_not_run_is_said() -> None:
     clean = {"forwards": 3, "slots_checked": 1234, "findings": 1, "equal_tokens": False}
     faults = {name: {"found": []} for name in releases.HARMS} | {"flip": {"found": [{"reader": "a", "writer": None}]}}
     record = {"clean": clean, "faults": faults, "raise": {"code": "R9", "left": 2}}
-    assert releases.row(record) == ["3; 1,234", "1", "other ones", "1 of 3; raise: tokens left"]
+    assert releases.row(record) == ["3; 1,234", "1", "other ones", "1 of 6; raise: tokens left"]
     assert releases.said({"gone": {"runner V1": ["x is gone"]}}) == "1 gone"
