@@ -52,7 +52,7 @@ class Owners:
         self._told.append((slots, SHARED))
 
     def loaded(self, slots: Tensor) -> None:
-        """A prefix cache has taken these slots [n] for what a load brings: they are everybody's, also given back ones."""
+        """A prefix cache has taken these slots [n] for what a load brings: everybody's, also those given back."""
         self._told.append((slots, torch.full_like(slots, SHARED)))
 
     def freed(self, slots: Tensor) -> None:
