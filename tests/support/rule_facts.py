@@ -44,6 +44,7 @@ def a_violation(**reported) -> SimpleNamespace:
         "pool": pool,
         "page": 5,
         "notes": (),
+        "misread": None,
     }
     return SimpleNamespace(**violation | reported)
 

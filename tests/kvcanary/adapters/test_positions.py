@@ -13,7 +13,6 @@ from kvcanary.adapters.transformers import attach  # noqa: E402
 from kvcanary.adapters.transformers.positions import Fed, RowPositions, fed_by  # noqa: E402
 from kvcanary.adapters.transformers.unwatched import cache_argument  # noqa: E402
 
-CACHE = cache_argument(transformers.LlamaForCausalLM)
 FULL = CanaryConfig(content="full", seed=7)
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 
@@ -22,7 +21,7 @@ def turn(model, cache, ids, shift=0, **more):
     """One plain forward of only new tokens; positions as the cache's length says, and `shift` more."""
     start = cache.get_seq_length()
     places = (torch.arange(ids.shape[1]) + start + shift)[None].expand(len(ids), -1)
-    return model(ids, **{CACHE: cache, "position_ids": places} | more).logits[:, -1:].argmax(-1)
+    return model(ids, **{cache_argument(type(model)): cache, "position_ids": places} | more).logits[:, -1:].argmax(-1)
 
 
 def chat(model, shift_at=None, shift=5):
@@ -71,11 +70,13 @@ def test_plain_calls_are_followed_as_rows(models) -> None:
         turn(model, cache, PROMPT)
         turn(model, cache, PROMPT)
         whole = torch.cat((PROMPT, PROMPT, torch.tensor([[5]])), 1)
-        model.generate(whole, max_new_tokens=2, do_sample=False, **{CACHE: cache})
+        model.generate(whole, max_new_tokens=2, do_sample=False, **{cache_argument(type(model)): cache})
         cache = transformers.DynamicCache(config=model.config)
         turn(model, cache, PROMPT)
         turn(model, cache, PROMPT.flip(1))
-        finding = caught(lambda: model.generate(whole, max_new_tokens=2, do_sample=False, **{CACHE: cache}))
+        finding = caught(
+            lambda: model.generate(whole, max_new_tokens=2, do_sample=False, **{cache_argument(type(model)): cache})
+        )
     assert (finding.code, finding.position) == ("R6", 10)
 
 
@@ -92,7 +93,7 @@ def test_left_padding_by_hand(models, given: str) -> None:
             for number in range(4):
                 places = ((torch.ones_like(seen) if counts_padding and number else seen).cumsum(1) - 1).clamp(min=0)
                 own = {"position_ids": places[:, -fed.shape[1] :]} if given == "positions" else {}
-                out = model(fed, **{CACHE: cache, "attention_mask": seen} | own)
+                out = model(fed, **{cache_argument(type(model)): cache, "attention_mask": seen} | own)
                 fed = out.logits[:, -1:].argmax(-1)
                 seen = torch.cat((seen, torch.ones(2, 1, dtype=seen.dtype)), 1)
 

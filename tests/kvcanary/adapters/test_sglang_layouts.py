@@ -255,7 +255,7 @@ def test_layers_of_a_load_that_a_forward_did_not_wait_for_are_known(consumer: in
     group = SimpleNamespace(records=torch.ones(8, COLUMNS, dtype=torch.int64), layers=[None])
     canary = SimpleNamespace(poison=object(), fed={"P1", "R9"}, groups=[group], steps=steps, memory=memory)
     told: list[Any] = []
-    owners = SimpleNamespace(shared=lambda slots: told.append(slots.tolist()), on_freed=1, on_granted=1)
+    owners = SimpleNamespace(loaded=lambda slots: told.append(slots.tolist()), on_freed=1, on_granted=1)
     own = SimpleNamespace(canary=canary, owners=owners, flush=lambda: told.append("flush"))
     own.rows = SimpleNamespace(req_to_token=torch.tensor([[3, 4, 5]]))
     tier = host_tier.HostTier(own, SimpleNamespace(layer_done_counter=counter), contextlib.nullcontext)
