@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcanary.calls.violation import NO_SLOT, Violation, fair_share, join_violations
 from kvcanary.calls.violation_log import ViolationGroup
@@ -85,11 +85,12 @@ class Describer:
             readers=facts.readers,
             exposed_tokens=facts.exposed_tokens,
             causes=rank_causes(facts),
-            evidence=violation.notes + _layers_of_model(violation) + _others(facts.incident),
+            evidence=violation.notes + _from_peer(violation) + _layers_of_model(violation) + _others(facts.incident),
             incident=number,
             action=action,
             entry=None if violation.state is None else violation.slot,
             healed="",
+            peer=peer_of(violation),
         )
 
 
@@ -101,6 +102,24 @@ def _is_undeclared(facts: Evidence) -> bool:
     if violation.code in ("R4", "R5", "R6"):
         return facts.declared is not None and facts.record is not None and not facts.holds_its_own
     return violation.code in _UNDECLARED
+
+
+def peer_of(violation: Violation) -> dict[str, Any] | None:
+    """The engine that the bytes arrived from, and the page of it that they were."""
+    if violation.arrival is None:
+        return None
+    trip = violation.arrival.trip
+    sent, page, _ = trip.pages[violation.arrived_as // trip.page_size]
+    return None if sent.peer is None else {**sent.peer._asdict(), "page": sent.pages[page]}
+
+
+def _from_peer(violation: Violation) -> tuple[str, ...]:
+    peer = peer_of(violation)
+    if peer is None:
+        return ()
+    layers = ", ".join(map(str, violation.layers[:EVIDENCE_LINES]))
+    where = f"its page {peer['page']}, layer {layers}"
+    return (f"arrived from {peer['engine']} rank {peer['rank']}, {where} ({peer['uuid']})",)
 
 
 def _layers_of_model(violation: Violation) -> tuple[str, ...]:

@@ -74,6 +74,7 @@ class Finding:
     action:     what was done about it
     entry:      where the slot is an entry of a StateView, its number
     healed:     mode heal: how it was made good; "" until it is
+    peer:       of bytes that arrived from another engine: `engine`, `rank`, `uuid`, and the `page` that it was there
     """
 
     code: str
@@ -113,6 +114,7 @@ class Finding:
     action: str = ""
     entry: int | None = None
     healed: str = ""
+    peer: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""

@@ -49,6 +49,7 @@ AS_DATA = {
     "action": "raised",
     "entry": None,
     "healed": "",
+    "peer": None,
 }
 
 
