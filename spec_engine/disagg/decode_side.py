@@ -85,6 +85,10 @@ class DecodeSide:
         """Transfers that nobody waits for, and that are not over."""
         return len(self._late)
 
+    def knows(self, peer: Peer) -> bool:
+        """Whether it has shaken hands with this process."""
+        return peer in self._known
+
     def meet(self, card: EngineCard) -> None:
         """The handshake, before the first byte: HandshakeError where this engine and the other do not fit."""
         self.card.expect(card)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -44,9 +44,11 @@ class Timings:
         return Histogram(f"spec_engine_{name}_seconds", about, buckets=SECONDS, registry=self.registry)
 
 
-async def exposition(worker: EngineWorker, timings: Timings, clock: HookClock | None) -> bytes:
-    """All metrics as text."""
-    families = await worker.call(lambda engine: [*_engine(engine, worker), *_canary(engine, clock)])
+async def exposition(
+    worker: EngineWorker, timings: Timings, clock: HookClock | None, others: Callable[[], Iterable[Metric]] = tuple
+) -> bytes:
+    """All metrics as text; ``others``: what is asked in the engine's thread besides."""
+    families = await worker.call(lambda engine: [*_engine(engine, worker), *_canary(engine, clock), *others()])
     registry = CollectorRegistry()
     registry.register(_Fixed(families))
     return generate_latest(registry) + generate_latest(timings.registry)

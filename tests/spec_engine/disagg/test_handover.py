@@ -177,5 +177,5 @@ def test_an_engine_without_a_tier_cannot_take_part():
 
 def test_transports_that_are_not_there():
     """A name that nobody knows, with those that are."""
-    with pytest.raises(ConfigError, match="one of nixl, torch, got 'tcp'"):
+    with pytest.raises(ConfigError, match="nixl or torch, got 'tcp'"):
         make_link("tcp", "t")

@@ -10,7 +10,7 @@ import click
 
 from kvcanary_tools import console, heap
 from kvcanary_tools.engine_options import CONTEXT, engine_config, engine_options, usage_failures
-from spec_engine.server.options import ServerOptions
+from spec_engine.server.options import LINKS, ServerOptions
 
 if TYPE_CHECKING:
     from kvcanary.faults.target import Target
@@ -38,6 +38,18 @@ def _option(name: str, **settings: Any) -> Any:
 @_option(
     "--grace-seconds", type=float, metavar="S", help="How long running requests may go on after SIGTERM or Ctrl-C."
 )
+@_option(
+    "--role",
+    type=click.Choice(["prefill", "decode"]),
+    help="Compute prompts for servers that decode them, or decode what others have prefilled; needs --host-pages.",
+)
+@click.option(
+    "--peer", "peers", multiple=True, metavar="URL", help="A prefill server whose handovers a decode server takes."
+)
+@_option("--transport", type=click.Choice(LINKS), help="By which K and V travel from one server to the other.")
+@_option("--peer-name", metavar="NAME", help="What findings of other servers call this one.")
+@_option("--lease-seconds", type=float, metavar="S", help="How long a prefilled request is kept for its decode server.")
+@_option("--handover-timeout", type=float, metavar="S", help="After which a prompt whose bytes lack is computed again.")
 @_option("--debug", is_flag=True, help="Open /debug/kvcanary, which needs an API key.")
 @click.option(
     "--debug-host",
@@ -55,6 +67,8 @@ def command(ctx: click.Context, **options: Any) -> None:
     \b
       kvcanary serve --kv-canary abort --port 8000
       kvcanary serve --model DIR --kv-canary raise --api-key KEY --debug
+      kvcanary serve --role prefill --host-pages 4096 --peer-name prefill-1
+      kvcanary serve --role decode --host-pages 4096 --peer http://HOST:8000 --port 8001
 
     The embedded model completes Python, and nothing else: do not chat with it.
 
