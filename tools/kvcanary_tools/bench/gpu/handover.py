@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from kvcanary import CanaryConfig, CanaryManager
-from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.report.finding import Finding
 from kvcanary.transfers import PageSnapshot, Peer, Seal
+from kvcanary_kernels.content.fingerprint import fingerprint
+from kvcanary_kernels.record.layout import make_keys
 from kvcanary_tools.bench.common import machine, save
 from kvcanary_tools.bench.gpu.device import device
 from spec_engine.disagg.link import Piece, expect_all, until_over
@@ -227,12 +228,15 @@ def _kernel(side: Side) -> float:
     """Seconds of the fingerprints alone, which is all that reads the bytes."""
     size = side.shape.page_size
     slots = torch.arange(side.pages[0] * size, side.pages[0] * size + side.shape.tokens, device=side.device)
-    [pool] = side.canary._checks.snapshots._state.pools
+    rows = side.pool.view().rows
+    keys = make_keys(SEED, side.shape.layers, rows.words_per_row, side.device)
+    out = {"fingerprint_a": slots.new_empty(side.shape.layers, len(slots)), "fingerprint_b": torch.empty_like(slots)}
+    fingerprint(rows, slots, keys, **out)  # compiles
     times = []
     for _ in range(ROUNDS):
         side.synchronize()
         started = time.perf_counter()
-        fingerprints_of_slots(pool, slots)
+        fingerprint(rows, slots, keys, **out)
         side.synchronize()
         times.append(time.perf_counter() - started)
     return median(times)
