@@ -116,8 +116,11 @@ class Sender:
         """Codes of findings, free places of the tiers, expired leases; PageLeakError where a page is nobody's."""
         for engine, _ in self._engines.values():
             engine.memory.check_accounting([])
+            engine.canary.drain()
+        found = [finding for engine, _ in self._engines.values() for finding in engine.canary.findings]
         return {
-            "codes": [finding.code for engine, _ in self._engines.values() for finding in engine.canary.findings],
+            "codes": [finding.code for finding in found],
+            "readers": [finding.found.get("reader") for finding in found],
             "free": {kind: engine.memory.tier.num_free for kind, (engine, _) in self._engines.items()},
             "expired": sum(side.num_expired for _, side in self._engines.values()),
         }

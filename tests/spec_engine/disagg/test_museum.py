@@ -201,6 +201,7 @@ def test_room_5_a_put_that_does_not_wait_for_the_copy(pair: Pair):
     known = pair.ask("facts")["codes"]
     outcome = pair.receive(pair.send(2, fault="no event"))
     assert set(pair.ask("facts")["codes"][len(known) :]) == {"O1"}
+    assert "'hand over' on the host" in pair.ask("facts")["readers"]
     finding = outcome.findings[0]
     assert (finding.code, finding.layers, outcome.tokens) == ("T1", LAYERS, [])
     pair.ask("forget")
