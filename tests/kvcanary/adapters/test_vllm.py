@@ -187,10 +187,13 @@ def test_off_is_absent(monkeypatch) -> None:
         ("MODE", "abort", "mode must be 'log' or 'raise' here, got 'abort': nobody can end one request from outside"),
         ("MODE", "heal", "mode must be 'log' or 'raise' here, got 'heal': nobody can end one request from outside"),
         ("CONTENT", "all", "content must be one of write, rolling, full, got 'all'"),
+        ("KV_CANARY", "log", "KVCANARY_KV_CANARY sets nothing: it is KVCANARY_MODE now"),
+        ("MDOE", "log", "KVCANARY_MDOE sets nothing: did you mean KVCANARY_MODE?"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_a_model_is_loaded(monkeypatch, name: str, value: str, sentence: str) -> None:
     """The plug-in says so in the first process that loads it, and replaces nothing."""
+    monkeypatch.setenv("KVCANARY_MODE", "log" if name == "CONTENT" else "off")
     monkeypatch.setenv(f"KVCANARY_{name}", value)
     with pytest.raises(KVCanaryError) as raised:
         plugin.register()
