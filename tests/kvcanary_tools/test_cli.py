@@ -125,7 +125,7 @@ def test_internal_error_is_no_finding(kvcanary, monkeypatch: pytest.MonkeyPatch)
     def fail() -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("kvcanary_tools.health.examine", fail)
+    monkeypatch.setattr("kvcanary_tools.health.sections", fail)
     result = kvcanary("doctor")
     assert result.exit_code == 3
     assert "kvcanary: internal error: boom" in result.stderr
@@ -139,7 +139,7 @@ def test_interruption_is_quiet(kvcanary, monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvcanary_tools.health.examine", interrupt)
+    monkeypatch.setattr("kvcanary_tools.health.sections", interrupt)
     result = kvcanary("doctor")
     assert result.exit_code == 130
     assert result.stderr.strip() == "kvcanary: interrupted"
