@@ -389,7 +389,7 @@ class PagedCanary:
         return sorted(set(slots[wrong].tolist()))
 
     def stored_at(self, step: Step, group: Group, request: str | None, position: int) -> int | None:
-        """Where a step stored an entry of a request; None: outside the pool, or none of its entries lies there still."""
+        """Where a step stored an entry of a request; None: outside the pool, or all its entries were overwritten."""
         slots, chains = self.launches.stored_by(step, group)
         for entry, (slot, chain) in enumerate(zip(slots.tolist(), chains.tolist(), strict=True)):
             held = read_record(group.records, slot) if slot >= 0 else None
