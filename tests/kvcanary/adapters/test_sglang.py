@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
+from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.fed import tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
-from kvcanary.adapters.sglang.scheduler import PREFILL, Handle
+from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -123,6 +123,14 @@ def test_settings_that_are_not_followed_are_refused() -> None:
     assert refused[0].startswith("disaggregation_mode must be 'null' here, got 'decode'")
 
 
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_each_setting_that_is_not_followed_is_refused_by_its_name(name: str) -> None:
+    """Whatever it is set to; the sentence says what it must be."""
+    off = NOT_FOLLOWED[name]
+    [sentence] = unfollowed(SimpleNamespace(**{name: 2 if isinstance(off, int) and off > 0 else "set"}))
+    assert sentence.startswith(f"{name} must be {off!r} here")
+
+
 def test_the_entry_point_names_this_function() -> None:
     """What SGLang loads by the name of its group is `register`."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
@@ -171,6 +179,7 @@ def test_what_replaces_a_method_has_its_parameters_names() -> None:
             "run_batch": "run_batch", "process_batch_result": "process_batch_result", "free": "free",
             "release_kv_cache": "release", "alloc_for_extend": "alloc_for_extend", "checkpoint": "checkpoint",
             "alloc_for_decode": "alloc_for_decode", "alloc_for_spec_decode": "alloc_for_spec_decode",
+            "forward_batch_generation": "generated", MOVE: "accept_tokens",
         }.items()
     }  # fmt: skip
     needed = {need.name.rpartition(".")[2].rpartition(":")[2]: need.parameters for need in NEEDED}
