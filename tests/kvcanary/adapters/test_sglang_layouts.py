@@ -22,7 +22,7 @@ SIZE, PAGE, HEADS, DIM, LAYERS = 16, 4, 2, 8, 3
 
 
 class MHATokenToKVPool:
-    """As SGLang's: [slots, heads, dim] for K and for V; 8-bit floats are kept as bytes."""
+    """As SGLang's: [slots, heads, dim] for K and for V; 8-bit floats are kept as bytes, what padding stores nowhere."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, layers: int = LAYERS, shift: int = 0) -> None:
         self.dtype, self.shift, self.page_size, self.start_layer, self.layer_num = dtype, shift, PAGE, 0, layers
@@ -33,9 +33,10 @@ class MHATokenToKVPool:
         self.use_hnd, self.kv_cache_layout = False, "nhd"
 
     def set_kv_buffer(self, layer: Any, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **told: int) -> None:
+        stored = loc != 0
         for buffers, value in (self.k_buffer, k), (self.v_buffer, v):
             buffer = buffers[told["layer_id_override"]]
-            buffer[loc + self.shift] = value.view(buffer.dtype)
+            buffer[loc[stored] + self.shift] = value.view(buffer.dtype)[stored]
 
 
 class MLATokenToKVPool:
@@ -66,10 +67,12 @@ def two_pools(*is_windowed: bool) -> Any:
     return pool
 
 
+@pytest.mark.parametrize("page_size", [1, PAGE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_a_plain_pool_is_read_by_the_type_that_its_elements_mean(dtype: torch.dtype) -> None:
+def test_a_plain_pool_is_read_by_the_type_that_its_elements_mean(dtype: torch.dtype, page_size: int) -> None:
     """What was probed with is put back, and a view shows the same bytes as elements of the pool's type."""
     pool = MHATokenToKVPool(dtype)
+    pool.page_size = page_size
     before = [tensor.clone() for tensor in (*pool.k_buffer, *pool.v_buffer)]
     [part] = parts_of(pool, "target")
     assert (part.view.dtype, part.view.num_slots, part.names) == (dtype, SIZE + PAGE, ("layer 0", "layer 1", "layer 2"))
