@@ -17,8 +17,9 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
+from kvcanary.adapters.sglang import states
 from kvcanary.adapters.sglang.fed import FedForward, Given, identity_of, tokens_of
-from kvcanary.adapters.sglang.layout import not_watched, parts_of
+from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.calls.violation import NO_SLOT
 from kvcanary.config import CanaryConfig
 from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
@@ -67,6 +68,10 @@ class WatchedRunner(HostHandle):
         self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
+        unwatched = states.not_followed(self.rows, width > 1)
+        self.not_watched = [] if unwatched is None else [unwatched]
+        has_states = getattr(self.rows, "mamba_pool", None) is not None and not unwatched
+        self.states = states.WatchedStates(self.canary, self.rows) if has_states else None
         self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
@@ -83,6 +88,8 @@ class WatchedRunner(HostHandle):
         self.owners.forget()
         if self.canary.poison is not None:
             self.canary.poison.forget()
+        if self.states is not None:
+            self.states.forget()
         self._generations.clear()
         self._reweighted = 0  # nothing is left of the weights before
 
@@ -98,7 +105,7 @@ class WatchedRunner(HostHandle):
         """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
         and that were stored before the weights changed; `loads_checked`: entries from the host tier that were compared
         """
-        own = {"not_watched": not_watched(self.runner.token_to_kv_pool), "older_weights": int(self._older)}
+        own = {"not_watched": self.not_watched, "older_weights": int(self._older)}
         loads = {} if self.tier is None else {"loads_checked": self.tier.compared}
         return {**super().report(), **own, **loads}
 
@@ -207,10 +214,16 @@ class WatchedRunner(HostHandle):
         if self.tier is not None:
             self.tier.arrive(self._given.tables)
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
+        if self.states is not None:
+            n = len(numbers)
+            past = self._given.lengths[:n] - self._given.starts[: n + 1].diff()
+            self.states.begin(list(batch.rids), numbers, past, site)
 
     def _wrote(self) -> bool:
         if self.tier is not None:
             self.tier.ran()
+        if self.states is not None:
+            self.states.left()
         has_run = super()._wrote()
         if has_run and self.tier is not None:
             self.tier.wrote()

@@ -15,7 +15,7 @@ import torch
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
-from kvcanary.adapters.sglang import host_tier, lifetimes
+from kvcanary.adapters.sglang import host_tier, lifetimes, states
 from kvcanary.adapters.sglang.compatibility import DRAFTS, WITHOUT_MODEL, check, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft, WatchedStandalone
 from kvcanary.adapters.sglang.runner import WatchedRunner
@@ -88,6 +88,7 @@ class Handle:
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
         lifetimes.follow(scheduler, replace, self._tell)
         host_tier.follow(scheduler, self.target, replace)
+        states.follow(scheduler, self.target, replace)
         self.guard.is_serving = True
 
     def report(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters.sglang import host_tier, lifetimes
-from kvcanary.adapters.sglang.layout import NOT_FOLLOWED, not_watched, parts_of
+from kvcanary.adapters.sglang.layout import NOT_FOLLOWED, parts_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import UNFOLLOWED_DRAFTS, watched
 from kvcanary.adapters.sglang.windows import MappedRows
@@ -109,14 +109,12 @@ def test_layers_with_windows_alone_are_refused() -> None:
 
 
 def test_attention_beside_states_has_the_numbers_of_the_model() -> None:
-    """States are named as not watched; a plain pool has none."""
+    """The others keep states, which are no entries."""
     pool = type("HybridLinearKVPool", (), {})()
-    pool.full_kv_pool, pool.mamba_pool = MHATokenToKVPool(layers=2), object()
+    pool.full_kv_pool = MHATokenToKVPool(layers=2)
     pool.full_attention_layer_id_mapping = {3: 0, 7: 1}
     [part] = parts_of(pool, "target")
     assert part.names == ("layer 3", "layer 7")
-    assert not_watched(pool) == ["states of linear attention, of which a request has one for all its tokens"]
-    assert not_watched(pool.full_kv_pool) == []
 
 
 @pytest.mark.parametrize("kind", [*NOT_FOLLOWED, "UnifiedMHATokenToKVPool"])

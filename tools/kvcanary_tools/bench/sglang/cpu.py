@@ -118,16 +118,24 @@ def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
 TWO_POOLS: Json = {"kind": "windows", "swa_full_tokens_ratio": 1.0}
 #: Layers with windows: torch's attention reads them by the slots of the others, so that both pools are as long.
 QUICK["windows"] = pool(TWO_POOLS, "bit", "window_bit")
+STATES: Json = {"kind": "states", "page_size": 1, "is_interpreted": True, "max_mamba_cache_size": 32}
 #: Pools of other classes, other pages and types, and what ends the life of entries.
 POOLS = {
     "windows, page 1": pool({**TWO_POOLS, "page_size": 1}, "window_bit", act={"new": 24}),
     "latent": pool({"kind": "latent"}, "bit"),
-    "states": pool({"kind": "states", "page_size": 1, "is_interpreted": True}, "bit"),
+    "states": pool(STATES, "bit", act={"new": 8, "between": ["reload"]}),
     "fp8": pool({"kv_cache_dtype": "fp8_e4m3"}, "bit"),
     "page 16, bfloat16": pool({"page_size": 16, "dtype": "bfloat16", **WIDE}, "bit", act=WAVES),
     "page 64, float16": pool({"page_size": 64, "dtype": "float16", **WIDE}, act=WAVES),
     "lifetimes": pool({}, act=EVENTFUL),
 }
+#: Recurrent states: `state_freed` ends SGLang's own books.
+STATE_FAULTS = Scene(
+    tuple({"fault": fault, **own} for fault, own in {
+        "state_bit": {}, "state_swapped": {}, "no_state_copy": {"at": 0, "between": ["reload"]}, "state_freed": {},
+    }.items()),
+    STATES,
+)  # fmt: skip
 COMES_BACK: Json = {"between": ["many", "many"]}
 #: A tier in host memory, on stand-ins for what pins it and copies.
 TIER = Scene(
@@ -180,7 +188,7 @@ BESIDE = {
     ),
     "beside, topk 1": beside(1, "one_too_long"),
 }
-SCENES = QUICK | POOLS | {"host tier": TIER} | TREES | BESIDE
+SCENES = QUICK | POOLS | {"states, faults": STATE_FAULTS, "host tier": TIER} | TREES | BESIDE
 
 
 def pinned() -> str:

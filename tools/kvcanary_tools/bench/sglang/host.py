@@ -115,7 +115,7 @@ class Host:
             _let_peer_run(self.peer_said)
         wanted = {
             "model_path": str(folder / "target"), "context_length": 128, "max_total_tokens": 1024,
-            "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.5,
+            "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.3,
             "attention_backend": "triton" if eagle else "torch_native", **QUIET, **ON_CPU,
         }  # fmt: skip
         if eagle:
