@@ -1,4 +1,4 @@
-"""SGLang's recurrent states: what each has absorbed and which bytes it was left with, judged where a forward takes it.
+"""SGLang's recurrent states: what each has absorbed and which bytes it was left with, judged where it is taken.
 
 A model with linear attention keeps one state a request in its `MambaPool`, and its prefix cache keeps copies. All that
 is known of an entry lies on the device: how many tokens its state has absorbed, the chain of these, and fingerprints.
