@@ -151,8 +151,21 @@ NEEDED_OF = {
             ("self", "batch", "target_hidden_states", "next_token_ids"),
         ),
         Needed(
+            f"{_SPECULATIVE}eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute",
+            ("self", "forward_batch"),
+        ),
+        Needed(
+            f"{_SPECULATIVE}eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner.execute", ("self", "forward_batch")
+        ),
+        Needed(
             f"{_WORKER}EagleDraftWorker",
-            attributes=("draft_runner", "topk", "speculative_num_steps"),
+            attributes=(
+                "draft_runner",
+                "topk",
+                "speculative_num_steps",
+                "cuda_graph_runner",
+                "cuda_graph_runner_for_draft_extend",
+            ),
         ),
     ),
     WITHOUT_MODEL: (

@@ -75,7 +75,7 @@ class Handle:
             replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved, own.guard)
         if self.draft is not None:
             replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
-            replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)
+            self._follow_drafts(scheduler.draft_worker.draft_worker, self.draft, replace)
         elif scheduler.draft_worker is not None:
             replace(scheduler.draft_worker, "forward_batch_generation", self._generated, self.target.guard)
             self.replaced.replace_function(SPECULATION, MOVE, self._accept_tokens)
@@ -90,6 +90,15 @@ class Handle:
         host_tier.follow(scheduler, self.target, replace)
         states.follow(scheduler, self.target, replace)
         self.guard.is_serving = True
+
+    def _follow_drafts(self, worker: Any, draft: WatchedDraft, replace: Any) -> None:
+        """SGLang's graphs of a draft bypass its runner: that of an extend is followed, that of draft steps is not."""
+        replace(worker, PREFILL, draft.prefill, draft.guard)
+        extends, steps = worker.cuda_graph_runner_for_draft_extend, worker.cuda_graph_runner
+        if extends is not None:
+            replace(extends, "execute", functools.partial(self._forward, draft), draft.guard)
+        if steps is not None:
+            replace(steps, "execute", draft.replayed, draft.guard)
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""

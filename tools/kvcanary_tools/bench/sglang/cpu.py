@@ -58,6 +58,11 @@ def trees(topk: int, page: int, *faults: str) -> Scene:
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 
 
+def graphed(scene: Scene) -> Scene:
+    """The same where a draft's extends run from a graph of SGLang's own, or what stands for it here."""
+    return Scene(scene.acts, {**scene.settings, "graphs": True})
+
+
 def slots(topk: int, page: int, *faults: str) -> Scene:
     """The same with faults of slots and of what a draft is fed, in short answers; `freed` ends SGLang's own books."""
     scene = trees(topk, page, *faults)
@@ -159,6 +164,7 @@ TREES = {
     ),
     "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
+    "topk 1, graphs": graphed(trees(1, 4, "draft_bit")),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
     "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
     "topk 2, page 4, slots": slots(2, 4, "draft_scatter", "verify_scatter", "chunk_rotated", "freed"),
