@@ -67,6 +67,7 @@ class WatchedRunner(HostHandle):
         self.owners = self.canary.follow_owners()
         self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
+        self._weights = ""
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
         unwatched = states.not_followed(self.rows, width > 1)
         self.not_watched = [] if unwatched is None else [unwatched]
@@ -97,15 +98,16 @@ class WatchedRunner(HostHandle):
         """Do now what waits for a forward: bytes are about to go."""
         self._flush()
 
-    def reweighted(self) -> None:
-        """The model has other weights from the next forward on."""
-        self._reweighted = self.canary.step
+    def reweighted(self, version: str | None) -> None:
+        """The model has other weights from the next forward on; version: as SGLang was told, if it was."""
+        self._reweighted, self._weights = self.canary.step, version or ""
 
     def report(self) -> dict[str, Any]:
         """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
-        and that were stored before the weights changed; `loads_checked`: entries from the host tier that were compared
+        and that were stored before the weights changed to `weights`, as their version is called; `loads_checked`:
+        entries from the host tier that were compared
         """
-        own = {"not_watched": self.not_watched, "older_weights": int(self._older)}
+        own = {"not_watched": self.not_watched, "older_weights": int(self._older), "weights": self._weights}
         loads = {} if self.tier is None else {"loads_checked": self.tier.compared}
         return {**super().report(), **own, **loads}
 

@@ -161,8 +161,8 @@ class Told:
         lifetimes.follow(self, lambda owner, name, hook: hooks.update({name: (getattr(owner, name), hook)}), self.tell)
         self.hooks = hooks
 
-    def tell(self, what: str) -> None:
-        self.heard.append(what)
+    def tell(self, what: str, *args: Any) -> None:
+        self.heard += [what, *args]
 
     def call(self, name: str, *args: Any) -> list[Any]:
         method, hook = self.hooks[name]
@@ -179,7 +179,7 @@ def test_bytes_are_read_a_last_time_before_memory_goes() -> None:
 def test_every_flush_and_every_change_of_weights_is_heard() -> None:
     """A flush ends in the allocator, whoever asked for it."""
     assert Told().call("clear") == ["flush", "cleared", "forget"]
-    assert Told().call("record_weight_version_change", "v2") == ["reweighted", "v2"]
+    assert Told().call("record_weight_version_change", "v2") == ["reweighted", "v2", "v2"]
 
 
 def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them() -> None:
@@ -196,7 +196,7 @@ def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them()
     )
     WatchedRunner.admit(runner, [request], [5])
     assert int(runner._older) == 0
-    WatchedRunner.reweighted(runner)
+    WatchedRunner.reweighted(runner, "v2")
     runner._generations.clear()
     WatchedRunner.admit(runner, [request], [5])
     assert int(runner._older) == 3

@@ -195,10 +195,13 @@ def test_what_is_wrong_with_a_state_names_request_and_entry(scene, fault: str, c
 
 @pytest.mark.slow
 def test_entries_of_older_weights_are_counted(scene) -> None:
-    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left."""
+    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left. The
+    certificate names the version that SGLang was told.
+    """
     assert scene("page 16, bfloat16")[0]["reports"]["target"]["older_weights"] >= 4 * 64
     assert scene("lifetimes")[0]["reports"]["target"]["older_weights"] > 0
     assert scene("latent")[0]["reports"]["target"]["older_weights"] == 0
+    assert [scene(name)[0]["reports"]["target"]["weights"] for name in ("latent", "lifetimes")] == ["", "16"]
 
 
 @pytest.mark.slow
