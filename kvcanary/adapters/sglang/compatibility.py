@@ -109,7 +109,7 @@ NEEDED_OF = {
         Needed(
             f"{_REQUEST}Req",
             attributes=("rid", "kv", "origin_input_ids", "output_ids", "input_embeds"),
-            optional=("lora_id", "extra_key"),
+            optional=("lora_id", "extra_key", "multimodal_inputs"),
         ),
         Needed(
             f"{_REQUEST}ReqKvInfo",

@@ -18,11 +18,13 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang import states
-from kvcanary.adapters.sglang.fed import FedForward, Given, identity_of, tokens_of
+from kvcanary.adapters.sglang.fed import FedForward, Given, are_named, identity_of, tokens_of
 from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.calls.violation import NO_SLOT
 from kvcanary.config import CanaryConfig
 from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
+
+UNNAMED = "requests with contents whose places in the prompt do not name them: other ones look the same"
 
 
 class Verified(NamedTuple):
@@ -277,6 +279,8 @@ class WatchedRunner(HostHandle):
             if self._reweighted and length:
                 held = self.canary.groups[0].records[self.rows.req_to_token[number, :length].to(torch.int64)]
                 self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
+            if not are_named(request):
+                self.canary.coverage.skip(UNNAMED, 1)
             new.append((number, request.rid, tokens_of(request, self.name_offset), int(length), identity_of(request)))
         if new:
             if self.tier is not None:
