@@ -63,7 +63,9 @@ class Found:
             absorbed, uid, left = self.known[:, place].tolist()
             kind, writer = unpack_site(left >> 32)[0] if left else "", self.canary.writers.get(uid)
             lies = LyingState(max(absorbed, 0), 0, writer, uid, kind if absorbed >= 0 else "", left & MASK_32)
-            history = (f"granted to {writer!r}", f"left by its {kind}, step {left & MASK_32}") if writer else ()
+            history: tuple[str, ...] = (
+                (f"granted to {writer!r}", f"left by its {kind}, step {left & MASK_32}") if writer else ()
+            )
             history += ("given back",) if absorbed == FREED else ()
             code = CODES[int(self.codes[place])]
             facts = StateFacts(
