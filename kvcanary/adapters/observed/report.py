@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
-from kvcanary.adapters.observed.inputs import Fed, Outgrown
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
 from kvcanary.adapters.observed.owners import FREE, RETURNED, SHARED, SHARED_WRITER, UNJUDGED
 from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
@@ -77,10 +76,10 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             column += 1
             yield from _not_finite(canary, group, layers, step)
     for event in step.events:
-        if isinstance(event, Fed | Outgrown):
-            yield from event.violations(step.number)
-        else:
+        if isinstance(event, Event):
             yield from _of_event(canary, event, step.number)
+        else:
+            yield from event.violations(step.number)
 
 
 def _not_finite(canary: PagedCanary, group: Group, layers: Layers, step: Step) -> Iterator[Violation]:

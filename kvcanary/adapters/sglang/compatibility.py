@@ -109,7 +109,7 @@ NEEDED_OF = {
         Needed(
             f"{_REQUEST}Req",
             attributes=("rid", "kv", "origin_input_ids", "output_ids", "input_embeds"),
-            optional=("lora_id", "extra_key"),
+            optional=("lora_id", "extra_key", "multimodal_inputs"),
         ),
         Needed(
             f"{_REQUEST}ReqKvInfo",
@@ -151,8 +151,21 @@ NEEDED_OF = {
             ("self", "batch", "target_hidden_states", "next_token_ids"),
         ),
         Needed(
+            f"{_SPECULATIVE}eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute",
+            ("self", "forward_batch"),
+        ),
+        Needed(
+            f"{_SPECULATIVE}eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner.execute", ("self", "forward_batch")
+        ),
+        Needed(
             f"{_WORKER}EagleDraftWorker",
-            attributes=("draft_runner", "topk", "speculative_num_steps"),
+            attributes=(
+                "draft_runner",
+                "topk",
+                "speculative_num_steps",
+                "cuda_graph_runner",
+                "cuda_graph_runner_for_draft_extend",
+            ),
         ),
     ),
     WITHOUT_MODEL: (

@@ -16,6 +16,8 @@ from kvcanary.adapters.sglang.fed import FedForward
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 
+REPLAYED = "draft steps that SGLang replayed in a graph of its own"
+
 
 class WatchedDraft(WatchedRunner):
     """The canary of a draft runner: entries hold the token that follows their position.
@@ -76,6 +78,11 @@ class WatchedDraft(WatchedRunner):
             self._draft_step(batch)
             return method()
         return super().forward(method, batch, requests)
+
+    def replayed(self, method: Any, forward_batch: Any) -> Any:
+        """All draft steps of a round in one graph of SGLang's: where they store is not judged."""
+        self.canary.coverage.skip(REPLAYED, self._steps)
+        return method(forward_batch)
 
     def _draft_step(self, batch: Any) -> None:
         """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch."""

@@ -51,12 +51,6 @@ def parts_of(pool: Any, role: str, token_offset: int = 0, window: int | None = N
         raise AdapterError(f"a pool of class {kind} is not as known: {error}; {REMEDY}") from error
 
 
-def not_watched(pool: Any) -> list[str]:
-    """What lies beside the parts of this pool, belongs to requests as well, and is not followed; one sentence each."""
-    states = getattr(pool, "mamba_pool", None)
-    return [] if states is None else ["states of linear attention, of which a request has one for all its tokens"]
-
-
 def _plain(
     pool: Any, role: str, token_offset: int, window: int | None = None, layers: Iterable[int] | None = None
 ) -> list[Part]:

@@ -17,11 +17,14 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.sglang.fed import FedForward, Given, identity_of, tokens_of
-from kvcanary.adapters.sglang.layout import not_watched, parts_of
+from kvcanary.adapters.sglang import states
+from kvcanary.adapters.sglang.fed import FedForward, Given, are_named, identity_of, tokens_of
+from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.calls.violation import NO_SLOT
 from kvcanary.config import CanaryConfig
 from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
+
+UNNAMED = "requests with contents whose places in the prompt do not name them: other ones look the same"
 
 
 class Verified(NamedTuple):
@@ -66,7 +69,12 @@ class WatchedRunner(HostHandle):
         self.owners = self.canary.follow_owners()
         self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
+        self._weights = ""
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
+        unwatched = states.not_followed(self.rows, width > 1)
+        self.not_watched = [] if unwatched is None else [unwatched]
+        has_states = getattr(self.rows, "mamba_pool", None) is not None and not unwatched
+        self.states = states.WatchedStates(self.canary, self.rows) if has_states else None
         self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
@@ -83,6 +91,8 @@ class WatchedRunner(HostHandle):
         self.owners.forget()
         if self.canary.poison is not None:
             self.canary.poison.forget()
+        if self.states is not None:
+            self.states.forget()
         self._generations.clear()
         self._reweighted = 0  # nothing is left of the weights before
 
@@ -90,15 +100,16 @@ class WatchedRunner(HostHandle):
         """Do now what waits for a forward: bytes are about to go."""
         self._flush()
 
-    def reweighted(self) -> None:
-        """The model has other weights from the next forward on."""
-        self._reweighted = self.canary.step
+    def reweighted(self, version: str | None) -> None:
+        """The model has other weights from the next forward on; version: as SGLang was told, if it was."""
+        self._reweighted, self._weights = self.canary.step, version or ""
 
     def report(self) -> dict[str, Any]:
         """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
-        and that were stored before the weights changed; `loads_checked`: entries from the host tier that were compared
+        and that were stored before the weights changed to `weights`, as their version is called; `loads_checked`:
+        entries from the host tier that were compared
         """
-        own = {"not_watched": not_watched(self.runner.token_to_kv_pool), "older_weights": int(self._older)}
+        own = {"not_watched": self.not_watched, "older_weights": int(self._older), "weights": self._weights}
         loads = {} if self.tier is None else {"loads_checked": self.tier.compared}
         return {**super().report(), **own, **loads}
 
@@ -207,10 +218,16 @@ class WatchedRunner(HostHandle):
         if self.tier is not None:
             self.tier.arrive(self._given.tables)
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
+        if self.states is not None:
+            n = len(numbers)
+            past = self._given.lengths[:n] - self._given.starts[: n + 1].diff()
+            self.states.begin(list(batch.rids), numbers, past, site)
 
     def _wrote(self) -> bool:
         if self.tier is not None:
             self.tier.ran()
+        if self.states is not None:
+            self.states.left()
         has_run = super()._wrote()
         if has_run and self.tier is not None:
             self.tier.wrote()
@@ -262,6 +279,8 @@ class WatchedRunner(HostHandle):
             if self._reweighted and length:
                 held = self.canary.groups[0].records[self.rows.req_to_token[number, :length].to(torch.int64)]
                 self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
+            if not are_named(request):
+                self.canary.coverage.skip(UNNAMED, 1)
             new.append((number, request.rid, tokens_of(request, self.name_offset), int(length), identity_of(request)))
         if new:
             if self.tier is not None:

@@ -15,7 +15,7 @@ import torch
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
-from kvcanary.adapters.sglang import host_tier, lifetimes
+from kvcanary.adapters.sglang import host_tier, lifetimes, states
 from kvcanary.adapters.sglang.compatibility import DRAFTS, WITHOUT_MODEL, check, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft, WatchedStandalone
 from kvcanary.adapters.sglang.runner import WatchedRunner
@@ -75,7 +75,7 @@ class Handle:
             replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved, own.guard)
         if self.draft is not None:
             replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
-            replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)
+            self._follow_drafts(scheduler.draft_worker.draft_worker, self.draft, replace)
         elif scheduler.draft_worker is not None:
             replace(scheduler.draft_worker, "forward_batch_generation", self._generated, self.target.guard)
             self.replaced.replace_function(SPECULATION, MOVE, self._accept_tokens)
@@ -88,7 +88,17 @@ class Handle:
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
         lifetimes.follow(scheduler, replace, self._tell)
         host_tier.follow(scheduler, self.target, replace)
+        states.follow(scheduler, self.target, replace)
         self.guard.is_serving = True
+
+    def _follow_drafts(self, worker: Any, draft: WatchedDraft, replace: Any) -> None:
+        """SGLang's graphs of a draft bypass its runner: that of an extend is followed, that of draft steps is not."""
+        replace(worker, PREFILL, draft.prefill, draft.guard)
+        extends, steps = worker.cuda_graph_runner_for_draft_extend, worker.cuda_graph_runner
+        if extends is not None:
+            replace(extends, "execute", functools.partial(self._forward, draft), draft.guard)
+        if steps is not None:
+            replace(steps, "execute", draft.replayed, draft.guard)
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import subprocess
@@ -9,15 +10,17 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
-from kvcanary.adapters.sglang.draft import WatchedDraft
-from kvcanary.adapters.sglang.fed import tokens_of
+from kvcanary.adapters.sglang.draft import REPLAYED, WatchedDraft
+from kvcanary.adapters.sglang.fed import are_named, tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle
+from kvcanary.calls.coverage import Coverage
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -147,6 +150,37 @@ def test_tokens_of_a_request_are_those_of_prompt_and_answer(start: int, end: int
     assert tokens_of(request, start, end) == tokens
     request.input_embeds = [[0.5]]
     assert tokens_of(request, start, end) is None
+
+
+def test_draft_steps_in_a_graph_of_sglangs_are_counted() -> None:
+    """Nothing of them is judged, and the certificate says so; an extend in one is followed as any other."""
+    coverage, ran = Coverage(), list[str]()
+    draft = SimpleNamespace(_steps=3, canary=SimpleNamespace(coverage=coverage), guard=object(), prefill=None)
+    draft.replayed = functools.partial(WatchedDraft.replayed, draft)
+    assert draft.replayed(lambda batch: ran.append(batch) or "drafts", "batch") == "drafts"
+    assert (ran, coverage.unchecked) == (["batch"], {REPLAYED: 3})
+    worker = type("Worker", (), {"cuda_graph_runner": object(), "cuda_graph_runner_for_draft_extend": object()})()
+    handle, hooked = SimpleNamespace(_forward=lambda own, method, batch: own), dict[Any, Any]()
+    Handle._follow_drafts(handle, worker, draft, lambda owner, name, hook, guard: hooked.update({owner: (name, hook)}))
+    assert hooked.pop(worker.cuda_graph_runner) == ("execute", draft.replayed)
+    name, hook = hooked.pop(worker.cuda_graph_runner_for_draft_extend)
+    assert (name, hook(None, "batch")) == ("execute", draft)
+
+
+def test_places_of_a_content_must_hold_its_names() -> None:
+    """One name for all places, or several in turn; another content's, or the bare placeholder, is none of them."""
+    item = SimpleNamespace(offsets=[(1, 3)], padding_values=lambda: (1 << 40, 1 << 41))
+    request = SimpleNamespace(multimodal_inputs=SimpleNamespace(mm_items=[item]))
+    for prompt, is_named in (
+        ([5, 1 << 40, 1 << 41, 1 << 40, 6], True),
+        ([5, 1 << 40, 1 << 40, 1 << 40, 6], True),
+        ([5, 1 << 40, 9, 1 << 40, 6], False),
+        ([5, 9, 9, 9, 6], False),
+    ):
+        request.origin_input_ids = prompt
+        assert are_named(request) is is_named
+    assert are_named(SimpleNamespace(multimodal_inputs=None))
+    assert are_named(SimpleNamespace())
 
 
 def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters.sglang import host_tier, lifetimes
-from kvcanary.adapters.sglang.layout import NOT_FOLLOWED, not_watched, parts_of
+from kvcanary.adapters.sglang.layout import NOT_FOLLOWED, parts_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import UNFOLLOWED_DRAFTS, watched
 from kvcanary.adapters.sglang.windows import MappedRows
@@ -112,14 +112,12 @@ def test_layers_with_windows_alone_are_refused() -> None:
 
 
 def test_attention_beside_states_has_the_numbers_of_the_model() -> None:
-    """States are named as not watched; a plain pool has none."""
+    """The others keep states, which are no entries."""
     pool = type("HybridLinearKVPool", (), {})()
-    pool.full_kv_pool, pool.mamba_pool = MHATokenToKVPool(layers=2), object()
+    pool.full_kv_pool = MHATokenToKVPool(layers=2)
     pool.full_attention_layer_id_mapping = {3: 0, 7: 1}
     [part] = parts_of(pool, "target")
     assert part.names == ("layer 3", "layer 7")
-    assert not_watched(pool) == ["states of linear attention, of which a request has one for all its tokens"]
-    assert not_watched(pool.full_kv_pool) == []
 
 
 @pytest.mark.parametrize("kind", [*NOT_FOLLOWED, "UnifiedMHATokenToKVPool"])
@@ -166,8 +164,8 @@ class Told:
         lifetimes.follow(self, lambda owner, name, hook: hooks.update({name: (getattr(owner, name), hook)}), self.tell)
         self.hooks = hooks
 
-    def tell(self, what: str) -> None:
-        self.heard.append(what)
+    def tell(self, what: str, *args: Any) -> None:
+        self.heard += [what, *args]
 
     def call(self, name: str, *args: Any) -> list[Any]:
         method, hook = self.hooks[name]
@@ -184,7 +182,7 @@ def test_bytes_are_read_a_last_time_before_memory_goes() -> None:
 def test_every_flush_and_every_change_of_weights_is_heard() -> None:
     """A flush ends in the allocator, whoever asked for it."""
     assert Told().call("clear") == ["flush", "cleared", "forget"]
-    assert Told().call("record_weight_version_change", "v2") == ["reweighted", "v2"]
+    assert Told().call("record_weight_version_change", "v2") == ["reweighted", "v2", "v2"]
 
 
 def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them() -> None:
@@ -201,7 +199,7 @@ def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them()
     )
     WatchedRunner.admit(runner, [request], [5])
     assert int(runner._older) == 0
-    WatchedRunner.reweighted(runner)
+    WatchedRunner.reweighted(runner, "v2")
     runner._generations.clear()
     WatchedRunner.admit(runner, [request], [5])
     assert int(runner._older) == 3

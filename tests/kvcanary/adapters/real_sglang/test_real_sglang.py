@@ -159,19 +159,49 @@ def test_a_forward_that_does_not_wait_for_a_load_is_named(scene) -> None:
 
 
 @pytest.mark.slow
-def test_states_beside_attention_are_named_as_not_watched(scene) -> None:
-    """The certificate says what else of a request lies there; of other pools it says nothing."""
-    watched = {name: scene(name)[0]["reports"]["target"]["not_watched"] for name in ("states", "latent")}
-    assert watched["latent"] == []
-    assert watched["states"] == ["states of linear attention, of which a request has one for all its tokens"]
+def test_states_beside_attention_are_watched(scene) -> None:
+    """One a row and forward, those that requests begin with from the prefix cache among them; others have none."""
+    reports = {name: scene(name)[0]["reports"]["target"] for name in ("states", "latent")}
+    assert [report["not_watched"] for report in reports.values()] == [[], []]
+    assert scene("states")[0]["counts"]["hits"] > 20
+    assert reports["states"]["states_checked"] > 50
+    assert reports["latent"]["states_checked"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "cause"),
+    [
+        ("state_bit", "R9", "a write that nobody told: padding whose index was clamped, or a kernel's wrong index"),
+        ("state_swapped", "R8", "the index of another row is used: the entry is another request's"),
+        ("no_state_copy", "R12", "the entry is taken before anybody has left a state in it"),
+        ("state_freed", "R7", "the entry was given back while its row still goes on from it"),
+    ],
+)
+def test_what_is_wrong_with_a_state_names_request_and_entry(scene, fault: str, code: str, cause: str) -> None:
+    """Before the forward that takes it, in the pool of states alone: a bit, another's, none, one that was freed."""
+    acts = scene("states, faults")
+    [act] = [act for act in acts if act["fault"] == fault]
+    assert set(act["reports"]["target"]["fired"]) == {code}
+    found, touched = act["findings"][0], act["touched"]
+    assert (found["code"], found["pool"], found["causes"][0]["text"]) == (code, "states", cause)
+    if fault == "no_state_copy":
+        assert touched["copies"] == len(act["findings"]) == 2
+        assert {own["reader"] for own in act["findings"]} == {"c again 0", "d again 0"}
+    else:
+        assert (found["reader"], found["entry"], found["site"]) == (touched["request"], touched["slot"], ["decode", 0])
+    assert found["layers"] == [touched["layer"]] if fault == "state_bit" else not found["layers"]
 
 
 @pytest.mark.slow
 def test_entries_of_older_weights_are_counted(scene) -> None:
-    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left."""
+    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left. The
+    certificate names the version that SGLang was told.
+    """
     assert scene("page 16, bfloat16")[0]["reports"]["target"]["older_weights"] >= 4 * 64
     assert scene("lifetimes")[0]["reports"]["target"]["older_weights"] > 0
     assert scene("latent")[0]["reports"]["target"]["older_weights"] == 0
+    assert [scene(name)[0]["reports"]["target"]["weights"] for name in ("latent", "lifetimes")] == ["", "16"]
 
 
 @pytest.mark.slow

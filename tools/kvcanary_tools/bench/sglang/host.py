@@ -77,6 +77,23 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return False
 
 
+class Replayed:
+    """What stands for SGLang's graph of a draft's extends: it runs without the runner's own `forward`."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._forward = runner, runner.forward
+
+    def can_run_graph(self, forward_batch: Any) -> bool:
+        return True
+
+    def execute(self, forward_batch: Any, select_index: Any) -> Any:
+        self._runner.attn_backend.init_forward_metadata(forward_batch)
+        output = self._forward(forward_batch).logits_output
+        for name in ("next_token_logits", "hidden_states"):
+            setattr(output, name, getattr(output, name)[select_index])
+        return output
+
+
 class Host:
     """One scheduler, its requests, and the tokens that they were given."""
 
@@ -90,12 +107,13 @@ class Host:
         nodes: int = 4,
         layers: int = 2,
         peer: bool = False,
+        graphs: bool = False,
         kind: str = "",
         tier: bool = False,
         **settings: Any,
     ):
         """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads
-        algorithm: of those that draft
+        algorithm: of those that draft;  graphs: a draft's extends run as from SGLang's graph of them
         kind:   of models.py; empty: a Llama;  tier: entries go to host memory and come back
         """
         import torch
@@ -115,7 +133,7 @@ class Host:
             _let_peer_run(self.peer_said)
         wanted = {
             "model_path": str(folder / "target"), "context_length": 128, "max_total_tokens": 1024,
-            "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.5,
+            "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.3,
             "attention_backend": "triton" if eagle else "torch_native", **QUIET, **ON_CPU,
         }  # fmt: skip
         if eagle:
@@ -142,6 +160,9 @@ class Host:
         server.resolve_once()
         publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         self.scheduler: Any = Scheduler(server, PortArgs.init_new(server))
+        if graphs:
+            worker = self.scheduler.draft_worker.draft_worker
+            worker.cuda_graph_runner_for_draft_extend = Replayed(worker.draft_runner)
         self.requests: dict[str, Any] = {}
         self.counts: dict[str, int] = {}
         self._count(self.scheduler, "_add_request_to_queue", self._asked)
