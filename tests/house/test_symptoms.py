@@ -22,7 +22,7 @@ def test_a_command_prints_what_is_shown(root: Path, arguments: str, expected: st
     rest = child.stdout
     assert rest.strip(), child.stderr
     for part in filter(None, expected.split("...\n")):
-        before, found, rest = rest.partition(part)
+        _before, found, rest = rest.partition(part)
         assert found == part, f"not printed: {part}"
 
 

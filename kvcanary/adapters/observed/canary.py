@@ -266,6 +266,11 @@ class PagedCanary:
         coverage.slots_sealed += steps * num_tokens * len(self.groups)
         coverage.peak_live_bytes = max(coverage.peak_live_bytes, self._live * self.memory.entry_bytes)
 
+    def ends_at_most(self, numbers: NDArray[np.integer], new: NDArray[np.integer], most: int) -> Tensor:
+        """[rows] where rows end behind a forward of so many `new` entries, at most, where the device alone knows it."""
+        held = self._ends[numbers]
+        return torch.from_numpy(np.where(held > 0, np.minimum(held + self._grown + new, most), most))
+
     def _measure(self, forward: Forward) -> None:
         """Read from a forward how long its rows are; not in every step, since the host's time is short."""
         ends = forward.ends.numpy()[: len(forward.numbers)]

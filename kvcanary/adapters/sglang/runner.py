@@ -208,8 +208,8 @@ class WatchedRunner(HostHandle):
 
     def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
         """Record what is about to be written, and judge what is about to be read."""
-        ends = fed.lengths if fed.ends is None else fed.ends
         numbers, total = np.array([self._numbers[name] for name in batch.rids]), len(fed.entries.rows)
+        ends = self.canary.ends_at_most(numbers, fed.new, self.length) if fed.ends is None else fed.ends
         self._given.fill(fed, self.canary.memory.upload(torch.from_numpy(np.cumsum([0, *fed.new]))))
         if self._given.mapped:
             longest = self.length if fed.ends is None else int(fed.ends.max())

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
 from kvcanary.adapters.sglang.draft import REPLAYED, WatchedDraft
-from kvcanary.adapters.sglang.fed import are_named, tokens_of
+from kvcanary.adapters.sglang.fed import FedForward, are_named, tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle
 from kvcanary.calls.coverage import Coverage
@@ -203,6 +205,22 @@ def test_a_row_that_outgrows_its_line_names_the_slot_behind_it() -> None:
     own = SimpleNamespace(rows=SimpleNamespace(req_to_token=torch.arange(40).view(4, 10)), length=10)
     rows = [SimpleNamespace(rid=f"r{n}", kv=SimpleNamespace(req_pool_idx=n)) for n in range(4)]
     assert list(WatchedRunner._outgrown(own, rows, [11, 10, 9, 12])) == [("r0", 11, 10), ("r3", 12, -1)]
+
+
+def test_where_the_device_alone_knows_lengths_the_host_has_bounds() -> None:
+    """Rows end at most where they ended and what is written goes; one never measured, at most at the table's end."""
+    canary = SimpleNamespace(_ends=np.array([5, 0, 30]), _grown=2, memory=SimpleNamespace(upload=lambda given: given))
+    canary.ends_at_most = functools.partial(PagedCanary.ends_at_most, canary)
+    made: list[torch.Tensor] = []
+    own = SimpleNamespace(
+        canary=canary, length=32, tier=None, states=None, _numbers={"a": 0, "b": 1, "c": 2}, _read=lambda forward: None,
+        _given=SimpleNamespace(fill=lambda *given: None, mapped=()),
+        _made=lambda names, numbers, site, ends, total: made.append(ends),
+    )  # fmt: skip
+    lengths = torch.empty(3, device="meta")  # nothing may be read of it
+    fed = FedForward(SimpleNamespace(rows=range(12)), np.full(3, 4), torch.empty(12), lengths, None)
+    WatchedRunner.read(own, fed, SimpleNamespace(rids=["a", "b", "c"]), ("verify", 0))
+    assert made[0].tolist() == [11, 32, 32]
 
 
 def test_what_replaces_a_method_has_its_parameters_names() -> None:
