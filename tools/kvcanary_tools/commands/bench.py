@@ -9,6 +9,7 @@ import click
 
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT
+from kvcanary_tools.files import OutFolder
 
 #: Where each is, and what it measures.
 TABLES = {
@@ -65,11 +66,11 @@ TAKE_ARGUMENTS = ("misses", "false-alarms", "state-false-alarms", "tier-files", 
 @click.argument("name", required=False, type=click.Choice(list(TABLES)), metavar="[NAME]")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutFolder(),
     metavar="DIR",
     help="Folder of the JSON; by default the current one.",
 )
-def command(name: str | None, out: Path | None) -> None:
+def command(name: str | None, out: str | None) -> None:
     """Run one benchmark: its table goes to stdout, NAME.json with device and versions into a folder.
 
     Without a NAME it lists what there is.
@@ -87,7 +88,7 @@ def command(name: str | None, out: Path | None) -> None:
     from kvcanary_tools.bench import common
 
     console.log_to_stderr()
-    common.RESULTS = out or Path.cwd()
+    common.RESULTS = Path(out or ".")
     module = import_module(f"kvcanary_tools.bench.{TABLES[name][0]}")
     try:
         if isinstance(module.main, click.Command):
