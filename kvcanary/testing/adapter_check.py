@@ -40,7 +40,7 @@ class Drivable(Protocol):
 
 @dataclass(frozen=True)
 class AdapterCheck:
-    """What came of it.
+    """What `check_adapter` found.
 
     missing: what was not told, or told wrongly, a sentence each
     advice:  what may be told, too
