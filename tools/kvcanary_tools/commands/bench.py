@@ -13,6 +13,7 @@ from kvcanary_tools.files import OutFolder
 
 #: Where each is, and what it measures.
 TABLES = {
+    "quick": ("quick", "two minutes: device, overhead and accuracy, for a bug report or a blog"),
     "overhead": ("embedded.overhead", "the canary on over off on a CPU, prefill and steps"),
     "drafting": ("embedded.drafting", "drafting over no drafting on a CPU"),
     "host-checks": ("embedded.host_checks", "what always-on host checks cost"),
@@ -76,6 +77,7 @@ def command(name: str | None, out: str | None) -> None:
     Without a NAME it lists what there is.
 
     \b
+      kvcanary bench quick
       kvcanary bench retractions --out results
 
     Exit codes: 0 measured, 1 what it needs is not there, 2 wrong usage.
