@@ -62,7 +62,7 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
 
 def test_version_is_shown(kvcanary) -> None:
     """`--version` names program and version."""
-    assert kvcanary("--version").stdout == "kvcanary 0.1.0\n"
+    assert kvcanary("--version").stdout == "kvcanary 0.2.0\n"
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,14 @@ def usage_failures() -> Iterator[None]:
         raise UsageFailure(str(error), hint) from error
 
 
+def expect_embedded_model() -> None:
+    """UsageFailure where a command needs the embedded model, and it is not installed."""
+    from spec_engine.models.embedded import embedded_model
+
+    with usage_failures():
+        embedded_model()
+
+
 def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
     return [
         _engine_option(

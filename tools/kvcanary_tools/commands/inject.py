@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from kvcanary_tools import console
-from kvcanary_tools.engine_options import CONTEXT, usage_failures
+from kvcanary_tools.engine_options import CONTEXT, expect_embedded_model, usage_failures
 from kvcanary_tools.files import JsonFile, OutFile, OutFolder, make_folder, write_text
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def command(
     from kvcanary_tools.campaign.runner import default_workers
     from kvcanary_tools.runs.reenactment import expect_nothing_armed
 
+    expect_embedded_model()
     expect_nothing_armed()
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
     plan, record = PLANS[config], None if record_file is None else _record(record_file, config)

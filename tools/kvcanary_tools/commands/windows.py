@@ -64,6 +64,10 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     config, params = engine_config(options), sampling_params(options)
     is_random = options["model"] == "embedded"  # which has no window
     _check_prompts(options["prompt"], is_random)
+    if is_random and options["draft_model"] is not None:
+        raise UsageFailure(
+            "--draft-model needs --model, got none", "pass --model DIR; the random model drafts by itself"
+        )
 
     from kvcanary_tools.runs.reenactment import reenacting
     from kvcanary_tools.runs.windows import random_engine, random_prompts, watch
