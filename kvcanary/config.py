@@ -46,6 +46,7 @@ class CanaryConfig:
     quarantine: steps that a freed page waits before an engine grants it again.
     ring: steps that the flight recorder keeps, in at most 64 MB; 0: it records nothing.
     dump_dir: folder into which a finding, or SIGUSR1, writes what was recorded; None: nothing is written unasked.
+    share: of a fleet's workers that are watched at a time, by turns of a week (`kvcanary.hardware.turns`); 1: all.
     dump_content: dumps have the token ids as they are, and the bytes of the slots that findings name.
     """
 
@@ -61,6 +62,7 @@ class CanaryConfig:
     dump_content: bool = False
     show_tokens: bool = False
     model: str = ""
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         for name, choices in (("mode", MODES), ("content", CONTENTS), ("poison", POISONS)):
@@ -72,6 +74,8 @@ class CanaryConfig:
                 raise CanaryConfigError(f"{name} must be {meaning}, got {value!r}")
         if not isinstance(self.model, str) or len(self.model) > MOST_MODEL:
             raise CanaryConfigError(f"model must be a name of at most {MOST_MODEL} characters, got {self.model!r}")
+        if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise CanaryConfigError(f"share must be a number above 0 and at most 1, got {self.share!r}: 0.05 is 5 %")
         if self.dump_dir is not None and not self.ring:
             raise CanaryConfigError(
                 f"a ring of 0 steps has nothing to dump into {self.dump_dir!r}: give ring some steps"
@@ -85,7 +89,7 @@ class CanaryConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:
-        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _POISON, _QUARANTINE, _RING, _DUMP and _DISABLE.
+        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _POISON, _QUARANTINE, _RING, _DUMP, _DISABLE, _SHARE.
 
         `overrides` win. The seed is KVCANARY_KV_CANARY_SEED, the model KVCANARY_KV_CANARY_MODEL.
 
@@ -131,6 +135,13 @@ def _parse_integer(name: str) -> Callable[[str], int]:
     return parse
 
 
+def _parse_share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise CanaryConfigError(f"share must be a number above 0 and at most 1, got {text!r}: 0.05 is 5 %") from None
+
+
 _VARIABLES = {"seed": "KV_CANARY_SEED", "dump_dir": "DUMP", "model": "KV_CANARY_MODEL"}
 _PARSERS = {
     "mode": str.lower,
@@ -143,6 +154,7 @@ _PARSERS = {
     "dump_dir": os.fspath,
     "disable": parse_codes,
     "model": str.strip,
+    "share": _parse_share,
 }
 
 

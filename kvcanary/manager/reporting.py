@@ -56,9 +56,15 @@ class Reporting:
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
         self._refresh()
-        live_bytes, seed_id = self._checks.scrubber.live_bytes(), self._session.state.keys.seed_id
+        live_bytes, state = self._checks.scrubber.live_bytes(), self._session.state
         return certificate(
-            self._session.config, self._session.coverage, live_bytes, seed_id, self.response.log, self._fed()
+            self._session.config,
+            self._session.coverage,
+            live_bytes,
+            state.keys.seed_id,
+            self.response.log,
+            self._fed(),
+            state.records.device,
         )
 
     def page_map(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ FAMILIES = (
     "bits",
     "hooks",
 )
+UNKNOWN = "unknown"  # family of an incident that no rule explains
 _events = structlog.get_logger("kvcanary")
 
 
@@ -74,6 +76,7 @@ class Finding:
     action:     what was done about it
     entry:      where the slot is an entry of a StateView, its number
     healed:     mode heal: how it was made good; "" until it is
+    hardware:   machine, process and GPU, what NVML said of it at that moment, and the address (`kvcanary.hardware`)
     """
 
     code: str
@@ -113,6 +116,12 @@ class Finding:
     action: str = ""
     entry: int | None = None
     healed: str = ""
+    hardware: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_bit_error(self) -> bool:
+        """Whether one word changed of bytes that nobody is known to have written: what failing memory looks like."""
+        return self.undeclared and self.part is not None
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""
@@ -150,6 +159,9 @@ class FindingLog:
     def __init__(self) -> None:
         self.groups: dict[tuple[str, str], FindingGroup] = {}
         self.total = 0
+        self.incidents: Counter[str] = Counter()  # by family of the cause ranked first, `unknown` where there is none
+        self.bit_errors = 0
+        self._counted: set[int] = set()  # incidents
         self._reported: set[tuple[str, int]] = set()  # codes and incidents
 
     def add(self, finding: Finding) -> bool:
@@ -162,6 +174,7 @@ class FindingLog:
         group = self.groups.setdefault(key, FindingGroup(finding, finding))
         group.last, group.count = finding, group.count + 1
         self.total += 1
+        self._count(finding)
         codes = (finding.code, "H1") if finding.code in ("R10", "R12") else (finding.code,)
         is_reported = any((code, finding.incident) in self._reported for code in codes)
         if is_reported or len(group.kept) >= KEPT_IN_GROUP:
@@ -169,6 +182,13 @@ class FindingLog:
         self._reported.add((finding.code, finding.incident))
         group.kept.append(finding)
         return True
+
+    def _count(self, finding: Finding) -> None:
+        """Each incident once, also those of which nothing is kept."""
+        if finding.incident not in self._counted:
+            self._counted.add(finding.incident)
+            self.incidents[finding.causes[0].family if finding.causes else UNKNOWN] += 1
+            self.bit_errors += finding.is_bit_error
 
     def heal(self, finding: Finding, how: str) -> Finding:
         """All that was found of its incident was made good: what is kept says so from now on; the finding that does."""

@@ -33,6 +33,7 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "dump_content": False,
         "show_tokens": False,
         "model": "",
+        "share": 1.0,
         "disable": frozenset(),
     }
 
@@ -150,7 +151,7 @@ def test_parse_codes_takes_commas_spaces_and_small_letters():
 
 
 def test_from_env_reads_every_setting():
-    """All seven variables are read, in any case."""
+    """All eight variables are read, in any case."""
     environ = {
         "KVCANARY_MODE": "LOG",
         "KVCANARY_CONTENT": "Full",
@@ -159,9 +160,19 @@ def test_from_env_reads_every_setting():
         "KVCANARY_DISABLE": "r5,w4",
         "KVCANARY_POISON": "NaN",
         "KVCANARY_QUARANTINE": "2",
+        "KVCANARY_SHARE": "0.05",
     }
-    expected = CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}), poison="nan", quarantine=2)
+    expected = CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}), poison="nan", quarantine=2, share=0.05)
     assert CanaryConfig.from_env(environ) == expected
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "-1", "five", "nan"])
+def test_a_share_is_a_part_of_one(share):
+    """The message has the value, the rule and an example."""
+    with pytest.raises(CanaryConfigError) as caught:
+        CanaryConfig.from_env({"KVCANARY_SHARE": share})
+    assert "share must be a number above 0 and at most 1" in str(caught.value)
+    assert "0.05 is 5 %" in str(caught.value)
 
 
 def test_from_env_without_variables_is_the_default():

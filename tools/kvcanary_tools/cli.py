@@ -22,9 +22,12 @@ from kvcanary_tools import console
 
 #: They read dumps, and lie together.
 OF_DUMPS = ("inspect", "explain", "replay", "why-slot", "timeline", "report", "diff", "bisect", "certify")
+#: They ask servers that run elsewhere, or are about GPUs, and lie together too.
+OF_FLEETS = ("fleet", "drill", "probe", "observability")
 COMMANDS = (
     *("generate", "serve", "top", "demo", "doctor", "codes", "faults", "inject", "soak", "windows"),
     *OF_DUMPS,
+    *OF_FLEETS,
     "bench",
 )
 
@@ -40,7 +43,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        folder = "commands.dumps" if cmd_name in OF_DUMPS else "commands"
+        folder = "commands.dumps" if cmd_name in OF_DUMPS else "commands.fleet" if cmd_name in OF_FLEETS else "commands"
         module = importlib.import_module(f"kvcanary_tools.{folder}.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
@@ -142,6 +145,10 @@ def main(ctx: click.Context) -> None:
     kvcanary faults      list the faults and published bugs, or demonstrate one
     kvcanary inject      inject every fault in many configurations, and measure what is found
     kvcanary soak        run random traffic with random faults for as long as you like
+    kvcanary fleet       one certificate of many servers, and who is to blame
+    kvcanary drill       flip one bit in a running server, and fail where nobody says so
+    kvcanary probe       test the memory and kernels of a suspected GPU
+    kvcanary observability  write dashboards and alert rules
     kvcanary windows     check the page map of sliding-window layers
     kvcanary bench       measure what the canary finds and costs
     kvcanary generate    complete your own prompts, for example:

@@ -6,6 +6,7 @@ on as they are and shows the sentence with which they are refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -30,6 +31,7 @@ CONTEXT = {"auto_envvar_prefix": "KVCANARY", "help_option_names": ["-h", "--help
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 _ENGINE_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+SHARE = "KVCANARY_SHARE"
 _CANARY_DEFAULTS = {field.name: field.default for field in fields(CanaryConfig)}
 
 
@@ -185,6 +187,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             ring=options["kv_canary_ring"],
             dump_dir=options["kv_canary_dump"],
             dump_content=options["kv_canary_dump_content"],
+            share=CanaryConfig.from_env({SHARE: os.environ.get(SHARE, "")}).share,
         )
         config = EngineConfig(**settings, canary=canary)
     _expect_canary_for_its_options()

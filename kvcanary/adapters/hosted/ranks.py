@@ -28,7 +28,7 @@ class SharedReporter:
         """Tell of it, unless another worker has."""
         if self._is_alone or self._is_first(finding):
             log_finding(finding, rank=self.rank)
-            metrics.found(finding.code)
+            metrics.found(finding, self.rank)
 
     def _is_first(self, finding: Finding) -> bool:
         name = hashlib.blake2b(repr(_place(finding.to_dict())).encode(), digest_size=16).hexdigest()

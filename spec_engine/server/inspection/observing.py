@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,15 +31,26 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 
 def certificate_of(engine: Engine) -> dict[str, Any] | None:
-    """The canary's certificate without its findings; None where the canary is off."""
+    """The canary's certificate without its findings; None where it is off, mode off where it has no turn this week."""
     if engine.canary is None:
-        return None
+        config = engine.config.canary
+        if not config.enabled:
+            return None
+        from kvcanary import hardware_of, turn_of
+
+        return {"mode": "off", "turn": turn_of(config.share), "hardware": hardware_of(engine.device)}
     return {name: value for name, value in engine.canary.certificate().items() if name != "findings"}
 
 
 def findings_of(engine: Engine) -> list[dict[str, Any]]:
     """The first finding of each code and site, whole, with how many there were."""
     return [] if engine.canary is None else engine.canary.certificate()["findings"]
+
+
+def incidents_of(engine: Engine, drilled: Set[str] = frozenset()) -> list[dict[str, Any]]:
+    """The first finding of every incident, whole: what a fleet joins. `drilled`: requests whose damage is a drill's."""
+    findings = [] if engine.canary is None else engine.canary.findings
+    return [one.to_dict() for one in findings if drilled.isdisjoint((one.reader, one.owner, one.writer, *one.readers))]
 
 
 def timeline_of(engine: Engine) -> list[dict[str, Any]]:
