@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -349,6 +350,27 @@ def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypat
     found = merged([served.wrapper.kvcanary_report() for served in ranks])["findings"][0]
     assert (found["code"], found["reader"], found["position"], found["layer"]) == ("R9", "b", 11, 1)
     assert (found["part"], found["ranks"]) == ("V", struck)
+
+
+@pytest.mark.parametrize("share", ["1e-9", "0.9999999"])
+def test_a_share_of_workers_is_watched(serve, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    """Who has no turn is not touched, serves the same, and reports share and week; who has one is watched as ever."""
+    from structlog.testing import capture_logs
+
+    monkeypatch.setenv("KVCANARY_SHARE", share)
+    has_turn = share != "1e-9"
+    with capture_logs() as events:
+        served = serve(settings={"rank": 2, "world_size": 4})
+    turns = [(own["watched"], own["rank"], own["share"]) for own in events if own["event"] == "kvcanary.turn"]
+    assert turns == [(has_turn, 2, float(share))]
+    attached = [own for own in events if own["event"] == "kvcanary.attached"]
+    assert [own["turn"]["share"] for own in attached] == [float(share)] * has_turn
+    assert [own["hardware"]["pid"] for own in attached] == [os.getpid()] * has_turn
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 4)
+    served.run()
+    report = served.wrapper.kvcanary_report()
+    assert (report["armed"], report["rank"], report["turn"]["share"]) == (has_turn, 2, float(share))
+    assert hasattr(served.runner.execute_model, "kvcanary_replaces") == has_turn
 
 
 def _found(code: str) -> float:

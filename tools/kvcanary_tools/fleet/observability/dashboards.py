@@ -48,19 +48,20 @@ ENGINE_PANELS = (
            "waiting": 'sum(spec_engine_requests_waiting{instance=~"$instance"})'}),
 )  # fmt: skip
 FLEET_PANELS = (
-    Panel("Unreachable", "up == 0: members that Prometheus cannot scrape", 
+    Panel("Unreachable", "up == 0: members that Prometheus cannot scrape",
           {"members": f"count(up{ALL} == 0) or vector(0)"},
           kind="stat"),
     Panel("Watched", "kvcanary_info: members with a canary", {"members": f"count(kvcanary_info{ALL})"}, kind="stat"),
     Panel("Bit errors by GPU", "kvcanary_bit_errors_total of 7 days: twice on one UUID means drain and probe",
-          {"{{UUID}} {{hostname}}": 
+          {"{{UUID}} {{hostname}}":
            f"topk(10, sum by (UUID, hostname) (increase(kvcanary_bit_errors_total{ALL}[7d])) > 0)"},
           kind="table"),
     Panel("Code paths", "kvcanary_findings_total of a day by code and site",
           {"{{code}} {{site}}": f"topk(10, sum by (code, site) (increase(kvcanary_findings_total{ALL}[1d])) > 0)"},
           kind="table"),
     Panel("Versions and modes", "kvcanary_info: what watches, and what a finding does",
-          {"{{version}} {{mode}} {{content}}": f"count by (version, mode, content) (kvcanary_info{ALL})"}, kind="table"),
+          {"{{version}} {{mode}} {{content}}": f"count by (version, mode, content) (kvcanary_info{ALL})"},
+          kind="table"),
     Panel("Incidents by cause", "kvcanary_incidents_total of a day",
           {"{{family}}": f"sum by (family) (increase(kvcanary_incidents_total{ALL}[1d]))"}),
     Panel("Exposure", "kvcanary_bytes_checked_total a second: what rates are divided by",
