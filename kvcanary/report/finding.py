@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,10 @@ class Finding:
         """Whether one word changed of bytes that nobody is known to have written: what failing memory looks like."""
         return self.undeclared and self.part is not None
 
+    def touches(self, names: Set[str]) -> bool:
+        """Whether one of these requests reads, wrote or owns what it is about."""
+        return not names.isdisjoint((self.reader, self.owner, self.writer, *self.readers))
+
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""
         return {name: _listed(value) for name, value in asdict(self).items()}
@@ -161,6 +166,7 @@ class FindingLog:
         self.total = 0
         self.incidents: Counter[str] = Counter()  # by family of the cause ranked first, `unknown` where there is none
         self.bit_errors = 0
+        self.drilled: set[str] = set()  # requests whose damage is a drill's: it counts as no incident
         self._counted: set[int] = set()  # incidents
         self._reported: set[tuple[str, int]] = set()  # codes and incidents
 
@@ -185,7 +191,7 @@ class FindingLog:
 
     def _count(self, finding: Finding) -> None:
         """Each incident once, also those of which nothing is kept."""
-        if finding.incident not in self._counted:
+        if finding.incident not in self._counted and not finding.touches(self.drilled):
             self._counted.add(finding.incident)
             self.incidents[finding.causes[0].family if finding.causes else UNKNOWN] += 1
             self.bit_errors += finding.is_bit_error

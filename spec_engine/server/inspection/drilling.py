@@ -52,7 +52,9 @@ def check_mode(engine: Engine) -> None:
 def _armed(worker: EngineWorker, panel: FaultPanel, job: Job) -> str | None:
     """The request of the job, which is struck from now on; None where it has ended."""
     name = worker.request_of(job)
-    if name is not None:
+    canary = worker.engine.canary
+    if name is not None and canary is not None:
+        canary.drilled.add(name)
         panel.arm_drill(FAULT, name)
     return name
 
@@ -60,4 +62,4 @@ def _armed(worker: EngineWorker, panel: FaultPanel, job: Job) -> str | None:
 def _finding_of(engine: Engine, name: str) -> Finding | None:
     """The first that touches the request."""
     findings = [] if engine.canary is None else engine.canary.findings
-    return next((one for one in findings if name in (one.reader, one.owner, one.writer, *one.readers)), None)
+    return next((one for one in findings if one.touches({name})), None)

@@ -32,7 +32,6 @@ class FaultPanel:
         self._waiting: dict[str, Fault] = {}
         self._struck: list[str] = []
         self._drills: dict[str, tuple[Fault, Target]] = {}  # by the one request that each may strike
-        self.drilled: set[str] = set()  # requests that a drill has struck: what is found in them is no incident
 
     def arm(self, name: str) -> None:
         """UnknownFaultError when the catalogue has none of that name, ConfigError for one that cannot be made here."""
@@ -77,7 +76,6 @@ class FaultPanel:
         for request_id, (drilled, target) in list(self._drills.items()):
             if drilled.strike is not None and drilled.strike(target):
                 del self._drills[request_id]
-                self.drilled.add(request_id)
         for name, fault in list(self._waiting.items()):
             if fault.strike is not None and self._target is not None and fault.strike(self._target):
                 del self._waiting[name]

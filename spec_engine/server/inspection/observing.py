@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -47,10 +46,10 @@ def findings_of(engine: Engine) -> list[dict[str, Any]]:
     return [] if engine.canary is None else engine.canary.certificate()["findings"]
 
 
-def incidents_of(engine: Engine, drilled: Set[str] = frozenset()) -> list[dict[str, Any]]:
-    """The first finding of every incident, whole: what a fleet joins. `drilled`: requests whose damage is a drill's."""
-    findings = [] if engine.canary is None else engine.canary.findings
-    return [one.to_dict() for one in findings if drilled.isdisjoint((one.reader, one.owner, one.writer, *one.readers))]
+def incidents_of(engine: Engine) -> list[dict[str, Any]]:
+    """The first finding of every incident that is no drill's, whole: what a fleet joins."""
+    canary = engine.canary
+    return [] if canary is None else [one.to_dict() for one in canary.findings if not one.touches(canary.drilled)]
 
 
 def timeline_of(engine: Engine) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def router(serving: Serving, panel: FaultPanel) -> APIRouter:
         ("state", observing.state_of),
         ("certificate", observing.certificate_of),
         ("findings", observing.findings_of),
-        ("incidents", lambda engine: observing.incidents_of(engine, panel.drilled)),
+        ("incidents", observing.incidents_of),
         ("pages", observing.pages_of),
         ("requests", observing.requests_of),
     ):

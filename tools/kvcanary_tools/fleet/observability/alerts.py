@@ -22,9 +22,7 @@ BY = "instance"
 ALERTS = (
     Alert(
         "KVCanaryFinding",
-        f"sum by ({BY}) (increase(kvcanary_incidents_total[10m])) - "
-        f'(sum by ({BY}) (increase(kvcanary_drills_total{{result="found"}}[10m])) or '
-        f"sum by ({BY}) (kvcanary_incidents_total) * 0) > 0",
+        f"sum by ({BY}) (increase(kvcanary_incidents_total[10m])) > 0",
         "0m",
         "page",
         "{{ $labels.instance }} has found damage in its KV cache",
