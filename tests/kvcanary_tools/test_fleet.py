@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from fractions import Fraction
 from math import exp, factorial
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,7 @@ from kvcanary_tools.fleet.blame import (
 from kvcanary_tools.fleet.members import members_in
 from kvcanary_tools.fleet.merging import SUMMED, fleet_certificate, lines
 
+ROOT = Path(__file__).parents[2]
 SEEDS = 12  # of those whose record is committed
 FINDING = {
     "code": "R9", "site": ["verify", 0], "layer": 3, "causes": [{"family": "bits"}], "undeclared": True, "part": "K",
@@ -211,3 +213,16 @@ def test_the_simulated_fleet_names_all_three_first() -> None:
     assert sum(map(all, named)) >= SEEDS - 1
     sound = [simulated.verdict_of(seed, simulated.Rates(strength=0)).suspects for seed in range(SEEDS)]
     assert sum(not suspects for suspects in sound) >= SEEDS - 1
+
+
+def test_the_page_has_the_record() -> None:
+    """Its table is what the simulation wrote."""
+    record = json.loads((common.RESULTS / "fleet.json").read_text(encoding="utf-8"))
+    table = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8").partition("<!-- fleet: begin -->")[2]
+    for row in record["rows"]:
+        first, seeds = row["all_three_first"], row["seeds"]
+        assert (
+            f"| {row['strength']} | {first} of {seeds} | {row['hbm']} | {row['release']} | {row['connector']} |"
+            in table
+        )
+    assert f"nobody is blamed in {record['sound_without_blame']} of 200" in table

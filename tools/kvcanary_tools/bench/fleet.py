@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from kvcanary_tools.bench.common import machine, save
 from kvcanary_tools.fleet.blame import CONNECTOR, GPU, VERSION, Incident, Verdict, Watched, blame
@@ -130,12 +129,6 @@ def _poisson(rng: random.Random, mean: float) -> int:
         count += 1
         product *= rng.random()
     return count
-
-
-def describe(record: dict[str, Any]) -> str:
-    """The row that docs/fleet.md shows."""
-    row = next(one for one in record["rows"] if one["strength"] == SHOWN_STRENGTH)
-    return f"{row['all_three_first']} of {row['seeds']}"
 
 
 if __name__ == "__main__":

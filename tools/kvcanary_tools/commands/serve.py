@@ -50,7 +50,7 @@ def _option(name: str, **settings: Any) -> Any:
     "--replicas",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Serve from N engines on Ray Serve; needs the extra ray.",
+    help="Serve from N engines on Ray; needs the extra ray.",
 )
 @click.option("--ray", metavar="ADDRESS", help="Ray cluster of the replicas; without one it is started here.")
 @_option("--allow-faults", is_flag=True, help="Let clients of this machine arm faults; opens /debug/kvcanary too.")

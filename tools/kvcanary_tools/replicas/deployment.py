@@ -1,7 +1,7 @@
 """Two deployments of Ray Serve: `Replica`, the server's application with an engine; `Door`, which takes HTTP.
 
-A replica whose canary says that memory fails is unhealthy: Serve starts another one, sends nothing more to this one, and
-lets what it answers come to its end.
+A replica whose canary says that memory fails is unhealthy: Serve starts another one, sends nothing more to this one,
+and lets what it answers come to its end.
 """
 
 from __future__ import annotations
