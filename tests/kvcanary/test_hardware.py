@@ -107,7 +107,8 @@ def test_a_gpu_says_all_of_this_moment(driver: FakeNvml) -> None:
         "remap_pending": True, "last_xid": None,
     }  # fmt: skip
     driver.ecc[1], driver.xids = 4, deque([63, 94])
-    assert (hardware_of(DEVICE)["ecc_uncorrected"], hardware_of(DEVICE)["last_xid"]) == (4, 94)
+    second = hardware_of(DEVICE)
+    assert (second["ecc_uncorrected"], second["last_xid"]) == (4, 94)
     assert hardware_of(DEVICE)["last_xid"] == 94  # until another comes
 
 

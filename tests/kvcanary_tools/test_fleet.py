@@ -183,6 +183,15 @@ def test_a_single_bit_here_and_there_is_nobodys_fault() -> None:
     assert blame(fleet, []).suspects == []
 
 
+def test_who_is_left_is_not_blamed_for_being_left() -> None:
+    """What a bad version was exposed to is put aside with its incidents: the other one does not stand out then."""
+    fleet = [Watched(f"GPU-{n}", 1.0, "b" if n < 100 else "a") for n in range(500)]
+    hit = [*fleet[:60], *fleet[100:130]]
+    verdict = blame(fleet, [Incident(own, f"R{n} at verify", n, False) for n, own in enumerate(hit)])
+    assert [(one.dimension, one.value) for one in verdict.suspects] == [(VERSION, "b")]
+    assert verdict.isolated == 30
+
+
 def test_a_fleet_of_one_version_does_not_blame_it() -> None:
     """There is nothing to compare it with."""
     fleet = [Watched(f"GPU-{n}", 1.0, "a") for n in range(9)]

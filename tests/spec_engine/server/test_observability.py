@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -80,6 +81,15 @@ def test_every_metric_is_exposed_by_a_running_server(served: Running) -> None:
     labels |= {"instance", "job", "site", "code", "family", "result", "reason"}
     grouped = {name for text in EXPRESSIONS for own in re.findall(r"by \(([^)]*)\)", text) for name in own.split(", ")}
     assert grouped <= labels
+
+
+def test_every_sample_of_the_canary_says_where(served: Running) -> None:
+    """Model, rank and machine, and what is known of a GPU: so it joins with what DCGM exports."""
+    families = text_string_to_metric_families(served.get("/metrics").text)
+    own = [sample for family in families for sample in family.samples if family.name.startswith("kvcanary_")]
+    assert len(own) > 10
+    where = {"model_name": "toy", "rank": "0", "hostname": platform.node()}
+    assert all(where.items() <= sample.labels.items() for sample in own)
 
 
 @PROMETHEUS
