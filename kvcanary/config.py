@@ -45,6 +45,7 @@ class CanaryConfig:
     quarantine: steps that a freed page waits before an engine grants it again.
     ring: steps that the flight recorder keeps, in at most 64 MB; 0: it records nothing.
     dump_dir: folder into which a finding, or SIGUSR1, writes what was recorded; None: nothing is written unasked.
+    share: of a fleet's workers that are watched at a time, by turns of a week (`kvcanary.hardware.turns`); 1: all.
     dump_content: dumps have the token ids as they are, and the bytes of the slots that findings name.
     """
 
@@ -60,6 +61,7 @@ class CanaryConfig:
     dump_content: bool = False
     show_tokens: bool = False
     model: str = ""
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         for name, choices in (("mode", MODES), ("content", CONTENTS), ("poison", POISONS)):
@@ -71,6 +73,8 @@ class CanaryConfig:
                 raise CanaryConfigError(f"{name} must be {meaning}, got {value!r}")
         if not isinstance(self.model, str) or len(self.model) > MOST_MODEL:
             raise CanaryConfigError(f"model must be a name of at most {MOST_MODEL} characters, got {self.model!r}")
+        if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise CanaryConfigError(f"share must be a number above 0 and at most 1, got {self.share!r}: 0.05 is 5 %")
         if self.dump_dir is not None and not self.ring:
             raise CanaryConfigError(
                 f"a ring of 0 steps has nothing to dump into {self.dump_dir!r}: give ring some steps"

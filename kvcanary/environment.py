@@ -55,6 +55,13 @@ def _switch(name: str) -> Callable[[str], bool]:
     return parse
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise CanaryConfigError(f"share must be a number above 0 and at most 1, got {text!r}: 0.05 is 5 %") from None
+
+
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 #: Fields of `CanaryConfig`, and how each is read from text.
 PARSERS: dict[str, Callable[[str], Any]] = {
@@ -70,6 +77,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "dump_content": _switch("dump_content"),
     "show_tokens": _switch("show_tokens"),
     "model": str,
+    "share": _share,
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ FAMILIES = (
     "bits",
     "hooks",
 )
+UNKNOWN = "unknown"  # family of an incident that no rule explains
 _events = structlog.get_logger("kvcanary")
 
 
@@ -76,6 +79,7 @@ class Finding:
     action:     what was done about it
     entry:      where the slot is an entry of a StateView, its number
     healed:     mode heal: how it was made good; "" until it is
+    hardware:   machine, process and GPU, what NVML said of it at that moment, and the address (`kvcanary.hardware`)
     """
 
     code: str
@@ -115,6 +119,16 @@ class Finding:
     action: str = ""
     entry: int | None = None
     healed: str = ""
+    hardware: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_bit_error(self) -> bool:
+        """Whether one word changed of bytes that nobody is known to have written: what failing memory looks like."""
+        return self.undeclared and self.part is not None
+
+    def touches(self, names: Set[str]) -> bool:
+        """Whether one of these requests reads, wrote or owns what it is about."""
+        return not names.isdisjoint((self.reader, self.owner, self.writer, *self.readers))
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""
@@ -169,6 +183,10 @@ class FindingLog:
     def __init__(self) -> None:
         self.groups: dict[tuple[str, str], FindingGroup] = {}
         self.total = 0
+        self.incidents: Counter[str] = Counter()  # by family of the cause ranked first, `unknown` where there is none
+        self.bit_errors = 0
+        self.drilled: set[str] = set()  # requests whose damage is a drill's: it counts as no incident
+        self._counted: set[int] = set()  # incidents
         self._reported: set[tuple[str, int]] = set()  # codes and incidents
 
     def add(self, finding: Finding) -> bool:
@@ -181,6 +199,7 @@ class FindingLog:
         group = self.groups.setdefault(key, FindingGroup(finding, finding))
         group.last, group.count = finding, group.count + 1
         self.total += 1
+        self._count(finding)
         codes = (finding.code, "H1") if finding.code in ("R10", "R12") else (finding.code,)
         is_reported = any((code, finding.incident) in self._reported for code in codes)
         if is_reported or len(group.kept) >= KEPT_IN_GROUP:
@@ -188,6 +207,13 @@ class FindingLog:
         self._reported.add((finding.code, finding.incident))
         group.kept.append(finding)
         return True
+
+    def _count(self, finding: Finding) -> None:
+        """Each incident once, also those of which nothing is kept."""
+        if finding.incident not in self._counted and not finding.touches(self.drilled):
+            self._counted.add(finding.incident)
+            self.incidents[finding.causes[0].family if finding.causes else UNKNOWN] += 1
+            self.bit_errors += finding.is_bit_error
 
     def heal(self, finding: Finding, how: str) -> Finding:
         """All that was found of its incident was made good: what is kept says so from now on; the finding that does."""

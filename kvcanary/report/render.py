@@ -10,6 +10,16 @@ from typing import Any, TextIO
 from kvcanary.pools.launch_site import site_name
 from kvcanary.report.finding import Finding, next_command
 
+#: What the text shows of a GPU, by the key that must be there.
+_NVML = {
+    "driver": "driver {driver}",
+    "ecc_corrected": "ECC corrected {ecc_corrected}",
+    "ecc_uncorrected": "ECC uncorrected {ecc_uncorrected}",
+    "remapped_rows": "remapped rows {remapped_rows}",
+    "remap_pending": "a row waits to be remapped",
+    "last_xid": "last Xid {last_xid}",
+    "address": "address {address}, word {word} of the row",
+}
 RED, BOLD, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[0m"
 SHOWN_FINDINGS = 2  # whole on the screen; the next ones are one line each
 SHOWN_HEADLINES = 8
@@ -99,6 +109,7 @@ def _finding_lines(finding: Finding, colour: bool) -> list[str]:
         "owner": [_owner(finding)],
         "launch": [f"{site_name(*finding.site)}, step {finding.step}; {_since(finding)}"],
         "blast": [_blast(finding)],
+        "hardware": [_hardware(finding.hardware)],
         "cause": causes,
         "evidence": finding.evidence,
     }
@@ -148,6 +159,15 @@ def _blast(finding: Finding) -> str:
     if not finding.readers:
         return ""
     return f"{_few([repr(name) for name in finding.readers])}; {finding.exposed_tokens} tokens exposed"
+
+
+def _hardware(told: Mapping[str, Any]) -> str:
+    """Of a GPU, with what its driver said at that moment; of a CPU nothing that a reader does not know."""
+    if "gpu_uuid" not in told:
+        return ""
+    parts = [f"{told['gpu_uuid']} ({told['pci_bus_id']}) of {told['hostname']}, pid {told['pid']}"]
+    parts += [text for name, text in _NVML.items() if told.get(name) not in (None, False)]
+    return "; ".join(part.format(**told) for part in parts)
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ def create_app(
 
     @app.get("/metrics")
     async def report_metrics() -> Response:
-        return Response(await exposition(worker, timings, clock), media_type=CONTENT_TYPE_LATEST)
+        return Response(await exposition(worker, timings, clock, serving.model_name), media_type=CONTENT_TYPE_LATEST)
 
     if options.has_debug:
         from spec_engine.server.inspection import pages as debug

@@ -33,6 +33,7 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "dump_content": False,
         "show_tokens": False,
         "model": "",
+        "share": 1.0,
         "disable": frozenset(),
     }
 
@@ -164,6 +165,7 @@ def test_from_env_reads_every_setting():
         "KVCANARY_DUMP_CONTENT": "1",
         "KVCANARY_SHOW_TOKENS": "True",
         "KVCANARY_MODEL": "m@7",
+        "KVCANARY_SHARE": "0.05",
     }
     expected = CanaryConfig(
         "log",
@@ -178,9 +180,19 @@ def test_from_env_reads_every_setting():
         dump_content=True,
         show_tokens=True,
         model="m@7",
+        share=0.05,
     )
     assert CanaryConfig.from_env(environ) == expected
     assert {variable(field.name) for field in dataclasses.fields(CanaryConfig)} == set(environ)
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "-1", "five", "nan"])
+def test_a_share_is_a_part_of_one(share):
+    """The message has the value, the rule and an example."""
+    with pytest.raises(CanaryConfigError) as caught:
+        CanaryConfig.from_env({"KVCANARY_SHARE": share})
+    assert "share must be a number above 0 and at most 1" in str(caught.value)
+    assert "0.05 is 5 %" in str(caught.value)
 
 
 def test_from_env_without_variables_is_the_default():

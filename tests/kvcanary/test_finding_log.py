@@ -49,6 +49,7 @@ AS_DATA = {
     "action": "raised",
     "entry": None,
     "healed": "",
+    "hardware": {"hostname": "node17", "pid": 311},
 }
 
 

@@ -23,10 +23,13 @@ from kvcanary_tools import console
 
 #: They read dumps, and lie together.
 OF_DUMPS = ("explain", "why-slot", "report", "timeline", "replay", "bisect", "diff", "inspect", "certify")
+#: They ask servers that run elsewhere, or are about GPUs, and lie together too.
+OF_FLEETS = ("fleet", "drill", "probe", "observability")
 #: Commands by what they are for, in the order of --help.
 TASKS = {
     "Start": ("demo", "doctor"),
     "Watch": ("generate", "serve", "top"),
+    "Fleet": OF_FLEETS,
     "Understand": (*OF_DUMPS, "codes"),
     "Test": ("faults", "inject", "soak", "windows"),
     "Measure": ("bench",),
@@ -45,7 +48,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        folder = "commands.dumps" if cmd_name in OF_DUMPS else "commands"
+        folder = "commands.dumps" if cmd_name in OF_DUMPS else "commands.fleet" if cmd_name in OF_FLEETS else "commands"
         module = importlib.import_module(f"kvcanary_tools.{folder}.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command

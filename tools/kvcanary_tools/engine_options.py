@@ -36,6 +36,7 @@ ENGINE_COMMANDS = ("generate", "serve", "windows")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 _ENGINE_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+SHARE = "KVCANARY_SHARE"
 _CANARY_DEFAULTS = {field.name: field.default for field in fields(CanaryConfig)}
 
 
@@ -199,6 +200,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             ring=options["kv_canary_ring"],
             dump_dir=options["kv_canary_dump"],
             dump_content=options["kv_canary_dump_content"],
+            share=CanaryConfig.from_env({SHARE: os.environ.get(SHARE, "")}).share,
         )
         config = EngineConfig(**settings, canary=canary)
     _expect_canary_for_its_options()

@@ -26,6 +26,8 @@ from kvcanary.adapters.observed.report import report_step
 from kvcanary.adapters.observed.state import RING, Forward
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
+from kvcanary.hardware.identity import hardware_of
+from kvcanary.hardware.turns import turn_of
 
 _events = structlog.get_logger("kvcanary")
 
@@ -62,6 +64,8 @@ class HostHandle(ABC):
             self._look_at(int(self.canary.memory.total), self.canary.step)
         own: dict[str, Any] = {"armed": self.is_armed, "rank": self.rank, "bytes": self.canary.memory.num_bytes}
         own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
+        known = self.canary.dumps.environment
+        own |= {"engine": self.host, "host_version": known.get("version", "not known")}
         own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
         return {**own, **self.canary.certificate(self._held())}
 
@@ -103,6 +107,7 @@ class HostHandle(ABC):
         _events.info(
             "kvcanary.attached", host=self.host, mode=self.config.mode, content=self.config.content, pid=os.getpid(),
             rank=self.rank, groups=len(canary.groups), bytes=canary.memory.num_bytes,
+            turn=turn_of(self.config.share), hardware=hardware_of(canary.memory.device),
         )  # fmt: skip
 
     def _stopped(self, reason: str) -> None:
@@ -137,6 +142,8 @@ class HostHandle(ABC):
             self._flush()
             return False
         self.canary.wrote()
+        if self.canary.step % metrics.COUNTED_STEPS == 0:
+            metrics.ran(self.canary.memory.device, self.rank)
         self._count = self.canary.count_to_host()
         return True
 

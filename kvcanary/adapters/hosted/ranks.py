@@ -32,7 +32,7 @@ class SharedReporter:
         own = tuple(finding for finding in report.findings if self._is_alone or self._is_first(finding))
         announce(replace(report, findings=own, rank=self.rank), on_screen)
         for finding in own:
-            metrics.found(finding.code)
+            metrics.found(finding, self.rank)
 
     def _is_first(self, finding: Finding) -> bool:
         name = hashlib.blake2b(repr(_place(finding.to_dict())).encode(), digest_size=16).hexdigest()

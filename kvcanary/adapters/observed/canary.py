@@ -376,7 +376,7 @@ class PagedCanary:
         self.coverage.bytes_checked = sum(n * layers.entry_bytes for n, layers in pools)
         fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
         live_bytes, seed = self.memory.live_bytes(numbers), seed_id(self.memory.seed)
-        told = certificate(self.config, self.coverage, live_bytes, seed, self.log, fed)
+        told = certificate(self.config, self.coverage, live_bytes, seed, self.log, fed, self.memory.device)
         return told | {"watched": [layers.described for layers in self.memory.layers]}
 
     def known_tokens(self, number: int) -> list[int] | None:

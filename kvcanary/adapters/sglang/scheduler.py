@@ -15,6 +15,7 @@ import torch
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.hosted.turns import report_without_turn
 from kvcanary.adapters.sglang import host_tier, lifetimes, states
 from kvcanary.adapters.sglang.compatibility import DRAFTS, WITHOUT_MODEL, check, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft, WatchedStandalone
@@ -35,8 +36,8 @@ PREFILL = "_draft_extend_for_prefill"
 SPECULATION, MOVE = "sglang.srt.speculative.spec_utils", "move_accept_tokens_to_target_kvcache"
 
 
-def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
-    """A canary for a scheduler that is built and serves nobody yet.
+def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle | None:
+    """A canary for a scheduler that is built and serves nobody yet; None where it has no turn this week (`share`).
 
     AdapterError, with nothing attached, where SGLang or this scheduler are not as known.
     """
@@ -50,7 +51,11 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle:
     faults = faults or unfollowed(scheduler.server_args) or host_tier.unfollowed(scheduler)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
-    return Handle(scheduler, CanaryConfig.from_env() if config is None else config)
+    config = CanaryConfig.from_env() if config is None else config
+    runner = scheduler.tp_worker.model_runner
+    if report_without_turn(config, torch.device(runner.device), getattr(runner, "tp_rank", 0)) is not None:
+        return None
+    return Handle(scheduler, config)
 
 
 class Handle:

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from kvcanary import CanaryConfig
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
 from kvcanary.adapters.sglang.draft import REPLAYED, WatchedDraft
 from kvcanary.adapters.sglang.fed import FedForward, are_named, tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
-from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle
+from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle, attach
 from kvcanary.calls.coverage import Coverage
 
 ROOT = Path(__file__).parents[3]
@@ -240,3 +242,18 @@ def test_what_replaces_a_method_has_its_parameters_names() -> None:
         named = [own.name for own in taken if own.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         theirs = [parameter for parameter in needed[name] if parameter != "self"]
         assert named == theirs[: len(named)], name
+
+
+def test_a_scheduler_without_a_turn_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a share of all workers one may not be chosen this week: nothing is replaced, and the log says so."""
+    module = "kvcanary.adapters.sglang.scheduler"
+    monkeypatch.setattr(f"{module}.check", lambda drafts: [])
+    monkeypatch.setattr(f"{module}.unfollowed", lambda arguments: [])
+    monkeypatch.setattr(f"{module}.host_tier.unfollowed", lambda scheduler: [])
+    runner = SimpleNamespace(device="cpu", tp_rank=3)
+    scheduler = SimpleNamespace(draft_worker=None, server_args=None, tp_worker=SimpleNamespace(model_runner=runner))
+    before = dict(vars(scheduler))
+    with capture_logs() as events:
+        assert attach(scheduler, CanaryConfig("log", share=1e-9)) is None
+    assert vars(scheduler) == before
+    assert [(own["event"], own["watched"], own["rank"]) for own in events] == [("kvcanary.turn", False, 3)]

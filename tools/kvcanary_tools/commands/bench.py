@@ -24,6 +24,7 @@ TABLES = {
     "misses": ("toy.misses", "corruptions that are not found"),
     "false-alarms": ("toy.false_alarms", "findings in right traffic"),
     "state-false-alarms": ("toy.state_false_alarms", "findings in right traffic of recurrent states"),
+    "fleet": ("fleet", "whom `kvcanary fleet blame` names in simulated fleets of 500 GPUs"),
     "tier-files": ("tiers.injections", "faults in a tier of files, and clean loads of it"),
     "kernels": ("gpu.kernels", "fingerprint and check kernels over a device copy; needs a GPU"),
     "attention": ("gpu.attention", "paged attention over a plain read; needs a GPU"),

@@ -15,7 +15,7 @@ from spec_engine.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from kvcanary.faults.target import Target
-    from spec_engine import Engine
+    from spec_engine import Engine, EngineConfig
     from spec_engine.server.serving import Server
 
 DUMPS = "kvcanary-dumps"  # folder for what mode raise writes, unless --kv-canary-dump names another
@@ -47,15 +47,23 @@ def _option(name: str, **settings: Any) -> Any:
     metavar="NAME",
     help="Another host name under which /debug/kvcanary is reached.",
 )
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Serve from N engines on Ray; needs the extra ray.",
+)
+@click.option("--ray", metavar="ADDRESS", help="Ray cluster of the replicas; without one it is started here.")
 @_option("--allow-faults", is_flag=True, help="Let clients of this machine arm faults; opens /debug/kvcanary too.")
 @engine_options
 @click.pass_context
-def command(ctx: click.Context, **options: Any) -> None:
+def command(ctx: click.Context, replicas: int | None, ray: str | None, **options: Any) -> None:
     """Serve /v1/completions and /v1/chat/completions, watched by the canary.
 
     \b
       kvcanary serve --kv-canary abort --port 8000
       kvcanary serve --model DIR --kv-canary raise --api-key KEY --debug
+      kvcanary serve --replicas 2 --kv-canary abort
 
     The embedded model completes Python, and nothing else: do not chat with it.
 
@@ -69,6 +77,9 @@ def command(ctx: click.Context, **options: Any) -> None:
     with usage_failures():
         served = ServerOptions(**{field: options[field] for field in _DEFAULTS})
     _expect_extra()
+    if replicas is not None or ray is not None:
+        _serve_replicas(config, served, replicas or 1, ray)
+        ctx.exit(console.EXIT_CLEAN)
 
     from spec_engine import Engine
     from spec_engine.server.serving import Server, bind, serve, url_of
@@ -77,13 +88,26 @@ def command(ctx: click.Context, **options: Any) -> None:
     with usage_failures():
         listening = bind(served)
         try:
-            server = Server(Engine(config), served, _target_of)
+            server = Server(Engine(config), served, target_of)
         except BaseException:
             listening.close()
             raise
     heap.settle()  # what is loaded stays, and no later collection stops a step to look through it
     _greet(server, url_of(listening))
     ctx.exit(_tell(serve(server, listening)))
+
+
+def _serve_replicas(config: EngineConfig, served: ServerOptions, replicas: int, address: str | None) -> None:
+    """Until Ctrl-C or SIGTERM. Usage failure where Ray is missing, or no cluster answers."""
+    from kvcanary_tools.campaign.on_ray import HERE, expect_ray
+
+    expect_ray()
+    from kvcanary_tools.replicas.deployment import deploy, until_stopped
+
+    deploy(config, served, replicas, address or HERE)
+    console.data(f"url     http://{served.host}:{served.port}/v1")
+    console.data(f"ray     {console.numbered(replicas, 'replica')}; a replica whose memory fails is replaced")
+    until_stopped()
 
 
 def _expect_extra() -> None:
@@ -98,7 +122,7 @@ def _expect_extra() -> None:
     del fastapi, sse_starlette, uvicorn
 
 
-def _target_of(engine: Engine) -> Target:
+def target_of(engine: Engine) -> Target:
     """The engine as faults in its state see it."""
     from random import Random
 
