@@ -153,7 +153,7 @@ class Assembly:
 
     def _watch(self) -> None:
         """The canary over all pools, and whoever tells it of pages and copies."""
-        views: list[PoolView | StateView] = [self._view(pool) for pool in self.pools.values()]
+        views: list[PoolView | StateView] = [self.view(pool) for pool in self.pools.values()]
         if self.states is not None:
             views.append(self.states.view())
         self.canary = _attach(self.config.canary, views, self.device) if self.config.canary.enabled else None
@@ -240,7 +240,7 @@ class Assembly:
         behind = self._behind(pool)
         return self.allocator.num_pages if behind is None else behind.num_own_pages
 
-    def _view(self, pool: KVPool) -> PoolView:
+    def view(self, pool: KVPool) -> PoolView:
         behind = self._behind(pool.name)
         view = pool.view() if behind is None else behind.view(pool)
         role = "target" if pool.name in self.layers else pool.name

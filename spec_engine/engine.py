@@ -24,7 +24,7 @@ from spec_engine.metrics import Metrics
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
-from spec_engine.request import Output, Refusal, Request, TokenEvent
+from spec_engine.request import HANDED_OVER, Output, Refusal, Request, TokenEvent
 from spec_engine.sampling import SamplingParams
 from spec_engine.scheduling.intake import Intake, output_of
 from spec_engine.scheduling.progress import Progress
@@ -315,6 +315,8 @@ class Engine(Intake):
 
     def _emit(self, request: Request, committed_len: int, part: Part) -> list[TokenEvent]:
         """[0, committed_len) is final, the part's tokens follow; finishes the request where they end it."""
+        if request.hands_over:
+            return self._hand_over(request)
         kept = self._scans[request.request_id].push(part.tokens)
         tokens = part.tokens[: kept.num_tokens]
         request.output_ids += tokens
@@ -328,6 +330,16 @@ class Engine(Intake):
         if not tokens and not finished:
             return []
         return [self._event(request, tokens, kept.text, part.logprobs)]
+
+    def _hand_over(self, request: Request) -> list[TokenEvent]:
+        """It ends, and what it has computed stays on the host for whoever comes for it, unless that is damaged."""
+        block, request.finish_reason = self.memory.hand_over(request), HANDED_OVER
+        if not self._finish(request):
+            if block is not None:
+                self.memory.drop(block)
+            return self._withdraw(request, 0, "")
+        self._handed_over[request.request_id] = request, block
+        return [self._event(request, [], "")]
 
     def _withdraw(self, request: Request, num_tokens: int, shown: str) -> list[TokenEvent]:
         """A request whose bytes are damaged: its last tokens and their text do not leave, text before does.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from spec_engine.memory.cache.prefix_tree import Node
 
 REFUSED = "refused"  # finish reason of a prompt that could never run
+HANDED_OVER = "handed_over"  # of one that another engine goes on with
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class Request:
     salt, adapter: under which alone equal tokens are equal K and V.
     root: salt and adapter under which the prefix cache has its shared pages, and keeps the others.
     ran_at: step in which it ran last, by the count of `Turns`.
+    hands_over: it ends where its first token is known, and leaves what it has computed to another engine.
     begins_anew: it was damaged and waits to be computed again; forwards that have its old row are none of its own.
     """
 
@@ -54,6 +56,7 @@ class Request:
     finish_reason: str | None = None
     block: HostBlock | None = None
     ran_at: int = 0
+    hands_over: bool = False
     begins_anew: bool = False
 
     def __post_init__(self) -> None:
@@ -116,8 +119,9 @@ class TokenEvent:
     """Tokens that left the engine in one step for one request.
 
     text: what they add to the request's text, which may lag behind the tokens; finish_reason: "stop", "length",
-    "cancelled", "out_of_pages" or "kv_corruption" with the last event, else None; logprobs: one entry a token, where
-    the request asks for them. A prompt that is refused has one event: finish_reason "refused", and ``error`` says why.
+    "cancelled", "out_of_pages", "kv_corruption" or "handed_over" with the last event, else None; logprobs: one entry a
+    token, where the request asks for them. A prompt that is refused has one event: finish_reason "refused", and
+    ``error`` says why.
     """
 
     request_id: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +21,29 @@ KINDS = (NEVER_ISSUED, ONE_WORD, MISROUTED, SHORT, STALE, OTHER_LAYOUT, UNKNOWN)
 NOBODY = -1
 
 
+class Peer(NamedTuple):
+    """An engine elsewhere, and what of it had the bytes: its rank, and an id of its device or process."""
+
+    engine: str
+    rank: int
+    uuid: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} rank {self.rank}"
+
+
 @dataclass(frozen=True, eq=False)
 class Sent:
     """What left together: its number, from 1, the step in which it left, and the pages of the pool that it was.
 
     Number 0 is no snapshot: what a connector loads is judged by what the same prefix was when it was written here.
+    peer: the engine that it left, whose numbers these are; None: this one
     """
 
     number: int
     step: int
     pages: tuple[int, ...]
+    peer: Peer | None = None
 
 
 @dataclass(frozen=True, eq=False)

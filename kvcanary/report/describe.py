@@ -87,12 +87,13 @@ class Describer:
             readers=facts.readers,
             exposed_tokens=facts.exposed_tokens,
             causes=rank_causes(facts),
-            evidence=violation.notes + _layers_of_model(violation) + _others(facts.incident),
+            evidence=violation.notes + _from_peer(violation) + _layers_of_model(violation) + _others(facts.incident),
             incident=number,
             action=action,
             entry=None if violation.state is None else violation.slot,
             healed="",
             hardware=_hardware(facts),
+            peer=peer_of(violation),
         )
 
 
@@ -114,6 +115,24 @@ def _hardware(facts: Evidence) -> dict[str, Any]:
     if not isinstance(view, PoolView) or not 0 <= violation.slot < view.num_slots:
         return here
     return here | address_of(view, violation.slot, violation.layers[0] if violation.layers else 0, facts.word)
+
+
+def peer_of(violation: Violation) -> dict[str, Any] | None:
+    """The engine that the bytes arrived from, and the page of it that they were."""
+    if violation.arrival is None:
+        return None
+    trip = violation.arrival.trip
+    sent, page, _ = trip.pages[violation.arrived_as // trip.page_size]
+    return None if sent.peer is None else {**sent.peer._asdict(), "page": sent.pages[page]}
+
+
+def _from_peer(violation: Violation) -> tuple[str, ...]:
+    peer = peer_of(violation)
+    if peer is None:
+        return ()
+    layers = ", ".join(map(str, violation.layers[:EVIDENCE_LINES]))
+    where = f"its page {peer['page']}, layer {layers}"
+    return (f"arrived from {peer['engine']} rank {peer['rank']}, {where} ({peer['uuid']})",)
 
 
 def _layers_of_model(violation: Violation) -> tuple[str, ...]:

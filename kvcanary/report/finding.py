@@ -80,6 +80,7 @@ class Finding:
     entry:      where the slot is an entry of a StateView, its number
     healed:     mode heal: how it was made good; "" until it is
     hardware:   machine, process and GPU, what NVML said of it at that moment, and the address (`kvcanary.hardware`)
+    peer:       of bytes that arrived from another engine: `engine`, `rank`, `uuid`, and the `page` that it was there
     """
 
     code: str
@@ -120,6 +121,7 @@ class Finding:
     entry: int | None = None
     healed: str = ""
     hardware: dict[str, Any] = field(default_factory=dict)
+    peer: dict[str, Any] | None = None
 
     @property
     def is_bit_error(self) -> bool:

@@ -146,7 +146,7 @@ class _Comparison:
         """First of the slots that came back, then of the snapshots that left last."""
         trip, size, pool_id = self._trip, self._trip.page_size, self._arrived_slots.pool.pool_id
         own = {sent for sent, _, _ in trip.pages}
-        oldest, named = min(sent.number for sent in own), dict[int, Origin]()
+        oldest, named = min((sent.peer, sent.number) for sent in own), dict[int, Origin]()
         for n, place in self._matches(left, self._arrived_slots.known, self._arrived_slots.current):
             sent, page, _ = trip.pages[place // size]
             named[n] = Origin(MISROUTED, sent, page * size + place % size)
@@ -154,7 +154,8 @@ class _Comparison:
             left = np.array([n for n in left.tolist() if n not in named], np.int64)
             fingerprints, sent = sent_snapshot.pools.get(pool_id), sent_snapshot.sent
             if fingerprints is not None and len(left):
-                kind = STALE if sent not in own and sent.number < oldest else MISROUTED
+                is_older = sent.peer == oldest[0] and sent.number < oldest[1]
+                kind = STALE if sent not in own and is_older else MISROUTED
                 for n, place in self._matches(left, fingerprints.fingerprint_a.numpy(), fingerprints.current):
                     named[n] = Origin(kind, sent, place)
         return named

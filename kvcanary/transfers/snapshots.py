@@ -5,7 +5,7 @@ back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvcanary.calls.violation import Violation, speaks_first
 from kvcanary.errors import ContradictionError, ForeignSnapshotError, SealError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
-from kvcanary.provenance.arrival import Arrival, ArrivedSlots, Sent, Trip
+from kvcanary.provenance.arrival import Arrival, ArrivedSlots, Peer, Sent, Trip
 from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import RecordStore, Words, two_words
 from kvcanary.records.state import CanaryState, PoolState
@@ -95,6 +95,10 @@ class PageSnapshot(Seal):
     first: int = 0
     model: str = ""
 
+    def arrived_from(self, peer: Peer) -> PageSnapshot:
+        """The same as another engine has sent it: what is found of its bytes names that engine and its pages."""
+        return replace(self, sent=replace(self.sent, peer=peer))
+
     def behind(self, page: int) -> PageSnapshot:
         """The snapshot of all but the first ``page`` pages, which need not come back."""
         return self._part(page, self.num_pages)
@@ -153,10 +157,13 @@ class PageSnapshots:
         sent = self._recent.number(step, tuple(pages))
         contents = tuple(self._contents(pool, names) for pool in pools)
         if self._compares_content:
-            own = (SnapshotFingerprints(one.fingerprint_a, one.current) for one in contents)
-            self._recent.remember(SentSnapshot(sent, dict(zip([pool.pool_id for pool in pools], own, strict=True))))
+            self._remember(sent, pools, contents)
         cards = tuple(card_of(pool.view) for pool in pools)
         return PageSnapshot(len(pages), contents, self._state.keys.seed_id, cards, sent, model=self._model)
+
+    def _remember(self, sent: Sent, pools: Sequence[PoolState], contents: Sequence[Contents]) -> None:
+        own = (SnapshotFingerprints(one.fingerprint_a, one.current) for one in contents)
+        self._recent.remember(SentSnapshot(sent, dict(zip([pool.pool_id for pool in pools], own, strict=True))))
 
     def _pools(self, group: str | None) -> Sequence[PoolState]:
         return self._state.pools if group is None else self._state.pools_of(group)
@@ -209,7 +216,10 @@ class PageSnapshots:
                     arrived_slots[pool.name] = self._compare(pool, contents, chosen, names[chosen])
                 self._write(pool, contents, chosen, records, names[chosen], step)
                 self._ledger.rows.note_moved(pool.pool_id, names[chosen], _positions_of(records))
-        return self._judge(how, [snapshot], pages, arrived_slots, [], step)
+        violations = self._judge(how, [snapshot], pages, arrived_slots, [], step)
+        if snapshot.sent.peer is not None and self._compares_content:
+            self._remember(snapshot.sent, self._state.pools, snapshot.contents)
+        return violations
 
     def unpack_group(
         self, group: str, snapshots: Sequence[PageSnapshot], pages: Sequence[int], step: int

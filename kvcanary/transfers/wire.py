@@ -16,21 +16,27 @@ from numpy.typing import NDArray
 
 from kvcanary.errors import SealError
 
-MAGIC = b"kvcseal\n"
+MAGIC = b"kvcseal\n"  # of a seal; other messages that are written so have their own
 VERSION = 1
 DIGEST_BYTES = 16
 MOST_TEXT = (1 << 16) - 1
 #: Magic, version, kind of seal, 0, number of all bytes, seed id; then the text that names the model.
 _HEAD = struct.Struct("<8sHHIQ8s")
 LEAST_BYTES = _HEAD.size + 2 + DIGEST_BYTES
-_NUMBERS = {"u16": struct.Struct("<H"), "u32": struct.Struct("<I"), "u64": struct.Struct("<Q")}
+_NUMBERS = {
+    "u16": struct.Struct("<H"),
+    "u32": struct.Struct("<I"),
+    "u64": struct.Struct("<Q"),
+    "i64": struct.Struct("<q"),
+}
+_REAL = struct.Struct("<d")
 
 
 class Writer:
-    """Bytes of one seal."""
+    """Bytes of one seal, or of another message with its own magic of 8 bytes."""
 
-    def __init__(self, kind: int, seed_id: str, model: str) -> None:
-        self._kind, self._seed_id, self._parts = kind, bytes.fromhex(seed_id), list[bytes]()
+    def __init__(self, kind: int, seed_id: str, model: str, magic: bytes = MAGIC) -> None:
+        self._kind, self._seed_id, self._parts, self._magic = kind, bytes.fromhex(seed_id), list[bytes](), magic
         self.text(model)
 
     def number(self, kind: str, value: int) -> None:
@@ -38,6 +44,13 @@ class Writer:
             self._parts.append(_NUMBERS[kind].pack(value))
         except struct.error:
             raise SealError(f"a number of a seal must be {kind}, got {value}: it cannot be written") from None
+
+    def real(self, value: float) -> None:
+        self._parts.append(_REAL.pack(value))
+
+    def blob(self, value: bytes) -> None:
+        self.number("u64", len(value))
+        self._parts.append(value)
 
     def text(self, value: str) -> None:
         raw = value.encode()
@@ -53,7 +66,7 @@ class Writer:
     def finish(self) -> bytes:
         body = b"".join(self._parts)
         total = _HEAD.size + len(body) + DIGEST_BYTES
-        sealed = _HEAD.pack(MAGIC, VERSION, self._kind, 0, total, self._seed_id) + body
+        sealed = _HEAD.pack(self._magic, VERSION, self._kind, 0, total, self._seed_id) + body
         return sealed + digest_of(sealed)
 
 
@@ -63,17 +76,19 @@ class Reader:
     kind, seed_id, model: of the seal
     """
 
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+    def __init__(self, data: bytes | bytearray | memoryview, magic: bytes = MAGIC, what: str = "seal") -> None:
         view = memoryview(data).cast("B") if memoryview(data).contiguous else memoryview(bytes(data))
-        if len(view) < LEAST_BYTES or view[: len(MAGIC)] != MAGIC:
-            raise SealError(f"these {len(view)} bytes are no seal: a seal begins with {MAGIC!r} and is whole")
+        if len(view) < LEAST_BYTES or view[: len(magic)] != magic:
+            raise SealError(f"these {len(view)} bytes are no {what}: a {what} begins with {magic!r} and is whole")
         _, version, self.kind, _, total, seed_id = _HEAD.unpack(view[: _HEAD.size])
         if version != VERSION:
-            raise SealError(f"a seal must be of version {VERSION}, got {version}: seal and check with one release")
+            raise SealError(f"a {what} must be of version {VERSION}, got {version}: give both sides one release")
         if total != len(view):
-            raise SealError(f"a seal of {total} bytes came as {len(view)}: it is cut, or something follows it")
+            raise SealError(f"a {what} of {total} bytes came as {len(view)}: it is cut, or something follows it")
         if digest_of(view[:-DIGEST_BYTES]) != view[-DIGEST_BYTES:]:
-            raise SealError("the digest of a seal is not that of its bytes: the seal itself was changed on its way")
+            raise SealError(
+                f"the digest of a {what} is not that of its bytes: the {what} itself was changed on its way"
+            )
         self._view, self._at, self.seed_id = view[:-DIGEST_BYTES], _HEAD.size, seed_id.hex()
         self.model = self.text()
 
@@ -83,6 +98,13 @@ class Reader:
         if not least <= value <= most:
             raise SealError(f"a number of this seal is {value}, it must be {least} to {most}: nothing was read")
         return value
+
+    def real(self) -> float:
+        value: float = _REAL.unpack(self._take(_REAL.size))[0]
+        return value
+
+    def blob(self) -> bytes:
+        return bytes(self._take(self.number("u64")))
 
     def text(self) -> str:
         raw = self._take(self.number("u16"))

@@ -239,19 +239,34 @@ class KVMemory:
 
     def drop_block(self, request: Request) -> None:
         """Nobody needs what was put away of the request."""
-        if self.tier is not None and self.expects_block(request):
-            self.tier.drop(request.block)
+        if request.block is not None:
+            self.drop(request.block)
         request.block = None
 
+    def hand_over(self, request: Request) -> HostBlock | None:
+        """`put_away` for another engine: it is evicted for nobody until it is dropped."""
+        block = self._put_away(request)
+        if block is not None and self.tier is not None:
+            self.tier.pin(block)
+        return block
+
+    def drop(self, block: HostBlock) -> None:
+        """Nobody comes for it any more, if it is still there."""
+        if self.tier is not None and self.tier.holds(block):
+            self.tier.drop(block)
+
     def _put_away(self, request: Request) -> HostBlock | None:
-        """The last known token stays to be forwarded: a draft proposes from it."""
+        """What it has computed on the host, in a block of the tier, None where it does not fit.
+
+        The last known token stays to be forwarded: a draft proposes from it.
+        """
         if self.tier is None:
             return None
         if self.expects_block(request):  # it has not come back yet
             return request.block
         length = min(request.committed_len, request.known_len - 1)
         count = pages_for(length, 0, self.page_size)
-        if not 1 <= count <= self.tier.num_pages:
+        if not 1 <= count <= self.tier.num_obtainable:
             return None
         block = self.tier.offload(request.pages[:count], length)
         self.tier.wait(block)

@@ -9,6 +9,7 @@ from spec_engine.acceptance.stops import StopScan
 from spec_engine.assembly import Assembly
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
+from spec_engine.memory.cache.host_tier import HostBlock
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ class Intake(Assembly):
     ) -> None:
         super().__init__(config, model, draft, tokenizer)
         self._scans: dict[str, StopScan] = {}  # of every request that has not ended
+        self._handed_over: dict[str, tuple[Request, HostBlock | None]] = {}
         self._num_requests = 0
 
     def submit(
@@ -34,14 +36,24 @@ class Intake(Assembly):
         priority: int = 0,
         salt: str = "",
         adapter: str = "",
+        block: HostBlock | None = None,
+        hands_over: bool = False,
     ) -> str:
         """Queue one prompt (text or token ids); returns its request id. ConfigError when it could never run.
 
         Requests of higher ``priority`` are admitted first and retracted last. Cached prefixes are shared among
         requests of one ``salt`` and one ``adapter`` only. An adapter is an identity: the models here have no LoRA, so
         it changes no token, but pages and the canary's chains are those of this adapter and of no other.
+        block: of the host tier, what is computed of the prompt already.
+        hands_over: it ends as "handed_over" with its first token, which is not told; `take_handed_over` has the rest.
         """
-        return self._enqueue(prompt, params, priority, salt, adapter).request_id
+        request = self._enqueue(prompt, params, priority, salt, adapter)
+        request.block, request.hands_over = block, hands_over
+        return request.request_id
+
+    def take_handed_over(self, request_id: str) -> tuple[Request, HostBlock | None]:
+        """A request that has ended as "handed_over", and what it had computed; None where the tier had no room."""
+        return self._handed_over.pop(request_id)
 
     def _try(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | Refusal:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from spec_engine.engine import Engine
-from spec_engine.server import routes
+from spec_engine.server import handovers, routes
 from spec_engine.server.chat import ChatTemplate
 from spec_engine.server.errors import handle_errors
 from spec_engine.server.exposition import Timings, exposition
@@ -42,14 +43,18 @@ def create_app(
     worker, timings, panel = EngineWorker(engine, options.max_waiting), Timings(), FaultPanel(engine, target_of)
     if options.allow_faults:
         worker.before_step = panel.strike
+    side = handovers.make_side(engine, options)
     clock = None if engine.canary is None else _clock(engine.canary)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start(on_failure)
+        tending = None if side is None else asyncio.create_task(handovers.tend(worker, side))
         try:
             yield
         finally:
+            if tending is not None:
+                tending.cancel()
             await worker.stop()
             panel.disarm_all()
 
@@ -59,6 +64,8 @@ def create_app(
     app.add_middleware(Gate, options=options)
     handle_errors(app)
     app.include_router(routes.router(serving))
+    if side is not None:
+        app.include_router(handovers.router(serving, side))
 
     @app.get("/health")
     async def report_health() -> Response:
@@ -67,7 +74,12 @@ def create_app(
 
     @app.get("/metrics")
     async def report_metrics() -> Response:
-        return Response(await exposition(worker, timings, clock, serving.model_name), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            await exposition(
+                worker, timings, clock, serving.model_name, lambda: () if side is None else handovers.metrics(side)
+            ),
+            media_type=CONTENT_TYPE_LATEST,
+        )
 
     if options.has_debug:
         from spec_engine.server.inspection import pages as debug

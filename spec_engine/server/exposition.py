@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -46,10 +46,16 @@ class Timings:
         return Histogram(f"spec_engine_{name}_seconds", about, buckets=SECONDS, registry=self.registry)
 
 
-async def exposition(worker: EngineWorker, timings: Timings, clock: HookClock | None, model_name: str) -> bytes:
-    """All metrics as text."""
+async def exposition(
+    worker: EngineWorker,
+    timings: Timings,
+    clock: HookClock | None,
+    model_name: str,
+    others: Callable[[], Iterable[Metric]] = tuple,
+) -> bytes:
+    """All metrics as text; ``others``: what is asked in the engine's thread besides."""
     families = await worker.call(
-        lambda engine: [*_engine(engine, worker), *_of_target(engine, worker, clock, model_name)]
+        lambda engine: [*_engine(engine, worker), *_of_target(engine, worker, clock, model_name), *others()]
     )
     registry = CollectorRegistry()
     registry.register(_Fixed(families))

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 
 from spec_engine.errors import ConfigError
 
+LINKS = ("nixl", "torch")  # transports of handovers
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -24,6 +25,11 @@ class ServerOptions:
     grace_seconds: time that running requests have to finish once the server is told to stop.
     debug: /debug/kvcanary is there; it needs an api_key.
     debug_hosts: names by which the debug pages may be reached besides `host` and those of this machine.
+    role: "prefill": prompts are computed here and decoded elsewhere; "decode": those of others are; None: all is here.
+    peers: of a decode server, URLs of prefill servers whose handovers it takes; they have its api_key.
+    transport: by which K and V travel, "nixl" or "torch";  peer_name: what findings elsewhere call this engine.
+    lease_seconds: time that a prefilled request is kept for whoever decodes it.
+    handover_timeout: seconds after which a decode server computes a prompt again whose bytes have not come.
     allow_faults: POST /debug/kvcanary/faults is there, for clients of this machine on a server that only they reach.
     """
 
@@ -39,6 +45,12 @@ class ServerOptions:
     debug: bool = False
     debug_hosts: tuple[str, ...] = ()
     allow_faults: bool = False
+    role: str | None = None
+    peers: tuple[str, ...] = ()
+    transport: str = "nixl"
+    peer_name: str | None = None
+    lease_seconds: float = 30.0
+    handover_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -57,6 +69,23 @@ class ServerOptions:
             )
         if (self.debug or self.allow_faults) and self.api_key is None:
             raise ConfigError("the debug pages need an api_key, got none", "pass --api-key, or KVCANARY_API_KEY")
+
+        self._check_role()
+
+    def _check_role(self) -> None:
+        if self.role not in (None, "prefill", "decode"):
+            raise ConfigError(f"role must be prefill or decode, got {self.role!r}")
+        if (self.role == "decode") != bool(self.peers):
+            raise ConfigError(
+                f"a decode server takes handovers of the peers that it is told, and no other role has any, got role "
+                f"{self.role} and {len(self.peers)} peers",
+                "pass --role decode --peer URL, once for each prefill server",
+            )
+        if self.transport not in LINKS:
+            raise ConfigError(f"transport must be one of {', '.join(LINKS)}, got {self.transport!r}")
+        for name in ("lease_seconds", "handover_timeout"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be finite and above 0, got {getattr(self, name)}")
 
     @property
     def has_debug(self) -> bool:

@@ -39,6 +39,33 @@ class Serving:
     started: int
 
 
+@dataclass(frozen=True)
+class Answer:
+    """In which shape the sequences of a request are told, by their parameters.
+
+    echoes: texts that come before those of the choices
+    """
+
+    shapes: Completions
+    params: Sequence[SamplingParams]
+    prompt_tokens: int
+    stream: bool
+    wants_usage: bool
+    echoes: Sequence[str] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        body: Sampled,
+        shapes: Completions,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        echoes: Sequence[str] | None = None,
+    ) -> Answer:
+        """What a body asks for."""
+        return cls(shapes, params, sum(map(len, prompts)), bool(body.stream), body.wants_usage, echoes)
+
+
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
@@ -48,31 +75,33 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _check_model(serving, name)
+        check_model(serving, name)
         return _model(serving)
 
     @routes.post("/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        _check_model(serving, body.model)
+        check_model(serving, body.model)
         body.check()
         _check_count(serving, len(body.prompts) * body.num_choices)
-        prompts = await _encode(serving, body.prompts)
+        prompts = await encode(serving, body.prompts)
         params = [own for _ in prompts for own in body.sampling(body.max_tokens or 16, body.logprobs)]
         shapes = Completions(serving.model_name, serving.worker.engine.tokenizer)
         echoes = _echoes(serving, body) if body.echo else None
-        return await _answer(serving, request, body, shapes, prompts, params, echoes)
+        asked = Answer.of(body, shapes, prompts, params, echoes)
+        return await _run(serving, request, body, asked, prompts)
 
     @routes.post("/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        _check_model(serving, body.model)
+        check_model(serving, body.model)
         body.check()
         _check_count(serving, body.num_choices)
         text = serving.template.render([message.for_template() for message in body.messages])
-        prompts = await _encode(serving, [text])
+        prompts = await encode(serving, [text])
         room = serving.worker.engine.sizes.context_length - len(prompts[0])
         max_tokens = body.most_tokens or max(1, min(serving.options.max_tokens, room))
         shapes = Chats(serving.model_name, serving.worker.engine.tokenizer)
-        return await _answer(serving, request, body, shapes, prompts, body.sampling(max_tokens, body.num_logprobs))
+        asked = Answer.of(body, shapes, prompts, body.sampling(max_tokens, body.num_logprobs))
+        return await _run(serving, request, body, asked, prompts)
 
     return routes
 
@@ -88,7 +117,7 @@ def _model(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _check_model(serving: Serving, name: str) -> None:
+def check_model(serving: Serving, name: str) -> None:
     if name != serving.model_name:
         message = f"the model {serving.model_name!r} is served here, and no other"
         raise RefusedError(404, message, param="model", code="model_not_found")
@@ -101,7 +130,7 @@ def _check_count(serving: Serving, num_sequences: int) -> None:
         raise RefusedError(400, f"one request may have {most} sequences here, got {num_sequences}", param="n")
 
 
-async def _encode(serving: Serving, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+async def encode(serving: Serving, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
     """Token ids of every prompt; RefusedError for one that leaves no room for a token."""
     encode = serving.worker.engine.tokenizer.encode
     ids = [await asyncio.to_thread(encode, prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
@@ -124,28 +153,27 @@ def _echoes(serving: Serving, body: CompletionBody) -> list[str]:
     return [text for text in texts for _ in range(body.num_choices)]
 
 
-async def _answer(
-    serving: Serving,
-    request: Request,
-    body: Sampled,
-    shapes: Completions,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    echoes: Sequence[str] | None = None,
+async def _run(
+    serving: Serving, request: Request, body: Sampled, asked: Answer, prompts: Sequence[Sequence[int]]
 ) -> Response:
-    worker = serving.worker
     began = time.perf_counter()
-    job = await worker.submit([prompt for prompt in prompts for _ in range(body.num_choices)], params)
-    usage = Usage(sum(map(len, prompts)))
-    texts = echoes or [""] * len(params)
+    job = await serving.worker.submit([prompt for prompt in prompts for _ in range(body.num_choices)], asked.params)
+    return await answer(serving, request, asked, job, began)
+
+
+async def answer(serving: Serving, request: Request, asked: Answer, job: Job, began: float) -> Response:
+    """What becomes of a job, as the client wants it; ``began``: when its request came, by `time.perf_counter`."""
+    usage, shapes = Usage(asked.prompt_tokens), asked.shapes
+    texts = asked.echoes or [""] * len(asked.params)
     choices = [
-        Choice(text, logprobs=None if own.logprobs is None else []) for text, own in zip(texts, params, strict=True)
+        Choice(text, logprobs=None if own.logprobs is None else [])
+        for text, own in zip(texts, asked.params, strict=True)
     ]
     events = _timed(serving, job, choices, usage, began)
-    if body.stream:
-        stream = _stream(worker, job, events, shapes, choices, usage, body.wants_usage)
+    if asked.stream:
+        stream = _stream(serving.worker, job, events, shapes, choices, usage, asked.wants_usage)
         return EventSourceResponse(stream, headers={"Cache-Control": "no-store"}, sep="\n")
-    if not await _collect(request, worker, job, events):
+    if not await _collect(request, serving.worker, job, events):
         return Response(status_code=499)  # nobody is there to read it
     return JSONResponse(shapes.whole(choices, usage))
 

@@ -22,6 +22,7 @@ REST_SECONDS = 1.0  # after which a canary that has nothing to do looks at what 
 SERVER_ERROR = "server_error"  # finish reason of what ran when the engine stopped by itself
 
 Answer = TypeVar("Answer")
+Submit = Callable[[Engine], str]
 
 
 class ServerStoppedError(KVCanaryError, RuntimeError):
@@ -89,19 +90,30 @@ class EngineWorker:
         """Whether requests are taken."""
         return self._is_open and self._thread.is_alive() and not self.is_draining
 
-    async def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Job:
+    async def submit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], hands_over: bool = False
+    ) -> Job:
         """Queue sequences, all or none. ConfigError, BusyError or ServerStoppedError where that can not be."""
+        return await self.submit_by(
+            [
+                lambda engine, prompt=prompt, own=own: engine.submit(prompt, own, hands_over=hands_over)  # type: ignore[misc]
+                for prompt, own in zip(prompts, params, strict=True)
+            ]
+        )
+
+    async def submit_by(self, submits: Sequence[Submit]) -> Job:
+        """The same for whoever submits in another way: each gives the id of one request."""
         if self.is_draining:
             raise ServerStoppedError("the server is shutting down and takes no more requests")
-        if self.num_live + len(prompts) > self.capacity:
+        if self.num_live + len(submits) > self.capacity:
             raise BusyError(
-                f"{self.num_live} sequences run or wait and {len(prompts)} more were asked for, the limit is "
+                f"{self.num_live} sequences run or wait and {len(submits)} more were asked for, the limit is "
                 f"{self.capacity}: try again later"
             )
-        job = Job(len(prompts))
-        self.num_live += len(prompts)
+        job = Job(len(submits))
+        self.num_live += len(submits)
         try:
-            await self.call(lambda engine: self._enqueue(engine, job, prompts, params))
+            await self.call(lambda engine: self._enqueue(engine, job, submits))
         except asyncio.CancelledError:
             self.cancel(job)
             raise
@@ -109,12 +121,12 @@ class EngineWorker:
 
     def cancel(self, job: Job) -> None:
         """End what still runs of a job, and free what it holds; nothing happens where all has ended."""
-        self._post(lambda: self._end_all("cancelled", job))
+        self.post(lambda: self._end_all("cancelled", job))
 
     async def call(self, ask: Callable[[Engine], Answer]) -> Answer:
         """The answer of a question that is asked between two steps, in the engine's thread."""
         answer: Future[Answer] = Future()
-        if not self._post(lambda: _answer(answer, ask, self.engine)):
+        if not self.post(lambda: _answer(answer, ask, self.engine)):
             raise ServerStoppedError("the engine has stopped")
         return await asyncio.shield(asyncio.wrap_future(answer))
 
@@ -124,15 +136,16 @@ class EngineWorker:
         deadline = self._loop.time() + seconds
         while self.num_live and self._is_open and not self.hurries and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
-        self._post(lambda: self._end_all(SHUTDOWN))
+        self.post(lambda: self._end_all(SHUTDOWN))
 
     async def stop(self) -> None:
         """End the thread, behind everything that was asked before."""
         self.is_draining = True
-        self._post(self._stop)
+        self.post(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    def _post(self, command: Callable[[], object]) -> bool:
+    def post(self, command: Callable[[], object]) -> bool:
+        """Do this between two steps, in the engine's thread; False where that has ended."""
         with self._lock:
             if self._is_open:
                 self._commands.put(command)
@@ -179,17 +192,15 @@ class EngineWorker:
         """The engine's name of a sequence of a job, None where all have ended. In the engine's thread."""
         return next((name for name, (own, _) in self._places.items() if own is job), None)
 
-    def _enqueue(
-        self, engine: Engine, job: Job, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> None:
+    def _enqueue(self, engine: Engine, job: Job, submits: Sequence[Submit]) -> None:
         names: list[str] = []
         try:
-            for prompt, own in zip(prompts, params, strict=True):
-                names.append(engine.submit(prompt, own))
+            for submit in submits:
+                names.append(submit(engine))
         except BaseException:
             for name in names:
                 engine.cancel(name)
-            self._later(lambda: self._forget(len(prompts)))
+            self._later(lambda: self._forget(len(submits)))
             raise
         self._places.update((name, (job, index)) for index, name in enumerate(names))
 

@@ -34,6 +34,7 @@ class Streams:
         """``tracker``: ``canary.async_tracker``, where there is a canary."""
         self._device, self._tracker = device, tracker
         self._sides: dict[str, Stream] = {}
+        self._outsides: dict[str, Stream] = {}
         self.is_cuda = device.type == "cuda"
         self.host = Stream(HOST, _AtOnce(), tracker)
         self.main = Stream(MAIN, _Cuda(device, None) if self.is_cuda else _AtOnce(), tracker)
@@ -44,6 +45,10 @@ class Streams:
             queue = _Cuda(self._device, torch.cuda.Stream(self._device)) if self.is_cuda else _Deferred()
             self._sides[name] = Stream(name, queue, self._tracker)
         return self._sides[name]
+
+    def outside(self, name: str) -> Stream:
+        """Work that others do, such as transfers: it runs already, and its operation waits for its end."""
+        return self._outsides.setdefault(name, Stream(name, _Outside(), self._tracker))
 
     def behind_main(self, name: str) -> Stream:
         """A side stream on which what comes now runs behind all that the forwards were given so far."""
@@ -238,6 +243,20 @@ class _AtOnce:
         other.reach(mark)
 
     def reach(self, mark: Any) -> None: ...
+
+    def advance(self, count: int) -> None: ...
+
+
+class _Outside:
+    """Work that runs elsewhere; the host alone waits for it."""
+
+    def put(self, operation: Operation) -> Operation:
+        return operation
+
+    def wait(self, other: _Queue, mark: Any) -> None: ...
+
+    def reach(self, mark: Operation) -> None:
+        mark()
 
     def advance(self, count: int) -> None: ...
 

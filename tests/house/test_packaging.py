@@ -96,8 +96,16 @@ def test_constraints_pin_the_triton_that_torch_asks_for(root: Path) -> None:
 
 
 def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
-    """The extras are gpu, serve, hf, docs, mutation and dev, and plain installs need none of them."""
-    assert set(pyproject["project"]["optional-dependencies"]) == {"gpu", "serve", "hf", "docs", "mutation", "dev"}
+    """The extras are gpu, serve, nixl, hf, docs, mutation and dev, and plain installs need none of them."""
+    assert set(pyproject["project"]["optional-dependencies"]) == {
+        "gpu",
+        "serve",
+        "nixl",
+        "hf",
+        "docs",
+        "mutation",
+        "dev",
+    }
     names = {Requirement(text).name for text in pyproject["project"]["dependencies"]}
     assert names == {"torch", "triton", "click", "jinja2", "numba", "numpy", "safetensors", "structlog", "tokenizers"}
 

@@ -50,6 +50,7 @@ AS_DATA = {
     "entry": None,
     "healed": "",
     "hardware": {"hostname": "node17", "pid": 311},
+    "peer": None,
 }
 
 

@@ -204,7 +204,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         )
         config = EngineConfig(**settings, canary=canary)
     _expect_canary_for_its_options()
-    if config.host_pages and config.new_token_ratio == 1:
+    if config.host_pages and config.new_token_ratio == 1 and not options.get("role"):
         console.say(
             f"kvcanary: host_pages {config.host_pages} will stay empty: with new_token_ratio 1 nobody is retracted; "
             "lower it, or leave host_pages out",
@@ -395,8 +395,8 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             "--host-pages",
             type=int,
             metavar="N",
-            help="Pages of host memory for what retracted requests had computed; 0: none. Needs --new-token-ratio "
-            "below 1.",
+            help="Pages of host memory for what retracted requests had computed, and for handovers; 0: none. Needs "
+            "--new-token-ratio below 1, or --role.",
         ),
         _engine_option("--max-running-requests", type=int, metavar="N", help="Most requests that run at a time."),
         _engine_option(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvcanary import KVCanaryError
@@ -93,7 +94,10 @@ class HostTier:
         canary: CanaryManager | None = None,
         slot_maps: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """``slot_maps``: by name of a pool whose slots are its own, its map; null slots travel for what it lacks."""
+        """``slot_maps``: by name of a pool whose slots are its own, its map; null slots travel for what it lacks.
+
+        generations: [num_pages + 1] int64, by place the number of the block that lies there, 0: none
+        """
         self.num_pages = num_pages
         self._page_size = pools[0].page_size
         self._rows = [HostRows(pool, (num_pages + 1) * self._page_size) for pool in pools]
@@ -103,12 +107,25 @@ class HostTier:
         self._maps = [slot_maps.get(pool.name) for pool in pools]
         self._places = PageAllocator(num_pages)
         self._blocks: OrderedDict[int, HostBlock] = OrderedDict()  # least recently used first
+        self._pinned: set[int] = set()  # numbers of blocks that are evicted for nobody
+        self._reserved: set[int] = set()  # places into which bytes come from elsewhere
         self._number = 0
+        self.generations = torch.zeros(num_pages + 1, dtype=torch.int64)
         self._streams, self._canary = streams, canary
 
     @property
     def num_free(self) -> int:
         return self._places.num_free
+
+    @property
+    def num_obtainable(self) -> int:
+        """Places that are free, or would be if other blocks were evicted."""
+        return self.num_pages - len(self._reserved) - sum(len(self._blocks[own].places) for own in self._pinned)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Memory of the places: of each part of each pool [(num_pages + 1) * page_size, layers, ...]."""
+        return [part for rows in self._rows for part in rows.parts]
 
     def holds(self, block: HostBlock) -> bool:
         """Whether the block may still be restored: it was neither dropped nor evicted for another."""
@@ -120,17 +137,12 @@ class HostTier:
         ``length``: entries of the row that are final, those on other pages included. Old blocks are evicted to make
         room.
         """
-        check_host_capacity(len(pages), self.num_pages)
-        while self.num_free < len(pages):
-            self.drop(next(iter(self._blocks.values())))
-        places = tuple(self._places.allocate(len(pages)))
+        places = self._take(len(pages))
         snapshot = None if self._canary is None else self._canary.on_offload(pages)
         slots, rows = self._own_slots(pages), slots_of(places, self._page_size)
         side = self._streams.behind_main(STREAM)
-        event = side.submit("offload", lambda: self._save(slots, rows), reads=pages, writes=_names(places))
-        self._number += 1
-        block = self._blocks[self._number] = HostBlock(self._number, places, length, event, snapshot)
-        return block
+        event = side.submit("offload", lambda: self._save(slots, rows), reads=pages, writes=names_of(places))
+        return self._keep(places, length, event, snapshot)
 
     def wait(self, block: HostBlock) -> None:
         """The host waits for the copy to the host: the pages that it reads may be freed."""
@@ -147,8 +159,9 @@ class HostTier:
         if self._canary is not None:
             self._canary.on_load_begin(request_id, pages)
         load, slots = Load(block, request_id, tuple(pages)), self._own_slots(pages)
-        side = self._streams.behind_main(STREAM)
-        load.event = side.submit("restore", lambda: self._load(load, slots), reads=_names(load.places), writes=pages)
+        side, reads = self._streams.behind_main(STREAM), names_of(load.places)
+        side.use("restore", reads, requests=(request_id,))
+        load.event = side.submit("restore", lambda: self._load(load, slots), reads=reads, writes=pages)
         return load
 
     def finish(self, load: Load) -> None:
@@ -171,11 +184,52 @@ class HostTier:
         """The block is not needed any more; its places are free."""
         check_host_block(str(block), self.holds(block), len(block.places), len(block.places))
         del self._blocks[block.number]
-        self._places.free(block.places)
+        self._pinned.discard(block.number)
+        self._free(block.places)
+
+    # bytes that come from another engine, or that another engine comes for
+
+    def pin(self, block: HostBlock) -> None:
+        """Somebody elsewhere may read it: until it is dropped it is evicted for nobody."""
+        self._pinned.add(block.number)
+
+    def reserve(self, count: int) -> tuple[int, ...]:
+        """Places for bytes on their way from elsewhere; HostCapacityError where they do not fit now."""
+        places = self._take(count)
+        self._reserved.update(places)
+        return places
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """Nothing is on its way to these reserved places any more, and nobody needs what came."""
+        self._reserved.difference_update(places)
+        self._free(places)
+
+    def adopt(self, places: Sequence[int], length: int, event: Event, snapshot: PageSnapshot | None) -> HostBlock:
+        """Bytes have arrived in places that were reserved: a block like one that was offloaded here."""
+        self._reserved.difference_update(places)
+        return self._keep(tuple(places), length, event, snapshot)
 
     def check_accounting(self) -> None:
         """PageLeakError unless free places and those of the blocks are the whole tier."""
-        self._places.check_accounting(sum(len(block.places) for block in self._blocks.values()))
+        held = sum(len(block.places) for block in self._blocks.values())
+        self._places.check_accounting(held + len(self._reserved))
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        """Free places; blocks are evicted to make room, but none that is pinned."""
+        check_host_capacity(count, self.num_obtainable)
+        while self.num_free < count:
+            self.drop(next(block for number, block in self._blocks.items() if number not in self._pinned))
+        return tuple(self._places.allocate(count))
+
+    def _keep(self, places: tuple[int, ...], length: int, event: Event, snapshot: PageSnapshot | None) -> HostBlock:
+        self._number += 1
+        block = self._blocks[self._number] = HostBlock(self._number, places, length, event, snapshot)
+        self.generations[list(places)] = self._number
+        return block
+
+    def _free(self, places: Sequence[int]) -> None:
+        self.generations[list(places)] = 0
+        self._places.free(places)
 
     def _own_slots(self, pages: Sequence[int]) -> list[Tensor]:
         """By pool the slots of these pages, where it has them now."""
@@ -202,6 +256,6 @@ class HostTier:
             self._canary.on_load_fail(load.request_id, load.pages)
 
 
-def _names(places: Sequence[int]) -> list[str]:
+def names_of(places: Sequence[int]) -> list[str]:
     """What the canary calls pages of the tier."""
     return [f"host page {place}" for place in places]

@@ -38,7 +38,7 @@ class EngineTarget(Target):
         self.engine, self.setup, self.rng, self.turn = engine, setup, rng, turn
         self.chosen: Mapping[str, Any] = chosen or {}
         self.canary: CanaryManager = engine.canary
-        self.pools: Mapping[str, PoolView] = {name: engine._view(pool) for name, pool in engine.pools.items()}
+        self.pools: Mapping[str, PoolView] = {name: engine.view(pool) for name, pool in engine.pools.items()}
         self.prompts: list[Sequence[int]] = []
         self.strike = None
         self.is_stepping = False

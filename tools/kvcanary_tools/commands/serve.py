@@ -10,12 +10,12 @@ import click
 
 from kvcanary.environment import API_KEY
 from kvcanary_tools import console, heap
+from kvcanary_tools.campaign.served import target_of
 from kvcanary_tools.engine_options import ENGINE_CONTEXT, engine_config, engine_options, usage_failures
-from spec_engine.server.options import ServerOptions
+from spec_engine.server.options import LINKS, ServerOptions
 
 if TYPE_CHECKING:
-    from kvcanary.faults.target import Target
-    from spec_engine import Engine, EngineConfig
+    from spec_engine import EngineConfig
     from spec_engine.server.serving import Server
 
 DUMPS = "kvcanary-dumps"  # folder for what mode raise writes, unless --kv-canary-dump names another
@@ -39,6 +39,18 @@ def _option(name: str, **settings: Any) -> Any:
 @_option(
     "--grace-seconds", type=float, metavar="S", help="How long running requests may go on after SIGTERM or Ctrl-C."
 )
+@_option(
+    "--role",
+    type=click.Choice(["prefill", "decode"]),
+    help="Compute prompts for servers that decode them, or decode what others have prefilled; needs --host-pages.",
+)
+@click.option(
+    "--peer", "peers", multiple=True, metavar="URL", help="A prefill server whose handovers a decode server takes."
+)
+@_option("--transport", type=click.Choice(LINKS), help="By which K and V travel from one server to the other.")
+@_option("--peer-name", metavar="NAME", help="What findings of other servers call this one.")
+@_option("--lease-seconds", type=float, metavar="S", help="How long a prefilled request is kept for its decode server.")
+@_option("--handover-timeout", type=float, metavar="S", help="After which a prompt whose bytes lack is computed again.")
 @_option("--debug", is_flag=True, help="Open /debug/kvcanary, which needs an API key.")
 @click.option(
     "--debug-host",
@@ -64,6 +76,8 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
       kvcanary serve --kv-canary abort --port 8000
       kvcanary serve --model DIR --kv-canary raise --api-key KEY --debug
       kvcanary serve --replicas 2 --kv-canary abort
+      kvcanary serve --role prefill --host-pages 4096 --peer-name prefill-1
+      kvcanary serve --role decode --host-pages 4096 --peer http://HOST:8000 --port 8001
 
     The embedded model completes Python, and nothing else: do not chat with it.
 
@@ -120,29 +134,6 @@ def _expect_extra() -> None:
             f"serving needs the package {error.name!r}, which is not installed", "pip install 'kvcanary[serve]'"
         ) from error
     del fastapi, sse_starlette, uvicorn
-
-
-def target_of(engine: Engine) -> Target:
-    """The engine as faults in its state see it."""
-    from random import Random
-
-    from kvcanary.faults.target import Setup
-    from kvcanary_tools.campaign.harness import EngineTarget
-
-    config = engine.config
-    setup = Setup(
-        model=config.model,
-        page_size=config.page_size,
-        drafts=engine.drafter is not None,
-        topk=config.topk,
-        num_steps=config.num_steps,
-        num_draft_tokens=config.num_draft_tokens,
-        attend=config.attend,
-        backend=config.attention_backend,
-        schedule=config.schedule,
-        content=config.canary.content,
-    )
-    return EngineTarget(engine, setup, Random(config.canary.seed))
 
 
 def _greet(server: Server, url: str) -> None:
