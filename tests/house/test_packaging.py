@@ -96,10 +96,11 @@ def test_constraints_pin_the_triton_that_torch_asks_for(root: Path) -> None:
 
 
 def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
-    """The extras are gpu, serve, nixl, hf, docs, mutation and dev, and plain installs need none of them."""
+    """The extras are gpu, serve, ray, nixl, hf, docs, mutation and dev, and plain installs need none of them."""
     assert set(pyproject["project"]["optional-dependencies"]) == {
         "gpu",
         "serve",
+        "ray",
         "nixl",
         "hf",
         "docs",
