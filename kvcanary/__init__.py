@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Announced": "manager.substep",
@@ -38,8 +38,12 @@ _HOMES = {
     "WarmupSubstep": "manager.substep",
     "WritePlan": "pools.plans",
     "first_visible": "pools.slot_maps",
+    "hardware_of": "hardware.identity",
+    "has_turn": "hardware.turns",
+    "labels_of": "hardware.identity",
     "probe_pages": "probe.forwards",
     "site_name": "pools.launch_site",
+    "turn_of": "hardware.turns",
 }
 
 __all__ = [
@@ -71,8 +75,12 @@ __all__ = [
     "WritePlan",
     "__version__",
     "first_visible",
+    "hardware_of",
+    "has_turn",
+    "labels_of",
     "probe_pages",
     "site_name",
+    "turn_of",
 ]
 
 if TYPE_CHECKING:
@@ -87,6 +95,8 @@ if TYPE_CHECKING:
         PlanError,
         SealError,
     )
+    from kvcanary.hardware.identity import hardware_of, labels_of
+    from kvcanary.hardware.turns import has_turn, turn_of
     from kvcanary.manager.hook_clock import HookClock
     from kvcanary.manager.manager import CanaryManager
     from kvcanary.manager.substep import Announced, SubstepCanary, WarmupSubstep

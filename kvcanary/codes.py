@@ -90,6 +90,8 @@ OBSERVED = {
     "kvcanary.adapters.transformers.dense_cache:DenseRows.go_on": "W5",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.written_by": "R6",
     "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
+    "kvcanary.adapters.sglang.states:WatchedStates.taken": "R4 R6 R7 R8 R9 R12",
+    "kvcanary.adapters.sglang.states:WatchedStates.copied": "T1",
     "kvcanary.adapters.transformers.judging:judge_fed": "R12",
     "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
     "kvcanary.adapters.transformers.judging:judge_stored": "N1",

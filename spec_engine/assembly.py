@@ -156,7 +156,7 @@ class Assembly:
         views: list[PoolView | StateView] = [self.view(pool) for pool in self.pools.values()]
         if self.states is not None:
             views.append(self.states.view())
-        self.canary = _attach(self.config.canary, views) if self.config.canary.enabled else None
+        self.canary = _attach(self.config.canary, views, self.device) if self.config.canary.enabled else None
         if self.states is not None and self.canary is not None:
             self.states.watch = StateWatch(self.canary.states["recurrent"], self.states.entries_per_row)
         if self.windows is not None:
@@ -270,10 +270,12 @@ class Assembly:
         )
 
 
-def _attach(config: CanaryConfig, views: Sequence[PoolView | StateView]) -> CanaryManager:
-    """A canary over these pools; an engine without one never loads what it is made of."""
-    from kvcanary import CanaryManager
+def _attach(config: CanaryConfig, views: Sequence[PoolView | StateView], device: torch.device) -> CanaryManager | None:
+    """A canary over these pools, if it has its turn; an engine without one never loads what it is made of."""
+    from kvcanary import CanaryManager, hardware_of, has_turn
 
+    if config.share < 1 and not has_turn(config.share, hardware_of(device)):
+        return None
     return CanaryManager(config, views, holds_back=True)
 
 

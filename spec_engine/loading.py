@@ -10,7 +10,7 @@ import torch
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
 from spec_engine.models.decoder import Decoder
-from spec_engine.models.embedded import EMBEDDED_MODEL
+from spec_engine.models.embedded import embedded_model
 from spec_engine.models.loader import Draft, load_draft, load_standalone, load_target
 from spec_engine.models.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def load_models(
     """
     folder = None
     if target is None:
-        folder = EMBEDDED_MODEL if config.model == "embedded" else Path(config.model)
+        folder = embedded_model() if config.model == "embedded" else Path(config.model)
         target = load_target(folder, dtype_of(config), device)
     if tokenizer is None:
         if folder is None:

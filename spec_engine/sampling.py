@@ -90,7 +90,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ConfigError(f"stop must hold strings of at least one character, got {text!r}")
         for token in self.stop_token_ids:
-            if not isinstance(token, int):
+            if not isinstance(token, int) or token < 0:
                 raise ConfigError(f"stop_token_ids must hold token ids, got {token!r}")
 
 

@@ -109,7 +109,7 @@ class CanaryManager:
 
         self.certificate, self.page_map, self.dump = reporting.certificate, reporting.page_map, reporting.dump
         self.probe_reader = reporting.probe_reader
-        self.damaged_pages = reporting.damaged_pages
+        self.damaged_pages, self.drilled = reporting.damaged_pages, reporting.drilled
         if config.mode != "raise":
             contradictions = Contradictions(session, lifecycle, reporting)
             contradictions.guard(self)

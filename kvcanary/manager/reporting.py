@@ -29,6 +29,7 @@ class Reporting:
     aborted: modes abort and heal: running requests that must end, or be computed again (`heals`), by all that was
              judged; the release of another may name some
     healing: mode heal: what is being made good; else None
+    drilled: requests whose damage is made to see whether it is found, and counts as no incident; add to it
     damaged_pages: modes abort and heal: pages of the prefix cache in which damage was found; it must give them up, and
                    those behind them. `on_evict` tells when it has.
     """
@@ -44,6 +45,7 @@ class Reporting:
         if config.mode == "heal":
             self.healing = Healing(session.ledger, self.response.log, session.coverage, config.content == "full")
         self.response.healing = self.healing
+        self.drilled = self.response.log.drilled
         self.aborted: frozenset[str] = frozenset()
         self.damaged_pages: Set[int] = self.response.damaged_pages if config.mode in ENDING else frozenset()
         self.error: KVCorruptionError | None = None  # that was raised last
@@ -56,9 +58,15 @@ class Reporting:
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
         self._refresh()
-        live_bytes, seed_id = self._checks.scrubber.live_bytes(), self._session.state.keys.seed_id
+        live_bytes, state = self._checks.scrubber.live_bytes(), self._session.state
         return certificate(
-            self._session.config, self._session.coverage, live_bytes, seed_id, self.response.log, self._fed()
+            self._session.config,
+            self._session.coverage,
+            live_bytes,
+            state.keys.seed_id,
+            self.response.log,
+            self._fed(),
+            state.records.device,
         )
 
     def page_map(self) -> dict[str, Any]:

@@ -6,9 +6,14 @@ from collections.abc import Set
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
+import kvcanary
 from kvcanary.calls.coverage import Coverage
 from kvcanary.codes import CODES, CONTENT_CODES, FED
 from kvcanary.config import CanaryConfig
+from kvcanary.hardware.identity import hardware_of
+from kvcanary.hardware.turns import turn_of
 from kvcanary.report.finding import FindingLog
 
 
@@ -42,8 +47,9 @@ def certificate(
     seed_id: str,
     log: FindingLog,
     fed: Set[str] = FED,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """The keys are stable; values are plain JSON."""
+    """The keys are stable; values are plain JSON. `device`: of the pools, None where it is not known."""
     counted = asdict(coverage)
     del counted["unproved_stores"]  # told as `store`
     return {
@@ -58,5 +64,10 @@ def certificate(
         "reader_probes": coverage.reader_probes or "attention not probed",
         "store": "proved" if coverage.is_store_proved else "not proved",
         "seed_id": seed_id,
+        "version": kvcanary.__version__,
+        "turn": turn_of(config.share),
+        "hardware": hardware_of(device),
+        "families": dict(log.incidents),
+        "bit_errors": log.bit_errors,
         "findings": [group.to_dict() for group in log.groups.values()],
     }

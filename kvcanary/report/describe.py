@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from kvcanary.calls.violation import NO_SLOT, Violation, fair_share, join_violations
 from kvcanary.calls.violation_log import ViolationGroup
+from kvcanary.hardware.identity import address_of, hardware_of
 from kvcanary.pools.launch_site import site_name
+from kvcanary.pools.views import PoolView
 from kvcanary.report.causes.ranking import rank_causes
 from kvcanary.report.evidence import Evidence, expected_and_found, tokens_of
 from kvcanary.report.finding import Finding
@@ -90,6 +92,7 @@ class Describer:
             action=action,
             entry=None if violation.state is None else violation.slot,
             healed="",
+            hardware=_hardware(facts),
             peer=peer_of(violation),
         )
 
@@ -102,6 +105,16 @@ def _is_undeclared(facts: Evidence) -> bool:
     if violation.code in ("R4", "R5", "R6"):
         return facts.declared is not None and facts.record is not None and not facts.holds_its_own
     return violation.code in _UNDECLARED
+
+
+def _hardware(facts: Evidence) -> dict[str, Any]:
+    """Machine and device as they are now, and where the slot's first layer that differs lies, or its changed word."""
+    violation = facts.violation
+    view: Any = violation.pool.view
+    here = hardware_of(getattr(view, "device", None))
+    if not isinstance(view, PoolView) or not 0 <= violation.slot < view.num_slots:
+        return here
+    return here | address_of(view, violation.slot, violation.layers[0] if violation.layers else 0, facts.word)
 
 
 def peer_of(violation: Violation) -> dict[str, Any] | None:

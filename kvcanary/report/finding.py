@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,7 @@ from kvcanary.pools.launch_site import site_name
 if TYPE_CHECKING:
     from kvcanary.provenance.bytes_of import Provenance
 
+MOST_IN_EVENT = 2  # of a list, where a dump has all of it
 KEPT_IN_GROUP = 64  # findings kept whole a group; later ones are counted
 #: What a cause can be: the families of published KV cache bugs, and the canary's own hooks. The list is closed.
 FAMILIES = (
@@ -32,6 +36,7 @@ FAMILIES = (
     "bits",
     "hooks",
 )
+UNKNOWN = "unknown"  # family of an incident that no rule explains
 _events = structlog.get_logger("kvcanary")
 
 
@@ -74,6 +79,7 @@ class Finding:
     action:     what was done about it
     entry:      where the slot is an entry of a StateView, its number
     healed:     mode heal: how it was made good; "" until it is
+    hardware:   machine, process and GPU, what NVML said of it at that moment, and the address (`kvcanary.hardware`)
     peer:       of bytes that arrived from another engine: `engine`, `rank`, `uuid`, and the `page` that it was there
     """
 
@@ -114,7 +120,17 @@ class Finding:
     action: str = ""
     entry: int | None = None
     healed: str = ""
+    hardware: dict[str, Any] = field(default_factory=dict)
     peer: dict[str, Any] | None = None
+
+    @property
+    def is_bit_error(self) -> bool:
+        """Whether one word changed of bytes that nobody is known to have written: what failing memory looks like."""
+        return self.undeclared and self.part is not None
+
+    def touches(self, names: Set[str]) -> bool:
+        """Whether one of these requests reads, wrote or owns what it is about."""
+        return not names.isdisjoint((self.reader, self.owner, self.writer, *self.readers))
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""
@@ -128,9 +144,26 @@ def _listed(value: Any) -> Any:
     return [_listed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def log_finding(finding: Finding, rank: int | None = None) -> None:
-    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and the rank that has it."""
-    _events.error("kvcanary.finding", **finding.to_dict(), rank=rank)
+def log_finding(finding: Finding, rank: int | None = None, dump: str | None = None) -> None:
+    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and where there is more.
+
+    rank: of the worker that has it.  dump: the file that has its lists whole; without one the event has
+    """
+    whole = finding.to_dict()
+    fields = whole if dump is None else _cut(whole)
+    cut = [name for name in whole if fields[name] != whole[name]]
+    _events.error("kvcanary.finding", **fields, rank=rank, dump=dump, next=next_command(finding, dump), cut=cut)
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cut(inner) for name, inner in value.items()}
+    return [_cut(inner) for inner in value[:MOST_IN_EVENT]] if isinstance(value, list) else value
+
+
+def next_command(finding: Finding, dump: str | None) -> str:
+    """What to type to know more: of this finding, where a dump has it, else of its code."""
+    return f"kvcanary explain {shlex.quote(dump)}" if dump else f"kvcanary codes {finding.code}"
 
 
 @dataclass
@@ -152,6 +185,10 @@ class FindingLog:
     def __init__(self) -> None:
         self.groups: dict[tuple[str, str], FindingGroup] = {}
         self.total = 0
+        self.incidents: Counter[str] = Counter()  # by family of the cause ranked first, `unknown` where there is none
+        self.bit_errors = 0
+        self.drilled: set[str] = set()  # requests whose damage is a drill's: it counts as no incident
+        self._counted: set[int] = set()  # incidents
         self._reported: set[tuple[str, int]] = set()  # codes and incidents
 
     def add(self, finding: Finding) -> bool:
@@ -164,6 +201,7 @@ class FindingLog:
         group = self.groups.setdefault(key, FindingGroup(finding, finding))
         group.last, group.count = finding, group.count + 1
         self.total += 1
+        self._count(finding)
         codes = (finding.code, "H1") if finding.code in ("R10", "R12") else (finding.code,)
         is_reported = any((code, finding.incident) in self._reported for code in codes)
         if is_reported or len(group.kept) >= KEPT_IN_GROUP:
@@ -171,6 +209,13 @@ class FindingLog:
         self._reported.add((finding.code, finding.incident))
         group.kept.append(finding)
         return True
+
+    def _count(self, finding: Finding) -> None:
+        """Each incident once, also those of which nothing is kept."""
+        if finding.incident not in self._counted and not finding.touches(self.drilled):
+            self._counted.add(finding.incident)
+            self.incidents[finding.causes[0].family if finding.causes else UNKNOWN] += 1
+            self.bit_errors += finding.is_bit_error
 
     def heal(self, finding: Finding, how: str) -> Finding:
         """All that was found of its incident was made good: what is kept says so from now on; the finding that does."""

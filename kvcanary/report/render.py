@@ -8,8 +8,18 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from kvcanary.pools.launch_site import site_name
-from kvcanary.report.finding import Finding
+from kvcanary.report.finding import Finding, next_command
 
+#: What the text shows of a GPU, by the key that must be there.
+_NVML = {
+    "driver": "driver {driver}",
+    "ecc_corrected": "ECC corrected {ecc_corrected}",
+    "ecc_uncorrected": "ECC uncorrected {ecc_uncorrected}",
+    "remapped_rows": "remapped rows {remapped_rows}",
+    "remap_pending": "a row waits to be remapped",
+    "last_xid": "last Xid {last_xid}",
+    "address": "address {address}, word {word} of the row",
+}
 RED, BOLD, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[0m"
 SHOWN_FINDINGS = 2  # whole on the screen; the next ones are one line each
 SHOWN_HEADLINES = 8
@@ -19,12 +29,16 @@ PLACELESS = frozenset({"H1", "H2"})  # they are about the canary, not about a sl
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one check, what was done about them, and the counters at that moment; where they were dumped."""
+    """Findings of one check, what was done about them, and the counters at that moment.
+
+    dump: the file that has more, or None.  rank: of the worker that has them, where there are several
+    """
 
     findings: tuple[Finding, ...]
     action: str
     counters: Mapping[str, int]
     dump: str | None = None
+    rank: int | None = None
 
     def text(self, colour: bool = False) -> str:
         """One screen, the class and the place first."""
@@ -34,9 +48,11 @@ class Report:
         if len(others) > SHOWN_HEADLINES:
             lines.append(f"kvcanary: and {len(others) - SHOWN_HEADLINES} more findings")
         lines.append(_line("action", self.action))
-        lines += [_line("dump", self.dump)] if self.dump else []
+        lines.append(_line("rank", "" if self.rank is None else str(self.rank)))
+        lines.append(_line("dump", self.dump or ""))
+        lines.append(_line("next", next_command(self.findings[0], self.dump) if self.findings else ""))
         lines.append(_summary(len(self.findings), self.counters))
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     def to_dict(self) -> dict[str, Any]:
         """The findings as their events have them, and what they share."""
@@ -45,6 +61,7 @@ class Report:
             "action": self.action,
             "counters": dict(self.counters),
             "dump": self.dump,
+            "rank": self.rank,
         }
 
     def print(self, stream: TextIO) -> None:
@@ -92,6 +109,7 @@ def _finding_lines(finding: Finding, colour: bool) -> list[str]:
         "owner": [_owner(finding)],
         "launch": [f"{site_name(*finding.site)}, step {finding.step}; {_since(finding)}"],
         "blast": [_blast(finding)],
+        "hardware": [_hardware(finding.hardware)],
         "cause": causes,
         "evidence": finding.evidence,
     }
@@ -141,6 +159,15 @@ def _blast(finding: Finding) -> str:
     if not finding.readers:
         return ""
     return f"{_few([repr(name) for name in finding.readers])}; {finding.exposed_tokens} tokens exposed"
+
+
+def _hardware(told: Mapping[str, Any]) -> str:
+    """Of a GPU, with what its driver said at that moment; of a CPU nothing that a reader does not know."""
+    if "gpu_uuid" not in told:
+        return ""
+    parts = [f"{told['gpu_uuid']} ({told['pci_bus_id']}) of {told['hostname']}, pid {told['pid']}"]
+    parts += [text for name, text in _NVML.items() if told.get(name) not in (None, False)]
+    return "; ".join(part.format(**told) for part in parts)
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

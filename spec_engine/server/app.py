@@ -75,7 +75,9 @@ def create_app(
     @app.get("/metrics")
     async def report_metrics() -> Response:
         return Response(
-            await exposition(worker, timings, clock, lambda: () if side is None else handovers.metrics(side)),
+            await exposition(
+                worker, timings, clock, serving.model_name, lambda: () if side is None else handovers.metrics(side)
+            ),
             media_type=CONTENT_TYPE_LATEST,
         )
 

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spec_engine.models.config import CheckpointError, read_json
-from spec_engine.models.embedded import EMBEDDED_MODEL
+from spec_engine.models.embedded import embedded_model
 from spec_engine.server.errors import RefusedError
 
 
@@ -30,7 +30,7 @@ class ChatTemplate:
     @classmethod
     def of(cls, model: str) -> ChatTemplate:
         """Of "embedded" or a checkpoint's folder."""
-        folder = EMBEDDED_MODEL if model == "embedded" else Path(model)
+        folder = embedded_model() if model == "embedded" else Path(model)
         path, apart = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         config = read_json(path) if path.is_file() else {}
         source = apart.read_text(encoding="utf-8") if apart.is_file() else config.get("chat_template")

@@ -15,6 +15,8 @@ from spec_engine.server.worker import EngineWorker
 if TYPE_CHECKING:
     from kvcanary import HookClock
 
+#: Labels that every sample of the canary has, or has on a GPU.
+TARGET = frozenset({"model_name", "rank", "hostname", "gpu", "UUID", "pci_bus_id"})
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 CANARY_COUNTERS = {
     "forwards": "Forwards that the canary watched.",
@@ -45,10 +47,16 @@ class Timings:
 
 
 async def exposition(
-    worker: EngineWorker, timings: Timings, clock: HookClock | None, others: Callable[[], Iterable[Metric]] = tuple
+    worker: EngineWorker,
+    timings: Timings,
+    clock: HookClock | None,
+    model_name: str,
+    others: Callable[[], Iterable[Metric]] = tuple,
 ) -> bytes:
     """All metrics as text; ``others``: what is asked in the engine's thread besides."""
-    families = await worker.call(lambda engine: [*_engine(engine, worker), *_canary(engine, clock), *others()])
+    families = await worker.call(
+        lambda engine: [*_engine(engine, worker), *_of_target(engine, worker, clock, model_name), *others()]
+    )
     registry = CollectorRegistry()
     registry.register(_Fixed(families))
     return generate_latest(registry) + generate_latest(timings.registry)
@@ -91,14 +99,30 @@ def _engine(engine: Engine, worker: EngineWorker) -> Iterator[Metric]:
     yield _gauges("spec_engine_pool_bytes", "K and V.", "pool", engine.sizes.pool_bytes)
 
 
+def _of_target(engine: Engine, worker: EngineWorker, clock: HookClock | None, model_name: str) -> Iterator[Metric]:
+    """The canary's, each sample with the labels of machine and device, by which it joins with what DCGM says."""
+    target = {"model_name": model_name, "rank": "0"}
+    if engine.canary is not None:
+        from kvcanary import hardware_of, labels_of
+
+        target |= labels_of(hardware_of(engine.device))
+    drills = _counters(
+        "kvcanary_drills", "Bits that were flipped to see whether they are found.", "result", worker.drills
+    )
+    for family in (*_canary(engine, clock), drills):
+        family.samples = [sample._replace(labels=sample.labels | target) for sample in family.samples]
+        yield family
+
+
 def _canary(engine: Engine, clock: HookClock | None) -> Iterator[Metric]:
     config = engine.config.canary
     mode = GaugeMetricFamily(
         "kvcanary_mode", "What a finding does, and when bytes are read.", labels=["mode", "content"]
     )
-    mode.add_metric([config.mode, config.content if config.enabled else "off"], 1)
-    yield mode
     canary = engine.canary
+    is_watched = canary is not None  # it may have no turn
+    mode.add_metric([config.mode if is_watched else "off", config.content if is_watched else "off"], 1)
+    yield mode
     if canary is None:
         return
     certificate = canary.certificate()
@@ -113,11 +137,30 @@ def _canary(engine: Engine, clock: HookClock | None) -> Iterator[Metric]:
     for finding in certificate["findings"]:
         found.add_metric([finding["code"], site_name(*finding["site"])], finding["count"])
     yield found
+    yield _incidents(certificate)
+    yield _counter("kvcanary_bit_errors", "Incidents of one changed word that nobody wrote.", certificate["bit_errors"])
+    yield _info(certificate)
     if clock is not None:
         yield _counter("kvcanary_hook_seconds", "Host time inside the canary's hooks.", clock.seconds)
         rest = engine.metrics.prefill_seconds + engine.metrics.decode_seconds - clock.seconds
         ratio = clock.seconds / rest if rest > 0 else 0.0
         yield _gauge("kvcanary_overhead_ratio", "Host time inside the canary's hooks, over the rest of steps.", ratio)
+
+
+def _incidents(certificate: Mapping[str, Any]) -> Metric:
+    """Each fault once, by the family of its likeliest cause, and the mode that says what is done about it."""
+    family = CounterMetricFamily("kvcanary_incidents", "Faults, each once.", labels=["family", "action"])
+    for name, count in certificate["families"].items():
+        family.add_metric([name, certificate["mode"]], count)
+    return family
+
+
+def _info(certificate: Mapping[str, Any]) -> Metric:
+    labels = {name: certificate[name] for name in ("version", "mode", "content", "seed_id")}
+    labels |= {"adapter": "spec_engine", "host_version": certificate["version"]}
+    info = GaugeMetricFamily("kvcanary_info", "1; what watches, in its labels.", labels=list(labels))
+    info.add_metric(list(labels.values()), 1)
+    return info
 
 
 def _counter(name: str, about: str, value: float) -> Metric:

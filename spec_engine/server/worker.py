@@ -55,6 +55,7 @@ class EngineWorker:
 
     num_live: sequences that were submitted and have not ended, as the asyncio side knows; ``capacity`` is their most.
     ended: how many ended, by finish reason.
+    drills: how many drills ended how.
     failure: what stopped the engine.
     hurries: `drain` waits for nobody.
     before_step: called in the thread before every step.
@@ -65,6 +66,7 @@ class EngineWorker:
         self.capacity = engine.config.max_running_requests + max_waiting
         self.num_live = 0
         self.ended: Counter[str] = Counter()
+        self.drills: Counter[str] = Counter()
         self.failure: BaseException | None = None
         self.is_draining = self.hurries = False
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -185,6 +187,10 @@ class EngineWorker:
                 waits = False
         except Empty:
             return
+
+    def request_of(self, job: Job) -> str | None:
+        """The engine's name of a sequence of a job, None where all have ended. In the engine's thread."""
+        return next((name for name, (own, _) in self._places.items() if own is job), None)
 
     def _enqueue(self, engine: Engine, job: Job, submits: Sequence[Submit]) -> None:
         names: list[str] = []

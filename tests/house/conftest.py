@@ -37,14 +37,21 @@ def tracked_files() -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def built_wheel(root: Path, tracked_files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel that is built from a copy, so that the checkout stays clean."""
+def source_copy(root: Path, tracked_files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build from, so that the checkout stays clean."""
     copy = tmp_path_factory.mktemp("source")
     for path in tracked_files:
         target = copy / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(copy / "dist")]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True, capture_output=True)
-    [built] = (copy / "dist").glob("*.whl")
+    return copy
+
+
+@pytest.fixture(scope="session")
+def built_wheel(source_copy: Path) -> Path:
+    """The wheel of the checkout."""
+    dist = source_copy / "dist"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(dist)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source_copy)], check=True, capture_output=True)
+    [built] = dist.glob("*.whl")
     return built

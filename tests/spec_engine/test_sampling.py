@@ -81,6 +81,7 @@ def test_a_coin_depends_on_seed_and_position_alone():
         ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
         ({"stop": ("\n", "")}, "stop must hold strings of at least one character, got ''"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must hold token ids, got 'a'"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids must hold token ids, got -1"),
         ({"logprobs": -1}, "logprobs must be at least 0 (the chosen token alone), got -1"),
     ],
 )
@@ -95,7 +96,7 @@ def test_bad_settings_are_refused_with_a_sentence(settings, words):
     ("settings", "words"),
     [
         ({"logit_bias": {97: 1.0}}, "logit_bias names token 97, the vocabulary has tokens 0 to 96"),
-        ({"stop_token_ids": (-1,)}, "stop_token_ids names token -1, the vocabulary has tokens 0 to 96"),
+        ({"stop_token_ids": (97,)}, "stop_token_ids names token 97, the vocabulary has tokens 0 to 96"),
         ({"logprobs": 98}, "logprobs must be at most the vocabulary's 97 tokens, got 98"),
     ],
 )

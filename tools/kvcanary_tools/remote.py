@@ -13,6 +13,7 @@ from kvcanary.dumps.container import MOST_FILE_BYTES
 from kvcanary_tools.console import UsageFailure
 
 TIMEOUT_SECONDS = 60
+DEBUG_PREFIX = "/debug/kvcanary"
 FAULTS, DEBUG = "--allow-faults", "--debug"  # what a server must have been started with
 
 
@@ -44,6 +45,20 @@ def arm(url: str, name: str, api_key: str | None) -> dict[str, Any]:
         raise UsageFailure(f"nobody takes faults at {address}: {reason}", _hint(404, FAULTS)) from error
 
 
+def drill(url: str, api_key: str | None) -> dict[str, Any]:
+    """Let a server flip one bit in a request of its own: result and finding. UsageFailure where it refuses."""
+    address = _debug_page(url, "drill")
+    try:
+        reported: dict[str, Any] = json.loads(_answer(Request(address, b""), api_key))
+        return {"result": str(reported["result"]), "finding": reported["finding"]}
+    except HTTPError as error:
+        hint = "a drill needs --kv-canary log, abort or heal" if error.code == 400 else _hint(error.code, FAULTS)
+        raise UsageFailure(f"{address} refuses a drill: {_reason(error)}", hint) from error
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+        reason = getattr(error, "reason", error)
+        raise UsageFailure(f"nobody takes a drill at {address}: {reason}", _hint(404, FAULTS)) from error
+
+
 def fetch_dump(url: str, api_key: str | None) -> bytes:
     """What a server has recorded by now, as the bytes of a dump. UsageFailure where there is none to be had."""
     address = _debug_page(url, "dump")
@@ -57,7 +72,7 @@ def fetch_dump(url: str, api_key: str | None) -> bytes:
 
 
 def _debug_page(url: str, name: str) -> str:
-    return f"{server_at(url)}/debug/kvcanary/{name}"
+    return f"{server_at(url)}{DEBUG_PREFIX}/{name}"
 
 
 def _answer(request: Request, api_key: str | None) -> bytes:

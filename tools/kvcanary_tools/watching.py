@@ -24,6 +24,7 @@ from rich.text import Text
 
 from kvcanary_tools.console import UsageFailure, numbered, size
 from kvcanary_tools.remote import server_at
+from spec_engine.server.exposition import TARGET
 
 TIMEOUT_SECONDS = 10
 SHOWN_REQUESTS, SHOWN_FINDINGS = 12, 6
@@ -62,7 +63,8 @@ def look(url: str, api_key: str | None = None) -> Look:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                metrics.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+                own = sorted((name, value) for name, value in sample.labels.items() if name not in TARGET)
+                metrics.setdefault(sample.name, {})[tuple(own)] = sample.value
     except ValueError:
         metrics = {}
     if "spec_engine_steps_total" not in metrics:

@@ -26,6 +26,8 @@ from kvcanary.adapters.observed.report import report_step
 from kvcanary.adapters.observed.state import RING, Forward
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
+from kvcanary.hardware.identity import hardware_of
+from kvcanary.hardware.turns import turn_of
 
 _events = structlog.get_logger("kvcanary")
 
@@ -45,6 +47,7 @@ class HostHandle(ABC):
     def __init__(self, config: CanaryConfig, rank: int = 0, is_alone: bool = True, is_collected: bool = True) -> None:
         self.config, self.rank, self._is_alone, self._is_collected = config, rank, is_alone, is_collected
         self.canary: PagedCanary | None = None
+        self._reporter = SharedReporter(rank, is_alone)
         self.is_armed = False
         self.guard = Guard(self.host, config.mode, self._stopped, rank=rank, pool=self.role)
         self.replaced = Replacements(self.guard)
@@ -61,6 +64,8 @@ class HostHandle(ABC):
             self._look_at(int(self.canary.memory.total), self.canary.step)
         own: dict[str, Any] = {"armed": self.is_armed, "rank": self.rank, "bytes": self.canary.memory.num_bytes}
         own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
+        known = self.canary.dumps.environment
+        own |= {"engine": self.host, "host_version": known.get("version", "not known")}
         own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
         return {**own, **self.canary.certificate(self._held())}
 
@@ -89,7 +94,7 @@ class HostHandle(ABC):
 
     def _adopt(self, canary: PagedCanary) -> PagedCanary:
         """Let a canary tell of its findings as processes of one engine do."""
-        canary.response.report_finding = SharedReporter(self.rank, self._is_alone).report_finding
+        canary.response.announce = self._reporter.announce
         canary.dumps.environment |= {"engine": self.host} | ({} if self._is_alone else {"rank": self.rank})
         return canary
 
@@ -102,6 +107,7 @@ class HostHandle(ABC):
         _events.info(
             "kvcanary.attached", host=self.host, mode=self.config.mode, content=self.config.content, pid=os.getpid(),
             rank=self.rank, groups=len(canary.groups), bytes=canary.memory.num_bytes,
+            turn=turn_of(self.config.share), hardware=hardware_of(canary.memory.device),
         )  # fmt: skip
 
     def _stopped(self, reason: str) -> None:
@@ -136,6 +142,8 @@ class HostHandle(ABC):
             self._flush()
             return False
         self.canary.wrote()
+        if self.canary.step % metrics.COUNTED_STEPS == 0:
+            metrics.ran(self.canary.memory.device, self.rank)
         self._count = self.canary.count_to_host()
         return True
 
@@ -166,8 +174,7 @@ class HostHandle(ABC):
             try:
                 self._look_at(total, self._uncollected.popleft())
             except KVCorruptionError as error:
-                for finding in error.findings:
-                    self.canary.response.report_finding(finding)
+                self._reporter.announce(error.report, on_screen=False)  # SystemExit prints it
                 raise SystemExit(str(error)) from error
 
     def _look_at(self, total: int, step: int) -> None:

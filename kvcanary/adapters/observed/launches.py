@@ -45,7 +45,8 @@ class Launches:
         self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy()
-        self._seeds, self._rejected = memory.zeros(num_rows, 2), memory.zeros(num_rows)
+        #: [rows, 2] of the last forward's, the chain of what each had before it, and whether that is known.
+        self.seeds, self._rejected = memory.zeros(num_rows, 2), memory.zeros(num_rows)
         self.not_finite: set[int] = set()  # writers of records who are known to have stored NaN or Inf
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         #: What an engine gives with every forward, as long as it gives the same, and where that lies.
@@ -196,12 +197,12 @@ class Launches:
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
             slots, chains = self._entries[group.number]
             self._ops.advance(
-                watched, rows, fed, memory.truth, seeds=self._seeds, slots=slots, chains=chains,
+                watched, rows, fed, memory.truth, seeds=self.seeds, slots=slots, chains=chains,
                 violations=cells[:, len(memory.groups) + group.number], is_first=group is memory.groups[0],
             )  # fmt: skip
             violations = cells[:, group.number]
             self._ops.walk(
-                watched, rows, memory.truth, seeds=self._seeds, violations=violations, counted=self.counted[:1]
+                watched, rows, memory.truth, seeds=self.seeds, violations=violations, counted=self.counted[:1]
             )
             stride = 1 if self.config.content == "full" else ROTATION_STEPS
             self._reread(group, rows, now, 0, most_entries, stride)

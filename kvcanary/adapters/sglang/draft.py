@@ -1,8 +1,9 @@
-"""The model runner of an EAGLE draft: its own pool, whose entries hold the token that follows their position."""
+"""The model runner of a draft: its own pool, whose entries hold the token that follows their position."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvcanary.adapters.sglang.fed import FedForward
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 
+REPLAYED = "draft steps that SGLang replayed in a graph of its own"
+
 
 class WatchedDraft(WatchedRunner):
     """The canary of a draft runner: entries hold the token that follows their position.
@@ -24,10 +27,22 @@ class WatchedDraft(WatchedRunner):
     """
 
     role = "draft"
-    token_offset = 1
+    token_offset = name_offset = 1
 
-    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, topk: int, steps: int) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        config: CanaryConfig,
+        most_tokens: int,
+        width: int,
+        topk: int,
+        steps: int,
+        *,
+        target: WatchedRunner,
+    ) -> None:
+        """target: whose forwards come before those of this draft"""
         super().__init__(runner, config, most_tokens, width)
+        self._target = target
         self._topk, self._steps, self._page = topk, steps, int(runner.token_to_kv_pool.page_size)
         self._round, self._step = None, 0
         self._sampled: Tensor | None = None
@@ -63,6 +78,11 @@ class WatchedDraft(WatchedRunner):
             self._draft_step(batch)
             return method()
         return super().forward(method, batch, requests)
+
+    def replayed(self, method: Any, forward_batch: Any) -> Any:
+        """All draft steps of a round in one graph of SGLang's: where they store is not judged."""
+        self.canary.coverage.skip(REPLAYED, self._steps)
+        return method(forward_batch)
 
     def _draft_step(self, batch: Any) -> None:
         """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch."""
@@ -109,3 +129,17 @@ class WatchedDraft(WatchedRunner):
             self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch",
             lambda entry, slot: names[entry // each],
         )  # fmt: skip
+
+
+class WatchedStandalone(WatchedDraft):
+    """The same of a draft model of its own, which SGLang feeds in the same way, one token further.
+
+    Its prefix cache hands out entries by the tokens up to their position, of EAGLE alone by the one behind it as well:
+    the last entry that rows share may hold another one's next token. So entries have the names of the target's, as they
+    have in that cache, and what they are fed is judged when they are stored.
+    """
+
+    name_offset = 0
+
+    def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
+        super().read(replace(fed, tokens=self._target.stored(len(fed.tokens))), batch, site)

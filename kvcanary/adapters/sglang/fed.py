@@ -67,6 +67,16 @@ def tokens_of(request: Any, start: int, end: int | None = None) -> list[int] | N
     return [*prompt[start:end], *answer[max(start - len(prompt), 0) : behind]]
 
 
+def are_named(request: Any) -> bool:
+    """Whether every place of an image, or another content, in the prompt holds a name that SGLang made of it."""
+    contents = getattr(getattr(request, "multimodal_inputs", None), "mm_items", None) or ()
+    return all(
+        set(request.origin_input_ids[start : end + 1]) <= set(item.padding_values())
+        for item in contents
+        for start, end in item.offsets or ()
+    )
+
+
 def identity_of(request: Any) -> Identity:
     """What makes equal tokens mean other K and V: the adapter, and what the client said."""
     adapter, said = (getattr(request, name, None) for name in ("lora_id", "extra_key"))

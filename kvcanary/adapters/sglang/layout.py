@@ -51,12 +51,6 @@ def parts_of(pool: Any, role: str, token_offset: int = 0, window: int | None = N
         raise AdapterError(f"a pool of class {kind} is not as known: {error}; {REMEDY}") from error
 
 
-def not_watched(pool: Any) -> list[str]:
-    """What lies beside the parts of this pool, belongs to requests as well, and is not followed; one sentence each."""
-    states = getattr(pool, "mamba_pool", None)
-    return [] if states is None else ["states of linear attention, of which a request has one for all its tokens"]
-
-
 def _plain(
     pool: Any, role: str, token_offset: int, window: int | None = None, layers: Iterable[int] | None = None
 ) -> list[Part]:
@@ -120,10 +114,11 @@ READERS: dict[str, Callable[[Any, str, int, int | None], list[Part]]] = {
 def probe(pool: Any, view: PoolView) -> str:
     """What speaks against this reading, after the pool has stored K and V that are known; empty: nothing.
 
-    Slots of page 0 are nobody's; their bytes are put back as they were.
+    Not slot 0, which takes the writes of padding: kernels for GPUs store nothing there. What lay in the other slots is
+    put back, for in pools with pages of one they are somebody's.
     """
-    slots = torch.arange(min(2, view.page_size), device=view.device)
-    page = slice(0, 1) if view.k[0].dim() == 4 else slice(0, view.page_size)
+    slots = torch.arange(1, 3, device=view.device)
+    page = slice(0, 3 if view.k[0].dim() == 3 else 2 // view.page_size + 1)
     last = view.num_layers - 1
     held = [buffers[last][page].clone() for buffers in _buffers(pool)]
     generator = torch.Generator().manual_seed(1)

@@ -48,5 +48,5 @@ def _pause(tell: Tell, method: Any, tag: str) -> Any:
 
 def _reweighted(tell: Tell, method: Any, new_version: Any) -> Any:
     """The model has other weights; what lies in the prefix cache is of those before, unless it is flushed."""
-    tell("reweighted")
+    tell("reweighted", new_version)
     return method(new_version)

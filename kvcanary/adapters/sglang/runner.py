@@ -17,11 +17,14 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.sglang.fed import FedForward, Given, identity_of, tokens_of
-from kvcanary.adapters.sglang.layout import not_watched, parts_of
+from kvcanary.adapters.sglang import states
+from kvcanary.adapters.sglang.fed import FedForward, Given, are_named, identity_of, tokens_of
+from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.calls.violation import NO_SLOT
 from kvcanary.config import CanaryConfig
 from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
+
+UNNAMED = "requests with contents whose places in the prompt do not name them: other ones look the same"
 
 
 class Verified(NamedTuple):
@@ -46,7 +49,8 @@ class WatchedRunner(HostHandle):
     host = "sglang"
     canary: PagedCanary
     role: ClassVar[str] = "target"
-    token_offset: ClassVar[int] = 0  # the entry of position p holds the token of p + offset
+    token_offset: ClassVar[int] = 0  # the entry of position p is fed the token of p + offset
+    name_offset: ClassVar[int] = 0  # and has the name of that of p + offset
 
     def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int) -> None:
         """width: nodes of a tree that is verified; 1: nobody drafts"""
@@ -65,7 +69,12 @@ class WatchedRunner(HostHandle):
         self.owners = self.canary.follow_owners()
         self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}
+        self._weights = ""
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
+        unwatched = states.not_followed(self.rows, width > 1)
+        self.not_watched = [] if unwatched is None else [unwatched]
+        has_states = getattr(self.rows, "mamba_pool", None) is not None and not unwatched
+        self.states = states.WatchedStates(self.canary, self.rows) if has_states else None
         self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
@@ -82,6 +91,8 @@ class WatchedRunner(HostHandle):
         self.owners.forget()
         if self.canary.poison is not None:
             self.canary.poison.forget()
+        if self.states is not None:
+            self.states.forget()
         self._generations.clear()
         self._reweighted = 0  # nothing is left of the weights before
 
@@ -89,15 +100,16 @@ class WatchedRunner(HostHandle):
         """Do now what waits for a forward: bytes are about to go."""
         self._flush()
 
-    def reweighted(self) -> None:
-        """The model has other weights from the next forward on."""
-        self._reweighted = self.canary.step
+    def reweighted(self, version: str | None) -> None:
+        """The model has other weights from the next forward on; version: as SGLang was told, if it was."""
+        self._reweighted, self._weights = self.canary.step, version or ""
 
     def report(self) -> dict[str, Any]:
         """`not_watched`: what else of a request lies in the pool; `older_weights`: entries that requests began with
-        and that were stored before the weights changed; `loads_checked`: entries from the host tier that were compared
+        and that were stored before the weights changed to `weights`, as their version is called; `loads_checked`:
+        entries from the host tier that were compared
         """
-        own = {"not_watched": not_watched(self.runner.token_to_kv_pool), "older_weights": int(self._older)}
+        own = {"not_watched": self.not_watched, "older_weights": int(self._older), "weights": self._weights}
         loads = {} if self.tier is None else {"loads_checked": self.tier.compared}
         return {**super().report(), **own, **loads}
 
@@ -190,10 +202,14 @@ class WatchedRunner(HostHandle):
         self._wrote()
         return output
 
+    def stored(self, count: int) -> Tensor:
+        """[count] tokens of what the last forward has stored, or a verify accepted."""
+        return self._given.tokens[:count]
+
     def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
         """Record what is about to be written, and judge what is about to be read."""
-        ends = fed.lengths if fed.ends is None else fed.ends
         numbers, total = np.array([self._numbers[name] for name in batch.rids]), len(fed.entries.rows)
+        ends = self.canary.ends_at_most(numbers, fed.new, self.length) if fed.ends is None else fed.ends
         self._given.fill(fed, self.canary.memory.upload(torch.from_numpy(np.cumsum([0, *fed.new]))))
         if self._given.mapped:
             longest = self.length if fed.ends is None else int(fed.ends.max())
@@ -202,10 +218,16 @@ class WatchedRunner(HostHandle):
         if self.tier is not None:
             self.tier.arrive(self._given.tables)
         self._read(self._made(list(batch.rids), numbers, site, ends, total))
+        if self.states is not None:
+            n = len(numbers)
+            past = self._given.lengths[:n] - self._given.starts[: n + 1].diff()
+            self.states.begin(list(batch.rids), numbers, past, site)
 
     def _wrote(self) -> bool:
         if self.tier is not None:
             self.tier.ran()
+        if self.states is not None:
+            self.states.left()
         has_run = super()._wrote()
         if has_run and self.tier is not None:
             self.tier.wrote()
@@ -217,8 +239,12 @@ class WatchedRunner(HostHandle):
         self.verified = Verified(batch, *copies)
         return method()
 
-    def accepted(self, result: Any) -> None:
-        """What the last verify accepted lies in front of its window now: judge and record it, and read its rows."""
+    def accepted(self, lengths: Tensor, index: Tensor, chosen: Tensor) -> None:
+        """What the last verify accepted lies in front of its window now: judge and record it, and read its rows.
+
+        lengths: [rows] nodes that were accepted of each;  index: [rows, n] which these are, -1 behind them
+        chosen:  [rows * m] tokens that the target chose behind each of them
+        """
         verified, self.verified = self.verified, None
         if verified is None:
             return
@@ -226,17 +252,16 @@ class WatchedRunner(HostHandle):
         n, width = batch.batch_size, self.nodes
         new = np.full(n, width)
         offsets = torch.arange(width, device=nodes.device)
-        is_kept = offsets < result.accept_lens[:, None]
-        out = result.next_token_ids.view(n, width).to(nodes.dtype)
-        tokens = torch.cat((nodes.view(n, width)[:, :1], out[:, :-1]), 1)
+        tokens, out = nodes.view(n, width).clone(), chosen.view(n, -1)[:, : width - 1]
+        tokens[:, 1 : 1 + out.shape[1]] = out.to(nodes.dtype)
         positions = (before[:, None] + offsets).flatten()
         path = torch.zeros(n, width, dtype=torch.int64, device=nodes.device)
-        path[:, : result.accept_index.shape[1]] = result.accept_index.clamp(min=0)[:, :width]
+        path[:, : index.shape[1]] = index.clamp(min=0)[:, :width]
         entries = Entries(
             list(batch.rids), np.repeat(np.arange(n), width), positions, slots,
             lambda entry: f"node {int(path.flatten()[entry]) % width} of the tree of its row",
         )  # fmt: skip
-        fed = torch.where(is_kept, nodes[path], tokens).flatten()
+        fed = torch.where(offsets < lengths[:, None], nodes[path], tokens).flatten()
         judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
         ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width
         self.read(FedForward(entries, new, tokens.flatten(), before + width, ends), batch, ("verify", 0))
@@ -254,7 +279,9 @@ class WatchedRunner(HostHandle):
             if self._reweighted and length:
                 held = self.canary.groups[0].records[self.rows.req_to_token[number, :length].to(torch.int64)]
                 self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
-            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), identity_of(request)))
+            if not are_named(request):
+                self.canary.coverage.skip(UNNAMED, 1)
+            new.append((number, request.rid, tokens_of(request, self.name_offset), int(length), identity_of(request)))
         if new:
             if self.tier is not None:
                 self.tier.admitted(new)

@@ -64,7 +64,9 @@ class Handle(HostHandle):
         """The certificate of this worker: `llm.collective_rpc("kvcanary_report")`."""
         loads_checked = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
         owners = (self._ledger.fed_by if self._ledger is not None else None) or "not fed"
-        return {**super().report(), "loads_checked": loads_checked, "owners": owners}
+        transfer = getattr(getattr(self.worker, "vllm_config", None), "kv_transfer_config", None)
+        own = {"connector": getattr(transfer, "kv_connector", None), "loads_checked": loads_checked, "owners": owners}
+        return {**super().report(), **own}
 
     # what the runners differ in
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcanary.adapters.hosted.turns import report_without_turn
 from kvcanary.adapters.vllm.compatibility import RUNNER_V1, RUNNER_V2, check, runner_of
 from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.adapters.vllm.runner_v1 import HandleV1
@@ -15,9 +16,10 @@ HANDLES: dict[str, type[Handle]] = {RUNNER_V2: HandleV2, RUNNER_V1: HandleV1}
 DEVICES = ("cuda", "cpu")  # that the canary's kernels, or their torch twins, run on
 
 
-def attach(worker: Any, config: CanaryConfig | None = None) -> Handle:
+def attach(worker: Any, config: CanaryConfig | None = None) -> Handle | None:
     """A canary for a worker whose device is there; it is armed when warm-up is over.
 
+    None where it has no turn this week (`share`): it is not touched, but reports that.
     Where the worker serves already, reset its prefix cache first: what lies there has no records.
     AdapterError, with nothing attached, where vLLM or this worker are not as known.
     """
@@ -28,7 +30,12 @@ def attach(worker: Any, config: CanaryConfig | None = None) -> Handle:
     faults = _faults_of(worker.model_runner, runner)
     if runner is None or faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
-    return HANDLES[runner](worker, CanaryConfig.from_env() if config is None else config)
+    config = CanaryConfig.from_env() if config is None else config
+    report = report_without_turn(config, worker.model_runner.device, getattr(worker, "rank", 0))
+    if report is not None:
+        worker.kvcanary_report = lambda: report
+        return None
+    return HANDLES[runner](worker, config)
 
 
 def _faults_of(found: Any, runner: str | None) -> list[str]:

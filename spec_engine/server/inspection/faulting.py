@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcanary import faults
 from spec_engine.engine import Engine
@@ -31,6 +31,7 @@ class FaultPanel:
         self._armed: dict[str, tuple[AbstractContextManager[Armed], Armed]] = {}
         self._waiting: dict[str, Fault] = {}
         self._struck: list[str] = []
+        self._drills: dict[str, tuple[Fault, Target]] = {}  # by the one request that each may strike
 
     def arm(self, name: str) -> None:
         """UnknownFaultError when the catalogue has none of that name, ConfigError for one that cannot be made here."""
@@ -59,8 +60,22 @@ class FaultPanel:
         for name in [*self._armed, *self._waiting]:
             self.disarm(name)
 
+    def arm_drill(self, name: str, request_id: str) -> None:
+        """Let a fault in the engine's state strike this request, as soon as it can, and no other."""
+        from kvcanary.faults.catalogue import find
+
+        self._expect_target(name)
+        self._drills[request_id] = find(name), cast("Target", _OneRequest(self._target, request_id))
+
+    def disarm_drill(self, request_id: str) -> bool:
+        """Whether it has struck."""
+        return self._drills.pop(request_id, None) is None
+
     def strike(self) -> None:
         """Before a step: the faults that wait for their moment try again."""
+        for request_id, (drilled, target) in list(self._drills.items()):
+            if drilled.strike is not None and drilled.strike(target):
+                del self._drills[request_id]
         for name, fault in list(self._waiting.items()):
             if fault.strike is not None and self._target is not None and fault.strike(self._target):
                 del self._waiting[name]
@@ -79,3 +94,17 @@ class FaultPanel:
             )
         if self._target is None:
             self._target = self._target_of(self._engine)
+
+
+class _OneRequest:
+    """A target in which one request runs, and no other."""
+
+    def __init__(self, target: Target | None, request_id: str) -> None:
+        self._target, self._request_id = target, request_id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def running(self) -> list[Any]:
+        own = [] if self._target is None else self._target.running()
+        return [running for running in own if running.request_id == self._request_id]

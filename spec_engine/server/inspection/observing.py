@@ -30,15 +30,26 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 
 def certificate_of(engine: Engine) -> dict[str, Any] | None:
-    """The canary's certificate without its findings; None where the canary is off."""
+    """The canary's certificate without its findings; None where it is off, mode off where it has no turn this week."""
     if engine.canary is None:
-        return None
+        config = engine.config.canary
+        if not config.enabled:
+            return None
+        from kvcanary import hardware_of, turn_of
+
+        return {"mode": "off", "turn": turn_of(config.share), "hardware": hardware_of(engine.device)}
     return {name: value for name, value in engine.canary.certificate().items() if name != "findings"}
 
 
 def findings_of(engine: Engine) -> list[dict[str, Any]]:
     """The first finding of each code and site, whole, with how many there were."""
     return [] if engine.canary is None else engine.canary.certificate()["findings"]
+
+
+def incidents_of(engine: Engine) -> list[dict[str, Any]]:
+    """The first finding of every incident that is no drill's, whole: what a fleet joins."""
+    canary = engine.canary
+    return [] if canary is None else [one.to_dict() for one in canary.findings if not one.touches(canary.drilled)]
 
 
 def timeline_of(engine: Engine) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from kvcanary.faults.catalogue import UnknownFaultError
 from spec_engine.server.errors import RefusedError
 from spec_engine.server.gate import shows_key
-from spec_engine.server.inspection import observing
+from spec_engine.server.inspection import drilling, observing
 from spec_engine.server.inspection.drafts import DraftWatch
 from spec_engine.server.inspection.faulting import FaultPanel
 from spec_engine.server.options import ServerOptions, is_loopback
@@ -61,6 +61,7 @@ def router(serving: Serving, panel: FaultPanel) -> APIRouter:
         ("state", observing.state_of),
         ("certificate", observing.certificate_of),
         ("findings", observing.findings_of),
+        ("incidents", observing.incidents_of),
         ("pages", observing.pages_of),
         ("requests", observing.requests_of),
     ):
@@ -82,6 +83,7 @@ def router(serving: Serving, panel: FaultPanel) -> APIRouter:
 
     if options.allow_faults:
         _add_faults(routes, serving, panel)
+        _add_drill(routes, serving, panel)
     return routes
 
 
@@ -94,16 +96,28 @@ def _add_faults(routes: APIRouter, serving: Serving, panel: FaultPanel) -> None:
 
     @routes.post("/faults")
     async def arm(body: FaultBody, request: Request) -> Response:
-        if request.client is None or not is_loopback(request.client.host):
-            raise RefusedError(403, "faults are armed from this machine alone")
-        if not shows_key(request.headers, serving.options.api_key or ""):
-            raise RefusedError(403, "faults take the API key as a bearer token only")
+        _expect_own_machine(serving, request)
         act = panel.arm if body.armed else panel.disarm
         try:
             await worker.call(lambda engine: act(body.name))
         except UnknownFaultError as error:
             raise RefusedError(400, f"{error}; {error.hint}", param="name") from error
         return await faults()
+
+
+def _add_drill(routes: APIRouter, serving: Serving, panel: FaultPanel) -> None:
+    @routes.post("/drill")
+    async def drilled(request: Request) -> Response:
+        _expect_own_machine(serving, request)
+        return _json(await drilling.drill(serving.worker, panel))
+
+
+def _expect_own_machine(serving: Serving, request: Request) -> None:
+    """RefusedError for whoever may not make a fault."""
+    if request.client is None or not is_loopback(request.client.host):
+        raise RefusedError(403, "faults are armed from this machine alone")
+    if not shows_key(request.headers, serving.options.api_key or ""):
+        raise RefusedError(403, "faults take the API key as a bearer token only")
 
 
 def _asking(serving: Serving, read: Any) -> Any:

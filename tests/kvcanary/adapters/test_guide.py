@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, KVCorruptionError, LifetimeError
+from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, LifetimeError, PoolView
+from kvcanary.testing import check_adapter
 
+LIFETIMES = Path(__file__).resolve().parents[3] / "docs" / "lifetimes.md"
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "write_an_adapter.md"
 FULL = CanaryConfig(content="full", seed=7)
 
@@ -23,7 +25,7 @@ def block(name: str) -> str:
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    for part in ("engine", "adapter", "sharing", "sharing_adapter"):
+    for part in ("engine", "adapter", "sharing", "sharing_adapter", "driver"):
         exec(compile(block(part), f"{GUIDE.name}: {part}", "exec"), names)
     return names
 
@@ -87,6 +89,11 @@ def shift(engine, put) -> None:
     engine.store = lambda layer, slots, k, v: put(layer, slots + (layer == 1), k, v)
 
 
+def misalign(engine, put) -> None:
+    aligned = engine.slot
+    engine.slot = lambda name, position: aligned(name, position) + 2 * (name == "a" and position > 4)
+
+
 def leave_out(engine, put) -> None:
     engine.store = lambda layer, slots, k, v: None if layer == 1 else put(layer, slots, k, v)
 
@@ -100,6 +107,7 @@ def leave_out(engine, put) -> None:
         (forget, "R10", {"reader": "a"}),
         (shift, "R9", {"layer": 1}),
         (leave_out, "R12", {"layer": 1}),
+        (misalign, "W2", {"writer": "a", "position": 6}),
     ],
 )
 def test_a_broken_engine_is_found_out(names, harm, code: str, place: dict[str, Any]) -> None:
@@ -154,21 +162,56 @@ def test_the_calls_of_shared_pages_are_listed() -> None:
     assert calls - used == {"on_deduplicate"}
 
 
-def names_anothers_page(engine: Any, manager: Any) -> None:
+def names_anothers_page(engine: Any, watched: Any) -> None:
     engine.tables["a"][0] = engine.tables["b"][0]
 
 
-def gives_a_page_back(engine: Any, manager: Any) -> None:
-    manager.on_free("a", [engine.tables["a"][0]])
+def gives_a_page_back(engine: Any, watched: Any) -> None:
+    watched.manager.on_free("a", [engine.tables["a"][0]])
 
 
-def copies_nothing(engine: Any, manager: Any) -> None:
+def copies_nothing(engine: Any, watched: Any) -> None:
     engine.copy_last = lambda name: None
+
+
+def copies_without_a_v(engine: Any, watched: Any) -> None:
+    run = watched.own["copy_last"]
+
+    def copy_last(name: str) -> tuple[int, int]:
+        whole, engine.v = engine.v, engine.v[:1]
+        pages = run(name)
+        engine.v = whole
+        return pages
+
+    watched.own["copy_last"] = copy_last
+
+
+def keeps_the_old_page(engine: Any, watched: Any) -> None:
+    run = watched.own["copy_last"]
+
+    def copy_last(name: str) -> tuple[int, int]:
+        old, new = run(name)
+        engine.tables[name][-1] = old
+        return old, new
+
+    watched.own["copy_last"] = copy_last
+
+
+def exchanges_entries(engine: Any, watched: Any) -> None:
+    engine.begin("d", [25, 26, 27, 28, 29, 30, 31, 32, 33])
+    engine.tables["d"][:2] = engine.tables["d"][1::-1]
 
 
 @pytest.mark.parametrize(
     ("harm", "code", "family"),
-    [(names_anothers_page, "R8", "addressing"), (gives_a_page_back, "R7", "lifetime"), (copies_nothing, "W3", None)],
+    [
+        (names_anothers_page, "R8", "addressing"),
+        (gives_a_page_back, "R7", "lifetime"),
+        (copies_nothing, "W3", None),
+        (copies_without_a_v, "T1", "transfer"),
+        (keeps_the_old_page, "W2", "lifetime"),
+        (exchanges_entries, "R4", "addressing"),
+    ],
 )
 def test_an_engine_that_shares_wrongly_is_found_out(names, harm, code: str, family: str | None) -> None:
     """Shared pages of others, pages that others still hold, and writes into shared pages."""
@@ -177,12 +220,64 @@ def test_an_engine_that_shares_wrongly_is_found_out(names, harm, code: str, fami
     engine.begin("a", [5, 6, 7, 8, 9])
     engine.begin("b", [15, 16, 17, 18, 19])
     engine.fork("a", "c")
-    harm(engine, watched.manager)
+    harm(engine, watched)
     with pytest.raises(KVCorruptionError) as raised:
-        engine.forward({"a": [1], "b": [2]})
+        engine.forward({name: [1] for name in engine.tables if name != "c"})
     found = raised.value.findings[0]
     assert (found.code, family in (None, found.causes[0].family)) == (code, True), raised.value
     assert len(raised.value.findings) == 1
+
+
+def test_the_second_example_is_of_150_lines_or_fewer() -> None:
+    """Engine and adapter of shared pages, with what they have more than the first ones, and the driver."""
+    lines = "\n".join(block(part) for part in ("sharing", "sharing_adapter", "driver")).splitlines()
+    assert len([line for line in lines if line.strip()]) <= 150
+
+
+def test_every_call_about_pages_is_in_the_guide() -> None:
+    """Whatever the manager can be told is named, so that nobody must look for it with `inspect`."""
+    guide, states = GUIDE.read_text(encoding="utf-8"), LIFETIMES.read_text(encoding="utf-8")
+    k, v = [torch.zeros(16, 1, 8)], [torch.zeros(16, 1, 8)]
+    told = {name for name in dir(CanaryManager(FULL, [PoolView("p", k, v, page_size=4)])) if name.startswith("on_")}
+    assert len(told) > 18
+    assert {name for name in told if f"`{name}" not in guide + states} == set()
+    assert {name for name in told if f"`{name}" not in guide} == {"on_alloc_all"}  # of many requests at once
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_the_check_of_an_adapter_finds_nothing_in_the_example(names, mode: str) -> None:
+    """Every needed call came; the advice says what may be told, too."""
+    checked = check_adapter(names["Driver"](mode))
+    assert checked.missing == (), checked.text()
+    assert checked.text().startswith("nothing is missing\nadvice   ")
+    assert checked.calls["on_fork"] == checked.calls["on_evict"] == 1
+    exec(compile(block("check"), GUIDE.name, "exec"), dict(names))
+
+
+class Deaf:
+    """A manager that does not hear one call."""
+
+    def __init__(self, manager: CanaryManager, call: str) -> None:
+        self._manager, self._call = manager, call
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *args, **kwargs: None) if name == self._call else getattr(self._manager, name)
+
+
+def forgotten() -> dict[str, str]:
+    """By call, what the guide's table says of it."""
+    table = GUIDE.read_text(encoding="utf-8").split("| a call that is forgotten |")[1].split("\n\n")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.MULTILINE))
+
+
+@pytest.mark.parametrize("call", sorted(forgotten()))
+def test_the_check_of_an_adapter_says_what_was_forgotten(names, call: str) -> None:
+    """The words of each row of the table are said in mode log, and mode raise is not silent either."""
+    driver, strict = names["Driver"](), names["Driver"]("raise")
+    driver.watched.manager, strict.watched.manager = Deaf(driver.manager, call), Deaf(strict.manager, call)
+    assert forgotten()[call] in check_adapter(driver).text()
+    assert check_adapter(strict).missing
+    assert check_adapter(strict).calls.get(call, 0) == 0
 
 
 def test_an_engine_without_a_null_page_gives_page_0_up(names) -> None:

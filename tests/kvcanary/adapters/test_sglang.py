@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import subprocess
@@ -9,15 +10,21 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
-from kvcanary.adapters.sglang.draft import WatchedDraft
-from kvcanary.adapters.sglang.fed import tokens_of
+from kvcanary import CanaryConfig
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
+from kvcanary.adapters.sglang.draft import REPLAYED, WatchedDraft
+from kvcanary.adapters.sglang.fed import FedForward, are_named, tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
-from kvcanary.adapters.sglang.scheduler import PREFILL, Handle
+from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle, attach
+from kvcanary.calls.coverage import Coverage
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -46,7 +53,9 @@ TOLD = "; from sglang.srt.plugins.hook_registry import HookRegistry; print(HookR
 def child(tmp_path: Path):
     """Runs a program in a process of its own whose SGLang is a few lines long; `files` replaces some of them."""
 
-    def run(program: str, mode: str = "raise", **files: str | None) -> subprocess.CompletedProcess[str]:
+    def run(
+        program: str, mode: str = "raise", variable: str = "MODE", **files: str | None
+    ) -> subprocess.CompletedProcess[str]:
         for name, text in {**FILES, **{name.replace("__", "/") + ".py": text for name, text in files.items()}}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +63,7 @@ def child(tmp_path: Path):
             if text is not None:
                 path.write_text(text)
         ours = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels")))
-        environment = {**os.environ, "PYTHONPATH": ours, "KVCANARY_MODE": mode}
+        environment = {**os.environ, "PYTHONPATH": ours, f"KVCANARY_{variable}": mode}
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     return run
@@ -103,6 +112,12 @@ def test_a_start_that_cannot_be_watched_ends_with_a_sentence(child, mode: str, f
         assert "unset KVCANARY_MODE" in done.stderr
 
 
+def test_a_variable_that_sets_nothing_ends_the_start(child) -> None:
+    """Who asks for a canary by a name of before would serve without one."""
+    done = child(f"{REGISTER}register()", "log", "KV_CANARY")
+    assert (done.returncode, done.stderr) == (1, "kvcanary: KVCANARY_KV_CANARY sets nothing: it is KVCANARY_MODE now\n")
+
+
 def test_settings_that_are_not_followed_are_refused() -> None:
     """Entries that come from elsewhere, or forwards that run otherwise: each is named; what a server lacks is off."""
     assert unfollowed(SimpleNamespace(disaggregation_mode="null", enable_lmcache=False, pp_size=1)) == []
@@ -113,6 +128,14 @@ def test_settings_that_are_not_followed_are_refused() -> None:
         "pp_size",
     ]
     assert refused[0].startswith("disaggregation_mode must be 'null' here, got 'decode'")
+
+
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_each_setting_that_is_not_followed_is_refused_by_its_name(name: str) -> None:
+    """Whatever it is set to; the sentence says what it must be."""
+    off = NOT_FOLLOWED[name]
+    [sentence] = unfollowed(SimpleNamespace(**{name: 2 if isinstance(off, int) and off > 0 else "set"}))
+    assert sentence.startswith(f"{name} must be {off!r} here")
 
 
 def test_the_entry_point_names_this_function() -> None:
@@ -131,6 +154,37 @@ def test_tokens_of_a_request_are_those_of_prompt_and_answer(start: int, end: int
     assert tokens_of(request, start, end) == tokens
     request.input_embeds = [[0.5]]
     assert tokens_of(request, start, end) is None
+
+
+def test_draft_steps_in_a_graph_of_sglangs_are_counted() -> None:
+    """Nothing of them is judged, and the certificate says so; an extend in one is followed as any other."""
+    coverage, ran = Coverage(), list[str]()
+    draft = SimpleNamespace(_steps=3, canary=SimpleNamespace(coverage=coverage), guard=object(), prefill=None)
+    draft.replayed = functools.partial(WatchedDraft.replayed, draft)
+    assert draft.replayed(lambda batch: ran.append(batch) or "drafts", "batch") == "drafts"
+    assert (ran, coverage.unchecked) == (["batch"], {REPLAYED: 3})
+    worker = type("Worker", (), {"cuda_graph_runner": object(), "cuda_graph_runner_for_draft_extend": object()})()
+    handle, hooked = SimpleNamespace(_forward=lambda own, method, batch: own), dict[Any, Any]()
+    Handle._follow_drafts(handle, worker, draft, lambda owner, name, hook, guard: hooked.update({owner: (name, hook)}))
+    assert hooked.pop(worker.cuda_graph_runner) == ("execute", draft.replayed)
+    name, hook = hooked.pop(worker.cuda_graph_runner_for_draft_extend)
+    assert (name, hook(None, "batch")) == ("execute", draft)
+
+
+def test_places_of_a_content_must_hold_its_names() -> None:
+    """One name for all places, or several in turn; another content's, or the bare placeholder, is none of them."""
+    item = SimpleNamespace(offsets=[(1, 3)], padding_values=lambda: (1 << 40, 1 << 41))
+    request = SimpleNamespace(multimodal_inputs=SimpleNamespace(mm_items=[item]))
+    for prompt, is_named in (
+        ([5, 1 << 40, 1 << 41, 1 << 40, 6], True),
+        ([5, 1 << 40, 1 << 40, 1 << 40, 6], True),
+        ([5, 1 << 40, 9, 1 << 40, 6], False),
+        ([5, 9, 9, 9, 6], False),
+    ):
+        request.origin_input_ids = prompt
+        assert are_named(request) is is_named
+    assert are_named(SimpleNamespace(multimodal_inputs=None))
+    assert are_named(SimpleNamespace())
 
 
 def test_a_row_that_nobody_admitted_hides_no_grant_of_the_others() -> None:
@@ -155,6 +209,22 @@ def test_a_row_that_outgrows_its_line_names_the_slot_behind_it() -> None:
     assert list(WatchedRunner._outgrown(own, rows, [11, 10, 9, 12])) == [("r0", 11, 10), ("r3", 12, -1)]
 
 
+def test_where_the_device_alone_knows_lengths_the_host_has_bounds() -> None:
+    """Rows end at most where they ended and what is written goes; one never measured, at most at the table's end."""
+    canary = SimpleNamespace(_ends=np.array([5, 0, 30]), _grown=2, memory=SimpleNamespace(upload=lambda given: given))
+    canary.ends_at_most = functools.partial(PagedCanary.ends_at_most, canary)
+    made: list[torch.Tensor] = []
+    own = SimpleNamespace(
+        canary=canary, length=32, tier=None, states=None, _numbers={"a": 0, "b": 1, "c": 2}, _read=lambda forward: None,
+        _given=SimpleNamespace(fill=lambda *given: None, mapped=()),
+        _made=lambda names, numbers, site, ends, total: made.append(ends),
+    )  # fmt: skip
+    lengths = torch.empty(3, device="meta")  # nothing may be read of it
+    fed = FedForward(SimpleNamespace(rows=range(12)), np.full(3, 4), torch.empty(12), lengths, None)
+    WatchedRunner.read(own, fed, SimpleNamespace(rids=["a", "b", "c"]), ("verify", 0))
+    assert made[0].tolist() == [11, 32, 32]
+
+
 def test_what_replaces_a_method_has_its_parameters_names() -> None:
     """SGLang may call by name: what a wrapper names itself is called as in SGLang, and all else is passed on."""
     hooks = {"move_kv_cache": WatchedRunner.moved, PREFILL: WatchedDraft.prefill} | {
@@ -163,6 +233,7 @@ def test_what_replaces_a_method_has_its_parameters_names() -> None:
             "run_batch": "run_batch", "process_batch_result": "process_batch_result", "free": "free",
             "release_kv_cache": "release", "alloc_for_extend": "alloc_for_extend", "checkpoint": "checkpoint",
             "alloc_for_decode": "alloc_for_decode", "alloc_for_spec_decode": "alloc_for_spec_decode",
+            "forward_batch_generation": "generated", MOVE: "accept_tokens",
         }.items()
     }  # fmt: skip
     needed = {need.name.rpartition(".")[2].rpartition(":")[2]: need.parameters for need in NEEDED}
@@ -171,3 +242,18 @@ def test_what_replaces_a_method_has_its_parameters_names() -> None:
         named = [own.name for own in taken if own.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         theirs = [parameter for parameter in needed[name] if parameter != "self"]
         assert named == theirs[: len(named)], name
+
+
+def test_a_scheduler_without_a_turn_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a share of all workers one may not be chosen this week: nothing is replaced, and the log says so."""
+    module = "kvcanary.adapters.sglang.scheduler"
+    monkeypatch.setattr(f"{module}.check", lambda drafts: [])
+    monkeypatch.setattr(f"{module}.unfollowed", lambda arguments: [])
+    monkeypatch.setattr(f"{module}.host_tier.unfollowed", lambda scheduler: [])
+    runner = SimpleNamespace(device="cpu", tp_rank=3)
+    scheduler = SimpleNamespace(draft_worker=None, server_args=None, tp_worker=SimpleNamespace(model_runner=runner))
+    before = dict(vars(scheduler))
+    with capture_logs() as events:
+        assert attach(scheduler, CanaryConfig("log", share=1e-9)) is None
+    assert vars(scheduler) == before
+    assert [(own["event"], own["watched"], own["rank"]) for own in events] == [("kvcanary.turn", False, 3)]

@@ -11,7 +11,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters.sglang import host_tier, lifetimes
-from kvcanary.adapters.sglang.layout import NOT_FOLLOWED, not_watched, parts_of
+from kvcanary.adapters.sglang.layout import NOT_FOLLOWED, parts_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import UNFOLLOWED_DRAFTS, watched
 from kvcanary.adapters.sglang.windows import MappedRows
@@ -22,7 +22,7 @@ SIZE, PAGE, HEADS, DIM, LAYERS = 16, 4, 2, 8, 3
 
 
 class MHATokenToKVPool:
-    """As SGLang's: [slots, heads, dim] for K and for V; 8-bit floats are kept as bytes."""
+    """As SGLang's: [slots, heads, dim] for K and for V; 8-bit floats are kept as bytes, what padding stores nowhere."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, layers: int = LAYERS, shift: int = 0) -> None:
         self.dtype, self.shift, self.page_size, self.start_layer, self.layer_num = dtype, shift, PAGE, 0, layers
@@ -33,9 +33,10 @@ class MHATokenToKVPool:
         self.use_hnd, self.kv_cache_layout = False, "nhd"
 
     def set_kv_buffer(self, layer: Any, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **told: int) -> None:
+        stored = loc != 0
         for buffers, value in (self.k_buffer, k), (self.v_buffer, v):
             buffer = buffers[told["layer_id_override"]]
-            buffer[loc + self.shift] = value.view(buffer.dtype)
+            buffer[loc[stored] + self.shift] = value.view(buffer.dtype)[stored]
 
 
 class MLATokenToKVPool:
@@ -66,10 +67,12 @@ def two_pools(*is_windowed: bool) -> Any:
     return pool
 
 
+@pytest.mark.parametrize("page_size", [1, PAGE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_a_plain_pool_is_read_by_the_type_that_its_elements_mean(dtype: torch.dtype) -> None:
+def test_a_plain_pool_is_read_by_the_type_that_its_elements_mean(dtype: torch.dtype, page_size: int) -> None:
     """What was probed with is put back, and a view shows the same bytes as elements of the pool's type."""
     pool = MHATokenToKVPool(dtype)
+    pool.page_size = page_size
     before = [tensor.clone() for tensor in (*pool.k_buffer, *pool.v_buffer)]
     [part] = parts_of(pool, "target")
     assert (part.view.dtype, part.view.num_slots, part.names) == (dtype, SIZE + PAGE, ("layer 0", "layer 1", "layer 2"))
@@ -109,14 +112,12 @@ def test_layers_with_windows_alone_are_refused() -> None:
 
 
 def test_attention_beside_states_has_the_numbers_of_the_model() -> None:
-    """States are named as not watched; a plain pool has none."""
+    """The others keep states, which are no entries."""
     pool = type("HybridLinearKVPool", (), {})()
-    pool.full_kv_pool, pool.mamba_pool = MHATokenToKVPool(layers=2), object()
+    pool.full_kv_pool = MHATokenToKVPool(layers=2)
     pool.full_attention_layer_id_mapping = {3: 0, 7: 1}
     [part] = parts_of(pool, "target")
     assert part.names == ("layer 3", "layer 7")
-    assert not_watched(pool) == ["states of linear attention, of which a request has one for all its tokens"]
-    assert not_watched(pool.full_kv_pool) == []
 
 
 @pytest.mark.parametrize("kind", [*NOT_FOLLOWED, "UnifiedMHATokenToKVPool"])
@@ -163,8 +164,8 @@ class Told:
         lifetimes.follow(self, lambda owner, name, hook: hooks.update({name: (getattr(owner, name), hook)}), self.tell)
         self.hooks = hooks
 
-    def tell(self, what: str) -> None:
-        self.heard.append(what)
+    def tell(self, what: str, *args: Any) -> None:
+        self.heard += [what, *args]
 
     def call(self, name: str, *args: Any) -> list[Any]:
         method, hook = self.hooks[name]
@@ -181,7 +182,7 @@ def test_bytes_are_read_a_last_time_before_memory_goes() -> None:
 def test_every_flush_and_every_change_of_weights_is_heard() -> None:
     """A flush ends in the allocator, whoever asked for it."""
     assert Told().call("clear") == ["flush", "cleared", "forget"]
-    assert Told().call("record_weight_version_change", "v2") == ["reweighted", "v2"]
+    assert Told().call("record_weight_version_change", "v2") == ["reweighted", "v2", "v2"]
 
 
 def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them() -> None:
@@ -189,7 +190,7 @@ def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them()
     records = torch.zeros(8, COLUMNS, dtype=torch.int64)
     records[:, STEP_SITE] = torch.tensor([0, 3, 4, 5, 6, 7, 8, 9]) | (1 << 40)
     runner = SimpleNamespace(
-        tier=None, _reweighted=0, _older=torch.zeros((), dtype=torch.int64), _generations={}, token_offset=0, _uids={},
+        tier=None, _reweighted=0, _older=torch.zeros((), dtype=torch.int64), _generations={}, name_offset=0, _uids={},
         canary=SimpleNamespace(step=5, groups=[SimpleNamespace(records=records)], admit=lambda new: [1] * len(new)),
         rows=SimpleNamespace(req_to_token=torch.tensor([[1, 2, 3, 4, 5]]), req_generation=torch.zeros(1)),
     )  # fmt: skip
@@ -198,7 +199,7 @@ def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them()
     )
     WatchedRunner.admit(runner, [request], [5])
     assert int(runner._older) == 0
-    WatchedRunner.reweighted(runner)
+    WatchedRunner.reweighted(runner, "v2")
     runner._generations.clear()
     WatchedRunner.admit(runner, [request], [5])
     assert int(runner._older) == 3
@@ -214,8 +215,9 @@ def test_drafts_of_other_kinds_are_refused_by_flag_and_class(kind: str) -> None:
     why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
     with pytest.raises(AdapterError) as refused:
         watched(scheduler, CanaryConfig())
-    start = f"speculative_algorithm 'OTHER' drafts by {kind}, which is not followed: {why}; only EAGLEWorkerV2 is"
-    assert str(refused.value) == f"{start}; unset KVCANARY_MODE to serve without a canary"
+    start = f"speculative_algorithm 'OTHER' drafts by {kind}, which is not followed: {why}; only EAGLEWorkerV2, "
+    followed = "StandaloneWorkerV2, NGRAMWorker are"
+    assert str(refused.value) == f"{start}{followed}; unset KVCANARY_MODE to serve without a canary"
 
 
 def tiered(**changed: Any) -> Any:

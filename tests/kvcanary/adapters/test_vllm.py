@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -187,10 +188,13 @@ def test_off_is_absent(monkeypatch) -> None:
         ("MODE", "abort", "mode must be 'log' or 'raise' here, got 'abort': nobody can end one request from outside"),
         ("MODE", "heal", "mode must be 'log' or 'raise' here, got 'heal': nobody can end one request from outside"),
         ("CONTENT", "all", "content must be one of write, rolling, full, got 'all'"),
+        ("KV_CANARY", "log", "KVCANARY_KV_CANARY sets nothing: it is KVCANARY_MODE now"),
+        ("MDOE", "log", "KVCANARY_MDOE sets nothing: did you mean KVCANARY_MODE?"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_a_model_is_loaded(monkeypatch, name: str, value: str, sentence: str) -> None:
     """The plug-in says so in the first process that loads it, and replaces nothing."""
+    monkeypatch.setenv("KVCANARY_MODE", "log" if name == "CONTENT" else "off")
     monkeypatch.setenv(f"KVCANARY_{name}", value)
     with pytest.raises(KVCanaryError) as raised:
         plugin.register()
@@ -249,12 +253,11 @@ def test_another_runner_is_refused(serve, monkeypatch) -> None:
     assert not hasattr(worker, "kvcanary")
 
 
-def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
-    """Two ranks read one swapped table: one event and one count; the merged report names both ranks.
+def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path, capsys) -> None:
+    """Two ranks read one swapped table: one event, one report, one count; the merged report names both ranks.
 
     So it does of a bit in both that comes behind another of one rank: what a rank found first hides nothing.
     """
-    from prometheus_client import REGISTRY
     from structlog.testing import capture_logs
 
     from kvcanary.adapters.hosted.ranks import merged
@@ -262,7 +265,7 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("KVCANARY_MODE", "log")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ranks = [serve(settings={"rank": rank, "world_size": 2}) for rank in range(2)]
-    count = REGISTRY.get_sample_value("kvcanary_findings_total", {"code": "R4"}) or 0
+    count = _found("R4")
     with capture_logs() as events:
         for served in ranks:
             served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
@@ -281,7 +284,10 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
         (event["code"], event["position"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"
     ]
     assert [own for own in reported if own[:2] in (("R4", 8), ("R9", 3))] == [("R4", 8, 0), ("R9", 3, 1)]
-    assert REGISTRY.get_sample_value("kvcanary_findings_total", {"code": "R4"}) == count + 1
+    assert _found("R4") == count + 1
+    shown = capsys.readouterr().err
+    assert shown.count("kvcanary: ERROR:") == len(reported)
+    assert ("\n  rank      0\n" in shown, "\n  rank      1\n" in shown) == (True, True)
     report = merged([served.wrapper.kvcanary_report() for served in ranks])
     found = {(f["code"], f["position"]): f["ranks"] for f in report["findings"]}
     assert found[("R4", 8)] == [0, 1]
@@ -350,3 +356,33 @@ def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypat
     found = merged([served.wrapper.kvcanary_report() for served in ranks])["findings"][0]
     assert (found["code"], found["reader"], found["position"], found["layer"]) == ("R9", "b", 11, 1)
     assert (found["part"], found["ranks"]) == ("V", struck)
+
+
+@pytest.mark.parametrize("share", ["1e-9", "0.9999999"])
+def test_a_share_of_workers_is_watched(serve, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    """Who has no turn is not touched, serves the same, and reports share and week; who has one is watched as ever."""
+    from structlog.testing import capture_logs
+
+    monkeypatch.setenv("KVCANARY_SHARE", share)
+    has_turn = share != "1e-9"
+    with capture_logs() as events:
+        served = serve(settings={"rank": 2, "world_size": 4})
+    turns = [(own["watched"], own["rank"], own["share"]) for own in events if own["event"] == "kvcanary.turn"]
+    assert turns == [(has_turn, 2, float(share))]
+    attached = [own for own in events if own["event"] == "kvcanary.attached"]
+    assert [own["turn"]["share"] for own in attached] == [float(share)] * has_turn
+    assert [own["hardware"]["pid"] for own in attached] == [os.getpid()] * has_turn
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 4)
+    served.run()
+    report = served.wrapper.kvcanary_report()
+    assert (report["armed"], report["rank"], report["turn"]["share"]) == (has_turn, 2, float(share))
+    assert hasattr(served.runner.execute_model, "kvcanary_replaces") == has_turn
+
+
+def _found(code: str) -> float:
+    """`kvcanary_findings_total` of a code, at all places of reading and on all devices."""
+    from prometheus_client import REGISTRY
+
+    families = [family for family in REGISTRY.collect() if family.name == "kvcanary_findings"]
+    samples = [sample for family in families for sample in family.samples if sample.name.endswith("_total")]
+    return sum(sample.value for sample in samples if sample.labels["code"] == code)

@@ -80,7 +80,8 @@ class Starter:
         target_of = settings.pop("target_of", None)
         config = {"model": self.model, "page_size": 4, "topk": 2, "num_steps": 3, "max_total_tokens": 2048}
         config |= {"dtype": "float64"} | settings
-        engine = Engine(EngineConfig(**config, canary=CanaryConfig(mode=canary, content=content)))
+        share = config.pop("share", 1.0)
+        engine = Engine(EngineConfig(**config, canary=CanaryConfig(mode=canary, content=content, share=share)))
         server = Server(engine, ServerOptions(**{"port": 0, "api_key": KEY, "model_name": "toy"} | options), target_of)
         listening = bind(server.options)
         running = Running(server, url_of(listening), engine, threading.Thread())

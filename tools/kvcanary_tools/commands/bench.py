@@ -9,9 +9,11 @@ import click
 
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT
+from kvcanary_tools.files import OutFolder
 
 #: Where each is, and what it measures.
 TABLES = {
+    "quick": ("quick", "two minutes: device, overhead and accuracy, for a bug report or a blog"),
     "overhead": ("embedded.overhead", "the canary on over off on a CPU, prefill and steps"),
     "drafting": ("embedded.drafting", "drafting over no drafting on a CPU"),
     "host-checks": ("embedded.host_checks", "what always-on host checks cost"),
@@ -22,6 +24,7 @@ TABLES = {
     "misses": ("toy.misses", "corruptions that are not found"),
     "false-alarms": ("toy.false_alarms", "findings in right traffic"),
     "state-false-alarms": ("toy.state_false_alarms", "findings in right traffic of recurrent states"),
+    "fleet": ("fleet", "whom `kvcanary fleet blame` names in simulated fleets of 500 GPUs"),
     "tier-files": ("tiers.injections", "faults in a tier of files, and clean loads of it"),
     "kernels": ("gpu.kernels", "fingerprint and check kernels over a device copy; needs a GPU"),
     "attention": ("gpu.attention", "paged attention over a plain read; needs a GPU"),
@@ -66,16 +69,17 @@ TAKE_ARGUMENTS = ("misses", "false-alarms", "state-false-alarms", "tier-files", 
 @click.argument("name", required=False, type=click.Choice(list(TABLES)), metavar="[NAME]")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutFolder(),
     metavar="DIR",
     help="Folder of the JSON; by default the current one.",
 )
-def command(name: str | None, out: Path | None) -> None:
+def command(name: str | None, out: str | None) -> None:
     """Run one benchmark: its table goes to stdout, NAME.json with device and versions into a folder.
 
     Without a NAME it lists what there is.
 
     \b
+      kvcanary bench quick
       kvcanary bench retractions --out results
 
     Exit codes: 0 measured, 1 what it needs is not there, 2 wrong usage.
@@ -88,7 +92,7 @@ def command(name: str | None, out: Path | None) -> None:
     from kvcanary_tools.bench import common
 
     console.log_to_stderr()
-    common.RESULTS = out or Path.cwd()
+    common.RESULTS = Path(out or ".")
     module = import_module(f"kvcanary_tools.bench.{TABLES[name][0]}")
     try:
         if isinstance(module.main, click.Command):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.engine_options import CONTEXT, json_option
+from kvcanary_tools.engine_options import CONTEXT, expect_embedded_model, json_option
 
 if TYPE_CHECKING:
     from kvcanary_tools.runs.demonstration import Comparison, Outcome
@@ -38,6 +38,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
     """
     from kvcanary_tools.runs.demonstration import as_dict, one_thread
 
+    expect_embedded_model()
     console.log_to_stderr(logging.CRITICAL)  # what the events would tell, the reports tell
     show = console.say if as_json else console.data
     with one_thread():

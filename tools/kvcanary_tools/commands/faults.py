@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.engine_options import CONTEXT, json_option, usage_failures
+from kvcanary_tools.engine_options import CONTEXT, expect_embedded_model, json_option, usage_failures
 
 if TYPE_CHECKING:
     from kvcanary_tools.campaign.museum import Room
@@ -61,6 +61,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     from kvcanary_tools.campaign.museum import visit
     from kvcanary_tools.runs.reenactment import expect_nothing_armed
 
+    expect_embedded_model()
     expect_nothing_armed()
     console.log_to_stderr()
     with usage_failures():

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from kvcanary_tools import console
-from kvcanary_tools.engine_options import CONTEXT, usage_failures
+from kvcanary_tools.engine_options import CONTEXT, expect_embedded_model, usage_failures
 from kvcanary_tools.files import JsonFile, OutFile, OutFolder, make_folder, write_text
 
 if TYPE_CHECKING:
@@ -44,6 +44,13 @@ MOST_ROUNDS = 12  # of runs in the place of such in which a fault could not be m
 )
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; by default one for each core."
+)
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="here",
+    metavar="[ADDRESS]",
+    help="Run on the Ray cluster at ADDRESS; without one, on a cluster that is started here. Needs the extra ray.",
 )
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix to this file; - is stdout.")
 @click.option(
@@ -76,6 +83,7 @@ def command(
     runs: int | None,
     seed: int,
     workers: int | None,
+    ray: str | None,
     json_file: Path | None,
     record_file: Path | None,
     junit_file: Path | None,
@@ -92,6 +100,7 @@ def command(
     \b
       kvcanary inject bits --runs 20
       kvcanary inject all --config full --json matrix.json
+      kvcanary inject all --config full --ray ray://head:10001
       kvcanary inject bits.flip --url http://127.0.0.1:8000
 
     Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage, 130 interrupted.
@@ -106,13 +115,14 @@ def command(
     from kvcanary_tools.campaign.runner import default_workers
     from kvcanary_tools.runs.reenactment import expect_nothing_armed
 
+    expect_embedded_model()
     expect_nothing_armed()
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
     plan, record = PLANS[config], None if record_file is None else _record(record_file, config)
     planned = _planned(names, config, runs, seed, dumps)
     meta = {"config": config, "seed": seed, "runs": runs, "workers": workers or default_workers()}
     account = Account(JsonFile(json_file), meta)
-    _perform_all(account, planned, plan, runs)
+    _perform_all(account, planned, plan, runs, ray)
     _, totals = account.matrix()
     for line in matrix_lines(totals):
         account.file.say(line)
@@ -190,26 +200,27 @@ def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None
     console.data(f"{names[0]} {'strikes as soon as a request runs' if waits else 'is armed'} at {url}")
 
 
-def _perform_all(account: Account, planned: list[Run], plan: Plan, runs: int | None) -> None:
+def _perform_all(account: Account, planned: list[Run], plan: Plan, runs: int | None, ray: str | None) -> None:
     """The runs, and others in the place of those in which their fault could not be made, unless somebody interrupts."""
     from kvcanary_tools.campaign.runner import runs_instead
 
     rounds, goes_on = 0, True
     while planned and goes_on and rounds <= MOST_ROUNDS:
-        goes_on = _perform(account, planned)
+        goes_on = _perform(account, planned, ray)
         planned = runs_instead(account.results, plan, runs) if plan.is_measured else []
         rounds += 1
     account.is_complete = goes_on
 
 
-def _perform(account: Account, planned: list[Run]) -> bool:
+def _perform(account: Account, planned: list[Run], ray: str | None) -> bool:
     """Add their results; whether all are there. With a progress bar on stderr, where that is a terminal."""
+    from kvcanary_tools.campaign.on_ray import campaign_on_ray
     from kvcanary_tools.campaign.runner import campaign
 
     wanted = len(account.results) + len(planned)
     with (
         click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar,
-        closing(campaign(planned, account.meta["workers"])) as coming,
+        closing(campaign(planned, account.meta["workers"]) if ray is None else campaign_on_ray(planned, ray)) as coming,
     ):
         try:
             for result in coming:

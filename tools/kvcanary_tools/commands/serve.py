@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcanary.environment import API_KEY
 from kvcanary_tools import console, heap
-from kvcanary_tools.engine_options import CONTEXT, engine_config, engine_options, usage_failures
+from kvcanary_tools.campaign.served import target_of
+from kvcanary_tools.engine_options import ENGINE_CONTEXT, engine_config, engine_options, usage_failures
 from spec_engine.server.options import LINKS, ServerOptions
 
 if TYPE_CHECKING:
-    from kvcanary.faults.target import Target
-    from spec_engine import Engine
+    from spec_engine import EngineConfig
     from spec_engine.server.serving import Server
 
 DUMPS = "kvcanary-dumps"  # folder for what mode raise writes, unless --kv-canary-dump names another
@@ -26,11 +27,11 @@ def _option(name: str, **settings: Any) -> Any:
     return click.option(name, parameter, default=_DEFAULTS.get(parameter), show_default=True, **settings)
 
 
-@click.command("serve", context_settings=CONTEXT, short_help="Serve a model over HTTP.")
+@click.command("serve", context_settings=ENGINE_CONTEXT, short_help="Serve a model over HTTP.")
 @_option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
 @_option("--port", type=int, metavar="N", help="Port to listen on; 0 takes any free one.")
 @_option("--model-name", metavar="NAME", help="What clients call the model; by default embedded, or its folder.")
-@_option("--api-key", metavar="KEY", help="Key that clients must send; better given as KVCANARY_API_KEY.")
+@_option("--api-key", envvar=API_KEY, metavar="KEY", help=f"Key that clients must send; better given as {API_KEY}.")
 @_option("--max-waiting", type=int, metavar="N", help="Sequences that may be queued; more are refused with 429.")
 @_option("--max-concurrent", type=int, metavar="N", help="Requests answered at a time; more are refused with 429.")
 @_option("--max-body-bytes", type=int, metavar="N", help="Longest request body; more is refused with 413.")
@@ -58,15 +59,23 @@ def _option(name: str, **settings: Any) -> Any:
     metavar="NAME",
     help="Another host name under which /debug/kvcanary is reached.",
 )
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Serve from N engines on Ray; needs the extra ray.",
+)
+@click.option("--ray", metavar="ADDRESS", help="Ray cluster of the replicas; without one it is started here.")
 @_option("--allow-faults", is_flag=True, help="Let clients of this machine arm faults; opens /debug/kvcanary too.")
 @engine_options
 @click.pass_context
-def command(ctx: click.Context, **options: Any) -> None:
+def command(ctx: click.Context, replicas: int | None, ray: str | None, **options: Any) -> None:
     """Serve /v1/completions and /v1/chat/completions, watched by the canary.
 
     \b
       kvcanary serve --kv-canary abort --port 8000
       kvcanary serve --model DIR --kv-canary raise --api-key KEY --debug
+      kvcanary serve --replicas 2 --kv-canary abort
       kvcanary serve --role prefill --host-pages 4096 --peer-name prefill-1
       kvcanary serve --role decode --host-pages 4096 --peer http://HOST:8000 --port 8001
 
@@ -82,6 +91,9 @@ def command(ctx: click.Context, **options: Any) -> None:
     with usage_failures():
         served = ServerOptions(**{field: options[field] for field in _DEFAULTS})
     _expect_extra()
+    if replicas is not None or ray is not None:
+        _serve_replicas(config, served, replicas or 1, ray)
+        ctx.exit(console.EXIT_CLEAN)
 
     from spec_engine import Engine
     from spec_engine.server.serving import Server, bind, serve, url_of
@@ -90,13 +102,26 @@ def command(ctx: click.Context, **options: Any) -> None:
     with usage_failures():
         listening = bind(served)
         try:
-            server = Server(Engine(config), served, _target_of)
+            server = Server(Engine(config), served, target_of)
         except BaseException:
             listening.close()
             raise
     heap.settle()  # what is loaded stays, and no later collection stops a step to look through it
     _greet(server, url_of(listening))
     ctx.exit(_tell(serve(server, listening)))
+
+
+def _serve_replicas(config: EngineConfig, served: ServerOptions, replicas: int, address: str | None) -> None:
+    """Until Ctrl-C or SIGTERM. Usage failure where Ray is missing, or no cluster answers."""
+    from kvcanary_tools.campaign.on_ray import HERE, expect_ray
+
+    expect_ray()
+    from kvcanary_tools.replicas.deployment import deploy, until_stopped
+
+    deploy(config, served, replicas, address or HERE)
+    console.data(f"url     http://{served.host}:{served.port}/v1")
+    console.data(f"ray     {console.numbered(replicas, 'replica')}; a replica whose memory fails is replaced")
+    until_stopped()
 
 
 def _expect_extra() -> None:
@@ -109,29 +134,6 @@ def _expect_extra() -> None:
             f"serving needs the package {error.name!r}, which is not installed", "pip install 'kvcanary[serve]'"
         ) from error
     del fastapi, sse_starlette, uvicorn
-
-
-def _target_of(engine: Engine) -> Target:
-    """The engine as faults in its state see it."""
-    from random import Random
-
-    from kvcanary.faults.target import Setup
-    from kvcanary_tools.campaign.harness import EngineTarget
-
-    config = engine.config
-    setup = Setup(
-        model=config.model,
-        page_size=config.page_size,
-        drafts=engine.drafter is not None,
-        topk=config.topk,
-        num_steps=config.num_steps,
-        num_draft_tokens=config.num_draft_tokens,
-        attend=config.attend,
-        backend=config.attention_backend,
-        schedule=config.schedule,
-        content=config.canary.content,
-    )
-    return EngineTarget(engine, setup, Random(config.canary.seed))
 
 
 def _greet(server: Server, url: str) -> None:

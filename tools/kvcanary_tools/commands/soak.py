@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.engine_options import CONTEXT, usage_failures
+from kvcanary_tools.engine_options import CONTEXT, expect_embedded_model, usage_failures
 from kvcanary_tools.files import JsonFile, OutFile
 
 SHOWN = 10
@@ -58,6 +58,7 @@ def command(
     from kvcanary_tools.campaign.soak import Soaked, soak, to_soak
     from kvcanary_tools.runs.reenactment import expect_nothing_armed
 
+    expect_embedded_model()
     expect_nothing_armed()
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the ledger has them
     with usage_failures():

@@ -10,6 +10,7 @@ import pytest
 from kvcanary.scrub.free_slots import UNPOISONED
 from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, SCENES, TREES, folder_of, pinned, played, served
 
+GIVEN_BACK = "the slot was given back while the row still reads it"
 ASTRAY = "the forward stores an entry where its row has another one"
 INSTALLED = folder_of(pinned())
 pytestmark = pytest.mark.skipif(
@@ -158,19 +159,49 @@ def test_a_forward_that_does_not_wait_for_a_load_is_named(scene) -> None:
 
 
 @pytest.mark.slow
-def test_states_beside_attention_are_named_as_not_watched(scene) -> None:
-    """The certificate says what else of a request lies there; of other pools it says nothing."""
-    watched = {name: scene(name)[0]["reports"]["target"]["not_watched"] for name in ("states", "latent")}
-    assert watched["latent"] == []
-    assert watched["states"] == ["states of linear attention, of which a request has one for all its tokens"]
+def test_states_beside_attention_are_watched(scene) -> None:
+    """One a row and forward, those that requests begin with from the prefix cache among them; others have none."""
+    reports = {name: scene(name)[0]["reports"]["target"] for name in ("states", "latent")}
+    assert [report["not_watched"] for report in reports.values()] == [[], []]
+    assert scene("states")[0]["counts"]["hits"] > 20
+    assert reports["states"]["states_checked"] > 50
+    assert reports["latent"]["states_checked"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "cause"),
+    [
+        ("state_bit", "R9", "a write that nobody told: padding whose index was clamped, or a kernel's wrong index"),
+        ("state_swapped", "R8", "the index of another row is used: the entry is another request's"),
+        ("no_state_copy", "R12", "the entry is taken before anybody has left a state in it"),
+        ("state_freed", "R7", "the entry was given back while its row still goes on from it"),
+    ],
+)
+def test_what_is_wrong_with_a_state_names_request_and_entry(scene, fault: str, code: str, cause: str) -> None:
+    """Before the forward that takes it, in the pool of states alone: a bit, another's, none, one that was freed."""
+    acts = scene("states, faults")
+    [act] = [act for act in acts if act["fault"] == fault]
+    assert set(act["reports"]["target"]["fired"]) == {code}
+    found, touched = act["findings"][0], act["touched"]
+    assert (found["code"], found["pool"], found["causes"][0]["text"]) == (code, "states", cause)
+    if fault == "no_state_copy":
+        assert touched["copies"] == len(act["findings"]) == 2
+        assert {own["reader"] for own in act["findings"]} == {"c again 0", "d again 0"}
+    else:
+        assert (found["reader"], found["entry"], found["site"]) == (touched["request"], touched["slot"], ["decode", 0])
+    assert found["layers"] == [touched["layer"]] if fault == "state_bit" else not found["layers"]
 
 
 @pytest.mark.slow
 def test_entries_of_older_weights_are_counted(scene) -> None:
-    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left."""
+    """Only those that a request began with, after weights were loaded without a flush; with one nothing is left. The
+    certificate names the version that SGLang was told.
+    """
     assert scene("page 16, bfloat16")[0]["reports"]["target"]["older_weights"] >= 4 * 64
     assert scene("lifetimes")[0]["reports"]["target"]["older_weights"] > 0
     assert scene("latent")[0]["reports"]["target"]["older_weights"] == 0
+    assert [scene(name)[0]["reports"]["target"]["weights"] for name in ("latent", "lifetimes")] == ["", "16"]
 
 
 @pytest.mark.slow
@@ -233,6 +264,14 @@ def test_a_bit_of_the_draft_model_is_named(scene) -> None:
 
 
 @pytest.mark.slow
+def test_drafts_without_a_model_have_no_pool(scene) -> None:
+    """What they draft is verified in the target's; the verify's entries are judged as those of any draft."""
+    sound = scene("n-gram, page 1")[0]
+    assert set(sound["reports"]) == {"target"}
+    assert sound["reports"]["target"]["forwards"] < sum(map(len, sound["outputs"].values())) / 2  # it accepts
+
+
+@pytest.mark.slow
 def test_a_hook_of_the_draft_that_fails_stops_its_pool_alone(scene) -> None:
     """The target's pool is judged to the end, and tokens are those without a canary."""
     acts = scene("topk 1, page 1")
@@ -246,12 +285,13 @@ def test_a_hook_of_the_draft_that_fails_stops_its_pool_alone(scene) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_is_stored_one_slot_further_is_named(scene) -> None:
-    """The first node of a verify, of which the accepted chain begins."""
+    """The first node of a verify, of which the accepted chain begins, lands on the second: one slot of both is told."""
     for _, found, touched in struck(scene, "off_by_one"):
         assert (found["code"] in ("W2", "W5", "W7"), found["pool"]) == (True, "target")
         assert (found["writer"], found["position"], found["slot"]) == (
             touched["request"], touched["position"], touched["slot"],
         )  # fmt: skip
+        assert found["expected"] == {"slot": touched["slot"] - 1}
         assert (found["causes"][0]["family"], found["causes"][0]["text"]) == ("addressing", ASTRAY)
 
 
@@ -285,12 +325,17 @@ def test_a_chunk_that_is_rotated_within_itself_is_named(scene) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_is_freed_under_its_branches_is_named(scene) -> None:
-    """A running request reads on, at the first entry: R7, R8 where another has the page by then, R9 where its own next
-    entries were granted it, as here.
+    """A running request reads on, at the first entry, and its own next entries were granted the page: nobody has
+    stored there since, as in both pools (R12). The cause says what lay there before.
     """
-    for _, found, touched in struck(scene, "freed"):
-        assert (found["code"] in ("R7", "R8", "R9"), found["pool"]) == (True, "target")
+    for name, found, touched in struck(scene, "freed"):
+        assert (found["code"], found["pool"], found["site"]) == ("R12", "target", ["verify", 0])
         assert (found["reader"], found["position"], found["slot"]) == (touched["request"], 0, touched["slot"])
+        assert (found["causes"][0]["family"], found["causes"][0]["text"]) == ("lifetime", GIVEN_BACK)
+        assert f"position 0 of {touched['request']!r} lay there" in found["causes"][0]["evidence"][0]
+        assert len(found["causes"]) == 1
+        [act] = [act for act in scene(name) if act["fault"] == "freed"]
+        assert {code for report in act["reports"].values() for code in report["fired"]} == {"R12"}
 
 
 @pytest.mark.slow

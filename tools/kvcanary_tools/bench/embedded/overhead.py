@@ -30,7 +30,7 @@ BATCH_SIZES = (1, 8)
 def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     prompts = [excerpt.prompt for excerpt in load_excerpts()[:PROMPTS]]
-    rows = [_one_batch_size(size, prompts) for size in BATCH_SIZES]
+    rows = [measure(size, prompts) for size in BATCH_SIZES]
     result = {
         "what": "seconds with the canary on (raise, rolling) / off",
         "machine": machine(),
@@ -49,17 +49,18 @@ def main() -> None:
         print(f"{row['batch']:5d}   " + "   ".join(cells))
 
 
-def _one_batch_size(size: int, prompts: list[str]) -> dict:
+def measure(size: int, prompts: list[str], num_passes: int = PAIRS, new_tokens: int = NEW_TOKENS) -> dict:
+    """A row of the table: batches of so many prompts."""
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     engines = {
         mode: Engine(EngineConfig(prefix_cache=False, canary=CanaryConfig(mode=mode))) for mode in ("off", "raise")
     }
-    run_pass(engines, batches[:1])
+    run_pass(engines, batches[:1], new_tokens)
     passes = []
     with settled():
-        for number in range(PAIRS):
-            passes.append(run_pass(engines, batches))
-            progress(f"batch {size}, pass {number + 1} of {PAIRS}")
+        for number in range(num_passes):
+            passes.append(run_pass(engines, batches, new_tokens))
+            progress(f"batch {size}, pass {number + 1} of {num_passes}")
     return {
         "batch": size,
         "prefill": ratios(passes, "raise", "off", lambda timing: timing.prefill_seconds),

@@ -26,6 +26,7 @@ import torch
 from kvcanary_tools.bench.common import Rounds, added, machine, mean_over, progress, reported, save, settled, spread
 from kvcanary_tools.bench.gpu import step
 from kvcanary_tools.bench.gpu.device import device, in_orders
+from kvcanary_tools.bench.gpu.fitting import fit
 from kvcanary_tools.bench.gpu.stamps import stamp
 from spec_engine import Engine
 from spec_engine.graphs.forward import StaticForward
@@ -84,12 +85,15 @@ def measure(
     """A row of the table; ``settings``: of the engines, beside those of DRAFTS. ``places``: None: one an engine."""
     names = FEW if size <= MOST_FEW else MANY
     places = min(places or len(names), len(names))
+    fits = fit(size, len(names), slots_of(2 * rounds), model)
+    size = fits.requests
     orders = in_orders(names, places, lambda own: _one_order(drafts, size, model, head, own, rounds, settings))
     seconds, substeps = (mean_over([own[part] for own in orders]) for part in range(2))
     _, _, accepted_length, certificates = orders[-1]
     return {
         "drafts": drafts,
         "batch": size,
+        **fits.as_dict(),
         "rounds": rounds,
         "places": places,
         "tokens_a_step": round(accepted_length, 3),
@@ -125,10 +129,15 @@ def _one_order(
 def _engine(name: str, size: int, model: Decoder, head: Eagle, rounds: int, settings: dict[str, Any]) -> Engine:
     """Every request in decode, with room for as many accepted drafts as there are steps."""
     room = 2 * rounds
-    tokens = size * (step.PROMPT_LEN + step.new_tokens(room) + RESERVE)
+    tokens = size * slots_of(room)
     engine = step.make_engine(size, model, step.CANARIES[name], room, head, max_total_tokens=tokens, **settings)
     step.fill(engine, size, room)
     return engine
+
+
+def slots_of(rounds: int) -> int:
+    """That a request with drafts has in a pool."""
+    return step.PROMPT_LEN + step.new_tokens(rounds) + RESERVE
 
 
 def _substep(engine: Engine, marks: Marks) -> float:

@@ -30,6 +30,7 @@ from kvcanary_kernels.record.rows import PoolRows, pool_rows
 from kvcanary_tools.bench.common import machine, progress, reported, save, settled, spread
 from kvcanary_tools.bench.gpu import step
 from kvcanary_tools.bench.gpu.device import device, give_back
+from kvcanary_tools.bench.gpu.fitting import fit
 from spec_engine import Engine
 from spec_engine.models.decoder import Decoder
 
@@ -205,6 +206,8 @@ def _medians(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
 def measure_steps(requests: int, model: Decoder, rounds: int = STEP_ROUNDS) -> dict:
     """Milliseconds of a step without a canary, and what the others take over that, rounds taking turns."""
     engines: dict[str, Engine] = {}
+    fits = fit(requests, len(CANARIES), step.slots_of(rounds), model)
+    requests = fits.requests
     for name, config in CANARIES.items():
         progress(f"batch {requests}: prompts, canary {name}")
         with _reading_again() if name.endswith("again") else nullcontext():
@@ -219,7 +222,7 @@ def measure_steps(requests: int, model: Decoder, rounds: int = STEP_ROUNDS) -> d
     over_off = {name: spread(seconds[name], seconds["off"]) for name in seconds if name != "off"}
     engines.clear()
     give_back()
-    return {"batch": requests, "off_ms": round(1e3 * median(seconds["off"]), 4), "over_off": over_off}
+    return {"batch": requests, **fits.as_dict(), "off_ms": round(1e3 * median(seconds["off"]), 4), "over_off": over_off}
 
 
 @contextmanager

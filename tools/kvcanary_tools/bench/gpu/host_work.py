@@ -31,6 +31,7 @@ from kvcanary import CanaryManager
 from kvcanary_tools.bench.common import machine, progress, save, settled
 from kvcanary_tools.bench.gpu import drafted_step, step
 from kvcanary_tools.bench.gpu.device import device, give_back
+from kvcanary_tools.bench.gpu.fitting import fit
 from spec_engine import Engine
 from spec_engine.graphs.hooks import Together
 from spec_engine.models.decoder import Decoder
@@ -128,7 +129,8 @@ def tell(row: dict) -> None:
 def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int, **settings: Any) -> dict:
     """A row of the table; ``settings``: of the engines, beside those of the drafts."""
     settings = drafted_step.DRAFTS.get(drafts, {}) | settings
-    engines = {}
+    fits = fit(size, len(NAMES), drafted_step.slots_of(2 * rounds), model)
+    size, engines = fits.requests, {}
     for name in NAMES:
         progress(f"{drafts} x {size}: prompts, canary {name}")
         engines[name] = _engine(name, size, model, None if drafts == "none" else head, rounds, settings)
@@ -150,6 +152,7 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int, **
     return {
         "drafts": drafts,
         "batch": size,
+        **fits.as_dict(),
         "rounds": rounds,
         "off_us": off_us,
         "work_us": work_us,
@@ -185,8 +188,7 @@ def _engine(name: str, size: int, model: Decoder, head: Draft | None, rounds: in
     """Every request in decode, with room for what rounds of both kinds bring."""
     room = 2 * rounds
     if head is not None:
-        tokens = size * (step.PROMPT_LEN + step.new_tokens(room) + drafted_step.RESERVE)
-        settings = {"max_total_tokens": tokens} | settings
+        settings = {"max_total_tokens": size * drafted_step.slots_of(room)} | settings
     engine = step.make_engine(size, model, step.CANARIES[name], room, head, **settings)
     step.fill(engine, size, room)
     return engine

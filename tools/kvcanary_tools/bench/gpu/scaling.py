@@ -18,6 +18,7 @@ import torch
 from kvcanary_tools.bench.common import added, machine, progress, save, settled
 from kvcanary_tools.bench.gpu import step
 from kvcanary_tools.bench.gpu.device import device, give_back
+from kvcanary_tools.bench.gpu.fitting import fit
 from spec_engine.models.decoder import Decoder
 
 CASES = (  # requests, tokens of each, size of the pool over what they need
@@ -54,8 +55,9 @@ def main(cases: Sequence[tuple[int, int, int]] = CASES) -> None:
 
 def measure(size: int, tokens: int, times: int, model: Decoder, rounds: int, **settings: Any) -> dict:
     """A row of the table; ``settings``: of the engines."""
-    slots = times * size * (tokens + step.new_tokens(rounds) + 4 * step.PAGE_SIZE)
-    engines = {}
+    of_a_request = times * (tokens + step.new_tokens(rounds) + 4 * step.PAGE_SIZE)
+    fits = fit(size, len(step.CANARIES), of_a_request, model)
+    size, slots, engines = fits.requests, fits.requests * of_a_request, {}
     for name, canary in step.CANARIES.items():
         engines[name] = step.make_engine(size, model, canary, rounds, max_total_tokens=slots, **settings)
         step.fill(engines[name], size, rounds, tokens)
@@ -66,6 +68,7 @@ def measure(size: int, tokens: int, times: int, model: Decoder, rounds: int, **s
                 seconds[name].append(step.timed(engines[name]))
     row = {
         "requests": size,
+        **fits.as_dict(),
         "tokens": tokens,
         "pool_times": times,
         "slots": slots,

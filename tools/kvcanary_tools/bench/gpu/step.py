@@ -1,9 +1,10 @@
 """What the canary costs a captured decode step of an 8B model: ``python -m kvcanary_tools.bench.gpu.step``.
 
-Random weights of Llama-3-8B's shape in bf16, made on the device; 1 and 64 requests of 4,096 tokens, the pool full,
-overlap schedule. An engine without a canary takes turns with one of ``content=write`` and one of the default rolling
-check, some rounds of STEPS steps each; a step is timed from the host, with the device idle before the first and after
-the last. Then they are made anew in another order, until each has had every place in the device's memory.
+Random weights of Llama-3-8B's shape in bf16, made on the device; 1 and 64 requests of 4,096 tokens, or as many as fit
+into the device's memory, the pool full, overlap schedule. An engine without a canary takes turns with one of
+``content=write`` and one of the default rolling check, some rounds of STEPS steps each; a step is timed from the host,
+with the device idle before the first and after the last. Then they are made anew in another order, until each has had
+every place in the device's memory.
 The floor is the bytes that a step must read over what a plain read of the same device reaches in the same run.
 """
 
@@ -31,6 +32,7 @@ from kvcanary_tools.bench.common import (
     spread,
 )
 from kvcanary_tools.bench.gpu.device import device, in_orders, read_ceiling
+from kvcanary_tools.bench.gpu.fitting import fit, slot_bytes
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.config import parse_config
@@ -65,7 +67,7 @@ def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = l
         sys.exit("kvcanary_tools.bench.gpu.step measures a CUDA device, and there is none here")
     model = random_decoder(LLAMA_8B)
     ceiling = read_ceiling() / 1e12
-    rows = [_one_batch(size, model, ceiling, rounds, places) for size in batches]
+    rows = [measure(size, model, ceiling, rounds, places) for size in batches]
     result = {
         "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
         "machine": machine() | device(),
@@ -112,17 +114,19 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
-def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int, places: int) -> dict:
+def measure(asked: int, model: Decoder, ceiling: float, rounds: int, places: int) -> dict:
+    """A row of the table; ``ceiling``: terabytes a second of a plain read."""
+    fits = fit(asked, len(CANARIES), slots_of(rounds), model)
+    size = fits.requests
     orders = in_orders(list(CANARIES), places, lambda names: _one_order(size, model, names, rounds))
     seconds, (*_, (_, certificates)) = mean_over([turns for turns, _ in orders]), orders
     off = median(seconds["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
     watched = [name for name in CANARIES if name in certificates]
-    config = model.config
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed_weight.itemsize
-    floor = (weights + size * PROMPT_LEN * token_bytes) / ceiling / 1e12
+    floor = (weights + size * PROMPT_LEN * slot_bytes(model)) / ceiling / 1e12
     return {
         "batch": size,
+        **fits.as_dict(),
         "off_ms": round(1e3 * off, 4),
         "floor_ms": round(1e3 * floor, 4),
         "over_floor": round(off / floor, 4),
@@ -155,7 +159,7 @@ def make_engine(
     """With room for these requests and what rounds bring; ``settings`` go before those of this benchmark."""
     new = new_tokens(rounds)
     own = {
-        "max_total_tokens": size * (PROMPT_LEN + new + 4 * PAGE_SIZE),
+        "max_total_tokens": size * slots_of(rounds),
         "max_running_requests": size,
         "context_length": PROMPT_LEN + new + 1,
         "prefill_chunk_tokens": PROMPT_LEN,
@@ -178,6 +182,11 @@ def plain_engine(model: Decoder, canary: CanaryConfig, head: Draft | None = None
         "canary": canary,
     }
     return Engine(EngineConfig(**common | settings), model=model, draft=head, tokenizer=MockTokenizer())
+
+
+def slots_of(rounds: int) -> int:
+    """That a request has in a pool."""
+    return PROMPT_LEN + new_tokens(rounds) + 4 * PAGE_SIZE
 
 
 def new_tokens(rounds: int) -> int:

@@ -58,10 +58,21 @@ def trees(topk: int, page: int, *faults: str) -> Scene:
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 
 
+def graphed(scene: Scene) -> Scene:
+    """The same where a draft's extends run from a graph of SGLang's own, or what stands for it here."""
+    return Scene(scene.acts, {**scene.settings, "graphs": True})
+
+
 def slots(topk: int, page: int, *faults: str) -> Scene:
     """The same with faults of slots and of what a draft is fed, in short answers; `freed` ends SGLang's own books."""
     scene = trees(topk, page, *faults)
     return Scene(tuple({**act, "new": 6} for act in scene.acts[2:]), scene.settings)
+
+
+def standalone(page: int, *faults: str) -> Scene:
+    """A draft model of its own, with two branches."""
+    scene = trees(2, page, *faults)
+    return Scene(scene.acts, {**scene.settings, "algorithm": "STANDALONE"})
 
 
 def reverted(number: int, scene: Scene) -> Scene:
@@ -112,16 +123,24 @@ def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
 TWO_POOLS: Json = {"kind": "windows", "swa_full_tokens_ratio": 1.0}
 #: Layers with windows: torch's attention reads them by the slots of the others, so that both pools are as long.
 QUICK["windows"] = pool(TWO_POOLS, "bit", "window_bit")
+STATES: Json = {"kind": "states", "page_size": 1, "is_interpreted": True, "max_mamba_cache_size": 32}
 #: Pools of other classes, other pages and types, and what ends the life of entries.
 POOLS = {
     "windows, page 1": pool({**TWO_POOLS, "page_size": 1}, "window_bit", act={"new": 24}),
     "latent": pool({"kind": "latent"}, "bit"),
-    "states": pool({"kind": "states", "page_size": 1, "is_interpreted": True}, "bit"),
+    "states": pool(STATES, "bit", act={"new": 8, "between": ["reload"]}),
     "fp8": pool({"kv_cache_dtype": "fp8_e4m3"}, "bit"),
     "page 16, bfloat16": pool({"page_size": 16, "dtype": "bfloat16", **WIDE}, "bit", act=WAVES),
     "page 64, float16": pool({"page_size": 64, "dtype": "float16", **WIDE}, act=WAVES),
     "lifetimes": pool({}, act=EVENTFUL),
 }
+#: Recurrent states: `state_freed` ends SGLang's own books.
+STATE_FAULTS = Scene(
+    tuple({"fault": fault, **own} for fault, own in {
+        "state_bit": {}, "state_swapped": {}, "no_state_copy": {"at": 0, "between": ["reload"]}, "state_freed": {},
+    }.items()),
+    STATES,
+)  # fmt: skip
 COMES_BACK: Json = {"between": ["many", "many"]}
 #: A tier in host memory, on stand-ins for what pins it and copies.
 TIER = Scene(
@@ -145,11 +164,22 @@ TREES = {
     ),
     "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
+    "topk 1, graphs": graphed(trees(1, 4, "draft_bit")),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
     "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
     "topk 2, page 4, slots": slots(2, 4, "draft_scatter", "verify_scatter", "chunk_rotated", "freed"),
     "topk 4, page 1": trees(4, 1, "one_too_long", "short_move"),
     "topk 4, page 4": trees(4, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "standalone, page 1": standalone(1),
+    "standalone, page 4": standalone(4, "draft_bit", "one_too_long", "chunk_rotated"),
+    "n-gram, page 1": Scene(
+        (
+            {"new": 24},
+            {**OFF, "new": 24},
+            *({"fault": fault} for fault in ("one_too_long", "off_by_one", "verify_scatter")),
+        ),
+        {"eagle": True, "algorithm": "NGRAM", "nodes": 6, "page_size": 1},
+    ),
     "at the context's end": AT_THE_END,
     "without 25015": reverted(25015, trees(1, 4)),
     "without 26329": reverted(26329, trees(1, 4)),
@@ -164,7 +194,7 @@ BESIDE = {
     ),
     "beside, topk 1": beside(1, "one_too_long"),
 }
-SCENES = QUICK | POOLS | {"host tier": TIER} | TREES | BESIDE
+SCENES = QUICK | POOLS | {"states, faults": STATE_FAULTS, "host tier": TIER} | TREES | BESIDE
 
 
 def pinned() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Touched = dict[str, Any]
@@ -128,8 +128,9 @@ def short_move(host: Any) -> Iterator[Touched]:
 
 def one_too_long(host: Any) -> Iterator[Touched]:
     """Acceptance counts one token more than was right, once for each row."""
-    import sglang.srt.speculative.eagle_worker_common as common
-
+    common, ngram = (
+        sys.modules.get(f"sglang.srt.speculative.{name}") for name in ("eagle_worker_common", "ngram_worker")
+    )
     touched: Touched = {"rows": 0}
 
     def sample(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,9 @@ def one_too_long(host: Any) -> Iterator[Touched]:
                 touched["rows"] += 1
         return predict, lens, index
 
-    with around(common, "eagle_sample", sample):
+    with ExitStack() as both:
+        for module in filter(None, (common, ngram)):
+            both.enter_context(around(module, "eagle_sample", sample))
         yield touched
 
 
@@ -215,6 +218,43 @@ def late_write(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def state_bit(host: Any) -> Iterator[Touched]:
+    """One bit of a recurrent state, of its last layer."""
+    entry, windows = _state_of(_first(host)), host.scheduler.req_to_token_pool.mamba_pool.mamba_cache.conv[0]
+    yield from _word_flipped(windows[-1, entry], request=_first(host).rid, slot=entry, layer=len(windows) - 1)
+
+
+def state_swapped(host: Any) -> Iterator[Touched]:
+    """Two requests go on from each other's state."""
+    index, rows = (
+        host.scheduler.req_to_token_pool.req_index_to_mamba_index_mapping,
+        host.scheduler.running_batch.reqs[:2],
+    )
+    numbers = [request.kv.req_pool_idx for request in rows]
+    index[numbers] = index[numbers[::-1]]
+    yield {"request": rows[0].rid, "other": rows[1].rid, "slot": _state_of(rows[1])}
+    index[numbers] = index[numbers[::-1]]
+
+
+def state_freed(host: Any) -> Iterator[Touched]:
+    """The state of a running request goes back to the allocator."""
+    request = _first(host)
+    host.scheduler.req_to_token_pool.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
+    yield {"request": request.rid, "slot": _state_of(request)}
+
+
+def no_state_copy(host: Any) -> Iterator[Touched]:
+    """Requests that begin with entries of the prefix cache get none of its states."""
+    touched: Touched = {"copies": 0}
+
+    def skip(method: Any, src_index: Any, dst_index: Any) -> None:
+        touched["copies"] += len(dst_index)
+        touched.setdefault("slot", int(dst_index[0]))
+
+    with around(host.scheduler.req_to_token_pool, "copy_mamba_state", skip):
+        yield touched
+
+
 def draft_scatter(host: Any) -> Iterator[Touched]:
     """Slots of a round's second draft step are scattered one column too far: a row's last lands on the next's first."""
     runner = host.scheduler.draft_worker.draft_worker.draft_runner
@@ -261,12 +301,13 @@ FAULTS: dict[str, Fault] = {
     for own in (
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
         short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, draft_scatter, verify_scatter,
-        chunk_rotated, hook_error, draft_hook_error,
+        chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped, state_freed, no_state_copy,
     )
 }  # fmt: skip
 LASTING = (
     "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
     "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
+    "state_freed", "no_state_copy",
 )  # fmt: skip
 
 
@@ -329,10 +370,20 @@ def _flipped_at(
     host: Any, pool: Any, position: int, slot: int, part: str = "k_buffer", layer: int = -1
 ) -> Iterator[Touched]:
     """One bit of an entry; latent rows are one part."""
+    buffers = getattr(pool, "kv_buffer", None) or getattr(pool, part)
+    told = {"request": _first(host).rid, "position": position, "slot": slot, "layer": layer % len(buffers)}
+    yield from _word_flipped(buffers[layer][slot], **told)
+
+
+def _word_flipped(row: Any, **told: Any) -> Iterator[Touched]:
+    """Bit 7 of the fourth word of a row."""
     import torch
 
-    buffers = getattr(pool, "kv_buffer", None) or getattr(pool, part)
-    words, layer = buffers[layer][slot].view(torch.int32), layer % len(buffers)
-    words[0, 3] ^= 1 << 7
-    yield {"request": _first(host).rid, "position": position, "slot": slot, "layer": layer, "bit": 7}
-    words[0, 3] ^= 1 << 7
+    words = row.view(-1).view(torch.int32)
+    words[3] ^= 1 << 7
+    yield {**told, "bit": 7}
+    words[3] ^= 1 << 7
+
+
+def _state_of(request: Any) -> int:
+    return int(request.kv.mamba_pool_idx)

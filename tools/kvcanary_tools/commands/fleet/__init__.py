@@ -1,0 +1,1 @@
+"""Commands about servers that run elsewhere, one or many."""

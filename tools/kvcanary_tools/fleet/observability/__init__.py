@@ -1,0 +1,1 @@
+"""Dashboards of Grafana, alert rules of Prometheus, and a compose file that starts both."""
