@@ -315,7 +315,6 @@ def make_models(folder: Path, layers: int = 2) -> None:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.data *= QUIETER
     target.save_pretrained(folder / "target")
-    save_standalone(folder / "standalone", target, LlamaForCausalLM(config(1)))
     state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
     weights["fc.weight"] = torch.cat((torch.eye(64) + torch.randn(64, 64) * ASTRAY, torch.zeros(64, 64)), 1)
@@ -323,6 +322,7 @@ def make_models(folder: Path, layers: int = 2) -> None:
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}
     (folder / "draft" / "config.json").write_text(json.dumps(told))
+    save_standalone(folder / "standalone", target, LlamaForCausalLM(config(1)))
 
 
 def save_standalone(folder: Path, target: Any, own: Any) -> None:
