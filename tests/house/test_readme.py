@@ -86,7 +86,7 @@ def test_report_is_what_the_demo_prints() -> None:
     from kvcanary_tools.runs.demonstration import flip_bit, strike
     from spec_engine.models.embedded import load_excerpts
 
-    [shown] = blocks("text")
+    shown = blocks("text")[0]
     outcome = strike(load_excerpts()[0].prompt, NUM_TOKENS, flip_bit)
     assert outcome.report is not None
     assert without_numbers(shown.strip()) == without_numbers(outcome.report.text().strip())
@@ -106,6 +106,16 @@ def test_readme_quotes_the_recorded_figures(root: Path) -> None:
     for row in overhead["rows"]:
         figures = f"{row['prefill']['median']:.2f}, {row['steps']['median']:.2f}"
         assert f"| canary on over off, batch {row['batch']}: prefill, steps | {figures} |" in readme
+
+
+def test_readme_shows_what_two_minutes_print(root: Path) -> None:
+    """The lines of `kvcanary bench quick` are those of its record."""
+    from kvcanary_tools.bench import quick
+
+    results = root / "tools" / "kvcanary_tools" / "bench" / "results"
+    quick_record = json.loads((results / "gpu_quick.json").read_text(encoding="utf-8"))
+    shown = blocks("text")[1].splitlines()
+    assert shown == [line for line in quick.lines(quick_record) if line.startswith(("overhead", "accuracy"))]
 
 
 def test_readme_quotes_what_was_found_and_what_was_not(root: Path) -> None:
