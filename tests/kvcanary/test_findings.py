@@ -237,8 +237,8 @@ def test_the_families_are_those_of_the_catalogue_of_faults():
 
 
 def test_the_order_in_which_codes_speak_is_the_documented_one():
-    """docs/canary.md has every code with its name and sentence, in the order in which they speak."""
-    text = (Path(__file__).parents[2] / "docs" / "canary.md").read_text(encoding="utf-8")
+    """docs/checks.md has every code with its name and sentence, in the order in which they speak."""
+    text = (Path(__file__).parents[2] / "docs" / "checks.md").read_text(encoding="utf-8")
     reported = re.findall(r"^\| ([A-Z]\d+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
     assert reported == [(code.code, code.name, code.sentence) for code in CODES.values()]
 
