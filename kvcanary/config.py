@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcanary.codes import CODES
+from kvcanary.environment import settings_from
 from kvcanary.errors import CanaryConfigError
 
 MODES = ("off", "log", "raise", "abort", "heal")
@@ -24,7 +24,6 @@ _INTEGERS = (
     ("seed", range(2**64), "an integer in [0, 2^64) or None"),
 )
 MOST_MODEL = 1024
-_UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,11 @@ class CanaryConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:
-        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _POISON, _QUARANTINE, _RING, _DUMP, _DISABLE, _SHARE.
+        """Settings from the variables KVCANARY_<FIELD> (`dump_dir`: KVCANARY_DUMP); `overrides` win.
 
-        `overrides` win. The seed is KVCANARY_KV_CANARY_SEED, the model KVCANARY_KV_CANARY_MODEL.
-
-        KVCANARY_SEED is the sampling seed of the command line, never the canary's.
+        CanaryConfigError for a wrong value, and for a variable of this prefix that nobody reads.
         """
-        environ = os.environ if environ is None else environ
-        settings: dict[str, Any] = {}
-        for name, parse in _PARSERS.items():
-            text = environ.get(f"KVCANARY_{_VARIABLES.get(name, name.upper())}", "").strip()
-            if text:
-                settings[name] = parse(text)
-        return cls(**{**settings, **overrides})
+        return cls(**{**settings_from(os.environ if environ is None else environ), **overrides})
 
 
 def share_of(count: int, stride: int) -> int:
@@ -110,52 +101,6 @@ def share_of(count: int, stride: int) -> int:
     A stride less: what was written behind a slice waits for the next one, and then for all that is older.
     """
     return -(-count * stride // (ROTATION_STEPS - stride))
-
-
-def parse_bytes(text: str) -> int:
-    """A size in bytes from `4MiB`, `512 kb` or `65536`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise CanaryConfigError(f"budget must be a size such as 65536, 64KiB or 4MiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def parse_codes(text: str) -> frozenset[str]:
-    """Check codes from `R5,W4`."""
-    return frozenset(part.strip().upper() for part in text.split(",") if part.strip())
-
-
-def _parse_integer(name: str) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            return int(text, 0)
-        except ValueError:
-            raise CanaryConfigError(f"{name} must be an integer, got {text!r}") from None
-
-    return parse
-
-
-def _parse_share(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise CanaryConfigError(f"share must be a number above 0 and at most 1, got {text!r}: 0.05 is 5 %") from None
-
-
-_VARIABLES = {"seed": "KV_CANARY_SEED", "dump_dir": "DUMP", "model": "KV_CANARY_MODEL"}
-_PARSERS = {
-    "mode": str.lower,
-    "content": str.lower,
-    "budget": lambda text: None if text.lower() == "auto" else parse_bytes(text),
-    "seed": _parse_integer("seed"),
-    "poison": str.lower,
-    "quarantine": _parse_integer("quarantine"),
-    "ring": _parse_integer("ring"),
-    "dump_dir": os.fspath,
-    "disable": parse_codes,
-    "model": str.strip,
-    "share": _parse_share,
-}
 
 
 def _checked_codes(codes: Any) -> frozenset[str]:

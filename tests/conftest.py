@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -19,7 +20,24 @@ if not HAS_CUDA:
 torch.set_num_threads(min(2, torch.get_num_threads()))  # OMP_NUM_THREADS=1 helps where another process holds a core
 
 
+# Files of a minute: they come first, so that no worker is left with one when the others have ended.
+LONG = (
+    "test_real_sglang.py",
+    "test_real_vllm.py",
+    "test_campaign.py",
+    "test_batching.py",
+    "test_huge_pages.py",
+    "test_walkthrough.py",
+    "test_progress.py",
+    "test_soak.py",
+    "test_seams_named_runs.py",
+    "test_engine_benches.py",
+    "test_demo.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         if not HAS_CUDA and item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and none is present"))
@@ -30,9 +48,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A KVCANARY_* variable of the developer's shell must not decide what a test sees."""
-    for name in [name for name in os.environ if name.startswith("KVCANARY_")]:
+    """A setting of the developer's shell must not decide what a test sees."""
+    for name in [name for name in os.environ if name.startswith(("KVCANARY_", "SPEC_ENGINE_"))]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """A benchmark that asks for two threads leaves them to no test behind it: beside a busy core they crawl."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture

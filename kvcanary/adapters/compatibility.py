@@ -49,17 +49,28 @@ def accept(host: str, version: str, tested: Sequence[str]) -> str | None:
     policy = os.environ.get(ACCEPT, "").strip().lower()
     if policy not in ("", "strict"):
         raise CanaryConfigError(f"{ACCEPT} must be 'strict' or unset, got {policy!r}")
-    known = [_numbers(own) for own in tested]
-    release = _numbers(version, len(known[0]))
-    if release in known:
+    found = standing(version, tested)
+    if found == "tested":
         return None
     if policy == "strict":
         return f"{host} {version} is not known here: install {' or '.join(tested)}"
-    is_inside = bool(release) and known[0] < release < known[-1]
-    if not is_inside and (host, version) not in _warned:
+    if found != "between tested" and (host, version) not in _warned:
         _warned.add((host, version))
         _events.warning("kvcanary.untested_release", host=host, version=version, tested=list(tested), docs=DOCS)
     return None
+
+
+def standing(version: str, tested: Sequence[str]) -> str:
+    """Where a release stands: `tested`, `older than tested`, `newer than tested`, or between those that were."""
+    known = [_numbers(own) for own in tested]
+    release = _numbers(version, len(known[0]))
+    if release in known:
+        return "tested"
+    if not release:
+        return "of no number that is known"
+    if release < known[0]:
+        return "older than tested"
+    return "newer than tested" if release > known[-1] else "between tested"
 
 
 def missing(needs: Iterable[Needed]) -> list[str]:

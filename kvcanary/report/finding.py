@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Set
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,7 @@ from kvcanary.pools.launch_site import site_name
 if TYPE_CHECKING:
     from kvcanary.provenance.bytes_of import Provenance
 
+MOST_IN_EVENT = 2  # of a list, where a dump has all of it
 KEPT_IN_GROUP = 64  # findings kept whole a group; later ones are counted
 #: What a cause can be: the families of published KV cache bugs, and the canary's own hooks. The list is closed.
 FAMILIES = (
@@ -140,9 +142,26 @@ def _listed(value: Any) -> Any:
     return [_listed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def log_finding(finding: Finding, rank: int | None = None) -> None:
-    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and the rank that has it."""
-    _events.error("kvcanary.finding", **finding.to_dict(), rank=rank)
+def log_finding(finding: Finding, rank: int | None = None, dump: str | None = None) -> None:
+    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and where there is more.
+
+    rank: of the worker that has it.  dump: the file that has its lists whole; without one the event has
+    """
+    whole = finding.to_dict()
+    fields = whole if dump is None else _cut(whole)
+    cut = [name for name in whole if fields[name] != whole[name]]
+    _events.error("kvcanary.finding", **fields, rank=rank, dump=dump, next=next_command(finding, dump), cut=cut)
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cut(inner) for name, inner in value.items()}
+    return [_cut(inner) for inner in value[:MOST_IN_EVENT]] if isinstance(value, list) else value
+
+
+def next_command(finding: Finding, dump: str | None) -> str:
+    """What to type to know more: of this finding, where a dump has it, else of its code."""
+    return f"kvcanary explain {shlex.quote(dump)}" if dump else f"kvcanary codes {finding.code}"
 
 
 @dataclass

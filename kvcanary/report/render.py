@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from kvcanary.pools.launch_site import site_name
-from kvcanary.report.finding import Finding
+from kvcanary.report.finding import Finding, next_command
 
 #: What the text shows of a GPU, by the key that must be there.
 _NVML = {
@@ -29,12 +29,16 @@ PLACELESS = frozenset({"H1", "H2"})  # they are about the canary, not about a sl
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one check, what was done about them, and the counters at that moment; where they were dumped."""
+    """Findings of one check, what was done about them, and the counters at that moment.
+
+    dump: the file that has more, or None.  rank: of the worker that has them, where there are several
+    """
 
     findings: tuple[Finding, ...]
     action: str
     counters: Mapping[str, int]
     dump: str | None = None
+    rank: int | None = None
 
     def text(self, colour: bool = False) -> str:
         """One screen, the class and the place first."""
@@ -44,9 +48,11 @@ class Report:
         if len(others) > SHOWN_HEADLINES:
             lines.append(f"kvcanary: and {len(others) - SHOWN_HEADLINES} more findings")
         lines.append(_line("action", self.action))
-        lines += [_line("dump", self.dump)] if self.dump else []
+        lines.append(_line("rank", "" if self.rank is None else str(self.rank)))
+        lines.append(_line("dump", self.dump or ""))
+        lines.append(_line("next", next_command(self.findings[0], self.dump) if self.findings else ""))
         lines.append(_summary(len(self.findings), self.counters))
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     def to_dict(self) -> dict[str, Any]:
         """The findings as their events have them, and what they share."""
@@ -55,6 +61,7 @@ class Report:
             "action": self.action,
             "counters": dict(self.counters),
             "dump": self.dump,
+            "rank": self.rank,
         }
 
     def print(self, stream: TextIO) -> None:

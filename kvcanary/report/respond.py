@@ -12,8 +12,9 @@ from kvcanary.calls.violation_log import ViolationGroup, ViolationLog
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
 from kvcanary.ledger.ledger import Ledger, Request
+from kvcanary.report.announce import announce
 from kvcanary.report.describe import Describer
-from kvcanary.report.finding import Finding, FindingLog, log_finding
+from kvcanary.report.finding import Finding, FindingLog
 from kvcanary.report.healing import DAMAGE, Healing
 from kvcanary.report.render import Report
 
@@ -24,8 +25,8 @@ ENDING = ("abort", "heal")  # modes in which requests end, or begin anew
 class Response:
     """`log` tells, `raise` stops the engine, `abort` names the requests that must end, `heal` those that begin anew.
 
-    report_finding: what a finding is given to
-    healing:        mode heal: what is being made good; else None
+    announce: what a report is given to where the engine goes on
+    healing:  mode heal: what is being made good; else None
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Response:
         Without a ledger nobody can be ended: CanaryConfigs of such pools have neither mode `abort` nor `heal`.
         """
         self._dump = dump
-        self.report_finding: Callable[[Finding], None] = log_finding
+        self.announce: Callable[[Report], None] = announce
         self._config, self._describer, self._ledger = config, describer, ledger
         self._requests: dict[str, Request] = {} if ledger is None else ledger.requests
         self._incidents: dict[tuple[object, ...], int] = {}
@@ -64,13 +65,12 @@ class Response:
         if self.healing is not None and not stops:
             stops, action, findings = self.healing.treat(groups, findings, aborted, self.damaged_pages, step)
         reported = [finding for finding in findings if self.log.add(finding)]
-        if stops:
-            report = Report(tuple(findings), action, coverage.counters(), self._dump(findings))
-            raise KVCorruptionError(findings, report)
-        for finding in reported:
-            self.report_finding(finding)
-        if reported:
-            self._dump(reported)
+        if stops or reported:
+            told = tuple(findings if stops else reported)
+            report = Report(told, action, coverage.counters(), self._dump(told))
+            if stops:
+                raise KVCorruptionError(told, report)
+            self.announce(report)
         if self.healing is not None:
             self.healing.close(step)
         return aborted

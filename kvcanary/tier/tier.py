@@ -39,7 +39,7 @@ class Tier:
     """
 
     def __init__(self, seed: int | None = None, *, name: str = "tier", **settings: Any) -> None:
-        """seed: of the keys, the same in every process that puts or checks; None: KVCANARY_KV_CANARY_SEED, or a secret
+        """seed: of the keys, the same in every process that puts or checks; None: KVCANARY_SEED, or a secret
         one that nobody else has.  name: what findings call the tier
         settings: of `CanaryConfig` (mode, model, ...); those that are not given are read from the environment.
         """

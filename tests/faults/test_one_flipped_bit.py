@@ -14,7 +14,7 @@ from spec_engine.models.embedded import load_excerpts
 ROTATION = 8  # steps in which the rolling check re-reads every live byte
 NEW_TOKENS = 40
 PLACES = 200
-SAMPLE = 20
+SAMPLE = 10
 
 
 def make_engine(content: str, budget: int | None = None) -> Engine:

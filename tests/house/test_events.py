@@ -15,7 +15,7 @@ LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
 PACKAGES = ("kvcanary", "spec_engine", "tools/kvcanary_tools", "kernels/kvcanary_kernels")
 #: What `**` stands for in a call, by the source of its argument.
 UNPACKED = {
-    "finding.to_dict()": [field.name for field in dataclasses.fields(Finding)],
+    "fields": [field.name for field in dataclasses.fields(Finding)],
     "row.to_json()": [field.name for field in dataclasses.fields(RowDivergence)],
 }
 

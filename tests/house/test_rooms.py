@@ -18,7 +18,7 @@ FOLDERS = {
     "spec_engine": "spec_engine",
     "kvcanary_tools": "tools/kvcanary_tools",
 }
-TOP = ("config", "errors", "codes")
+TOP = ("config", "environment", "errors", "codes")
 #: Whose doors name what lies behind them: the public names, and the errors that carry findings, for annotations alone.
 DOORS = ("kvcanary", "spec_engine", "kvcanary.errors")
 #: What an engine imports of kvcanary; and where it brings published bugs back, the catalogue of these.

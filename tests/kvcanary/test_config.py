@@ -8,7 +8,7 @@ import pytest
 
 from kvcanary import CanaryConfig, CanaryConfigError, CanaryManager, KVCanaryError
 from kvcanary.codes import CODES
-from kvcanary.config import parse_bytes, parse_codes
+from kvcanary.environment import parse_bytes, parse_codes, variable
 
 
 def refusal(**settings: object) -> str:
@@ -151,19 +151,39 @@ def test_parse_codes_takes_commas_spaces_and_small_letters():
 
 
 def test_from_env_reads_every_setting():
-    """All eight variables are read, in any case."""
+    """Every field has a variable, which is read in any case."""
     environ = {
         "KVCANARY_MODE": "LOG",
         "KVCANARY_CONTENT": "Full",
         "KVCANARY_BUDGET": "4MiB",
-        "KVCANARY_KV_CANARY_SEED": "0x10",
+        "KVCANARY_SEED": "0x10",
         "KVCANARY_DISABLE": "r5,w4",
         "KVCANARY_POISON": "NaN",
         "KVCANARY_QUARANTINE": "2",
+        "KVCANARY_RING": "3",
+        "KVCANARY_DUMP": "dumps",
+        "KVCANARY_DUMP_CONTENT": "1",
+        "KVCANARY_SHOW_TOKENS": "True",
+        "KVCANARY_MODEL": "m@7",
         "KVCANARY_SHARE": "0.05",
     }
-    expected = CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}), poison="nan", quarantine=2, share=0.05)
+    expected = CanaryConfig(
+        "log",
+        "full",
+        4 << 20,
+        16,
+        frozenset({"R5", "W4"}),
+        poison="nan",
+        quarantine=2,
+        ring=3,
+        dump_dir="dumps",
+        dump_content=True,
+        show_tokens=True,
+        model="m@7",
+        share=0.05,
+    )
     assert CanaryConfig.from_env(environ) == expected
+    assert {variable(field.name) for field in dataclasses.fields(CanaryConfig)} == set(environ)
 
 
 @pytest.mark.parametrize("share", ["0", "1.5", "-1", "five", "nan"])
@@ -188,13 +208,34 @@ def test_from_env_reads_the_process_environment(monkeypatch):
 
 def test_from_env_lets_overrides_win():
     """What the caller says goes before what the environment says."""
-    config = CanaryConfig.from_env({"KVCANARY_MODE": "off", "KVCANARY_KV_CANARY_SEED": "3"}, mode="raise")
+    config = CanaryConfig.from_env({"KVCANARY_MODE": "off", "KVCANARY_SEED": "3"}, mode="raise")
     assert (config.mode, config.seed) == ("raise", 3)
 
 
-def test_from_env_leaves_the_sampling_seed_alone():
-    """KVCANARY_SEED belongs to the command line's sampling; keys from it would not be secret."""
-    assert CanaryConfig.from_env({"KVCANARY_SEED": "3"}).seed is None
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("KVCANARY_KV_CANARY", "it is KVCANARY_MODE now"),
+        ("KVCANARY_KV_CANARY_SEED", "it is KVCANARY_SEED now"),
+        ("KVCANARY_KV_CANARY_DUMP_CONTENT", "it is KVCANARY_DUMP_CONTENT now"),
+        ("KVCANARY_CONTNT", "did you mean KVCANARY_CONTENT?"),
+        (
+            "KVCANARY_PAGE_SIZE",
+            "unset it, or say SPEC_ENGINE_PAGE_SIZE where it is an option of kvcanary generate or serve",
+        ),
+    ],
+)
+def test_from_env_refuses_names_that_set_nothing(name, remedy):
+    """A name of before is refused with the new one, a misspelt one with what was probably meant."""
+    with pytest.raises(CanaryConfigError) as caught:
+        CanaryConfig.from_env({name: "log"})
+    assert str(caught.value) == f"{name} sets nothing: {remedy}"
+
+
+def test_from_env_takes_what_others_set():
+    """What commands read, and the links that Kubernetes makes for a service of our name, are no mistake."""
+    others = {"KVCANARY_PORT": "tcp://10.0.0.1:80", "KVCANARY_SERVICE_HOST": "10.0.0.1", "KVCANARY_API_KEY": "k"}
+    assert CanaryConfig.from_env(others) == CanaryConfig()
 
 
 def test_from_env_knows_the_automatic_budget():
@@ -209,12 +250,13 @@ def test_from_env_knows_the_automatic_budget():
         ("CONTENT", "some", "content must be one of write, rolling, full, got 'some'"),
         ("BUDGET", "much", "budget must be a size such as 65536, 64KiB or 4MiB, got 'much'"),
         ("BUDGET", "0", "budget must be a positive number of bytes a step or None, got 0"),
-        ("KV_CANARY_SEED", "seven", "seed must be an integer, got 'seven'"),
-        ("KV_CANARY_SEED", "-1", "seed must be an integer in [0, 2^64) or None, got -1"),
+        ("SEED", "seven", "seed must be an integer, got 'seven'"),
+        ("SEED", "-1", "seed must be an integer in [0, 2^64) or None, got -1"),
         ("POISON", "rat", "poison must be one of finite, nan, off, got 'rat'"),
         ("QUARANTINE", "-1", "quarantine must be a number of steps, 0 or more, got -1"),
         ("QUARANTINE", "long", "quarantine must be an integer, got 'long'"),
         ("DISABLE", "R5,R99", "got R99"),
+        ("SHOW_TOKENS", "maybe", "show_tokens must be 1 or 0, got 'maybe'"),
     ],
 )
 def test_from_env_refuses_bad_values_by_words(variable, text, words):

@@ -67,13 +67,24 @@ def test_a_finding_as_data_is_what_it_says():
 
 
 def test_a_finding_is_told_as_one_event():
-    """`kvcanary.finding`, an error, with the fields as keys, and the rank where there are several workers."""
+    """`kvcanary.finding`, an error, with the fields as keys, the rank where there are several workers, what to type."""
     with capture_logs() as events:
-        log_finding(a_finding())
+        log_finding(a_finding(layers=(1, 2, 3)))
         log_finding(a_finding(), rank=2)
-    assert events == [
-        {"event": "kvcanary.finding", "log_level": "error", "rank": rank, **AS_DATA} for rank in (None, 2)
-    ]
+    own = {"event": "kvcanary.finding", "log_level": "error", "dump": None, "next": "kvcanary codes R9", "cut": []}
+    assert events == [own | AS_DATA | {"rank": None, "layers": [1, 2, 3]}, own | AS_DATA | {"rank": 2}]
+
+
+def test_long_lists_are_left_to_the_dump():
+    """Where one has them whole the event has two of each, says of which, and how to read the file."""
+    causes = (Cause("bits", "one flipped bit", "derived", ("this", "that", "other")),)
+    with capture_logs() as events:
+        log_finding(a_finding(layers=(1, 2, 3), causes=causes), dump="/a b/x.kvdump")
+    [event] = events
+    assert (event["layers"], event["causes"][0]["evidence"]) == ([1, 2], ["this", "that"])
+    assert event["readers"] == ["me", "you"]
+    assert event["cut"] == ["layers", "causes"]
+    assert (event["dump"], event["next"]) == ("/a b/x.kvdump", "kvcanary explain '/a b/x.kvdump'")
 
 
 def test_a_cause_has_one_of_the_families():

@@ -218,7 +218,8 @@ def test_event_and_report_json_have_the_keys_of_a_finding(make_engine):
         log_finding(finding)
     (event,) = events
     assert (event.pop("event"), event.pop("log_level")) == ("kvcanary.finding", "error")
-    assert event.pop("rank") is None
+    assert [event.pop(name) for name in ("rank", "dump", "cut")] == [None, None, []]
+    assert event.pop("next") == "kvcanary codes R9"
     assert event == finding.to_dict() == Report((finding,), "", {}).to_dict()["findings"][0]
     assert list(event) == [field.name for field in fields(Finding)]
 

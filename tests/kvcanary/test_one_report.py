@@ -124,7 +124,7 @@ def test_the_mode_answers_for_watched_pools(mode: str) -> None:
         Coverage(),
         [],
     )
-    response.report_finding = reported.append
+    response.announce = lambda report: reported.extend(report.findings)
     for step in (9, 10):
         violations = [watched(code, "tensors", step=step) for code in ("R9", "R4")]
         violations.append(watched("R9", "tensors", step=step, row_number=2, request_id="you"))
@@ -145,7 +145,7 @@ def test_the_mode_answers_for_watched_pools(mode: str) -> None:
 def test_each_entry_of_a_row_is_an_incident_of_its_own() -> None:
     """Where rows have no slots: another position, or the same of another row, is another fault; again is not."""
     response, reported = Response(CanaryConfig(mode="log"), Describer(WatchedEvidence({}).read)), []
-    response.report_finding = reported.append
+    response.announce = lambda report: reported.extend(report.findings)
     for step, place in enumerate([{}, {"position": 9}, {"request_id": "you", "row_number": 2}, {"position": 9}]):
         response.answer([watched("R9", "tensors", step=step, **place)], step, Coverage())
     assert [finding.incident for finding in reported] == [1, 2, 3]

@@ -227,9 +227,9 @@ def test_wants_colour(stream, environ, colour):
 
 
 def test_to_dict_is_the_same_as_json(error):
-    """Findings, action, counters and the path of the dump, in plain JSON."""
+    """Findings, action, counters, the path of the dump and the rank, in plain JSON."""
     data = error.report.to_dict()
-    assert list(data) == ["findings", "action", "counters", "dump"]
+    assert list(data) == ["findings", "action", "counters", "dump", "rank"]
     assert data["findings"] == [error.findings[0].to_dict()]
     assert data["action"] == error.report.action
     assert json.loads(json.dumps(data)) == data

@@ -157,6 +157,16 @@ SAID = [
     ),
     (watched.freed_under_its_reader, shown(GIVEN_BACK, **OWN), None),
     (watched.freed_under_its_reader, watching(GIVEN_BACK), None),
+    (
+        watched.freed_under_its_reader,
+        watching(a_violation(code="R12", notes=("group 0", f"{watched.GRANTED_ANEW}, to 'r'"))),
+        Cause(
+            "lifetime",
+            "the slot was given back while the row still reads it",
+            "derived",
+            (f"{watched.GRANTED_ANEW}, to 'r'",),
+        ),
+    ),
     (watched.freed_under_its_reader, watching(GIVEN_BACK, **OWN | {"writer": "other"}), None),
     (
         watched.freed_under_its_reader,

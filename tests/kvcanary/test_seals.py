@@ -96,9 +96,9 @@ with torch.inference_mode():
 
 @pytest.mark.parametrize("seeds", [("0x123456789abcdef", 0x123456789ABCDEF), ("8", 7)])
 def test_a_seal_outlives_its_process(make_toy, tmp_path, seeds):
-    """The seed is given to both by KVCANARY_KV_CANARY_SEED; another one is refused with both names."""
+    """The seed is given to both by KVCANARY_SEED; another one is refused with both names."""
     seal, kept = tmp_path / "seal", tmp_path / "bytes"
-    environment = os.environ | {"KVCANARY_KV_CANARY_SEED": seeds[0]}
+    environment = os.environ | {"KVCANARY_SEED": seeds[0]}
     path = [str(Path(__file__).parents[1] / "support")]
     command = [sys.executable, "-c", CHILD.format(path=path), str(seal), str(kept)]
     subprocess.run(command, check=True, env=environment, capture_output=True)

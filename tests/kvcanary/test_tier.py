@@ -474,10 +474,10 @@ def test_modes_are_those_of_everywhere(monkeypatch):
         tier = Tier(5, **settings)
         assert tier.check("key", wrong, tier.put("key", value))
     monkeypatch.setenv("KVCANARY_MODE", "log")
-    monkeypatch.setenv("KVCANARY_KV_CANARY_SEED", "9")
+    monkeypatch.setenv("KVCANARY_SEED", "9")
     tier = Tier()
     assert (tier.config.mode, tier.seed_id) == ("log", Tier(9).seed_id)
-    monkeypatch.delenv("KVCANARY_KV_CANARY_SEED")
+    monkeypatch.delenv("KVCANARY_SEED")
     assert Tier().seed_id != Tier().seed_id
 
 

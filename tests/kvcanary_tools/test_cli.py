@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -15,11 +16,13 @@ COMMANDS = list(cli.COMMANDS)
 
 
 def test_bare_call_shows_a_working_example(kvcanary) -> None:
-    """`kvcanary` alone is no error: it says what there is and gives a line to copy."""
+    """`kvcanary` alone is no error: each command once, by what it is for, and a line to copy."""
     result = kvcanary()
     assert result.exit_code == 0
     assert cli.EXAMPLE in result.stdout
-    assert all(name in result.stdout for name in COMMANDS)
+    listed = re.findall(r"^  ([a-z][a-z-]+)  +\S", result.stdout, re.MULTILINE)
+    assert listed == COMMANDS
+    assert re.findall(r"^(\w+):$", result.stdout, re.MULTILINE) == ["Options", *cli.TASKS]
     assert result.stderr == ""
 
 
@@ -122,7 +125,7 @@ def test_internal_error_is_no_finding(kvcanary, monkeypatch: pytest.MonkeyPatch)
     def fail() -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("kvcanary_tools.health.examine", fail)
+    monkeypatch.setattr("kvcanary_tools.health.sections", fail)
     result = kvcanary("doctor")
     assert result.exit_code == 3
     assert "kvcanary: internal error: boom" in result.stderr
@@ -136,7 +139,7 @@ def test_interruption_is_quiet(kvcanary, monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvcanary_tools.health.examine", interrupt)
+    monkeypatch.setattr("kvcanary_tools.health.sections", interrupt)
     result = kvcanary("doctor")
     assert result.exit_code == 130
     assert result.stderr.strip() == "kvcanary: interrupted"

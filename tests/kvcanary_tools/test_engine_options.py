@@ -10,6 +10,7 @@ import click
 import pytest
 
 from kvcanary import CanaryConfig
+from kvcanary.environment import variable
 from kvcanary_tools.commands.generate import command
 from kvcanary_tools.engine_options import engine_config, sampling_params
 from spec_engine import EngineConfig, SamplingParams
@@ -33,7 +34,7 @@ FLAGS = {
     *("--device-turn", "--new-token-ratio"),
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
     *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens"),
-    *("--kv-canary-ring", "--kv-canary-dump", "--kv-canary-dump-content"),
+    *("--kv-canary-ring", "--kv-canary-dump", "--kv-canary-dump-content", "--kv-canary-disable", "--kv-canary-model"),
     *("--reenact", "--dump", "--json"),
 }
 
@@ -65,13 +66,24 @@ def test_kv_canary_alone_means_raise(arguments: list[str], mode: str) -> None:
 def test_canary_options_reach_the_canary() -> None:
     """Content, budget and seed are handed on; a budget may be written with a unit."""
     made = engine_config(
-        options("--kv-canary", "--kv-canary-content", "full", "--kv-canary-budget", "64KiB", "--kv-canary-seed", "7")
+        options(
+            "--kv-canary",
+            "--kv-canary-content",
+            "full",
+            "--kv-canary-budget",
+            "64KiB",
+            "--kv-canary-seed",
+            "--kv-canary-share",
+            "7",
+        )
     )
     assert made.canary == CanaryConfig(mode="raise", content="full", budget=65536, seed=7)
     made = engine_config(
         options("--kv-canary", "--kv-canary-ring", "64", "--kv-canary-dump", "dumps", "--kv-canary-dump-content")
     )
     assert made.canary == CanaryConfig(ring=64, dump_dir="dumps", dump_content=True)
+    made = engine_config(options("--kv-canary", "LOG", "--kv-canary-disable", "t1,R5", "--kv-canary-model", "m@7"))
+    assert made.canary == CanaryConfig("log", disable=frozenset({"T1", "R5"}), model="m@7")
 
 
 def test_dumps_go_into_a_folder(tmp_path: Path) -> None:
@@ -97,19 +109,46 @@ def test_aliases_mean_the_same(ours: str, alias: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
-        ("KVCANARY_PAGE_SIZE", "4", lambda made, _: made.page_size == 4),
-        ("KVCANARY_TOPK", "2", lambda made, _: made.topk == 2),
-        ("KVCANARY_KV_CANARY", "log", lambda made, _: made.canary.mode == "log"),
-        ("KVCANARY_KV_CANARY_SEED", "9", lambda made, _: made.canary.seed == 9),
-        ("KVCANARY_SEED", "9", lambda _, params: params.seed == 9),
-        ("KVCANARY_SAMPLE_TOP_P", "0.5", lambda _, params: params.top_p == 0.5),
+        ("SPEC_ENGINE_PAGE_SIZE", "4", lambda made, _: made.page_size == 4),
+        ("SPEC_ENGINE_TOPK", "2", lambda made, _: made.topk == 2),
+        ("KVCANARY_MODE", "log", lambda made, _: made.canary.mode == "log"),
+        ("KVCANARY_SEED", "9", lambda made, _: made.canary.seed == 9),
+        ("SPEC_ENGINE_SEED", "9", lambda _, params: params.seed == 9),
+        ("SPEC_ENGINE_SAMPLE_TOP_P", "0.5", lambda _, params: params.top_p == 0.5),
     ],
 )
 def test_environment_gives_options(monkeypatch: pytest.MonkeyPatch, name: str, value: str, read) -> None:
-    """KVCANARY_<NAME> stands for --name, and the command line wins over it."""
+    """SPEC_ENGINE_<NAME> stands for --name; the canary's settings have the names that they have at every door."""
     assert not read(engine_config(options()), sampling_params(options()))
     monkeypatch.setenv(name, value)
     assert read(engine_config(options()), sampling_params(options()))
+
+
+def test_every_setting_of_the_canary_is_an_option_under_its_variable() -> None:
+    """What a plug-in reads from the environment, the commands read under the same name, and under no other."""
+    shown = [param for param in command.params if isinstance(param, click.Option)]
+    variables = {param.name: (param.envvar, param.allow_from_autoenv) for param in shown}
+    of_canary = {own for name, own in variables.items() if name.startswith("kv_canary")}
+    assert of_canary == {(variable(field.name), False) for field in fields(CanaryConfig)}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence", "hint"),
+    [
+        ("KVCANARY_KV_CANARY", "KVCANARY_KV_CANARY sets nothing: it is KVCANARY_MODE now", "kvcanary --help has"),
+        ("KVCANARY_TOPK", "unset it, or say SPEC_ENGINE_TOPK where it is an option", "kvcanary --help has"),
+        ("SPEC_ENGINE_PAGESIZE", "SPEC_ENGINE_PAGESIZE sets nothing", "did you mean SPEC_ENGINE_PAGE_SIZE?"),
+    ],
+)
+def test_variables_that_set_nothing_are_refused(kvcanary, monkeypatch, name: str, sentence: str, hint: str) -> None:
+    """A sentence, the name that was meant, exit code 2, before an engine starts; options of other commands pass."""
+    monkeypatch.setenv(name, "log")
+    monkeypatch.setenv("SPEC_ENGINE_PORT", "0")
+    result = kvcanary("generate", "--prompt", "x")
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert f"hint: {hint}" in result.stderr
+    assert "SPEC_ENGINE_PORT" not in result.stderr
 
 
 def test_sampling_options_reach_the_parameters() -> None:
@@ -139,13 +178,13 @@ def test_acceptance_options_reach_the_engine() -> None:
 
 def test_command_line_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is typed counts more than what is set."""
-    monkeypatch.setenv("KVCANARY_PAGE_SIZE", "4")
+    monkeypatch.setenv("SPEC_ENGINE_PAGE_SIZE", "4")
     assert engine_config(options("--page-size", "16")).page_size == 16
 
 
 def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt has blanks and line ends; it is not cut there."""
-    monkeypatch.setenv("KVCANARY_PROMPT", "def f(x):\n    return x")
+    monkeypatch.setenv("SPEC_ENGINE_PROMPT", "def f(x):\n    return x")
     assert options()["prompt"] == ("def f(x):\n    return x",)
 
 

@@ -305,9 +305,13 @@ def test_generate_retracts_and_restores(kvcanary, canary: tuple[str, ...]) -> No
 
 
 def test_generate_takes_pressure_from_the_environment(kvcanary) -> None:
-    """KVCANARY_NEW_TOKEN_RATIO and KVCANARY_HOST_PAGES stand for the options; the summary has both counts."""
+    """SPEC_ENGINE_NEW_TOKEN_RATIO and SPEC_ENGINE_HOST_PAGES stand for the options; the summary has both counts."""
     prompts = [part for text in ("def f(x):", "class A:", "import os") for part in ("--prompt", text)]
-    settings = {"KVCANARY_NEW_TOKEN_RATIO": "0", "KVCANARY_HOST_PAGES": "64", "KVCANARY_MAX_TOTAL_TOKENS": "448"}
+    settings = {
+        "SPEC_ENGINE_NEW_TOKEN_RATIO": "0",
+        "SPEC_ENGINE_HOST_PAGES": "64",
+        "SPEC_ENGINE_MAX_TOTAL_TOKENS": "448",
+    }
     result = kvcanary("generate", *prompts, "--max-new-tokens", "40", env=settings)
     assert result.exit_code == 0
     assert re.search(r"[1-9]\d* retractions? for want of pages, [1-9]\d* tokens restored from the host", result.stderr)

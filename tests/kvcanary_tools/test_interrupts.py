@@ -102,7 +102,7 @@ def test_one_that_an_import_swallowed_is_one(kvcanary, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         raise RecursionError("maximum recursion depth exceeded")
 
-    monkeypatch.setattr("kvcanary_tools.health.examine", import_by_half)
+    monkeypatch.setattr("kvcanary_tools.health.sections", import_by_half)
     result = kvcanary("doctor")
     assert (result.exit_code, result.stderr) == (130, "kvcanary: interrupted\n")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

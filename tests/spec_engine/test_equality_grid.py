@@ -23,7 +23,7 @@ from spec_engine.mock import KnownDraft, KnownText, MockTokenizer, known_text, r
 
 PAGE_SIZES, TOPKS, STEPS, SCHEDULES = (1, 4, 16, 64, 256, 512), (1, 2, 4, 8), (1, 2, 3, 5), ("sync", "overlap")
 VOCAB, NEW_TOKENS, CANCELLED_AFTER = 97, 20, 5
-IN_CI = 48
+IN_CI = 36
 MOST_TOKENS = 4 * max(PAGE_SIZES)  # that a text has: three pages, and what may follow
 
 

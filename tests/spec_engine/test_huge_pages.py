@@ -5,6 +5,8 @@ The two reproductions of sgl-project/sglang#26972, where pages of 256 overflowed
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -45,9 +47,14 @@ def converse(engine: Engine, page_size: int) -> list[list[int]]:
     return [list(first.token_ids), list(second.token_ids)]
 
 
-@pytest.mark.parametrize("schedule", ["sync", "overlap"])
-@pytest.mark.parametrize("backend", ["torch", "paged"])
-@pytest.mark.parametrize("page_size", [256, 512])
+def cases():
+    """All of pages of 256; of 512, where a prompt is twice as long, one and the rest in `make test-all`."""
+    for case in itertools.product((256, 512), ("torch", "paged"), ("sync", "overlap")):
+        seldom = case[0] == 512 and case != (512, "paged", "overlap")
+        yield pytest.param(*case, marks=pytest.mark.slow if seldom else ())
+
+
+@pytest.mark.parametrize(("page_size", "backend", "schedule"), list(cases()))
 def test_a_long_prompt_and_a_second_turn_are_those_of_plain_decoding(page_size, backend, schedule) -> None:
     """Every token is the undrafted one, the second turn hits the pages of the first, and no check fires."""
     drafted = engine_with(

@@ -8,15 +8,22 @@ from collections.abc import Callable
 import pytest
 
 from kvcanary import CanaryConfig, faults
-from kvcanary.invariants import MOST_STILL_STEPS, StalledError
+from kvcanary.invariants import StalledError, rows
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.cache.host_rows import HostRows
 from spec_engine.memory.kv_memory import KVMemory
 
+MOST_STILL_STEPS = 64  # a fourth of what it is, for a fourth of the time
 PROMPTS = [[number % 97 for number in range(start, start + 24)] for start in range(4)]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 PRESSED = {"page_size": 4, "topk": 2, "num_steps": 2, "max_total_tokens": 176, "new_token_ratio": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _fewer_still_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows.MOST_STILL_STEPS > MOST_STILL_STEPS
+    monkeypatch.setattr(rows, "MOST_STILL_STEPS", MOST_STILL_STEPS)
 
 
 def make_engine(folder, canary: str = "off", **settings) -> Engine:

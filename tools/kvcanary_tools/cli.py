@@ -17,19 +17,24 @@ from typing import Any
 import click
 
 import kvcanary
-from kvcanary import faults
+from kvcanary import CanaryConfigError, faults
+from kvcanary.environment import expect_known
 from kvcanary_tools import console
 
 #: They read dumps, and lie together.
-OF_DUMPS = ("inspect", "explain", "replay", "why-slot", "timeline", "report", "diff", "bisect", "certify")
+OF_DUMPS = ("explain", "why-slot", "report", "timeline", "replay", "bisect", "diff", "inspect", "certify")
 #: They ask servers that run elsewhere, or are about GPUs, and lie together too.
 OF_FLEETS = ("fleet", "drill", "probe", "observability")
-COMMANDS = (
-    *("generate", "serve", "top", "demo", "doctor", "codes", "faults", "inject", "soak", "windows"),
-    *OF_DUMPS,
-    *OF_FLEETS,
-    "bench",
-)
+#: Commands by what they are for, in the order of --help.
+TASKS = {
+    "Start": ("demo", "doctor"),
+    "Watch": ("generate", "serve", "top"),
+    "Fleet": OF_FLEETS,
+    "Understand": (*OF_DUMPS, "codes"),
+    "Test": ("faults", "inject", "soak", "windows"),
+    "Measure": ("bench",),
+}
+COMMANDS = tuple(command for commands in TASKS.values() for command in commands)
 
 EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
 
@@ -47,6 +52,12 @@ class Commands(click.Group):
         module = importlib.import_module(f"kvcanary_tools.{folder}.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for task, names in TASKS.items():
+            with formatter.section(task):
+                commands = [(name, self.get_command(ctx, name)) for name in names]
+                formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in commands if command])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -136,31 +147,21 @@ def main(ctx: click.Context) -> None:
     """A KV-cache integrity canary, and the paged tree-drafting engine that it watches.
 
     \b
-    kvcanary demo        see the canary catch two faults
-    kvcanary doctor      check this installation
-    kvcanary serve       serve an OpenAI-compatible API
-    kvcanary top         watch a running server
-    kvcanary explain     what a finding means, from the dump that it left behind
-    kvcanary codes       what each code of a finding means, and where it is judged
-    kvcanary faults      list the faults and published bugs, or demonstrate one
-    kvcanary inject      inject every fault in many configurations, and measure what is found
-    kvcanary soak        run random traffic with random faults for as long as you like
-    kvcanary fleet       one certificate of many servers, and who is to blame
-    kvcanary drill       flip one bit in a running server, and fail where nobody says so
-    kvcanary probe       test the memory and kernels of a suspected GPU
-    kvcanary observability  write dashboards and alert rules
-    kvcanary windows     check the page map of sliding-window layers
-    kvcanary bench       measure what the canary finds and costs
-    kvcanary generate    complete your own prompts, for example:
-
-    \b
       kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary
+
+    Settings of the canary can be given in the environment, under one name for every command and plug-in:
+    KVCANARY_MODE=log, KVCANARY_CONTENT=full.
 
     Exit codes: 0 clean, 1 a violation was found, 2 wrong usage, 3 kvcanary itself failed.
     """
     if ctx.invoked_subcommand is None:
         console.data(ctx.get_help())
-    elif name := os.environ.get(faults.ENVIRONMENT):
+        return
+    try:
+        expect_known(os.environ)
+    except CanaryConfigError as error:
+        raise console.UsageFailure(str(error), "kvcanary --help has the scheme, docs/flag.md every name") from None
+    if name := os.environ.get(faults.ENVIRONMENT):
         _expect_known(name)
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import click
@@ -61,6 +62,7 @@ def log_to_stderr(least: int = logging.NOTSET) -> None:
 
     structlog.configure(
         processors=[
+            _unless_reported,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and colour_wanted() is None),
@@ -68,6 +70,15 @@ def log_to_stderr(least: int = logging.NOTSET) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(least),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
+
+
+def _unless_reported(logger: Any, level: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Of a finding people have the report, which is printed beside its event."""
+    import structlog
+
+    if event.get("event") == "kvcanary.finding":
+        raise structlog.DropEvent
+    return event
 
 
 def show_error(error: click.ClickException) -> None:

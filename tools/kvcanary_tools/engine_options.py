@@ -10,13 +10,16 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from kvcanary import CanaryConfig, KVCanaryError
-from kvcanary.config import parse_bytes
+from kvcanary.environment import JSON, OF_THE_ENGINE, PARSERS, variable
+from kvcanary.faults import ENVIRONMENT as REENACT
 from kvcanary_tools import console
 from kvcanary_tools.console import UsageFailure
 from kvcanary_tools.files import OutFolder
@@ -25,13 +28,14 @@ from spec_engine.config import DEFAULT_NODES, EngineConfig
 if TYPE_CHECKING:
     from spec_engine import SamplingParams
 
-# Every option can be given as KVCANARY_<NAME>: KVCANARY_PAGE_SIZE=4, KVCANARY_KV_CANARY=log.
-CONTEXT = {"auto_envvar_prefix": "KVCANARY", "help_option_names": ["-h", "--help"], "max_content_width": 120}
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+# Options of commands with an engine can be given as SPEC_ENGINE_<NAME>, the canary's under the names it has everywhere.
+ENGINE_CONTEXT = {**CONTEXT, "auto_envvar_prefix": OF_THE_ENGINE.removesuffix("_")}
+ENGINE_COMMANDS = ("generate", "serve", "windows")
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 _ENGINE_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-SHARE = "KVCANARY_SHARE"
 _CANARY_DEFAULTS = {field.name: field.default for field in fields(CanaryConfig)}
 
 
@@ -39,7 +43,8 @@ json_option = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    envvar="KVCANARY_JSON",
+    envvar=JSON,
+    allow_from_autoenv=False,
     show_envvar=True,
     help="Print one JSON object, nothing else.",
 )
@@ -47,6 +52,9 @@ json_option = click.option(
 
 reenact_option = click.option(
     "--reenact",
+    envvar=REENACT,
+    allow_from_autoenv=False,
+    show_envvar=True,
     metavar="NAME",
     help="Bring back one published bug, to see which check stops it; kvcanary faults lists the names.",
 )
@@ -61,16 +69,17 @@ class Whole(click.ParamType):
         return [rv]
 
 
-class Bytes(click.ParamType):
-    """A size such as 65536, 64KiB or 4MiB."""
+class Setting(click.ParamType):
+    """Text of a field of `CanaryConfig`, read as it is in the environment."""
 
-    name = "bytes"
+    def __init__(self, field: str) -> None:
+        self.name, self._parse = field, PARSERS[field]
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
             return value
         try:
-            return parse_bytes(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -174,6 +183,7 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """The engine's settings out of a command's options; a usage failure when they are refused."""
+    _expect_known_variables()
     settings = {name: options[name] for name in _ENGINE_DEFAULTS if name in options}
     with usage_failures():
         canary = CanaryConfig(
@@ -184,10 +194,12 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             poison=options["kv_canary_poison"],
             quarantine=options["kv_canary_quarantine"],
             show_tokens=options["kv_canary_show_tokens"],
+            disable=options["kv_canary_disable"],
+            model=options["kv_canary_model"],
             ring=options["kv_canary_ring"],
             dump_dir=options["kv_canary_dump"],
             dump_content=options["kv_canary_dump_content"],
-            share=CanaryConfig.from_env({SHARE: os.environ.get(SHARE, "")}).share,
+            share=options["kv_canary_share"],
         )
         config = EngineConfig(**settings, canary=canary)
     _expect_canary_for_its_options()
@@ -210,6 +222,24 @@ def _expect_canary_for_its_options() -> None:
         if typed and name.startswith("kv_canary_"):
             option = f"--{name.replace('_', '-')}"
             raise UsageFailure(f"{option} needs a canary, got none", "add --kv-canary")
+
+
+def _expect_known_variables() -> None:
+    """UsageFailure for a SPEC_ENGINE_ variable that no command reads: what it was meant to set would stay unset."""
+    context = click.get_current_context(silent=True)
+    given = {name for name in os.environ if name.startswith(OF_THE_ENGINE)}
+    if context is None or not given - _variables_of(context.command):
+        return
+    commands = [import_module(f"kvcanary_tools.commands.{name}").command for name in ENGINE_COMMANDS]
+    known = frozenset().union(*map(_variables_of, commands))
+    for name in sorted(given - known):
+        close = get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "kvcanary generate --help lists the options"
+        raise UsageFailure(f"{name} sets nothing", hint)
+
+
+def _variables_of(command: click.Command) -> frozenset[str]:
+    return frozenset(OF_THE_ENGINE + param.name.upper() for param in command.params if param.name)
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
@@ -371,8 +401,9 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
 
 def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
     return [
-        _option(
+        _canary_option(
             "--kv-canary",
+            field="mode",
             is_flag=False,
             flag_value="raise",
             default="off",
@@ -386,13 +417,11 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         ),
         _canary_option(
             "--kv-canary-budget",
-            type=Bytes(),
             metavar="BYTES",
             help="What rolling reads again in a step, such as 64KiB; by default enough to read all in 128 steps.",
         ),
         _canary_option(
             "--kv-canary-seed",
-            type=int,
             metavar="S",
             help="Seed of the fingerprints' keys; by default random and secret.",
         ),
@@ -403,20 +432,37 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         ),
         _canary_option(
             "--kv-canary-quarantine",
-            type=int,
             metavar="STEPS",
             help="Steps that a freed page waits before it is used again.",
         ),
         _canary_option(
             "--kv-canary-ring",
-            type=int,
             metavar="STEPS",
             help="Steps that the flight recorder keeps, in at most 64 MB; 0: none.",
         ),
-        _option(
+        _canary_option(
+            "--kv-canary-disable",
+            default="",
+            show_default=False,
+            metavar="CODES",
+            help="Checks to leave out, such as T1,R5; kvcanary codes lists them.",
+        ),
+        _canary_option(
+            "--kv-canary-model",
+            show_default=False,
+            metavar="NAME",
+            help="What seals say of the model and its weights; a seal of another model is refused.",
+        ),
+        _canary_option(
+            "--kv-canary-share",
+            type=float,
+            metavar="SHARE",
+            help="Of a fleet's workers that are watched at a time, by turns of a week: 0.05 is 5 %.",
+        ),
+        _canary_option(
             "--kv-canary-dump",
+            field="dump_dir",
             type=OutFolder(),
-            default=None,
             metavar="DIR",
             help="Where a finding, or SIGUSR1, writes a dump of the recorded steps.",
         ),
@@ -437,14 +483,17 @@ def _engine_option(*names: str, **settings: Any) -> Callable[[AnyFunction], AnyF
     return _option(*names, default=_ENGINE_DEFAULTS[_python_name(names[0])], **settings)
 
 
-def _canary_option(*names: str, **settings: Any) -> Callable[[AnyFunction], AnyFunction]:
-    default = _CANARY_DEFAULTS[_python_name(names[0]).removeprefix("kv_canary_")]
-    return _option(*names, default=default, **settings)
+def _canary_option(name: str, field: str = "", **settings: Any) -> Callable[[AnyFunction], AnyFunction]:
+    field = field or _python_name(name).removeprefix("kv_canary_")
+    own = {"default": _CANARY_DEFAULTS[field], "envvar": variable(field), "show_envvar": True}
+    if not settings.get("is_flag"):
+        own["type"] = Setting(field)
+    return _option(name, **{**own, "allow_from_autoenv": False, **settings})
 
 
 def _option(*names: str, **settings: Any) -> Callable[[AnyFunction], AnyFunction]:
     # The first name decides what the parameter, and so the environment variable, is called.
-    return click.option(*names, _python_name(names[0]), show_default=True, **settings)
+    return click.option(*names, _python_name(names[0]), **{"show_default": True, **settings})
 
 
 def _python_name(option: str) -> str:

@@ -1,50 +1,54 @@
-"""What `kvcanary doctor` finds out. Every check is caught by itself: a broken part must not hide the others."""
+"""What `kvcanary doctor` finds out of this installation: a broken part does not hide the others."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvcanary import CanaryConfig
+from kvcanary.environment import settings_from, variable
+from kvcanary_tools.installed_engines import ADAPTERS, verdict
+
 REQUIRED = ("kvcanary", "torch", "click", "numpy", "safetensors", "structlog", "tokenizers")
-#: By host, the module that says what its adapter leans on (NEEDED) and what speaks against it (check).
-ADAPTERS = {
-    "transformers": "kvcanary.adapters.transformers",
-    "vllm": "kvcanary.adapters.vllm.compatibility",
-    "sglang": "kvcanary.adapters.sglang.compatibility",
-}
-REFUSED = "refused: "
 OPTIONAL = ("triton", "transformers", "flashinfer-python", "fastapi")
 
 
-def examine() -> dict[str, Any]:
-    """Sections of plain values, None for what is not present; `broken` names what should work and does not."""
-    broken: list[str] = []
-    sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "versions": versions,
-        "devices": devices,
-        "kernels": kernels,
-        "embedded model": embedded_model,
-        "adapters": adapters,
-    }
-    health: dict[str, Any] = {}
-    for name, check in sections.items():
-        try:
-            health[name] = check()
-        except Exception as error:
-            health[name] = {"error": f"{type(error).__name__}: {error}"}
-            broken.append(name)
-    for host, found in health["adapters"].items():
-        if str(found).startswith(REFUSED):
-            broken.append(f"adapter of {host}")
-    return {**health, "broken": broken}
+@dataclass(frozen=True)
+class Examined:
+    """One section: its values, None for what is not installed; and what should work there and does not."""
+
+    values: dict[str, Any] | None
+    problem: str = ""
+
+
+def sections() -> dict[str, Callable[[], Examined]]:
+    """What there is to examine, in order; none of it raises."""
+    own = (settings, versions, devices, kernels, embedded_model)
+    found = {check.__name__.replace("_", " "): partial(_caught, check) for check in own}
+    return found | {f"engine {host}": partial(engine, host) for host in ADAPTERS}
+
+
+def _caught(check: Callable[[], dict[str, Any] | None]) -> Examined:
+    try:
+        return Examined(check())
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        return Examined({"error": said}, f"{check.__name__.replace('_', ' ')}: {said}")
+
+
+def settings() -> dict[str, Any]:
+    """The canary's settings in the environment, as they are read; CanaryConfigError for a wrong one."""
+    CanaryConfig.from_env()
+    return {variable(name): os.environ[variable(name)] for name in settings_from(os.environ)}
 
 
 def versions() -> dict[str, Any]:
@@ -102,11 +106,13 @@ def _compare_with_integers(name: str, chain_scan: Callable[..., None], device: s
         raise RuntimeError(f"the {name} kernel of chain values differs from plain integers")
 
 
-def embedded_model() -> dict[str, Any]:
-    """Loads the model that ships with kvcanary and runs one forward of it."""
+def embedded_model() -> dict[str, Any] | None:
+    """Loads the model that comes with kvcanary and runs one forward of it; None where it is not installed."""
     from spec_engine import Engine, EngineConfig, SamplingParams
     from spec_engine.models.embedded import EMBEDDED_MODEL
 
+    if not EMBEDDED_MODEL.is_dir():
+        return None
     shards = sorted(Path(EMBEDDED_MODEL).rglob("*.safetensors"))
     started = time.perf_counter()
     engine = Engine(EngineConfig(max_total_tokens=1024))
@@ -123,29 +129,13 @@ def embedded_model() -> dict[str, Any]:
     }
 
 
-def adapters() -> dict[str, Any]:
-    """By host, what speaks against attaching to the release that is installed, or which checks nothing would feed.
-
-    None where there is none.
-    """
-    return {host: _adapter(host, module) for host, module in ADAPTERS.items()}
-
-
-def _adapter(host: str, name: str) -> str | None:
-    if importlib.util.find_spec(host) is None:
-        return None
-    from kvcanary import CanaryConfig
-    from kvcanary.report.certificate import inactive_classes
-
-    module = importlib.import_module(name)
-    faults = module.check()
-    if faults:
-        return f"{REFUSED}{'; '.join(faults)}"
-    inactive = ", ".join(inactive_classes(CanaryConfig(), module.FED))
-    closed = getattr(module, "closed_paths", dict)()
-    left_out = "".join(f"; {path} is not watched: {gone}" for path, gone in closed.items())
-    known = "names and signatures are there" if not closed else "names and signatures are needed"
-    return f"{len(module.NEEDED)} {known}; inactive: {inactive}{left_out}"
+def engine(host: str) -> Examined:
+    """Whether the canary would watch the release of this host that is installed."""
+    found = verdict(host)
+    if found is None:
+        return Examined(None)
+    problem = f"{host} {found.version or 'of unknown version'} is refused: {found.refused[0]}" if found.refused else ""
+    return Examined(asdict(found), problem)
 
 
 def _digest(path: Path) -> dict[str, Any]:

@@ -118,6 +118,8 @@ def walk(
 ) -> None:
     """Judge the entries that rows had before this forward, after `advance`: R1 to R8, R10, R12. No allocation, no wait.
 
+    What nobody has written is R12, unless it is another's: that is R7 or R8.
+
     seeds:   of `advance`
     violations:    [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
                    each row
@@ -176,7 +178,8 @@ def walk(
         is_shared = (owner == EVERYBODYS.value) | (owner <= SHARED_WRITER.value)
         is_foreign = ~is_shared & (owner != truth.uids[numbers][row])
         is_free = (owner == NOBODYS.value) | (owner == GIVEN_BACK.value)
-        own |= torch.where(is_foreign, torch.where(is_free, violation_bit("R7"), violation_bit("R8")), 0)
+        foreign = torch.where(is_free, violation_bit("R7"), violation_bit("R8"))
+        own = torch.where(is_foreign, foreign | own & ~violation_bit("R12"), own)
     is_refused = bits & (violation_bit("R1") | violation_bit("R2")) != 0
     tell_torch(violations[place], total, row, positions, torch.where(is_refused, bits, own))
     counted += len(row)
@@ -306,7 +309,7 @@ def _walk_kernel(
             m_shared = (b_owner == EVERYBODYS) | (b_owner <= SHARED_WRITER)
             m_foreign = ~m_shared & (b_owner != tl.load(line + UID))
             m_free = (b_owner == NOBODYS) | (b_owner == GIVEN_BACK)
-            b_bits |= tl.where(m_foreign, tl.where(m_free, R7, R8), 0)
+            b_bits = tl.where(m_foreign, tl.where(m_free, R7, R8) | (b_bits & ~R12), b_bits)
         b_bits = refused_or(b_bits, b_slot, num_slots, null_slots)
         b_violation, b_count = note(b_violation, b_count, o_n, b_bits, m_n)
     tell(cell, total, b_violation, b_count)

@@ -47,6 +47,7 @@ class HostHandle(ABC):
     def __init__(self, config: CanaryConfig, rank: int = 0, is_alone: bool = True, is_collected: bool = True) -> None:
         self.config, self.rank, self._is_alone, self._is_collected = config, rank, is_alone, is_collected
         self.canary: PagedCanary | None = None
+        self._reporter = SharedReporter(rank, is_alone)
         self.is_armed = False
         self.guard = Guard(self.host, config.mode, self._stopped, rank=rank, pool=self.role)
         self.replaced = Replacements(self.guard)
@@ -93,7 +94,7 @@ class HostHandle(ABC):
 
     def _adopt(self, canary: PagedCanary) -> PagedCanary:
         """Let a canary tell of its findings as processes of one engine do."""
-        canary.response.report_finding = SharedReporter(self.rank, self._is_alone).report_finding
+        canary.response.announce = self._reporter.announce
         canary.dumps.environment |= {"engine": self.host} | ({} if self._is_alone else {"rank": self.rank})
         return canary
 
@@ -173,8 +174,7 @@ class HostHandle(ABC):
             try:
                 self._look_at(total, self._uncollected.popleft())
             except KVCorruptionError as error:
-                for finding in error.findings:
-                    self.canary.response.report_finding(finding)
+                self._reporter.announce(error.report, on_screen=False)  # SystemExit prints it
                 raise SystemExit(str(error)) from error
 
     def _look_at(self, total: int, step: int) -> None:

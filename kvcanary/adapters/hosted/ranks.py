@@ -10,11 +10,14 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvcanary.adapters.hosted import metrics
-from kvcanary.report.finding import Finding, log_finding
+from kvcanary.report.announce import announce
+from kvcanary.report.finding import Finding
+from kvcanary.report.render import Report
 
 
 class SharedReporter:
@@ -24,10 +27,11 @@ class SharedReporter:
         self.rank, self._is_alone = rank, is_alone
         self._folder = folder or Path(tempfile.gettempdir()) / f"kvcanary-{os.getuid()}-{os.getppid()}"
 
-    def report_finding(self, finding: Finding) -> None:
-        """Tell of it, unless another worker has."""
-        if self._is_alone or self._is_first(finding):
-            log_finding(finding, rank=self.rank)
+    def announce(self, report: Report, on_screen: bool = True) -> None:
+        """Tell of what no other worker has told."""
+        own = tuple(finding for finding in report.findings if self._is_alone or self._is_first(finding))
+        announce(replace(report, findings=own, rank=self.rank), on_screen)
+        for finding in own:
             metrics.found(finding, self.rank)
 
     def _is_first(self, finding: Finding) -> bool:

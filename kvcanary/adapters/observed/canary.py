@@ -45,6 +45,7 @@ from kvcanary_kernels.record.layout import (
     make_keys,
     read_record,
     seed_id,
+    signed,
 )
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
@@ -108,7 +109,7 @@ class PagedCanary:
         With content `full` and poison `finite` so is P1: what is freed is filled, and looked at when it is granted.
         """
         group = self.groups[0]
-        self.owners = group.owners = owners = Owners(group.records.shape[0], self.memory.device)
+        self.owners = group.owners = owners = Owners(group.records.shape[0], self.memory.device, group.records)
         self.fed |= {"R7", "R8", "W2", "W3", "W7"}
         if self.config.content == "full" and self.config.poison == "finite":
             self.poison = FreeSlots([layers.rows for layers in group.layers], self.memory.device)
@@ -388,12 +389,15 @@ class PagedCanary:
         return sorted(set(slots[wrong].tolist()))
 
     def stored_at(self, step: Step, group: Group, request: str | None, position: int) -> int | None:
-        """Where a step stored an entry of a request; None: outside the pool, or another has stored there since."""
-        for slot in self.launches.stored_by(step, group)[0].tolist():
+        """Where a step stored an entry of a request; None: outside the pool, or all its entries were overwritten."""
+        slots, chains = self.launches.stored_by(step, group)
+        for entry, (slot, chain) in enumerate(zip(slots.tolist(), chains.tolist(), strict=True)):
             held = read_record(group.records, slot) if slot >= 0 else None
-            is_of_step = held is not None and (held.position, held.step) == (position, step.number & MASK_32)
-            if held is not None and is_of_step and self.writers.get(held.request) == request:
-                return int(slot)
+            if held is None or (held.step, signed(held.chain)) != (step.number & MASK_32, chain):
+                continue
+            own = entry + position - held.position  # entries of a row lie one behind the other
+            if self.writers.get(held.request) == request and 0 <= own < len(slots):
+                return None if int(slots[own]) < 0 else int(slots[own])
         return None
 
 

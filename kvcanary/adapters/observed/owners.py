@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
+from kvcanary_kernels.record.layout import STEP_SITE
 from kvcanary_kernels.watch import walk
 from kvcanary_kernels.watch.grant import CHANGE_WIDTH
 from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
@@ -32,36 +33,38 @@ class Owners:
     """By slot, the uid of the row that was granted it, or that everybody may read it, or that it is free.
 
     slots:    [num_slots] int64, as `Watched.owners`
+    records:  [num_slots, 8] int64, of the same slots: what is granted anew was not written since (R12)
     told_of:  what is known of the owner of a slot beside who it is, one sentence each
     on_freed: is given what was freed, [n] int64 slots;  on_granted: the same of grants, with the uids of their rows
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, records: Tensor | None = None) -> None:
         self.slots = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.records = records
         self.told_of: Callable[[int], tuple[str, ...]] = lambda slot: ()
-        self._told: list[tuple[Tensor | int, Tensor | int]] = []
+        self._told: list[Callable[[], object]] = []
         self.on_freed: Callable[[Tensor], object] | None = None
         self.on_granted: Callable[[Tensor, Tensor], object] | None = None
 
     def granted(self, slots: Tensor, uids: Tensor) -> None:
-        """Slots [n] int64 are these rows' [n]."""
-        self._told.append((slots, uids))
+        """Slots [n] int64 are these rows' [n]; what lies there is nobody's until they store."""
+        self._told.append(functools.partial(self._granted, slots, uids))
 
     def shared(self, slots: Tensor) -> None:
         """A prefix cache holds these slots [n], but for those that were given back and not granted since."""
-        self._told.append((slots, SHARED))
+        self._told.append(functools.partial(self._shared, slots))
 
     def loaded(self, slots: Tensor) -> None:
         """A prefix cache has taken these slots [n] for what a load brings: everybody's, also those given back."""
-        self._told.append((slots, torch.full_like(slots, SHARED)))
+        self._told.append(functools.partial(self.slots.index_fill_, 0, slots, SHARED))
 
     def freed(self, slots: Tensor) -> None:
         """Slots [n] were given back."""
-        self._told.append((slots, RETURNED))
+        self._told.append(functools.partial(self._freed, slots))
 
     def left(self, uid: int) -> None:
         """A row is gone: what it had and nobody has freed is a prefix cache's."""
-        self._told.append((uid, SHARED))
+        self._told.append(lambda: self.slots.masked_fill_(self.slots == uid, SHARED))
 
     def forget(self) -> None:
         """All slots are free, whatever was told."""
@@ -71,20 +74,24 @@ class Owners:
     def apply(self) -> None:
         """Do what was told; on the stream of the forward that is next."""
         told, self._told = self._told, []
-        for which, owner in told:
-            if isinstance(which, int):
-                self.slots.masked_fill_(self.slots == which, owner)
-            elif not isinstance(owner, int):
-                self.slots.index_copy_(0, which, owner)
-                if self.on_granted is not None:
-                    self.on_granted(which, owner)
-            elif owner == SHARED:
-                held = self.slots[which]
-                self.slots.index_copy_(0, which, held.masked_fill_(held != RETURNED, SHARED))
-            else:
-                self.slots.index_fill_(0, which, owner)
-                if self.on_freed is not None:
-                    self.on_freed(which)
+        for do in told:
+            do()
+
+    def _granted(self, slots: Tensor, uids: Tensor) -> None:
+        self.slots.index_copy_(0, slots, uids)
+        if self.records is not None:
+            self.records[:, STEP_SITE].index_fill_(0, slots, 0)
+        if self.on_granted is not None:
+            self.on_granted(slots, uids)
+
+    def _shared(self, slots: Tensor) -> None:
+        held = self.slots[slots]
+        self.slots.index_copy_(0, slots, held.masked_fill_(held != RETURNED, SHARED))
+
+    def _freed(self, slots: Tensor) -> None:
+        self.slots.index_fill_(0, slots, RETURNED)
+        if self.on_freed is not None:
+            self.on_freed(slots)
 
     def prepare(self) -> None:
         """Nothing of this is captured."""

@@ -20,7 +20,7 @@ from kvcanary.pools.launch_site import unpack_site
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
 from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.state import PoolState
-from kvcanary.report.causes.watched import READ_BEFORE
+from kvcanary.report.causes.watched import GRANTED_ANEW, READ_BEFORE
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
@@ -157,6 +157,8 @@ def _row(step: Step, violation: Violation) -> tuple[str, ...]:
 
 def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str, ...]:
     """Who has a slot now, for checks that ask for it."""
+    if group.owners is not None and code == "R12":
+        return _granted_anew(canary, group, slot)
     if group.owners is None or code not in OWNED or not 0 <= slot < len(group.owners.slots):
         return ()
     uid, told = int(group.owners.slots[slot]), group.owners.told_of(slot)
@@ -165,6 +167,16 @@ def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str
     name = canary.writers.get(uid if uid > 0 else SHARED_WRITER - uid, "a request that is forgotten")
     also = "" if uid > 0 else ", and others may read it"
     return f"the slot was granted to {name!r}{also}", *told
+
+
+def _granted_anew(canary: PagedCanary, group: Group, slot: int) -> tuple[str, ...]:
+    """What lay in a slot before it was granted to whom it belongs now, where nobody has stored there since."""
+    held, owners = read_record(group.records, slot), group.owners
+    owner = None if owners is None else canary.writers.get(int(owners.slots[slot]))
+    if held.site or not held.request or owner is None:
+        return ()
+    before = canary.writers.get(held.request, "a request that is forgotten")
+    return (f"{GRANTED_ANEW}, to {owner!r}: position {held.position} of {before!r} lay there",)
 
 
 def _position_at(group: Group, slot: int) -> dict[str, Any]:

@@ -7,11 +7,13 @@ plug-in and serves on without it, so what is raised here is SystemExit. docs/ada
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+from kvcanary.environment import is_asked_for
+from kvcanary.errors import KVCanaryError
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 HOOKS = "sglang.srt.plugins.hook_registry"
@@ -23,13 +25,12 @@ def register() -> None:
 
     SystemExit, with one sentence, where a setting is wrong or this SGLang is not as known.
     """
-    if os.environ.get("KVCANARY_MODE", "off").strip().lower() in ("", "off"):
-        return
-    from kvcanary.adapters.observed.capabilities import expect_watching
-    from kvcanary.config import CanaryConfig
-    from kvcanary.errors import KVCanaryError
-
     try:
+        if not is_asked_for():
+            return
+        from kvcanary.adapters.observed.capabilities import expect_watching
+        from kvcanary.config import CanaryConfig
+
         expect_watching(CanaryConfig.from_env(), "one request from outside")
     except KVCanaryError as error:
         raise SystemExit(f"kvcanary: {error}") from error
@@ -61,7 +62,6 @@ def _is_there(module: str) -> bool:
 
 def _built(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     from kvcanary.adapters.sglang.scheduler import attach
-    from kvcanary.errors import KVCanaryError
 
     try:
         attach(scheduler)

@@ -16,6 +16,7 @@ __all__ = [
     "NEEDED_OF",
     "NOT_FOLLOWED",
     "TESTED",
+    "WITHOUT_MODEL",
     "check",
     "closed_paths",
     "unfollowed",
@@ -25,7 +26,7 @@ TESTED = ("0.5.23",)
 FED = PAGED_FED | {"R7", "R8", "W2", "W3", "W7"}  # grants and frees are told here; P1 with content full
 #: What the plug-in hooks: once it has run, the scheduler and all of its runners are there.
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
-EVERY_SCHEDULER, DRAFTS = "every scheduler", "drafts"
+EVERY_SCHEDULER, DRAFTS, WITHOUT_MODEL = "every scheduler", "drafts of a model", "drafts without a model"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {
     "disaggregation_mode": "null",
@@ -48,7 +49,13 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _CACHE = "sglang.srt.mem_cache."
 _MEMORY, _REQUEST = f"{_CACHE}memory_pool:", "sglang.srt.managers.schedule_batch:"
 _FORWARD, _RESULT = "sglang.srt.model_executor.forward_batch_info:", "sglang.srt.managers.utils:GenerationBatchResult"
-_WORKER = "sglang.srt.speculative.eagle_worker_v2:"
+_SPECULATIVE = "sglang.srt.speculative."
+_WORKER, _NGRAM = f"{_SPECULATIVE}eagle_worker_v2:", f"{_SPECULATIVE}ngram_worker:NGRAMWorker"
+_ALLOCATE = Needed(
+    f"{_CACHE}allocation:alloc_for_spec_decode",
+    ("tree_cache", "req_to_token_pool"),
+    ("reqs", "cur_kv_lens_cpu", "nxt_kv_lens_cpu"),
+)
 #: By path, the names that it uses; where those of drafts are gone, a scheduler that drafts is refused.
 NEEDED_OF = {
     EVERY_SCHEDULER: (
@@ -136,12 +143,8 @@ NEEDED_OF = {
     DRAFTS: (
         Needed(f"{_FORWARD}ForwardMode", attributes=("is_draft_extend_v2", "is_decode")),
         Needed(_RESULT, (), ("accept_lens", "accept_index", "next_token_ids")),
-        Needed(
-            f"{_CACHE}allocation:alloc_for_spec_decode",
-            ("tree_cache", "req_to_token_pool"),
-            ("reqs", "cur_kv_lens_cpu", "nxt_kv_lens_cpu"),
-        ),
-        Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker",)),
+        _ALLOCATE,
+        Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker", "speculative_num_draft_tokens")),
         Needed(f"{_WORKER}EAGLEWorkerV2.verify", ("self",)),
         Needed(
             f"{_WORKER}EagleDraftWorker._draft_extend_for_prefill",
@@ -149,21 +152,28 @@ NEEDED_OF = {
         ),
         Needed(
             f"{_WORKER}EagleDraftWorker",
-            attributes=("draft_runner", "topk", "speculative_num_steps", "speculative_num_draft_tokens"),
+            attributes=("draft_runner", "topk", "speculative_num_steps"),
         ),
+    ),
+    WITHOUT_MODEL: (
+        Needed(_RESULT, (), ("accept_lens", "next_token_ids")),
+        _ALLOCATE,
+        Needed(_NGRAM, attributes=("draft_worker",)),
+        Needed(f"{_NGRAM}.forward_batch_generation", ("self", "batch")),
+        Needed(f"{_SPECULATIVE}spec_utils:move_accept_tokens_to_target_kvcache", ("batch", "accept_index")),
     ),
 }
 NEEDED = tuple(need for needs in NEEDED_OF.values() for need in needs)
 
 
-def check(version: str | None = None, drafts: bool = False) -> list[str]:
+def check(version: str | None = None, drafts: str | None = None) -> list[str]:
     """What speaks against attaching to the SGLang that is installed, one sentence each.
 
     version: None: what SGLang says of itself
-    drafts:  to a scheduler that drafts
+    drafts:  to a scheduler that drafts, by which path
     """
     version = str(import_module("sglang").__version__) if version is None else version
-    faults = missing(NEEDED if drafts else NEEDED_OF[EVERY_SCHEDULER])
+    faults = missing((*NEEDED_OF[EVERY_SCHEDULER], *(NEEDED_OF[drafts] if drafts else ())))
     if faults:
         return [f"sglang {version}: {fault}" for fault in faults]
     refused = accept("sglang", version, TESTED)

@@ -1,8 +1,9 @@
-"""The model runner of an EAGLE draft: its own pool, whose entries hold the token that follows their position."""
+"""The model runner of a draft: its own pool, whose entries hold the token that follows their position."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,22 @@ class WatchedDraft(WatchedRunner):
     """
 
     role = "draft"
-    token_offset = 1
+    token_offset = name_offset = 1
 
-    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, topk: int, steps: int) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        config: CanaryConfig,
+        most_tokens: int,
+        width: int,
+        topk: int,
+        steps: int,
+        *,
+        target: WatchedRunner,
+    ) -> None:
+        """target: whose forwards come before those of this draft"""
         super().__init__(runner, config, most_tokens, width)
+        self._target = target
         self._topk, self._steps, self._page = topk, steps, int(runner.token_to_kv_pool.page_size)
         self._round, self._step = None, 0
         self._sampled: Tensor | None = None
@@ -109,3 +122,17 @@ class WatchedDraft(WatchedRunner):
             self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch",
             lambda entry, slot: names[entry // each],
         )  # fmt: skip
+
+
+class WatchedStandalone(WatchedDraft):
+    """The same of a draft model of its own, which SGLang feeds in the same way, one token further.
+
+    Its prefix cache hands out entries by the tokens up to their position, of EAGLE alone by the one behind it as well:
+    the last entry that rows share may hold another one's next token. So entries have the names of the target's, as they
+    have in that cache, and what they are fed is judged when they are stored.
+    """
+
+    name_offset = 0
+
+    def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
+        super().read(replace(fed, tokens=self._target.stored(len(fed.tokens))), batch, site)

@@ -46,7 +46,8 @@ class WatchedRunner(HostHandle):
     host = "sglang"
     canary: PagedCanary
     role: ClassVar[str] = "target"
-    token_offset: ClassVar[int] = 0  # the entry of position p holds the token of p + offset
+    token_offset: ClassVar[int] = 0  # the entry of position p is fed the token of p + offset
+    name_offset: ClassVar[int] = 0  # and has the name of that of p + offset
 
     def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int) -> None:
         """width: nodes of a tree that is verified; 1: nobody drafts"""
@@ -190,6 +191,10 @@ class WatchedRunner(HostHandle):
         self._wrote()
         return output
 
+    def stored(self, count: int) -> Tensor:
+        """[count] tokens of what the last forward has stored, or a verify accepted."""
+        return self._given.tokens[:count]
+
     def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
         """Record what is about to be written, and judge what is about to be read."""
         ends = fed.lengths if fed.ends is None else fed.ends
@@ -217,8 +222,12 @@ class WatchedRunner(HostHandle):
         self.verified = Verified(batch, *copies)
         return method()
 
-    def accepted(self, result: Any) -> None:
-        """What the last verify accepted lies in front of its window now: judge and record it, and read its rows."""
+    def accepted(self, lengths: Tensor, index: Tensor, chosen: Tensor) -> None:
+        """What the last verify accepted lies in front of its window now: judge and record it, and read its rows.
+
+        lengths: [rows] nodes that were accepted of each;  index: [rows, n] which these are, -1 behind them
+        chosen:  [rows * m] tokens that the target chose behind each of them
+        """
         verified, self.verified = self.verified, None
         if verified is None:
             return
@@ -226,17 +235,16 @@ class WatchedRunner(HostHandle):
         n, width = batch.batch_size, self.nodes
         new = np.full(n, width)
         offsets = torch.arange(width, device=nodes.device)
-        is_kept = offsets < result.accept_lens[:, None]
-        out = result.next_token_ids.view(n, width).to(nodes.dtype)
-        tokens = torch.cat((nodes.view(n, width)[:, :1], out[:, :-1]), 1)
+        tokens, out = nodes.view(n, width).clone(), chosen.view(n, -1)[:, : width - 1]
+        tokens[:, 1 : 1 + out.shape[1]] = out.to(nodes.dtype)
         positions = (before[:, None] + offsets).flatten()
         path = torch.zeros(n, width, dtype=torch.int64, device=nodes.device)
-        path[:, : result.accept_index.shape[1]] = result.accept_index.clamp(min=0)[:, :width]
+        path[:, : index.shape[1]] = index.clamp(min=0)[:, :width]
         entries = Entries(
             list(batch.rids), np.repeat(np.arange(n), width), positions, slots,
             lambda entry: f"node {int(path.flatten()[entry]) % width} of the tree of its row",
         )  # fmt: skip
-        fed = torch.where(is_kept, nodes[path], tokens).flatten()
+        fed = torch.where(offsets < lengths[:, None], nodes[path], tokens).flatten()
         judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
         ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width
         self.read(FedForward(entries, new, tokens.flatten(), before + width, ends), batch, ("verify", 0))
@@ -254,7 +262,7 @@ class WatchedRunner(HostHandle):
             if self._reweighted and length:
                 held = self.canary.groups[0].records[self.rows.req_to_token[number, :length].to(torch.int64)]
                 self._older += ((held[:, STEP_SITE] & MASK_32) <= self._reweighted).sum()
-            new.append((number, request.rid, tokens_of(request, self.token_offset), int(length), identity_of(request)))
+            new.append((number, request.rid, tokens_of(request, self.name_offset), int(length), identity_of(request)))
         if new:
             if self.tier is not None:
                 self.tier.admitted(new)

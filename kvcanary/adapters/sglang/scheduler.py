@@ -17,24 +17,23 @@ from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary.adapters.hosted.turns import report_without_turn
 from kvcanary.adapters.sglang import host_tier, lifetimes
-from kvcanary.adapters.sglang.compatibility import check, unfollowed
-from kvcanary.adapters.sglang.draft import WatchedDraft
+from kvcanary.adapters.sglang.compatibility import DRAFTS, WITHOUT_MODEL, check, unfollowed
+from kvcanary.adapters.sglang.draft import WatchedDraft, WatchedStandalone
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.report.finding import Finding
 
-#: Classes of draft workers whose forwards are known here.
-FOLLOWED_DRAFTS = ("EAGLEWorkerV2",)
+#: Classes of draft workers whose forwards are known here, with what watches the draft's pool; None: there is none.
+FOLLOWED_DRAFTS = {"EAGLEWorkerV2": WatchedDraft, "StandaloneWorkerV2": WatchedStandalone, "NGRAMWorker": None}
 #: Others, with what stands against them.
 UNFOLLOWED_DRAFTS = {
-    "StandaloneWorkerV2": "its prefix cache shares the draft's last entry by a key without the token that it holds",
     "MultiLayerEagleWorkerV2": "each of its layers drafts in a pool of its own",
     "FrozenKVMTPWorkerV2": "its draft reads the entries of the target and has none",
-    "NGRAMWorker": "it drafts without a model, from what was said before",
 }
 
 PREFILL = "_draft_extend_for_prefill"
+SPECULATION, MOVE = "sglang.srt.speculative.spec_utils", "move_accept_tokens_to_target_kvcache"
 
 
 def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle | None:
@@ -45,7 +44,10 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle | None:
     held = getattr(scheduler, "kvcanary", None)
     if held is not None:
         return held
-    faults = check(drafts=scheduler.draft_worker is not None)
+    worker, drafts = scheduler.draft_worker, None
+    if worker is not None:
+        drafts = DRAFTS if FOLLOWED_DRAFTS.get(type(worker).__name__, WatchedDraft) else WITHOUT_MODEL
+    faults = check(drafts=drafts)
     faults = faults or unfollowed(scheduler.server_args) or host_tier.unfollowed(scheduler)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
@@ -62,6 +64,7 @@ class Handle:
     def __init__(self, scheduler: Any, config: CanaryConfig) -> None:
         self.scheduler, self.config = scheduler, config
         self._requests: dict[str, Any] = {}
+        self._accepted: Any = None  # nodes that a worker without a draft model has accepted
         self.target, self.draft = watched(scheduler, config)
         self.runners = [self.target] + ([] if self.draft is None else [self.draft])
         self.guard = Guard("sglang", config.mode, parts=[own.guard for own in self.runners])
@@ -78,6 +81,9 @@ class Handle:
         if self.draft is not None:
             replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
             replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)
+        elif scheduler.draft_worker is not None:
+            replace(scheduler.draft_worker, "forward_batch_generation", self._generated, self.target.guard)
+            self.replaced.replace_function(SPECULATION, MOVE, self._accept_tokens)
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
         for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
             self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
@@ -124,8 +130,20 @@ class Handle:
 
     def _verify(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        self.target.accepted(result)
+        self.target.accepted(result.accept_lens, result.accept_index, result.next_token_ids)
         return result
+
+    def _generated(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a worker that drafts without a model: a forward, and what was accepted, where it was a verify."""
+        result = method(batch, *args, **kwargs)
+        if self._accepted is not None:
+            self.target.accepted(result.accept_lens, self._accepted, result.next_token_ids)
+        self._accepted = None
+        return result
+
+    def _accept_tokens(self, method: Any, batch: Any, accept_index: Any, *args: Any, **kwargs: Any) -> Any:
+        self._accepted = accept_index
+        return method(batch, accept_index, *args, **kwargs)
 
     def _process_batch_result(self, method: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         if result.copy_done is not None:
@@ -199,10 +217,12 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
         why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
         raise AdapterError(
             f"speculative_algorithm {scheduler.server_args.speculative_algorithm!r} drafts by {kind}, which is not "
-            f"followed: {why}; only {', '.join(FOLLOWED_DRAFTS)} is; unset KVCANARY_MODE to serve without a canary"
+            f"followed: {why}; only {', '.join(FOLLOWED_DRAFTS)} are; unset KVCANARY_MODE to serve without a canary"
         )
-    drafts = worker.draft_worker
-    width, topk, steps = drafts.speculative_num_draft_tokens, drafts.topk, drafts.speculative_num_steps
+    width, watch = worker.speculative_num_draft_tokens, FOLLOWED_DRAFTS[kind]
     most = max(most, scheduler.max_running_requests * width)
-    target = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width)
-    return target, WatchedDraft(drafts.draft_runner, config, most, width, topk, steps)
+    target, drafts = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width), worker.draft_worker
+    if watch is None:
+        return target, None
+    topk, steps = drafts.topk, drafts.speculative_num_steps
+    return target, watch(drafts.draft_runner, config, most, width, topk, steps, target=target)

@@ -9,9 +9,10 @@ is not.
 from __future__ import annotations
 
 import functools
-import os
 from importlib import import_module
 from typing import Any
+
+from kvcanary.environment import is_asked_for
 
 ANCHOR = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 
@@ -21,7 +22,7 @@ def register() -> None:
 
     CanaryConfigError or AdapterError where a setting is wrong: at once, before a model is loaded.
     """
-    if os.environ.get("KVCANARY_MODE", "off").strip().lower() in ("", "off"):
+    if not is_asked_for():
         return
     from kvcanary.adapters.observed.capabilities import expect_watching
     from kvcanary.config import CanaryConfig

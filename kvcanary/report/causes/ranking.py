@@ -96,7 +96,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R6",), rows.row_mixed_up),
     (("R7", "R8", "W2", "W7"), rows.read_after_free),
     (("R7",), rows.never_granted),
-    (("R7", "R8"), watched.freed_under_its_reader),
+    (("R7", "R8", "R12"), watched.freed_under_its_reader),
     ((MISREAD,), rows.read_elsewhere),
     (("R8",), rows.place_of_two),
     (("R8",), rows.neighbours_row),

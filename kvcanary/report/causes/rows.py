@@ -391,6 +391,8 @@ def old_record(facts: Evidence) -> Cause | None:
     if found is None or (found.site and facts.granted in (None, found.generation)):
         return None
     if not found.site:
+        if found.request:
+            return None  # somebody wrote it before its page was granted: who hears of grants says so
         return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
     evidence = (f"the record is of grant {found.generation}, the page is at {facts.granted}",)
     text = "the record is from before the page was granted again"

@@ -8,6 +8,7 @@ from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
 
 READ_BEFORE = "its row has read what is not finite"  # begins a note that says what, and who stored it
+GRANTED_ANEW = "the slot was granted again since"  # begins a note that says what lay there before, and whose it is now
 LAST_ENTRY = "the last entry that the row writes in this forward"  # a note of those who compare what was fed
 
 
@@ -124,7 +125,12 @@ def _fed(facts: Evidence) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def freed_under_its_reader(facts: Evidence) -> Cause | None:
-    """Where an engine tells of slots alone: the row stored there, or another has since, and the slot is not its own."""
+    """Where an engine tells of slots alone: the row stored there, or another has since, and the slot is not its own;
+    or it was granted again, and nobody has stored there yet.
+    """
+    anew = tuple(note for note in facts.violation.notes if note.startswith(GRANTED_ANEW))
+    if anew:
+        return Cause("lifetime", "the slot was given back while the row still reads it", "derived", anew)
     if facts.declared is not None or facts.record is None or not facts.record.site:
         return None
     if facts.writer == facts.violation.request_id:

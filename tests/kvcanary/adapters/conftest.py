@@ -18,7 +18,7 @@ from kvcanary_tools.bench import transformers_clean as ways
 from .served import Served
 
 STANDIN = Path(__file__).parent / "standin"
-FULL = {"KVCANARY_MODE": "raise", "KVCANARY_CONTENT": "full", "KVCANARY_KV_CANARY_SEED": "7"}
+FULL = {"KVCANARY_MODE": "raise", "KVCANARY_CONTENT": "full", "KVCANARY_SEED": "7"}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def owned() -> tuple[Engine, torch.Tensor, dict[str, int]]:
     owners, uids = engine.canary.follow_owners(), {name: uid for uid, name in engine.canary.writers.items()}
     slots = [moves.slots_of(engine.canary.groups[0], engine.table[number]) for number in (0, 1)]
     for number, own in enumerate(slots):
-        owners.granted(own, torch.full_like(own, uids[f"r{number}"]))
+        owners.slots[own] = uids[f"r{number}"]  # before it stored there
     engine.step({0: [1], 1: [2]})
     return engine, slots[0], uids
 
@@ -74,6 +74,35 @@ def test_a_slot_that_another_row_was_granted_is_told_with_its_owner() -> None:
     assert "the slot was granted to 'r1'" in finding.evidence
 
 
+def test_a_slot_that_its_own_row_was_granted_again_is_told_with_what_lay_there() -> None:
+    """Freed under its reader, and granted to that for its next entries: R12 until they are stored, with its cause."""
+    engine, slots, uids = owned()
+    engine.canary.owners.freed(slots[3:4])
+    engine.canary.owners.granted(slots[3:4], torch.tensor([uids["r0"]]))
+    engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.position) == ("R12", "r0", 3)
+    [cause] = finding.causes
+    assert (cause.family, cause.text) == ("lifetime", "the slot was given back while the row still reads it")
+    assert cause.evidence == ("the slot was granted again since, to 'r0': position 3 of 'r0' lay there",)
+
+
+def test_an_entry_whose_slot_another_of_its_row_has_names_both_slots(monkeypatch) -> None:
+    """The first of two entries is stored where the second belongs: no record is left of it, and the other finds it."""
+    engine, slots, _ = owned()
+    read = engine.canary.read
+
+    def astray(forward) -> None:
+        forward.slots[0][0] = int(slots[11])
+        read(forward)
+
+    monkeypatch.setattr(engine.canary, "read", astray)
+    engine.step({0: [1, 3], 1: [2, 4]})
+    found = {finding.code: finding for finding in told(engine)}["W5"]
+    assert (found.writer, found.position, found.slot) == ("r0", 10, int(slots[11]))
+    assert (found.expected, found.found) == ({"slot": int(slots[10])}, {"slot": int(slots[11])})
+
+
 def test_what_a_prefix_cache_holds_may_be_read_and_not_written() -> None:
     """Of a row that is gone the rest is the cache's; whoever stores there is told: W3."""
     engine, slots, uids = owned()
@@ -106,7 +135,7 @@ def test_a_write_to_a_slot_that_was_given_back_is_told() -> None:
     assert "the slot was given back, and is free" in finding.evidence
     engine.canary.owners.granted(slots[10:12], torch.full((2,), uids["r0"]))
     engine.step({0: [1], 1: [2]})
-    assert len(told(engine)) == 1
+    assert [finding.code for finding in told(engine)] == ["W7", "R12"]  # what was stored before the grant is not its
 
 
 def test_an_entry_that_is_stored_elsewhere_names_both_slots(monkeypatch) -> None:

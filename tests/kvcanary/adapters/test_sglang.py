@@ -15,11 +15,11 @@ import torch
 from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig
-from kvcanary.adapters.sglang.compatibility import NEEDED, unfollowed
+from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.fed import tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
-from kvcanary.adapters.sglang.scheduler import PREFILL, Handle, attach
+from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle, attach
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -48,7 +48,9 @@ TOLD = "; from sglang.srt.plugins.hook_registry import HookRegistry; print(HookR
 def child(tmp_path: Path):
     """Runs a program in a process of its own whose SGLang is a few lines long; `files` replaces some of them."""
 
-    def run(program: str, mode: str = "raise", **files: str | None) -> subprocess.CompletedProcess[str]:
+    def run(
+        program: str, mode: str = "raise", variable: str = "MODE", **files: str | None
+    ) -> subprocess.CompletedProcess[str]:
         for name, text in {**FILES, **{name.replace("__", "/") + ".py": text for name, text in files.items()}}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,7 @@ def child(tmp_path: Path):
             if text is not None:
                 path.write_text(text)
         ours = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels")))
-        environment = {**os.environ, "PYTHONPATH": ours, "KVCANARY_MODE": mode}
+        environment = {**os.environ, "PYTHONPATH": ours, f"KVCANARY_{variable}": mode}
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     return run
@@ -105,6 +107,12 @@ def test_a_start_that_cannot_be_watched_ends_with_a_sentence(child, mode: str, f
         assert "unset KVCANARY_MODE" in done.stderr
 
 
+def test_a_variable_that_sets_nothing_ends_the_start(child) -> None:
+    """Who asks for a canary by a name of before would serve without one."""
+    done = child(f"{REGISTER}register()", "log", "KV_CANARY")
+    assert (done.returncode, done.stderr) == (1, "kvcanary: KVCANARY_KV_CANARY sets nothing: it is KVCANARY_MODE now\n")
+
+
 def test_settings_that_are_not_followed_are_refused() -> None:
     """Entries that come from elsewhere, or forwards that run otherwise: each is named; what a server lacks is off."""
     assert unfollowed(SimpleNamespace(disaggregation_mode="null", enable_lmcache=False, pp_size=1)) == []
@@ -115,6 +123,14 @@ def test_settings_that_are_not_followed_are_refused() -> None:
         "pp_size",
     ]
     assert refused[0].startswith("disaggregation_mode must be 'null' here, got 'decode'")
+
+
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_each_setting_that_is_not_followed_is_refused_by_its_name(name: str) -> None:
+    """Whatever it is set to; the sentence says what it must be."""
+    off = NOT_FOLLOWED[name]
+    [sentence] = unfollowed(SimpleNamespace(**{name: 2 if isinstance(off, int) and off > 0 else "set"}))
+    assert sentence.startswith(f"{name} must be {off!r} here")
 
 
 def test_the_entry_point_names_this_function() -> None:
@@ -165,6 +181,7 @@ def test_what_replaces_a_method_has_its_parameters_names() -> None:
             "run_batch": "run_batch", "process_batch_result": "process_batch_result", "free": "free",
             "release_kv_cache": "release", "alloc_for_extend": "alloc_for_extend", "checkpoint": "checkpoint",
             "alloc_for_decode": "alloc_for_decode", "alloc_for_spec_decode": "alloc_for_spec_decode",
+            "forward_batch_generation": "generated", MOVE: "accept_tokens",
         }.items()
     }  # fmt: skip
     needed = {need.name.rpartition(".")[2].rpartition(":")[2]: need.parameters for need in NEEDED}

@@ -189,7 +189,7 @@ def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them()
     records = torch.zeros(8, COLUMNS, dtype=torch.int64)
     records[:, STEP_SITE] = torch.tensor([0, 3, 4, 5, 6, 7, 8, 9]) | (1 << 40)
     runner = SimpleNamespace(
-        tier=None, _reweighted=0, _older=torch.zeros((), dtype=torch.int64), _generations={}, token_offset=0, _uids={},
+        tier=None, _reweighted=0, _older=torch.zeros((), dtype=torch.int64), _generations={}, name_offset=0, _uids={},
         canary=SimpleNamespace(step=5, groups=[SimpleNamespace(records=records)], admit=lambda new: [1] * len(new)),
         rows=SimpleNamespace(req_to_token=torch.tensor([[1, 2, 3, 4, 5]]), req_generation=torch.zeros(1)),
     )  # fmt: skip
@@ -214,8 +214,9 @@ def test_drafts_of_other_kinds_are_refused_by_flag_and_class(kind: str) -> None:
     why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
     with pytest.raises(AdapterError) as refused:
         watched(scheduler, CanaryConfig())
-    start = f"speculative_algorithm 'OTHER' drafts by {kind}, which is not followed: {why}; only EAGLEWorkerV2 is"
-    assert str(refused.value) == f"{start}; unset KVCANARY_MODE to serve without a canary"
+    start = f"speculative_algorithm 'OTHER' drafts by {kind}, which is not followed: {why}; only EAGLEWorkerV2, "
+    followed = "StandaloneWorkerV2, NGRAMWorker are"
+    assert str(refused.value) == f"{start}{followed}; unset KVCANARY_MODE to serve without a canary"
 
 
 def tiered(**changed: Any) -> Any:

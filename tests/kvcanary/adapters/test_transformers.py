@@ -113,8 +113,8 @@ def test_what_is_not_finite_is_told_where_it_was_stored(models, generate, at: in
     assert found.causes[0].family == "numerics"
 
 
-def test_log_mode_tells_once_and_goes_on(models, generate) -> None:
-    """A fault is told of once, however often it is read; generation ends as it would."""
+def test_log_mode_tells_once_and_goes_on(models, generate, capsys) -> None:
+    """A fault is told of once, however often it is read, by the report on stderr; generation ends as it would."""
     model, cache = models(), transformers.DynamicCache()
     with attach(model, CanaryConfig(mode="log", content="full", seed=7)) as handle:
         output = generate(model, **damage(cache, 12, lambda cache: flip(cache.layers[0].keys, (0, 0, 4, 1), 0)))
@@ -122,6 +122,9 @@ def test_log_mode_tells_once_and_goes_on(models, generate) -> None:
         assert {(f.code, f.layer, f.page, f.position) for f in handle.findings} == {("R9", 0, 0, 4)}
         assert [(f.incident, f.site[0]) for f in handle.findings] == [(1, "decode")]
         assert handle.certificate()["fired"]["R9"] > 5
+    shown = capsys.readouterr().err
+    assert shown.count("kvcanary: ERROR: content changed (R9)") == 1
+    assert "\n  next      kvcanary codes R9\n" in shown
 
 
 def test_a_fault_of_a_second_cache_is_told_again(models, generate) -> None:

@@ -188,10 +188,13 @@ def test_off_is_absent(monkeypatch) -> None:
         ("MODE", "abort", "mode must be 'log' or 'raise' here, got 'abort': nobody can end one request from outside"),
         ("MODE", "heal", "mode must be 'log' or 'raise' here, got 'heal': nobody can end one request from outside"),
         ("CONTENT", "all", "content must be one of write, rolling, full, got 'all'"),
+        ("KV_CANARY", "log", "KVCANARY_KV_CANARY sets nothing: it is KVCANARY_MODE now"),
+        ("MDOE", "log", "KVCANARY_MDOE sets nothing: did you mean KVCANARY_MODE?"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_a_model_is_loaded(monkeypatch, name: str, value: str, sentence: str) -> None:
     """The plug-in says so in the first process that loads it, and replaces nothing."""
+    monkeypatch.setenv("KVCANARY_MODE", "log" if name == "CONTENT" else "off")
     monkeypatch.setenv(f"KVCANARY_{name}", value)
     with pytest.raises(KVCanaryError) as raised:
         plugin.register()
@@ -250,8 +253,8 @@ def test_another_runner_is_refused(serve, monkeypatch) -> None:
     assert not hasattr(worker, "kvcanary")
 
 
-def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
-    """Two ranks read one swapped table: one event and one count; the merged report names both ranks.
+def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path, capsys) -> None:
+    """Two ranks read one swapped table: one event, one report, one count; the merged report names both ranks.
 
     So it does of a bit in both that comes behind another of one rank: what a rank found first hides nothing.
     """
@@ -282,6 +285,9 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     ]
     assert [own for own in reported if own[:2] in (("R4", 8), ("R9", 3))] == [("R4", 8, 0), ("R9", 3, 1)]
     assert _found("R4") == count + 1
+    shown = capsys.readouterr().err
+    assert shown.count("kvcanary: ERROR:") == len(reported)
+    assert ("\n  rank      0\n" in shown, "\n  rank      1\n" in shown) == (True, True)
     report = merged([served.wrapper.kvcanary_report() for served in ranks])
     found = {(f["code"], f["position"]): f["ranks"] for f in report["findings"]}
     assert found[("R4", 8)] == [0, 1]

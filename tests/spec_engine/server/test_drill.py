@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 from structlog.testing import capture_logs
 
+from kvcanary_tools.campaign.fault_target import target_of
 from kvcanary_tools.cli import main
-from kvcanary_tools.commands.serve import target_of
 
 from .conftest import KEY
 from .test_corruption import PROMPTS, Client

@@ -36,5 +36,5 @@ def test_serve_takes_pressure_as_options(monkeypatch) -> None:
     """`kvcanary serve` has the options of generate, typed or in the environment."""
     typed = command.make_context("serve", ["--new-token-ratio", "0.25", "--host-pages", "12"])
     assert (engine_config(typed.params).new_token_ratio, engine_config(typed.params).host_pages) == (0.25, 12)
-    monkeypatch.setenv("KVCANARY_NEW_TOKEN_RATIO", "0.5")
+    monkeypatch.setenv("SPEC_ENGINE_NEW_TOKEN_RATIO", "0.5")
     assert engine_config(command.make_context("serve", []).params).new_token_ratio == 0.5

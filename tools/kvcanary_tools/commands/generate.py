@@ -12,7 +12,7 @@ from kvcanary_tools import console
 from kvcanary_tools.cli import EXAMPLE
 from kvcanary_tools.console import UsageFailure
 from kvcanary_tools.engine_options import (
-    CONTEXT,
+    ENGINE_CONTEXT,
     Whole,
     engine_config,
     engine_options,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spec_engine.memory.sizes import Sizes
 
 
-@click.command("generate", context_settings=CONTEXT, short_help="Complete prompts.")
+@click.command("generate", context_settings=ENGINE_CONTEXT, short_help="Complete prompts.")
 @click.option(
     "--prompt",
     type=Whole(),
@@ -64,7 +64,7 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
       kvcanary generate --prompt-file *.py --json
 
     The text goes to stdout as it comes, everything else to stderr. Every option can be given in the environment
-    too, as KVCANARY_ and its name: KVCANARY_PAGE_SIZE=4, KVCANARY_KV_CANARY=log.
+    too: the canary's as KVCANARY_MODE=log, KVCANARY_CONTENT=full, the others as SPEC_ENGINE_PAGE_SIZE=4.
 
     A prompt that is refused, being empty or too long, does not stop the others.
 

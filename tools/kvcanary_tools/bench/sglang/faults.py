@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Touched = dict[str, Any]
@@ -128,8 +128,9 @@ def short_move(host: Any) -> Iterator[Touched]:
 
 def one_too_long(host: Any) -> Iterator[Touched]:
     """Acceptance counts one token more than was right, once for each row."""
-    import sglang.srt.speculative.eagle_worker_common as common
-
+    common, ngram = (
+        sys.modules.get(f"sglang.srt.speculative.{name}") for name in ("eagle_worker_common", "ngram_worker")
+    )
     touched: Touched = {"rows": 0}
 
     def sample(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,9 @@ def one_too_long(host: Any) -> Iterator[Touched]:
                 touched["rows"] += 1
         return predict, lens, index
 
-    with around(common, "eagle_sample", sample):
+    with ExitStack() as both:
+        for module in filter(None, (common, ngram)):
+            both.enter_context(around(module, "eagle_sample", sample))
         yield touched
 
 

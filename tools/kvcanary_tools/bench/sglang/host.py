@@ -20,6 +20,7 @@ from kvcanary_tools.bench.sglang import host_tier, models
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
+DRAFTS = {"EAGLE": "draft", "STANDALONE": "standalone"}  # where their models lie
 QUIETER, ASTRAY = 0.003, 0.1  # how much layers add to their input; how far the draft is from the target
 QUIET = {"log_level": "error", "skip_tokenizer_init": True, "disable_cuda_graph": True, "random_seed": 0}
 ON_CPU = {"device": "cpu", "sampling_backend": "pytorch", "grammar_backend": "none", "dtype": "float32"}
@@ -83,6 +84,7 @@ class Host:
         self,
         folder: Path,
         eagle: bool = False,
+        algorithm: str = "EAGLE",
         topk: int = 1,
         steps: int = 3,
         nodes: int = 4,
@@ -93,6 +95,7 @@ class Host:
         **settings: Any,
     ):
         """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads
+        algorithm: of those that draft
         kind:   of models.py; empty: a Llama;  tier: entries go to host memory and come back
         """
         import torch
@@ -112,7 +115,7 @@ class Host:
             _let_peer_run(self.peer_said)
         wanted = {
             "model_path": str(folder / "target"), "context_length": 128, "max_total_tokens": 1024,
-            "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.1,
+            "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.5,
             "attention_backend": "triton" if eagle else "torch_native", **QUIET, **ON_CPU,
         }  # fmt: skip
         if eagle:
@@ -120,10 +123,14 @@ class Host:
             import sglang.kernels.ops.speculative.spec_tree as spec_tree
 
             spec_tree._is_xpu = cache_locs._is_xpu = True  # its own Triton kernels, which Triton's interpreter runs
+            _let_masks_run()
             wanted |= {
-                "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(folder / "draft"),
+                "speculative_algorithm": algorithm, "speculative_num_draft_tokens": nodes,
+            }  # fmt: skip
+        if eagle and algorithm in DRAFTS:
+            wanted |= {
+                "speculative_draft_model_path": str(folder / DRAFTS[algorithm]),
                 "speculative_num_steps": steps, "speculative_eagle_topk": topk,
-                "speculative_num_draft_tokens": nodes,
             }  # fmt: skip
         if tier:
             host_tier.stand_in()
@@ -236,6 +243,16 @@ def install(interpreted: bool = False) -> None:
     sys.meta_path.append(_Absent())
 
 
+def _let_masks_run() -> None:
+    """What rebuilds a tree from its mask: SGLang's own Triton kernel, in place of `sgl_kernel`'s."""
+    import sglang.srt.utils as utils
+
+    own, utils.is_xpu = utils.is_xpu, lambda: True
+    import sglang.kernels.ops.speculative.reconstruct_tree  # noqa: F401
+
+    utils.is_xpu = own
+
+
 def _let_peer_run(said: list[str]) -> None:
     """SGLang's own canary on a CPU; `said` gets what it logs of violations."""
     import logging
@@ -277,6 +294,7 @@ def make_models(folder: Path, layers: int = 2) -> None:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.data *= QUIETER
     target.save_pretrained(folder / "target")
+    save_standalone(folder / "standalone", target, LlamaForCausalLM(config(1)))
     state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
     weights["fc.weight"] = torch.cat((torch.eye(64) + torch.randn(64, 64) * ASTRAY, torch.zeros(64, 64)), 1)
@@ -284,3 +302,12 @@ def make_models(folder: Path, layers: int = 2) -> None:
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}
     (folder / "draft" / "config.json").write_text(json.dumps(told))
+
+
+def save_standalone(folder: Path, target: Any, own: Any) -> None:
+    """A small model of its own, which mostly says what the target does."""
+    import torch
+
+    own.load_state_dict(target.state_dict(), strict=False)
+    own.lm_head.weight.data += torch.randn_like(own.lm_head.weight) * ASTRAY
+    own.float().save_pretrained(folder)
