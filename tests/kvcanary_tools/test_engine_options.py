@@ -66,7 +66,16 @@ def test_kv_canary_alone_means_raise(arguments: list[str], mode: str) -> None:
 def test_canary_options_reach_the_canary() -> None:
     """Content, budget and seed are handed on; a budget may be written with a unit."""
     made = engine_config(
-        options("--kv-canary", "--kv-canary-content", "full", "--kv-canary-budget", "64KiB", "--kv-canary-seed", "7")
+        options(
+            "--kv-canary",
+            "--kv-canary-content",
+            "full",
+            "--kv-canary-budget",
+            "64KiB",
+            "--kv-canary-seed",
+            "--kv-canary-share",
+            "7",
+        )
     )
     assert made.canary == CanaryConfig(mode="raise", content="full", budget=65536, seed=7)
     made = engine_config(

@@ -36,7 +36,6 @@ ENGINE_COMMANDS = ("generate", "serve", "windows")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 _ENGINE_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-SHARE = "KVCANARY_SHARE"
 _CANARY_DEFAULTS = {field.name: field.default for field in fields(CanaryConfig)}
 
 
@@ -200,7 +199,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             ring=options["kv_canary_ring"],
             dump_dir=options["kv_canary_dump"],
             dump_content=options["kv_canary_dump_content"],
-            share=CanaryConfig.from_env({SHARE: os.environ.get(SHARE, "")}).share,
+            share=options["kv_canary_share"],
         )
         config = EngineConfig(**settings, canary=canary)
     _expect_canary_for_its_options()
@@ -461,6 +460,12 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             show_default=False,
             metavar="NAME",
             help="What seals say of the model and its weights; a seal of another model is refused.",
+        ),
+        _canary_option(
+            "--kv-canary-share",
+            type=float,
+            metavar="SHARE",
+            help="Of a fleet's workers that are watched at a time, by turns of a week: 0.05 is 5 %.",
         ),
         _canary_option(
             "--kv-canary-dump",

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from structlog.testing import capture_logs
 
-from kvcanary_tools.campaign.served import target_of
+from kvcanary_tools.campaign.fault_target import target_of
 from kvcanary_tools.cli import main
 
 from .conftest import KEY

@@ -10,7 +10,7 @@ import click
 
 from kvcanary.environment import API_KEY
 from kvcanary_tools import console, heap
-from kvcanary_tools.campaign.served import target_of
+from kvcanary_tools.campaign.fault_target import target_of
 from kvcanary_tools.engine_options import ENGINE_CONTEXT, engine_config, engine_options, usage_failures
 from spec_engine.server.options import LINKS, ServerOptions
 

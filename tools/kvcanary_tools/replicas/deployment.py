@@ -17,8 +17,8 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from kvcanary_tools.campaign.fault_target import target_of
 from kvcanary_tools.campaign.on_ray import HERE, start
-from kvcanary_tools.campaign.served import target_of
 from kvcanary_tools.replicas.asgi import Asked, answer
 from kvcanary_tools.replicas.routing import PrefixRouter, prefix_of
 from spec_engine import Engine, EngineConfig

@@ -80,7 +80,7 @@ def _size(device: Any, memory: str | None) -> int:
     import torch
 
     from kvcanary import CanaryConfigError
-    from kvcanary.config import parse_bytes
+    from kvcanary.environment import parse_bytes
 
     if memory is None and device.type == "cuda":
         return int(FREE_SHARE * torch.cuda.mem_get_info(device)[0])

@@ -1,4 +1,4 @@
-"""The engine of a running server, as faults see it."""
+"""The engine of a server as faults in its state see it; loaded when one is armed."""
 
 from __future__ import annotations
 
