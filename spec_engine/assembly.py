@@ -262,6 +262,8 @@ class Assembly:
             num_pages=self._num_pages(name),
             page_size=self.config.page_size,
             kv_heads=model.num_kv_heads,
+            first_head=model.first_kv_head,
+            whole_heads=model.whole_kv_heads,
             head_dim=model.head_dim,
             token_offset=token_offset,
             ahead=ahead,

@@ -10,10 +10,12 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
+from torch.distributed import ProcessGroup
 
 from kvcanary import KVCorruptionError, probe_pages
 from kvcanary.faults import seam
 from kvcanary.invariants import check_commit, check_known_tokens, check_root, check_step_estimate
+from kvcanary.ranks import Agreement
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
@@ -29,6 +31,7 @@ from spec_engine.sampling import SamplingParams
 from spec_engine.scheduling.intake import Intake, output_of
 from spec_engine.scheduling.progress import Progress
 from spec_engine.scheduling.scheduler import Chunk
+from spec_engine.step.ranks import shape_levels, step_levels
 from spec_engine.step.results import PendingResult
 from spec_engine.step.runner import Part, StepResult
 
@@ -46,12 +49,20 @@ class Engine(Intake):
         model: Decoder | None = None,
         draft: Draft | None = None,
         tokenizer: Tokenizer | None = None,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         """Loads what the config names, but for what is handed over ready-made, in the config's dtype on its device.
 
         A ``model`` comes with its ``tokenizer``, and is drafted for by a ``draft`` or the config's draft_model.
+
+        ranks: a group (gloo, of nobody else) of the ranks that hold parts of the model; each runs such an engine, is
+        given the same calls in the same order, and compares each step with the others before its tokens leave.
+        RanksDisagreeError where they differ, and from then on.
         """
         super().__init__(config, model, draft, tokenizer)
+        self.agreement = None if ranks is None else Agreement(ranks)
+        if self.agreement is not None:
+            self.agreement.check(0, shape_levels(self))
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._step_number = 0
         self._probed_at = 0
@@ -271,6 +282,8 @@ class Engine(Intake):
         while len(self._pending) > (0 if self._begins_anew else lag):
             result = self.results.collect(self._pending[0])  # where somebody interrupts the wait it is collected later
             self._pending.popleft()
+            if self.agreement is not None:
+                self.agreement.check(self._step_number, step_levels(result, self.allocator))
             self.runner.collected(result)
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])

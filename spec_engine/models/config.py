@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,10 @@ class ModelConfig:
     draft_vocab_size: int = 0
     target_hidden_size: int = 0
     tap_layers: tuple[int, ...] = ()
+    # Of a rank that holds a part of the model: heads and intermediate_size are its own.
+    rank: int = 0
+    num_ranks: int = 1
+    whole_kv_heads: int = 0  # of the whole model; 0: this is the whole model
 
     def __post_init__(self) -> None:
         for name in (
@@ -84,6 +88,38 @@ class ModelConfig:
         """Layers that see no more than the window."""
         layers = range(0 if self.sliding_window is None else self.num_layers)
         return tuple(layer for layer in layers if layer not in self.full_layers)
+
+    def shard(self, rank: int, num_ranks: int) -> ModelConfig:
+        """What one rank of ``num_ranks`` holds: its query heads, the KV heads that they read, its columns of the MLP.
+
+        Where ranks outnumber KV heads, several hold the same one. CheckpointError where something does not divide.
+        """
+        if self.num_ranks != 1 or not 0 <= rank < num_ranks:
+            raise CheckpointError(f"a whole model is cut into ranks 0 to {num_ranks - 1}, got rank {rank} of {self}")
+        for name in ("num_heads", "intermediate_size"):
+            if getattr(self, name) % num_ranks:
+                raise CheckpointError(
+                    f"{name} must be a multiple of the {num_ranks} ranks, got {getattr(self, name)}: run fewer ranks"
+                )
+        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
+            raise CheckpointError(
+                "num_kv_heads must be a multiple of the ranks, or the ranks of it, "
+                f"got {self.num_kv_heads} heads and {num_ranks} ranks: run a number of ranks that divides"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+            intermediate_size=self.intermediate_size // num_ranks,
+            rank=rank,
+            num_ranks=num_ranks,
+            whole_kv_heads=self.num_kv_heads,
+        )
+
+    @property
+    def first_kv_head(self) -> int:
+        """Which head of the whole model the first KV head is."""
+        return self.rank * self.whole_kv_heads // self.num_ranks
 
     @property
     def qkv_size(self) -> int:

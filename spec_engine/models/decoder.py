@@ -6,6 +6,7 @@ stands behind that (the paged pool, a dense cache, training) decides where keys 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -115,6 +116,8 @@ class DecoderLayer(nn.Module):
         self.post_norm_weight = _weight(hidden)
         self.gate_up_weight = _weight(2 * config.intermediate_size, hidden)
         self.down_weight = _weight(hidden, config.intermediate_size)
+        #: Sums a product over all ranks, in place, where each holds a part of the layer.
+        self.reduce: Callable[[Tensor], object] | None = None
 
     def forward(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv: KVAccess, wanted: Tensor | None = None
@@ -145,10 +148,15 @@ class DecoderLayer(nn.Module):
         """Output product, residual, norm, MLP, residual."""
         if is_fused(attention):
             return _kernels().finish(self, hidden, attention)
-        hidden = hidden + F.linear(attention.flatten(1), self.o_weight, self.o_bias)
+        hidden = hidden + self._summed(F.linear(attention.flatten(1), self.o_weight, self.o_bias))
         x = F.rms_norm(hidden, self.norm_shape, self.post_norm_weight, self.eps)
         gate, up = F.linear(x, self.gate_up_weight).chunk(2, -1)
-        return hidden + F.linear(F.silu(gate) * up, self.down_weight)
+        return hidden + self._summed(F.linear(F.silu(gate) * up, self.down_weight))
+
+    def _summed(self, product: Tensor) -> Tensor:
+        if self.reduce is not None:
+            self.reduce(product)
+        return product
 
     def _normed(self, qk: Tensor) -> Tensor:
         q, k = qk.split_with_sizes(self.qk_split, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,20 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-def read_tensors(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, by name; CheckpointError where a file is absent or damaged."""
+#: Which part of a tensor of this name and shape is wanted, an index by dimension.
+Part = Callable[[str, Sequence[int]], tuple[slice, ...]]
+
+
+def read_tensors(folder: str | Path, part: Part | None = None) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, by name; CheckpointError where a file is absent or damaged.
+
+    part: of each nothing else is read.
+    """
     tensors: dict[str, Tensor] = {}
     for shard in _shards(Path(folder)):
         try:
             with safe_open(shard, framework="pt", device="cpu") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                tensors |= {name: _read(file, name, part) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except SafetensorError as error:
             raise CheckpointError(f"{shard} must be a whole safetensors file ({error}): fetch it again") from None
     return tensors
@@ -49,6 +57,14 @@ def save_tensors(tensors: dict[str, Tensor], folder: str | Path, num_shards: int
         weight_map |= dict.fromkeys(shard, file_name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _read(file: Any, name: str, part: Part | None) -> Tensor:
+    if part is None:
+        return file.get_tensor(name)
+    stored = file.get_slice(name)
+    wanted = part(name, stored.get_shape())
+    return stored[wanted] if wanted else file.get_tensor(name)
 
 
 def _shards(folder: Path) -> list[Path]:

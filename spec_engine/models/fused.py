@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ MOST_ROWS, REREAD_BYTES = 64, 1 << 24
 class Layer(Protocol):
     """What is needed of a decoder layer: its weights [rows, size], norms and biases [size], and how heads lie in qkv.
 
+    reduce: sums a product over all ranks, in place, where each holds a part of the layer.
     num_heads_all: of q, k and v together; qk_split: heads of q, heads of k (v has as many); half_dim: of a head.
     """
 
@@ -35,6 +37,7 @@ class Layer(Protocol):
     num_heads_all: int
     qk_split: tuple[int, int]
     half_dim: int
+    reduce: Callable[[Tensor], object] | None
 
 
 def project(layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,9 +55,15 @@ def project(layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[T
 def finish(layer: Layer, hidden: Tensor, attention: Tensor) -> Tensor:
     """Output product, residual, norm, MLP, residual."""
     output = linear(attention.flatten(1), layer.o_weight, layer.o_bias)
+    if layer.reduce is not None:
+        layer.reduce(output)
     total, x = torch.empty_like(output), torch.empty_like(output)
     add_norm(hidden, output, layer.post_norm_weight, layer.eps, total=total, normed=x)
     x = gate(x, layer.gate_up_weight)
+    if layer.reduce is not None:  # the residual is added once, behind the sum
+        part = linear(x, layer.down_weight)
+        layer.reduce(part)
+        return total.add_(part)
     if not goes_by_row(x, layer.down_weight):
         return total.addmm_(x, layer.down_weight.t())
     product(x, layer.down_weight, out=total, residual=total)

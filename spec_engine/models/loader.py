@@ -22,6 +22,7 @@ from spec_engine.models.decoder import Decoder
 from spec_engine.models.eagle import Eagle
 from spec_engine.models.eagle3 import Eagle3, marks
 from spec_engine.models.files import read_tensors
+from spec_engine.models.sharding import part_of, without_others
 from spec_engine.models.standalone import Standalone
 
 Draft = Eagle | Eagle3 | Standalone
@@ -30,17 +31,39 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
-def load_target(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
-    """Loads a llama-family checkpoint for inference; raises a CheckpointError that names what does not fit."""
+def load_target(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: tuple[int, int] = (0, 1),
+) -> Decoder:
+    """Loads a llama-family checkpoint for inference; raises a CheckpointError that names what does not fit.
+
+    shard: rank and number of ranks; what others hold is not read. `reduce_over` then says with whom layers sum.
+    """
     config = load_config(folder)
     if config.architecture not in TARGET_ARCHITECTURES:
         raise CheckpointError(f"a target must be one of {', '.join(TARGET_ARCHITECTURES)}, got {config.architecture}")
-    tensors = read_tensors(folder)
+    if shard != (0, 1):
+        config = config.shard(*shard)
+    tensors = without_others(read_tensors(folder, part_of(config)), config)
     with torch.device("meta"):
         model = Decoder(config)
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # some checkpoints store the tied matrix twice
     return _filled(model, tensors, folder, dtype, device)
+
+
+def shard_target(whole: Decoder, rank: int, num_ranks: int) -> Decoder:
+    """The part of a model in memory that one rank holds, as `load_target` gives it of a folder."""
+    config, like = whole.config.shard(rank, num_ranks), whole.embed_weight
+    part = part_of(config)
+    tensors = hf_tensors(whole, like.dtype)
+    if part is not None:
+        tensors = {name: tensor[part(name, tensor.shape)] for name, tensor in tensors.items()}
+    with torch.device("meta"):
+        model = Decoder(config)
+    return _filled(model, without_others(tensors, config), "the whole model", like.dtype, like.device)
 
 
 def load_draft(

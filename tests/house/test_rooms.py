@@ -22,7 +22,14 @@ TOP = ("config", "environment", "errors", "codes")
 #: Whose doors name what lies behind them: the public names, and the errors that carry findings, for annotations alone.
 DOORS = ("kvcanary", "spec_engine", "kvcanary.errors")
 #: What an engine imports of kvcanary; and where it brings published bugs back, the catalogue of these.
-PUBLIC = ("kvcanary", "kvcanary.captured", "kvcanary.transfers", "kvcanary.invariants", "kvcanary.faults")
+PUBLIC = (
+    "kvcanary",
+    "kvcanary.captured",
+    "kvcanary.transfers",
+    "kvcanary.invariants",
+    "kvcanary.faults",
+    "kvcanary.ranks",
+)
 TRACKER = "spec_engine.server.inspection."
 MOST_FILES = 15  # of one folder
 LONGEST_HALF, LONGEST_OF_TWENTY = 10, 30  # lines: the median of all functions, and the 95th percentile

@@ -31,12 +31,15 @@ class KVPool:
         head_dim: int,
         token_offset: int,
         ahead: int = 0,
+        first_head: int = 0,
+        whole_heads: int = 0,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.name = name
         self.page_size = page_size
         self.token_offset, self.ahead = token_offset, ahead
+        self.first_head, self.whole_heads = first_head, whole_heads
         num_slots = (num_pages + 1) * page_size
         self.kv = torch.zeros(num_layers, num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self.dtype = dtype
@@ -101,4 +104,6 @@ class KVPool:
             token_offset=self.token_offset,
             ahead=self.ahead,
             null_slots=self.page_size,
+            first_head=self.first_head,
+            whole_heads=self.whole_heads,
         )
