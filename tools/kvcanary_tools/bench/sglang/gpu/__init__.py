@@ -1,0 +1,1 @@
+"""A real SGLang on a GPU, with the canary and without."""
