@@ -17,6 +17,7 @@ import time
 from array import array
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -236,6 +237,27 @@ def pair(scheduler: Any, case: Case, is_first: bool) -> dict[str, Any]:
         "pools": {role: {name: own[name] for name in COUNTED} for role, own in report.items()},
         "findings": findings,
     }
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """The table of docs/adapters.md."""
+    shown = [
+        "| drafts | tokens a second without, with | ratio: median, fewest, most | tokens equal | findings | "
+        "slots checked |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, what in (("dense", "none"), ("eagle", "EAGLE, 3 in a chain")):
+        runs = record[kind]["runs"]
+        ratios = [run["ratio"] for run in runs]
+        speeds = [f"{median(run[name] for run in runs):,.0f}" for name in ("bare", "canary")]
+        equal = sum(run["equal_tokens"] for run in runs)
+        found = sum(len(run["findings"]) for run in runs)
+        slots = sum(pool["slots_checked"] for run in runs for pool in run["pools"].values())
+        shown.append(
+            f"| {what} | {', '.join(speeds)} | {median(ratios):.3f}, {min(ratios):.3f}, {max(ratios):.3f} | "
+            f"{equal} of {len(runs)} | {found} | {slots:,} |"
+        )
+    return shown
 
 
 def main(kinds: list[str] | None = None) -> None:

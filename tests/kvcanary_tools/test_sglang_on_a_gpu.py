@@ -1,0 +1,48 @@
+"""The benchmark inside SGLang on a GPU, as far as it needs neither: its record, its page, what it asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcanary_tools.bench.sglang.gpu import run
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "tools/kvcanary_tools/bench/results/gpu_sglang.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_shows_the_record() -> None:
+    """docs/adapters.md has its table, line by line."""
+    assert "\n".join(run.lines(RECORD)) in (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("kind", "pools"), [("dense", {"target"}), ("eagle", {"target", "draft"})])
+def test_sound_runs_are_silent_and_equal(kind: str, pools: set[str]) -> None:
+    """Every pool was watched to the end, and nothing was found; the median of the ratios is the goal's."""
+    for own in RECORD[kind]["runs"]:
+        assert own["pools"].keys() == pools
+        assert all(pool["armed"] and pool["slots_checked"] > 4_000_000 for pool in own["pools"].values())
+        assert own["equal_tokens"]
+        assert own["findings"] == []
+    assert float(run.lines(RECORD)[2 if kind == "dense" else 3].split("|")[3].split(",")[0]) >= 0.98
+
+
+def test_every_request_has_a_prompt_of_its_own(tmp_path: Path) -> None:
+    """Of ids that the model has; and its settings lead to the folders that were written."""
+    case = run.Case(eagle=True, requests=5, prompt=9, vocab=500)
+    asked = run.prompts(case)
+    assert len({tuple(prompt) for prompt in asked}) == 5
+    assert all(3 <= token < 500 for prompt in asked for token in prompt)
+    run.save_model(case, tmp_path)
+    told = run.settings(case, tmp_path)
+    for name in ("model_path", "speculative_draft_model_path"):
+        assert json.loads((Path(told[name]) / "config.json").read_text())["vocab_size"] == 500
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(SystemExit, match="measures a CUDA device, and there is none here"):
+        run.main([])
