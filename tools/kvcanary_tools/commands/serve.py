@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvcanary.environment import API_KEY
 from kvcanary_tools import console, heap
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from spec_engine import EngineConfig
     from spec_engine.server.serving import Server
 
+OF_ROLES = ("peers", "transport", "peer_name", "lease_seconds", "handover_timeout")
 DUMPS = "kvcanary-dumps"  # folder for what mode raise writes, unless --kv-canary-dump names another
 _DEFAULTS = {field.name: field.default for field in fields(ServerOptions)}
 
@@ -87,6 +89,7 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
     """
     if options["kv_canary"] == "raise" and options["kv_canary_ring"]:  # what stops a server leaves a dump
         options["kv_canary_dump"] = options["kv_canary_dump"] or DUMPS
+    _expect_role(ctx, options["role"])
     config = engine_config(options)
     with usage_failures():
         served = ServerOptions(**{field: options[field] for field in _DEFAULTS})
@@ -109,6 +112,16 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
     heap.settle()  # what is loaded stays, and no later collection stops a step to look through it
     _greet(server, url_of(listening))
     ctx.exit(_tell(serve(server, listening)))
+
+
+def _expect_role(ctx: click.Context, role: str | None) -> None:
+    """Usage failure where an option of handovers is given to a server that has none."""
+    given = [name for name in OF_ROLES if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if role is None and given:
+        name = given[0].removesuffix("s") if given[0] == "peers" else given[0]
+        raise click.UsageError(
+            f"--{name.replace('_', '-')} is of servers with a role: say --role prefill or decode too"
+        )
 
 
 def _serve_replicas(config: EngineConfig, served: ServerOptions, replicas: int, address: str | None) -> None:
