@@ -48,7 +48,8 @@ LIFE = {"later": 6, "new": 20, "at": 9, "abort": "x1"}
 LONG = {"later": 48, "new": 20, "prompt": 260, "answer": 100}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}  # every few steps
 OFF: Json = {"mode": "off"}
-AT: dict[str, Json] = {"chunk_rotated": {"at": 0}}  # faults that strike in another turn than others
+#: Faults that strike in another turn than others, or whose tokens are compared.
+AT: dict[str, Json] = {"chunk_rotated": {"at": 0}, "draft_hook_error": {"new": 12}}
 
 
 def trees(topk: int, page: int, *faults: str) -> Scene:
