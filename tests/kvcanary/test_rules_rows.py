@@ -627,9 +627,10 @@ SAID = [
     (rows.old_record, shown(record=a_record()), None),
     (
         rows.old_record,
-        shown(record=a_record(site=0)),
+        shown(record=a_record(site=0, request=0)),
         Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",)),
     ),
+    (rows.old_record, shown(record=a_record(site=0)), None),
     (rows.past_the_end, shown(), None),
     (rows.past_the_end, shown(owner="you"), None),
     (

@@ -35,6 +35,7 @@ FLAGS = {
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
     *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens"),
     *("--kv-canary-ring", "--kv-canary-dump", "--kv-canary-dump-content", "--kv-canary-disable", "--kv-canary-model"),
+    "--kv-canary-share",
     *("--reenact", "--dump", "--json"),
 }
 
@@ -73,11 +74,12 @@ def test_canary_options_reach_the_canary() -> None:
             "--kv-canary-budget",
             "64KiB",
             "--kv-canary-seed",
-            "--kv-canary-share",
             "7",
+            "--kv-canary-share",
+            "0.05",
         )
     )
-    assert made.canary == CanaryConfig(mode="raise", content="full", budget=65536, seed=7)
+    assert made.canary == CanaryConfig(mode="raise", content="full", budget=65536, seed=7, share=0.05)
     made = engine_config(
         options("--kv-canary", "--kv-canary-ring", "64", "--kv-canary-dump", "dumps", "--kv-canary-dump-content")
     )
