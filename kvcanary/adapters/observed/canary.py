@@ -169,11 +169,12 @@ class PagedCanary:
                 self.coverage.skip("rows that went without a last re-read", 1)
 
     def flush(self, empty: Forward) -> None:
-        """Do now what waits for a forward, but for rows that begin: bytes are about to move, or nobody runs.
+        """Do now what waits for a forward, but for rows that begin: bytes are about to move, or nobody runs; or
+        somebody stores before the next forward is shown, into slots that are filled, or looked at, before that.
 
         empty: a forward of no rows
         """
-        if self._gone or self._new:
+        if self._gone or self._new or (self.poison is not None and self.owners is not None and self.owners.is_told):
             fresh, self._fresh = self._fresh, []
             self.read(empty)
             self._fresh = fresh

@@ -66,6 +66,11 @@ class Owners:
         """A row is gone: what it had and nobody has freed is a prefix cache's."""
         self._told.append(lambda: self.slots.masked_fill_(self.slots == uid, SHARED))
 
+    @property
+    def is_told(self) -> bool:
+        """Whether something waits for the next forward."""
+        return bool(self._told)
+
     def forget(self) -> None:
         """All slots are free, whatever was told."""
         self._told = []
@@ -125,6 +130,11 @@ class BlockOwners:
     def give(self, place: tuple[int, int], owner: int) -> None:
         """A block is somebody's from the next forward on; place: its group and its number."""
         self._now[place] = self._changed[place] = owner
+
+    @property
+    def is_told(self) -> bool:
+        """Whether something waits for the next forward."""
+        return bool(self._changed)
 
     def forget(self) -> None:
         """Nothing is known any more."""

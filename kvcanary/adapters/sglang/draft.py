@@ -81,11 +81,13 @@ class WatchedDraft(WatchedRunner):
 
     def replayed(self, method: Any, forward_batch: Any) -> Any:
         """All draft steps of a round in one graph of SGLang's: where they store is not judged."""
+        self._flush()
         self.canary.coverage.skip(REPLAYED, self._steps)
         return method(forward_batch)
 
     def _draft_step(self, batch: Any) -> None:
         """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch."""
+        self._flush()  # it stores and is never shown
         self._step = self._step + 1 if batch is self._round else 0
         self._round = batch
         site, n, lengths = ("draft", self._step), batch.batch_size, batch.seq_lens.to(torch.int64)

@@ -169,6 +169,7 @@ class WatchedRunner(HostHandle):
 
     def moved(self, method: Any, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """The engine moves entries: accepted nodes to the front, the end of a prefix to each branch."""
+        self._flush()
         row_of = None if self.verified is None else functools.partial(_of_window, self.verified)
         move, moved = functools.partial(method, tgt_loc, src_loc), functools.partial(paged_moves.moved, self.canary)
         for group, own in zip(self.canary.groups[1:], self._given.mapped, strict=True):
@@ -235,6 +236,7 @@ class WatchedRunner(HostHandle):
 
     def _verify(self, method: Any, batch: Any) -> Any:
         """Nodes of trees have no places of their own yet: what is accepted is recorded when that is known."""
+        self._flush()  # it stores before it is shown
         copies = (own.clone() for own in (batch.input_ids, batch.out_cache_loc, batch.seq_lens))
         self.verified = Verified(batch, *copies)
         return method()

@@ -198,6 +198,21 @@ def test_a_sound_free_slot_is_silent_and_what_is_granted_is_not_filled() -> None
     assert engine.canary.coverage.unchecked == {}
 
 
+def test_a_flush_does_what_waits_where_free_slots_are_filled(monkeypatch) -> None:
+    """Somebody stores before the next forward is shown: what was told comes before that, or it would be overwritten."""
+    engine, slots, _ = owned()
+    reads: list[str] = []
+    monkeypatch.setattr(engine.canary, "read", reads.append)
+    engine.canary.flush("empty")
+    assert reads == []
+    engine.canary.owners.freed(slots[FREE])
+    engine.canary.flush("empty")
+    assert reads == ["empty"]
+    engine.canary.poison = None
+    engine.canary.flush("empty")
+    assert reads == ["empty"]
+
+
 def test_what_a_step_has_no_budget_for_is_counted(monkeypatch) -> None:
     """The certificate says how many freed slots were not filled, and these are not judged."""
     engine, slots, uids = owned()

@@ -160,9 +160,10 @@ def test_draft_steps_in_a_graph_of_sglangs_are_counted() -> None:
     """Nothing of them is judged, and the certificate says so; an extend in one is followed as any other."""
     coverage, ran = Coverage(), list[str]()
     draft = SimpleNamespace(_steps=3, canary=SimpleNamespace(coverage=coverage), guard=object(), prefill=None)
+    draft._flush = lambda: ran.append("flushed")
     draft.replayed = functools.partial(WatchedDraft.replayed, draft)
     assert draft.replayed(lambda batch: ran.append(batch) or "drafts", "batch") == "drafts"
-    assert (ran, coverage.unchecked) == (["batch"], {REPLAYED: 3})
+    assert (ran, coverage.unchecked) == (["flushed", "batch"], {REPLAYED: 3})
     worker = type("Worker", (), {"cuda_graph_runner": object(), "cuda_graph_runner_for_draft_extend": object()})()
     handle, hooked = SimpleNamespace(_forward=lambda own, method, batch: own), dict[Any, Any]()
     Handle._follow_drafts(handle, worker, draft, lambda owner, name, hook, guard: hooked.update({owner: (name, hook)}))

@@ -264,6 +264,17 @@ def test_a_bit_of_the_draft_model_is_named(scene) -> None:
 
 
 @pytest.mark.slow
+def test_drafts_store_in_slots_that_others_had(scene) -> None:
+    """What is freed is filled before a draft or a verify stores there again, though that is shown behind it: no P1, and
+    the tokens of a server without a canary.
+    """
+    act, bare = scene("topk 2, page 4, life")
+    assert act["counts"]["evicted"] > 60
+    assert (act["findings"], act["outputs"]) == ([], bare["outputs"])
+    assert all("P1" in report["classes"] for report in act["reports"].values())
+
+
+@pytest.mark.slow
 def test_drafts_without_a_model_have_no_pool(scene) -> None:
     """What they draft is verified in the target's; the verify's entries are judged as those of any draft."""
     sound = scene("n-gram, page 1")[0]

@@ -46,6 +46,8 @@ class Scene:
 LIFE = {"later": 6, "new": 20, "at": 9, "abort": "x1"}
 #: Of requests so long, and so many, that a million entries are judged.
 LONG = {"later": 48, "new": 20, "prompt": 260, "answer": 100}
+#: Drafts in slots that others had: eviction in every step.
+REUSE = {"new": 8, "later": 6, "answer": 16}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}  # every few steps
 OFF: Json = {"mode": "off"}
 #: Faults that strike in another turn than others, or whose tokens are compared.
@@ -73,7 +75,8 @@ def slots(topk: int, page: int, *faults: str) -> Scene:
 def standalone(page: int, *faults: str) -> Scene:
     """A draft model of its own, with two branches."""
     scene = trees(2, page, *faults)
-    return Scene(scene.acts, {**scene.settings, "algorithm": "STANDALONE"})
+    acts = ({**act, "new": 24} for act in scene.acts[:2])  # most of what it drafts is accepted
+    return Scene((*acts, *scene.acts[2:]), {**scene.settings, "algorithm": "STANDALONE"})
 
 
 def reverted(number: int, scene: Scene) -> Scene:
@@ -168,6 +171,9 @@ TREES = {
     "topk 1, graphs": graphed(trees(1, 4, "draft_bit")),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
     "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
+    "topk 2, page 4, life": Scene(
+        (REUSE, {**OFF, **REUSE}), {"eagle": True, "topk": 2, "nodes": 6, "page_size": 4, "max_total_tokens": 320}
+    ),
     "topk 2, page 4, slots": slots(2, 4, "draft_scatter", "verify_scatter", "chunk_rotated", "freed"),
     "topk 4, page 1": trees(4, 1, "one_too_long", "short_move"),
     "topk 4, page 4": trees(4, 4, "one_too_long", "short_move", "no_tail_copy"),

@@ -24,7 +24,21 @@ PROMPTS = {
     "c": [1, 5, 9, 13, 4, 4, 4, 6, 8, 10, 3, 2, 1, *range(3, 30)],  # longer than a chunk
     "d": [1, 5, 9, 13, 4, 4, 4, 6],  # begins as c does
 }
-OF_AN_ACT = ("mode", "fault", "new", "later", "prompt", "answer", "at", "abort", "content", "dump", "between", "prefix")
+OF_AN_ACT = (
+    "mode",
+    "fault",
+    "new",
+    "later",
+    "prompt",
+    "answer",
+    "at",
+    "abort",
+    "content",
+    "poison",
+    "dump",
+    "between",
+    "prefix",
+)
 
 
 def run() -> None:
@@ -54,6 +68,7 @@ def play(
     at: int = 3,
     abort: str = "",
     content: str = "full",
+    poison: str = "finite",
     dump: str = "",
     between: tuple[str, ...] | list[str] = (),
     prefix: int = 0,
@@ -72,7 +87,10 @@ def play(
         from kvcanary import CanaryConfig
         from kvcanary.adapters.sglang.scheduler import attach
 
-        attach(host.scheduler, CanaryConfig(mode=mode, content=content, seed=3, dump_dir=Path(dump) if dump else None))
+        attach(
+            host.scheduler,
+            CanaryConfig(mode=mode, content=content, poison=poison, seed=3, dump_dir=Path(dump) if dump else None),
+        )
     elif mode == "off" and host.canary is not None:
         host.canary.detach()
     before = host.begin()
