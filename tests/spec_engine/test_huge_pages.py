@@ -48,10 +48,9 @@ def converse(engine: Engine, page_size: int) -> list[list[int]]:
 
 
 def cases():
-    """All of pages of 256; of 512, where a prompt is twice as long, one and the rest in `make test-all`."""
+    """Pages of 256; those of 512, where a prompt is twice as long, in `make test-all`."""
     for case in itertools.product((256, 512), ("torch", "paged"), ("sync", "overlap")):
-        seldom = case[0] == 512 and case != (512, "paged", "overlap")
-        yield pytest.param(*case, marks=pytest.mark.slow if seldom else ())
+        yield pytest.param(*case, marks=pytest.mark.slow if case[0] == 512 else ())
 
 
 @pytest.mark.parametrize(("page_size", "backend", "schedule"), list(cases()))
