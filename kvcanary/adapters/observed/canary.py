@@ -372,13 +372,17 @@ class PagedCanary:
         numbers: rows that the engine holds now
         """
         self._tell_quiet()
-        self.coverage.slots_checked, *read = self.launches.counted.tolist()
-        pools = zip(read, self.memory.layers, strict=True)
-        self.coverage.bytes_checked = sum(n * layers.entry_bytes for n, layers in pools)
+        self.read_counters()
         fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
         live_bytes, seed = self.memory.live_bytes(numbers), seed_id(self.memory.seed)
         told = certificate(self.config, self.coverage, live_bytes, seed, self.log, fed, self.memory.device)
         return told | {"watched": [layers.described for layers in self.memory.layers]}
+
+    def read_counters(self) -> None:
+        """What the device has checked so far into `coverage`; waits for the device."""
+        self.coverage.slots_checked, *read = self.launches.counted.tolist()
+        pools = zip(read, self.memory.layers, strict=True)
+        self.coverage.bytes_checked = sum(n * layers.entry_bytes for n, layers in pools)
 
     def known_tokens(self, number: int) -> list[int] | None:
         """Tokens of a row as the engine says them; None where it does not."""

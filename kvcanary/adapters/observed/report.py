@@ -45,6 +45,7 @@ def report_step(canary: PagedCanary, step: Step) -> int:
     violations = _leading(_violations(canary, step))
     for violation in violations:
         violation.notes += _row(step, violation)
+    canary.read_counters()  # a report ends with them
     canary.response.answer(violations, step.number, canary.coverage)
     return len(violations)
 

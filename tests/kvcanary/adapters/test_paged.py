@@ -120,8 +120,11 @@ def test_sound_rows_have_no_violation(device: str, content: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str) -> None:
-    """The count is there when the step's launches are; the finding names request, position, layer and word."""
+def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The count is there when the step's launches are; the finding names request, position, layer and word.
+
+    What closes its report is what was checked by then.
+    """
     engine = Engine(device)
     for number in range(2):
         engine.begin(number, [])
@@ -134,6 +137,9 @@ def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str) -> None:
     [found] = engine.canary.log.findings
     assert (found.code, found.reader, found.position, found.slot) == ("R9", "r1", 6, block * BLOCK + 2)
     assert (found.layer, found.part, found.head, found.dim, found.bit) == (1, "V", 1, 3, 9)
+    checked = engine.canary.certificate()["slots_checked"]
+    assert checked > 0
+    assert f" {checked:,} slots checked, " in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
