@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary_tools.bench.vllm.clock import clocked
+from kvcanary_tools.bench.vllm.kinds import KINDS
 from kvcanary_tools.bench.vllm.model import (
     BLOCKS,
     OUTPUT_TOKENS,
@@ -27,9 +28,11 @@ WARM_UPS = 2
 class Bench:
     """One vLLM in this process, with or without the plug-in."""
 
-    def __init__(self, folder: Path, size: str, eagle: bool, deadline: float, **engine: Any) -> None:
+    def __init__(
+        self, folder: Path, size: str, eagle: bool, deadline: float, kind: str = "dense", **engine: Any
+    ) -> None:
         self.started, self.deadline = time.perf_counter(), deadline
-        model = write_model(folder / "model", SHAPES[size])
+        model = KINDS[kind].write(folder / "model", size)
         speculative = {}
         if eagle:
             draft = write_model(folder / "draft", SHAPES[size] | {"num_hidden_layers": 1}, is_draft=True)
@@ -41,13 +44,20 @@ class Bench:
         self.llm = LLM(
             model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, max_model_len=2048,
             max_num_seqs=256, max_num_batched_tokens=2048, num_gpu_blocks_override=BLOCKS, gpu_memory_utilization=0.5,
-            kv_cache_memory_bytes=POOL_BYTES, disable_log_stats=False, seed=0, **speculative, **engine,
+            kv_cache_memory_bytes=POOL_BYTES, disable_log_stats=False, seed=0,
+            **speculative, **KINDS[kind].engine, **engine,
         )  # fmt: skip
         core = self.llm.llm_engine.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker
         self.runner, self.scheduler = self.worker.model_runner, core.scheduler
         self.is_plugged = hasattr(self.worker, "kvcanary")  # by the entry point, where KVCANARY_MODE asked for it
         self.say(f"engine with {type(self.runner).__module__}")
+
+    @property
+    def attention(self) -> list[str]:
+        """The implementations of attention that layers have, each once."""
+        layers = self.runner.compilation_config.static_forward_context.values()
+        return sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
 
     def say(self, what: str) -> None:
         print(f"[{time.perf_counter() - self.started:6.1f} s] {what}", flush=True)

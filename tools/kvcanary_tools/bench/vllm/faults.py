@@ -40,6 +40,12 @@ class Faults:
         self.bench, self.runner = bench, bench.runner
         self.is_v1 = not hasattr(self.runner, "req_states")
         self.module = sys.modules[type(self.runner).__module__]
+        groups = self.runner.kv_cache_config.kv_cache_groups  # whoever sees everything is struck
+        self.group = next(
+            n for n, own in enumerate(groups) if getattr(own.kv_cache_spec, "sliding_window", None) is None
+        )
+        self.size = groups[self.group].kv_cache_spec.block_size
+        self.names = set(groups[self.group].layer_names)
         self.touched: str | None = None  # whose bytes or blocks a fault struck
 
     def each(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -103,20 +109,20 @@ class Faults:
     def table(self) -> Any:
         """Block tables by row: on the device, of runner V1 on the host, from where each step copies them."""
         if self.is_v1:
-            return self.runner.input_batch.block_table[0].block_table.np
-        return self.runner.block_tables.block_tables[0].gpu
+            return self.runner.input_batch.block_table[self.group].block_table.np
+        return self.runner.block_tables.block_tables[self.group].gpu
 
     def new_block(self, output: Any) -> tuple[str, int] | None:
         """A running request that is given a block in this step, and that block."""
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if blocks and blocks[0]:
-                return name, blocks[0][-1]
+            if blocks and blocks[self.group]:
+                return name, blocks[self.group][-1]
         return None
 
     def caches(self) -> list[Any]:
-        layers = self.runner.compilation_config.static_forward_context.values()
-        return [layer.kv_cache for layer in layers if layer.kv_cache.numel()]
+        layers = self.runner.compilation_config.static_forward_context
+        return [layer.kv_cache for name, layer in layers.items() if name in self.names and layer.kv_cache.numel()]
 
     def unused(self, count: int) -> list[int]:
         """Blocks that the scheduler would hand out last."""
@@ -126,7 +132,7 @@ class Faults:
     # harms
 
     def flip(self, output: Any, step: int) -> bool:
-        """One bit of V, of head 3 and dim 9 at position 87, in the layer in the middle."""
+        """One bit of V, of head 3 and dim 9 at position 87, in the layer in the middle; of a latent cell's dim 9."""
         import torch
 
         chosen = self.row(output)
@@ -134,7 +140,8 @@ class Faults:
             return False
         block, caches = int(self.table()[chosen[1], 5]), self.caches()
         cache = caches[len(caches) // 2].view(torch.int16)
-        cache[block, 3, 7, cache.shape[3] // 2 + 9] ^= 1 << 6
+        cell = cache[block, 7] if cache.dim() == 3 else cache[block, 3, 7, cache.shape[3] // 2 :]
+        cell[9] ^= 1 << 6
         self.touched = chosen[0]
         return True
 
@@ -170,12 +177,14 @@ class Faults:
     def hand_out(self, output: Any, step: int) -> bool:
         chosen = self.row(output)
         new = [
-            data for data in output.scheduled_new_reqs if data.num_computed_tokens < 16 * (len(data.block_ids[0]) - 1)
+            data
+            for data in output.scheduled_new_reqs
+            if data.num_computed_tokens < self.size * (len(data.block_ids[self.group]) - 1)
         ]
         if chosen is None or not new:
             return False
         data = new[0]
-        data.block_ids[0][data.num_computed_tokens // 16] = int(self.table()[chosen[1], 4])
+        data.block_ids[self.group][data.num_computed_tokens // self.size] = int(self.table()[chosen[1], 4])
         self.touched = chosen[0]
         return True
 
@@ -230,7 +239,7 @@ class Faults:
 
         def add_requests(output: Any) -> Any:
             for data in output.scheduled_new_reqs:
-                blocks = list(data.block_ids[0])[: data.num_computed_tokens // 16]
+                blocks = list(data.block_ids[self.group])[: data.num_computed_tokens // self.size]
                 if blocks and not state:
                     state.append(len(blocks))
                     kept = [cache[blocks].clone() for cache in self.caches()]

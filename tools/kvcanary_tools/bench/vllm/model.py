@@ -136,20 +136,21 @@ LATENT: dict[str, Any] = {
 }
 
 
-def write_latent_model(folder: Path) -> Path:
-    """A random checkpoint of LATENT."""
+def write_latent_model(folder: Path, shape: dict[str, Any] = LATENT) -> Path:
+    """A random checkpoint of LATENT, or of a shape like it."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    shape, generator = LATENT, torch.Generator().manual_seed(11)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(11)
     hidden, heads, rank = shape["hidden_size"], shape["num_attention_heads"], shape["kv_lora_rank"]
     nope, rope, size_v = shape["qk_nope_head_dim"], shape["qk_rope_head_dim"], shape["v_head_dim"]
     inner, vocabulary = shape["intermediate_size"], shape["vocab_size"]
 
     def matrix(rows: int, columns: int, scale: float | None = None) -> torch.Tensor:
         own = columns**-0.5 if scale is None else scale
-        return (torch.randn(rows, columns, generator=generator) * own).to(torch.bfloat16)
+        return (torch.randn(rows, columns, device=device, generator=generator) * own).to(torch.bfloat16).cpu()
 
     tensors = {"model.embed_tokens.weight": matrix(vocabulary, hidden, 1.0)}
     tensors["lm_head.weight"] = matrix(vocabulary, hidden, 2 * hidden**-0.5)

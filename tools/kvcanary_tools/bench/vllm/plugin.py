@@ -1,6 +1,6 @@
 """The plug-in inside a real vLLM: silent and cheap over 256 requests, then one fault at a time.
 
-    python -m kvcanary_tools.bench.vllm.plugin --out FOLDER [--eagle] [--runner v1] [--graphs none] [--faults]
+    python -m kvcanary_tools.bench.vllm.plugin --out FOLDER [--kind mla] [--eagle] [--graphs none] [--faults]
 
 Needs a GPU and vllm. A Llama of 1.1 B random parameters is written first; requests share prefixes, prompts come in
 chunks, and the pool is small enough that requests are preempted. With and without the plug-in in turn, in one process,
@@ -20,6 +20,7 @@ import click
 
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
+from kvcanary_tools.bench.vllm.kinds import KINDS
 from kvcanary_tools.bench.vllm.model import BLOCKS, SHAPES
 
 GRAPHS = {
@@ -35,6 +36,7 @@ GRAPHS = {
     "--work", type=click.Path(path_type=Path), default=Path("/dev/shm/kvcanary-vllm"), help="Checkpoints go here."
 )
 @click.option("--size", type=click.Choice(list(SHAPES)), default="1b", help="Parameters of the model.")
+@click.option("--kind", type=click.Choice(list(KINDS)), default="dense", help="Of cache.")
 @click.option("--eagle", is_flag=True, help="With an EAGLE draft of random weights, which is nearly always rejected.")
 @click.option("--runner", type=click.Choice(["v2", "v1"]), default="v2", help="vLLM's model runner.")
 @click.option("--graphs", type=click.Choice(list(GRAPHS)), default="full", help="CUDA graphs; none is eager.")
@@ -47,6 +49,7 @@ def command(
     out: Path,
     work: Path,
     size: str,
+    kind: str,
     eagle: bool,
     runner: str,
     graphs: str,
@@ -59,9 +62,10 @@ def command(
     out.mkdir(parents=True, exist_ok=True)
     if runner == "v1":  # vLLM takes the other one for this model
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    bench = Bench(work, size, eagle, deadline, **GRAPHS[graphs])
-    result: dict[str, Any] = {"size": size, "eagle": eagle, "runner": runner, "graphs": graphs, **machine()}
-    path = out / f"{name_of(size, eagle, runner, graphs)}.json"
+    bench = Bench(work, size, eagle, deadline, kind, **GRAPHS[graphs])
+    result: dict[str, Any] = {"size": size, "kind": kind, "eagle": eagle, "runner": runner, "graphs": graphs}
+    result |= machine() | {"attention": bench.attention}
+    path = out / f"{name_of(size, kind, eagle, runner, graphs)}.json"
 
     def keep(name: str, part: Any) -> None:
         result[name] = part
@@ -81,9 +85,15 @@ def command(
         bench.say(f"{name}: {json.dumps(found)[:700]}")  # the last one leaves a broken engine
 
 
-def name_of(size: str, eagle: bool, runner: str, graphs: str) -> str:
+def name_of(size: str, kind: str, eagle: bool, runner: str, graphs: str) -> str:
     """Of the file: vllm, and what is not the usual."""
-    parts = {size: "1b", "eagle" if eagle else "": "", runner: "v2", "eager" if graphs == "none" else graphs: "full"}
+    parts = {
+        size: "1b",
+        kind: "dense",
+        "eagle" if eagle else "": "",
+        runner: "v2",
+        "eager" if graphs == "none" else graphs: "full",
+    }
     return "_".join(("vllm", *(part for part, usual in parts.items() if part != usual)))
 
 
