@@ -30,6 +30,7 @@ class Entries:
     rows:      [n] on the host, the row of each entry
     positions: [n] where it stands in its row
     slots:     [n] where it is stored
+    indices:   [n] on the host, where they are of several forwards of a kind: of which
     """
 
     requests: Sequence[str]
@@ -37,6 +38,7 @@ class Entries:
     positions: Tensor
     slots: Tensor
     where: Callable[[int], str] | None = None
+    indices: NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +64,9 @@ class Fed:
             told.add(row)
             pool = WatchedPool.of(self.group.layers[0].view, self.group.number, self.group.records)
             slot, position = int(self.entries.slots[entry]), int(self.entries.positions[entry])
-            violation = Violation(self.code, pool, slot, position, self.entries.requests[row], self.site, step)
+            index = self.site[1] if self.entries.indices is None else int(self.entries.indices[entry])
+            site = self.site[0], index
+            violation = Violation(self.code, pool, slot, position, self.entries.requests[row], site, step)
             violation.expected = {self.what: int(self.expected[entry])}
             violation.found = {self.what: int(self.found[entry])}
             violation.along = self.group.number, step

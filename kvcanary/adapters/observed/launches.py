@@ -231,6 +231,8 @@ class Launches:
             for layers in group.layers:
                 if not layers.is_late:
                     self._take(group, layers, slots, chains, self._now, most)
+            if self.memory.is_shared:
+                self.memory.overwritten(group, self._stored(group, most)[0])
         self._ops.send(self.memory.total, self._now, self._counts)
 
     def _late(self, starts: Tensor, most: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -65,6 +66,34 @@ class Memory:
     def live_bytes(self, numbers: Iterable[int]) -> int:
         """Bytes of all entries of these rows."""
         return sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self.entry_bytes
+
+    def overwritten(self, group: Group, slots: Tensor) -> None:
+        """Slots [n] of a group were stored to, -1: none. What other groups had in the same memory is gone.
+
+        Engines that hand out one pool of blocks to several groups lay their layers over each other.
+        """
+        for other, own, their in self._sharing[group.number]:
+            first, places = slots.clamp(min=0) // own * their, torch.arange(their, device=self.device)
+            gone = (first[:, None] + places).flatten()
+            for kept in (other.records, *(layers.stamps for layers in other.layers)):
+                kept.index_fill_(0, gone, 0)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether groups lie over each other."""
+        return any(self._sharing.values())
+
+    @cached_property
+    def _sharing(self) -> dict[int, list[tuple[Group, int, int]]]:
+        """By number of a group, others over the same memory, and how many slots of both lie in the same bytes."""
+        starts = {group.number: {k.data_ptr() for own in group.layers for k in own.view.k} for group in self.groups}
+        sharing: dict[int, list[tuple[Group, int, int]]] = {group.number: [] for group in self.groups}
+        for group, other in itertools.permutations(self.groups, 2):
+            if starts[group.number] & starts[other.number]:
+                slots, others = (len(own.records) for own in (group, other))
+                unit = max(group.block_size, other.block_size * slots // others)
+                sharing[group.number].append((other, unit, unit * others // slots))
+        return sharing
 
     def forget(self) -> None:
         """The bytes are gone, or nobody answers for them any more."""

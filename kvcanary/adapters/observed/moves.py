@@ -131,6 +131,7 @@ def loaded(
         before = layers.fingerprints[0][:, slots]
         for each in group.layers:
             canary.launches.take_now(group, each, slots, own)
+        memory.overwritten(group, slots)
         wanted, is_known = names.fingerprint_of(own)
         if group is not canary.groups[0]:
             is_known = torch.zeros_like(is_known)  # names are those of the first group's bytes

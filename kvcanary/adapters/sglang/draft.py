@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,23 @@ from kvcanary.adapters.sglang.fed import FedForward
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 
-REPLAYED = "draft steps that SGLang replayed in a graph of its own"
+
+class Planned(NamedTuple):
+    """Draft steps of a round, as the table of rows has them before they run.
+
+    names:   of the rows
+    steps:   which of the round;  numbers: the same on the device
+    lengths: [n] int64 committed entries
+    table:   [n, width] int64 slots
+    stride:  [n] from one branch of a row to the next: whole pages, the first of which begins with the prefix's end
+    """
+
+    names: list[str]
+    steps: range
+    numbers: Tensor
+    lengths: Tensor
+    table: Tensor
+    stride: Tensor
 
 
 class WatchedDraft(WatchedRunner):
@@ -79,44 +95,61 @@ class WatchedDraft(WatchedRunner):
             return method()
         return super().forward(method, batch, requests)
 
-    def replayed(self, method: Any, forward_batch: Any) -> Any:
-        """All draft steps of a round in one graph of SGLang's: where they store is not judged."""
+    def replayed(self, graph: Any, method: Any, batch: Any) -> Any:
+        """All draft steps of a round in one graph of SGLang's, which is judged behind it, by what it has read.
+
+        graph: whose `buffers` have the slots of all steps, [rows, topk, steps] flat, and positions, [rows, topk] flat.
+        Each step moves these on and the last one puts them back, so that what is there behind it is what all have seen
+        """
         self._flush()
-        self.canary.coverage.skip(REPLAYED, self._steps)
-        return method(forward_batch)
+        planned, count = self._plan(batch, range(self._steps - 1)), batch.batch_size * self._topk
+        if self._page > 1 and self._topk > 1:
+            self._judge_copies(planned)
+        output = method(batch)
+        slots = graph.buffers.out_cache_loc[: count * self._steps].view(-1, self._topk, self._steps)[..., :-1]
+        first = graph.buffers.positions[:count].view(-1, 1, self._topk)
+        self._judge_drafts(planned, first + planned.numbers[:, None], slots.transpose(1, 2))
+        return output
 
     def _draft_step(self, batch: Any) -> None:
-        """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch."""
+        """One draft step that the runner runs by itself."""
         self._flush()  # it stores and is never shown
         self._step = self._step + 1 if batch is self._round else 0
         self._round = batch
-        site, n, lengths = ("draft", self._step), batch.batch_size, batch.seq_lens.to(torch.int64)
-        positions = (lengths + self._step).repeat_interleave(self._topk)
-        slots, rows = batch.out_cache_loc[: len(positions)], np.repeat(np.arange(n), self._topk)
-        branch = lambda entry: f"branch {entry % self._topk} of its row"  # noqa: E731
-        entries = Entries(list(batch.rids), rows, positions, slots, branch)
-        judge_fed(self.canary, "W5", "position", batch.positions[: len(positions)], positions, entries, site)
-        begin, stride, table = self._branches(lengths), self._stride(lengths), self._table_of(batch)
-        granted = table.gather(1, begin + self._step).flatten().to(slots.dtype)
-        judge_fed(self.canary, "W5", "slot", slots, granted, entries, site)
+        planned, count = self._plan(batch, range(self._step, self._step + 1)), batch.batch_size * self._topk
+        self._judge_drafts(
+            planned, *(fed[:count].view(-1, 1, self._topk) for fed in (batch.positions, batch.out_cache_loc))
+        )
         if self._step == 0 and self._page > 1 and self._topk > 1:
-            self._judge_copies(batch.rids, table, lengths, stride)
+            self._judge_copies(planned)
 
-    def _table_of(self, batch: Any) -> Tensor:
-        """[rows of the batch, length] int64 slots."""
-        return self.rows.req_to_token[batch.req_pool_indices.long()].to(torch.int64)
+    def _plan(self, batch: Any, steps: range) -> Planned:
+        lengths = batch.seq_lens.to(torch.int64)
+        table = self.rows.req_to_token[batch.req_pool_indices.long()].to(torch.int64)
+        numbers = torch.arange(steps.start, steps.stop, device=lengths.device)
+        stride = (lengths % self._page + self._steps + self._page - 1) // self._page * self._page
+        return Planned(list(batch.rids), steps, numbers, lengths, table, stride)
 
-    def _stride(self, lengths: Tensor) -> Tensor:
-        """[n] from one branch of a row to the next: whole pages, the first of which begins with the prefix's end."""
-        return (lengths % self._page + self._steps + self._page - 1) // self._page * self._page
+    def _judge_drafts(self, planned: Planned, positions: Tensor, slots: Tensor) -> None:
+        """Entry i of each branch lies i behind the committed ones, in the slots that the row has for this branch.
 
-    def _branches(self, lengths: Tensor) -> Tensor:
-        """[n, topk] columns of the table in which the first entry of each branch has its slot."""
-        numbers = torch.arange(self._topk, device=lengths.device)
-        return lengths[:, None] + numbers * self._stride(lengths)[:, None]
+        positions, slots: [rows, steps, topk], as they were fed
+        """
+        lengths, steps, topk = planned.lengths[:, None, None], planned.steps, self._topk
+        right = (lengths + planned.numbers[:, None]).expand(-1, -1, topk)
+        branches = torch.arange(topk, device=lengths.device) * planned.stride[:, None, None]
+        granted = planned.table.gather(1, (right + branches).flatten(1)).flatten().to(slots.dtype)
+        rows = np.repeat(np.arange(len(planned.names)), len(steps) * topk)
+        indices = np.tile(np.repeat(np.arange(steps.start, steps.stop), topk), len(planned.names))
+        slots, right = slots.flatten(), right.flatten()
+        branch = lambda entry: f"branch {entry % topk} of its row"  # noqa: E731
+        entries, site = Entries(planned.names, rows, right, slots, branch, indices), ("draft", steps.start)
+        judge_fed(self.canary, "W5", "position", positions.flatten(), right, entries, site)
+        judge_fed(self.canary, "W5", "slot", slots, granted, entries, site)
 
-    def _judge_copies(self, names: Iterable[str], table: Tensor, lengths: Tensor, stride: Tensor) -> None:
+    def _judge_copies(self, planned: Planned) -> None:
         """Every branch but the first begins with a copy of the prefix's last page, as far as that is full (T1)."""
+        names, lengths, table, stride = planned.names, planned.lengths, planned.table, planned.stride
         tail = lengths % self._page
         offsets = torch.arange(self._page, device=lengths.device)
         source = (lengths - tail)[:, None, None] + offsets
@@ -126,7 +159,7 @@ class WatchedDraft(WatchedRunner):
         wanted, found = (
             table.gather(1, columns.expand_as(target).flatten(1)).flatten() for columns in (source, target)
         )
-        names, each = list(names), self._page * (self._topk - 1)
+        each = self._page * (self._topk - 1)
         paged_moves.expect_equal(
             self.canary, self.canary.groups[0], found, wanted, is_copied, "the copy of a prefix's end for a branch",
             lambda entry, slot: names[entry // each],

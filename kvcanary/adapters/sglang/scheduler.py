@@ -97,13 +97,13 @@ class Handle:
         self.guard.is_serving = True
 
     def _follow_drafts(self, worker: Any, draft: WatchedDraft, replace: Any) -> None:
-        """SGLang's graphs of a draft bypass its runner: that of an extend is followed, that of draft steps is not."""
+        """SGLang's graphs of a draft bypass its runner: both are followed, of an extend and of draft steps."""
         replace(worker, PREFILL, draft.prefill, draft.guard)
         extends, steps = worker.cuda_graph_runner_for_draft_extend, worker.cuda_graph_runner
         if extends is not None:
             replace(extends, "execute", functools.partial(self._forward, draft), draft.guard)
         if steps is not None:
-            replace(steps, "execute", draft.replayed, draft.guard)
+            replace(steps, "execute", functools.partial(draft.replayed, steps), draft.guard)
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""

@@ -20,11 +20,10 @@ from structlog.testing import capture_logs
 from kvcanary import CanaryConfig
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
-from kvcanary.adapters.sglang.draft import REPLAYED, WatchedDraft
+from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.fed import FedForward, are_named, tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle, attach
-from kvcanary.calls.coverage import Coverage
 
 ROOT = Path(__file__).parents[3]
 REGISTRY = """
@@ -156,18 +155,14 @@ def test_tokens_of_a_request_are_those_of_prompt_and_answer(start: int, end: int
     assert tokens_of(request, start, end) is None
 
 
-def test_draft_steps_in_a_graph_of_sglangs_are_counted() -> None:
-    """Nothing of them is judged, and the certificate says so; an extend in one is followed as any other."""
-    coverage, ran = Coverage(), list[str]()
-    draft = SimpleNamespace(_steps=3, canary=SimpleNamespace(coverage=coverage), guard=object(), prefill=None)
-    draft._flush = lambda: ran.append("flushed")
-    draft.replayed = functools.partial(WatchedDraft.replayed, draft)
-    assert draft.replayed(lambda batch: ran.append(batch) or "drafts", "batch") == "drafts"
-    assert (ran, coverage.unchecked) == (["flushed", "batch"], {REPLAYED: 3})
+def test_graphs_of_sglangs_draft_are_followed() -> None:
+    """That of draft steps is told which graph it is; an extend in one is followed as any other."""
+    draft = SimpleNamespace(guard=object(), prefill=None, replayed=lambda graph, method, batch: graph)
     worker = type("Worker", (), {"cuda_graph_runner": object(), "cuda_graph_runner_for_draft_extend": object()})()
     handle, hooked = SimpleNamespace(_forward=lambda own, method, batch: own), dict[Any, Any]()
     Handle._follow_drafts(handle, worker, draft, lambda owner, name, hook, guard: hooked.update({owner: (name, hook)}))
-    assert hooked.pop(worker.cuda_graph_runner) == ("execute", draft.replayed)
+    name, hook = hooked.pop(worker.cuda_graph_runner)
+    assert (name, hook(None, "batch")) == ("execute", worker.cuda_graph_runner)
     name, hook = hooked.pop(worker.cuda_graph_runner_for_draft_extend)
     assert (name, hook(None, "batch")) == ("execute", draft)
 

@@ -31,6 +31,13 @@ KEPT = (
 )
 
 
+class Restored:
+    """A connector that has loaded all layers before a forward begins."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Each is there."""
+
+
 class Faults:
     """What is done to the engine of a Bench; each harm is called before every step until it says that it has struck."""
 
@@ -85,7 +92,8 @@ class Faults:
             finally:
                 self.runner.execute_model = inner
             report = handle.report()
-            named = {name for own in handle.canary.log.findings for name in (own.reader, own.writer) if name}
+            findings = handle.canary.log.findings
+            named = {name for own in findings for name in (own.reader, own.writer, *own.readers) if name}
         found = [{name: entry[name] for name in (*KEPT, "action")} for entry in report["findings"][:3]]
         counts = {"fired": report["fired"], "untold": report["untold_incidents"]}
         is_named = bool(named) if self.touched is None else self.touched in named
@@ -225,7 +233,7 @@ class Faults:
             jobs.clear()
 
         methods = {name: getattr(own, name) for name in ("post_forward", "no_forward", "set_disabled")}
-        self.runner.kv_connector = SimpleNamespace(kv_connector=own, pre_forward=pre_forward, **methods)
+        self.runner.kv_connector = SimpleNamespace(kv_connector=Restored(), pre_forward=pre_forward, **methods)
         try:
             with self.bench.watched(mode="log", content="full") as handle:
                 return self._loaded(handle, jobs, goes_wrong)

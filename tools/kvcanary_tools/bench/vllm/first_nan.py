@@ -55,9 +55,10 @@ def planted_at_start(layer: int) -> list[Plant]:
     plants: list[Plant] = []
     warm_up = Worker.compile_or_warm_up_model
 
-    def planted(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        plants.append(Plant(worker, layer))
-        return warm_up(worker, *args, **kwargs)
+    def planted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        Worker.compile_or_warm_up_model = warm_up
+        plants.append(Plant(self, layer))
+        return warm_up(self, *args, **kwargs)
 
     Worker.compile_or_warm_up_model = planted
     return plants

@@ -1,0 +1,127 @@
+"""Draft steps of SGLang, one by one and in one graph of its own: positions and slots are those of each branch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, PoolView
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.sglang.draft import WatchedDraft
+
+
+class DraftGraph:
+    """SGLang's graph of draft steps: it reads its own buffers, padded to a bucket, and `harm` is what goes wrong."""
+
+    def __init__(self, topk: int, steps: int, bucket: int = 4) -> None:
+        self.topk, self.steps = topk, steps
+        places, positions = bucket * topk * steps, bucket * topk
+        self.buffers = SimpleNamespace(
+            out_cache_loc=torch.zeros(places).long(), positions=torch.zeros(positions).long()
+        )
+        self.moves_on = steps - 1  # times
+
+    def execute(self, batch: Any) -> str:
+        count = batch.batch_size * self.topk
+        self.buffers.out_cache_loc[: count * self.steps] = batch.out_cache_loc
+        self.buffers.positions[:count] = batch.positions
+        self.buffers.positions += self.moves_on - (self.steps - 1)
+        return "drafts"
+
+
+TOPK, STEPS, LENGTHS = 2, 3, [5, 2]
+
+
+@pytest.fixture
+def draft() -> Any:
+    """A watched draft over a pool of single entries, whose second row begins in the table's second line."""
+    canary = PagedCanary(CanaryConfig(mode="log", seed=3), 4, 2, 16, "cpu")
+    group = canary.memory.add_group(0, 1, 64, null_slots=1)
+    view = PoolView("draft", [torch.zeros(64, 1, 8)], [torch.zeros(64, 1, 8)], page_size=1)
+    canary.memory.add_layers(group, view, ["l0"])
+    own = WatchedDraft.__new__(WatchedDraft)
+    own.canary, own._topk, own._steps, own._page, own._flush = canary, TOPK, STEPS, 1, lambda: None
+    own.rows = SimpleNamespace(req_to_token=torch.arange(1, 61).view(3, 20))
+    own._round, own._step = None, 0
+    return own
+
+
+def round_of(draft: Any) -> Any:
+    """A round of two rows as SGLang plans it: slots [rows, topk, steps], positions of the first step."""
+    lengths = torch.tensor(LENGTHS)
+    rows = torch.tensor([2, 1])
+    first = lengths[:, None, None] + torch.arange(TOPK)[:, None] * STEPS + torch.arange(STEPS)
+    slots = draft.rows.req_to_token[rows].gather(1, first.flatten(1)).flatten()
+    return SimpleNamespace(
+        batch_size=2, seq_lens=lengths, req_pool_indices=rows, rids=["a", "b"], out_cache_loc=slots,
+        positions=lengths.repeat_interleave(TOPK),
+    )  # fmt: skip
+
+
+def told(draft: Any) -> list[tuple[Any, ...]]:
+    """What the events of a round say: code, request, draft step, position, what was expected and found."""
+    return [
+        (one.code, one.request_id, one.site, one.position, one.expected, one.found)
+        for event in draft.canary.events
+        for one in event.violations(1)
+    ]
+
+
+def test_a_graph_of_sound_draft_steps_is_silent(draft) -> None:
+    """Padded or not, its slots and positions are those of the rows; what it gives is what SGLang gets."""
+    graph, batch = DraftGraph(TOPK, STEPS), round_of(draft)
+    assert draft.replayed(graph, graph.execute, batch) == "drafts"
+    assert told(draft) == []
+    assert int(draft.canary.memory.total) == 0
+
+
+@pytest.mark.parametrize("moves_on", [STEPS, STEPS - 2])
+def test_positions_that_a_graph_moves_wrongly_are_found(draft, moves_on: int) -> None:
+    """Each step adds one, and the last takes all of it back: what is left over is W5 of every row."""
+    graph = DraftGraph(TOPK, STEPS)
+    graph.moves_on = moves_on
+    draft.replayed(graph, graph.execute, round_of(draft))
+    off = moves_on - (STEPS - 1)
+    assert told(draft) == [
+        ("W5", name, ("draft", 0), length, {"position": length}, {"position": length + off})
+        for name, length in zip("ab", LENGTHS, strict=True)
+    ]
+
+
+def test_a_slot_that_a_graph_stores_to_is_named_with_its_step_and_branch(draft) -> None:
+    """The second draft step of the second branch of the second row goes to another slot."""
+    graph, batch = DraftGraph(TOPK, STEPS), round_of(draft)
+    place = (1 * TOPK + 1) * STEPS + 1
+    right = int(batch.out_cache_loc[place])
+    batch.out_cache_loc[place] = 9
+    draft.replayed(graph, graph.execute, batch)
+    assert told(draft) == [("W5", "b", ("draft", 1), LENGTHS[1] + 1, {"slot": right}, {"slot": 9})]
+    [event] = [event for event in draft.canary.events if event.wrong.any()]
+    assert "branch 1 of its row" in next(event.violations(1)).notes
+
+
+def test_the_slots_of_a_step_that_stores_nothing_are_not_asked(draft) -> None:
+    """SGLang plans slots for as many steps as it drafts tokens, and runs one forward less."""
+    graph, batch = DraftGraph(TOPK, STEPS), round_of(draft)
+    batch.out_cache_loc.view(2, TOPK, STEPS)[..., -1] = 0
+    draft.replayed(graph, graph.execute, batch)
+    assert told(draft) == []
+
+
+def test_draft_steps_one_by_one_are_judged_alike(draft) -> None:
+    """Where SGLang has no graph its runner runs each step; the second of them stores where the first should."""
+    batch = round_of(draft)
+    slots = batch.out_cache_loc.view(2, TOPK, STEPS)
+    batch.out_cache_loc, batch.positions = slots[..., 0].flatten(), batch.positions.clone()
+    draft._draft_step(batch)
+    assert told(draft) == []
+    batch.positions += 1
+    draft._draft_step(batch)
+    first = slots[:, 0]
+    assert told(draft) == [
+        ("W5", name, ("draft", 1), length + 1, {"slot": int(own[1])}, {"slot": int(own[0])})
+        for name, length, own in zip("ab", LENGTHS, first, strict=True)
+    ]

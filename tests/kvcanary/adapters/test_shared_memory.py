@@ -1,0 +1,97 @@
+"""Groups of layers that lie over each other, as in engines that hand out one pool of blocks to all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, PoolView
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.report import report_step
+from kvcanary.adapters.observed.state import Forward
+
+HEADS, DIM, BLOCK, BLOCKS, ROWS, TOKENS, WIDTH = 2, 8, 4, 12, 6, 16, 4
+TOLD = [3, 1, 4, 1, 5]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Engine:
+    """Two groups of one layer each over one tensor: what a forward stores of a row depends on the group as well."""
+
+    def __init__(self, device: str) -> None:
+        self.canary = PagedCanary(CanaryConfig(mode="log", content="full", seed=3), ROWS, 2, TOKENS, device)
+        memory, self.device = self.canary.memory, device
+        self.k, self.v = (torch.zeros(BLOCKS, BLOCK, HEADS, DIM, device=device) for _ in range(2))
+        for number in range(2):
+            group = memory.add_group(number, BLOCK, BLOCKS * BLOCK, null_slots=BLOCK)
+            view = PoolView(f"target {number}", [self.k], [self.v], page_size=BLOCK)
+            memory.add_layers(group, view, [f"l{number}"])
+        zeros = torch.zeros
+        self.tables = [zeros(ROWS, WIDTH, dtype=torch.int32, device=device) for _ in range(2)]
+        self.lengths = zeros(ROWS, dtype=torch.int32, device=device)
+        self.starts = zeros(ROWS + 1, dtype=torch.int32, device=device)
+        self.fed, self.positions = zeros(TOKENS, dtype=torch.int32, device=device), zeros(TOKENS, device=device).long()
+        self.slots = zeros(2, TOKENS, device=device).long()
+        self.canary.prepare(self._forward([], [], [WIDTH * BLOCK]))
+
+    def _forward(self, numbers: list[int], tokens: list[int], ends: list[int]) -> Forward:
+        return Forward(
+            [f"r{number}" for number in numbers], np.array(numbers, dtype=np.int32), ("prefill", 0),
+            torch.tensor(ends), len(tokens), self.tables, self.lengths, self.starts, self.fed, self.positions,
+            list(self.slots),
+        )  # fmt: skip
+
+    def step(self, *rows: tuple[int, int, tuple[int, int]]) -> list[str]:
+        """Each row (number, entries that it has, its first block in each group) gets the rest of TOLD; what fired."""
+        numbers, past, ends = [row[0] for row in rows], [row[1] for row in rows], [len(TOLD)] * len(rows)
+        self.canary.admit([(number, f"r{number}", TOLD, length, "") for number, length, _ in rows])
+        places = [place for length in past for place in range(length, len(TOLD))]
+        tokens, owners = [TOLD[p] for p in places], [n for n, own in enumerate(past) for _ in range(own, len(TOLD))]
+        starts = np.cumsum([0, *(len(TOLD) - length for length in past)])
+        for group, table in enumerate(self.tables):
+            lines = torch.tensor([[first, first + 1, 0, 0] for first in (row[2][group] for row in rows)])
+            table[: len(rows)] = lines.to(table)
+            slots = lines[owners, torch.tensor(places) // BLOCK] * BLOCK + torch.tensor(places) % BLOCK
+            self.slots[group, : len(slots)] = slots.to(self.device)
+        for out, values in (
+            (self.fed, tokens), (self.positions, places), (self.lengths, ends),
+            (self.starts, [*starts, *[starts[-1]] * (ROWS - len(rows))]),
+        ):  # fmt: skip
+            out[: len(values)] = torch.as_tensor(values).to(out)
+        self.canary.read(self._forward(numbers, tokens, ends))
+        for group in range(2):
+            values = torch.tensor(tokens, device=self.device)[:, None, None] + 100.0 * group
+            own = self.slots[group, : len(tokens)]
+            for cache in self.k, self.v:
+                cache[own // BLOCK, own % BLOCK] = values.expand(-1, HEADS, DIM)
+        self.canary.wrote()
+        found = len(self.canary.log.findings)
+        if self.canary.count_to_host()():
+            report_step(self.canary, self.canary.steps[-1])
+        return [finding.code for finding in self.canary.log.findings[found:]]
+
+    def end(self, number: int) -> None:
+        self.canary.leave([number], [f"r{number}"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_block_that_went_to_another_group_and_came_back_is_judged_as_new(device: str) -> None:
+    """Its old record names the same prefix, its bytes are the other group's, until this very step stores it anew."""
+    engine = Engine(device)
+    assert engine.step((0, 0, (1, 3))) == []
+    engine.end(0)
+    assert engine.step((1, 0, (5, 1))) == []  # block 1 is the second group's now
+    engine.end(1)
+    # block 1 is the first group's again; a row that shares its prefix is admitted in the step that computes it
+    assert engine.step((2, 0, (1, 7)), (3, BLOCK, (1, 7))) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_still_reads_a_block_that_went_to_another_group_is_told(device: str) -> None:
+    """The row has its first block still, and the bytes of it are another group's: nobody has written this entry."""
+    engine = Engine(device)
+    assert engine.step((0, 0, (1, 3))) == []
+    engine.end(0)
+    assert engine.step((1, 0, (5, 1))) == []
+    assert engine.step((2, BLOCK, (1, 9)))[:1] == ["R12"]
