@@ -15,8 +15,8 @@ RECORD = json.loads((ROOT / "tools/kvcanary_tools/bench/results/gpu_sglang.json"
 
 
 def test_the_page_shows_the_record() -> None:
-    """docs/adapters.md has its table, line by line."""
-    assert "\n".join(run.lines(RECORD)) in (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    """docs/sglang.md has its table, line by line."""
+    assert "\n".join(run.lines(RECORD)) in (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("kind", "pools"), [("dense", {"target"}), ("eagle", {"target", "draft"})])

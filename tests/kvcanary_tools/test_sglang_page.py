@@ -10,7 +10,7 @@ from kvcanary_tools.bench.sglang.cpu import BESIDE, BITS, RESULTS, SCENES, pinne
 
 
 def test_the_page_quotes_the_record() -> None:
-    """The tables of docs/adapters.md are those of the record as it is, which is of every scene."""
+    """The tables of docs/sglang.md are those of the record as it is, which is of every scene."""
     text = page.PAGE.read_text(encoding="utf-8")
     assert "\n".join((page.BEGIN, *page.lines(), page.END)) in text
     assert "\n".join((page.BEGIN_BESIDE, *page.beside(), page.END_BESIDE)) in text

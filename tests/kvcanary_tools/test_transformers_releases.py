@@ -12,7 +12,7 @@ RELEASES = bench.read()["releases"]
 
 
 def test_the_page_shows_the_record() -> None:
-    """docs/adapters.md has the table that the command writes."""
+    """docs/transformers.md has the table that the command writes."""
     page = bench.PAGE.read_text(encoding="utf-8")
     assert "\n".join((bench.BEGIN, *bench.lines(), bench.END)) in page
 

@@ -10,7 +10,7 @@ from kvcanary_tools.bench.vllm.page import PAGE, is_found, read
 
 
 def test_the_page_quotes_the_records() -> None:
-    """The table of docs/adapters.md is that of the records as they are, with a line for each release looked at."""
+    """The table of docs/vllm.md is that of the records as they are, with a line for each release looked at."""
     lines = list(releases.lines())
     assert "\n".join((releases.BEGIN, *lines, releases.END)) in PAGE.read_text(encoding="utf-8")
     assert len(lines) == 2 + len(read(releases.NAMES)["releases"]) + len(read(releases.KEPT["v2"]))

@@ -84,7 +84,7 @@ def test_the_page_says_what_was_run() -> None:
 
 
 def test_the_page_quotes_the_record() -> None:
-    """The paragraph of docs/adapters.md is that of the record; without one there is none."""
+    """The paragraph of docs/vllm.md is that of the record; without one there is none."""
     lines = releases.soak_lines()
     assert "\n".join((releases.SOAK_BEGIN, *lines, releases.SOAK_END)) in PAGE.read_text(encoding="utf-8")
     kept = (RESULTS / f"{releases.SOAK}.json").exists()

@@ -2,7 +2,7 @@
 
 `register` is the entry point (`sglang.srt.plugins`), which SGLang calls in each of its processes. Nothing is imported
 where KVCANARY_MODE says off, or says nothing. A canary that cannot attach ends the start: SGLang logs an exception of a
-plug-in and serves on without it, so what is raised here is SystemExit. docs/adapters.md says what is checked.
+plug-in and serves on without it, so what is raised here is SystemExit. docs/sglang.md says what is checked.
 """
 
 from __future__ import annotations

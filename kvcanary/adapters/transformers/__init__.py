@@ -6,7 +6,7 @@
     handle.detach()                 # or `with attach(model) as handle:`
 
 `CanaryCache(DynamicCache(config=model.config))` watches one cache alone, whatever calls it: bytes, lengths and moves,
-but not whose tokens a row holds. docs/adapters.md says what is checked and what is not.
+but not whose tokens a row holds. docs/transformers.md says what is checked and what is not.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `register` is the entry point (`vllm.general_plugins`), which vLLM calls in each of its processes, also in those that
 have no model. So no worker is touched before it has its device, and nothing is imported where KVCANARY_MODE says off,
-or says nothing. In the process of the scheduler its block pool is heard. docs/adapters.md says what is checked and what
+or says nothing. In the process of the scheduler its block pool is heard. docs/vllm.md says what is checked and what
 is not.
 """
 

@@ -187,7 +187,7 @@ PRODUCTS = (
 )
 INSIDE_VLLM = (
     "steps of so small a model are bounded by vLLM's work on the host, and runs without the plug-in differ by "
-    "more than a tenth. Hooks take 154 us of a step (docs/adapters.md): two graph replays of 8 to 12 us each, "
+    "more than a tenth. Hooks take 154 us of a step (docs/vllm.md): two graph replays of 8 to 12 us each, "
     "and Python, which finds caches cold that vLLM has used since the last step."
 )
 BARS = (

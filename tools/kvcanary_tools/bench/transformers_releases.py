@@ -2,7 +2,7 @@
 
 Every run generates without a canary and with it (`full`, mode ``log``): findings, entries judged, equal tokens. Then
 one bit of a cache is flipped in mode ``raise``, which must be found where it is. For another release put its folder
-first on PYTHONPATH (`make test-transformers TRANSFORMERS=...` makes one). ``--page`` writes docs/adapters.md from the
+first on PYTHONPATH (`make test-transformers TRANSFORMERS=...` makes one). ``--page`` writes docs/transformers.md from the
 record.
 """
 
@@ -28,7 +28,7 @@ from kvcanary_tools.bench.transformers_clean import BATCHED_FAMILIES, generate, 
 from kvcanary_tools.pages.marks import put_between
 
 NAME = "cpu_transformers_releases"
-PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "transformers.md"
 BEGIN, END = "<!-- transformers releases: begin -->", "<!-- transformers releases: end -->"
 LAYER, HEAD, DIM, BIT = 2, 1, 3, 5  # of V, where the bit is flipped
 #: By name, the family and the way of generate().

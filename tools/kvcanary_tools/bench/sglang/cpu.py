@@ -1,7 +1,7 @@
 """``python -m kvcanary_tools.bench.sglang.cpu --keep``: scenes in a real SGLang on a CPU, each in a process of its own.
 
 SGLang lies in a folder that comes first on the child's path; torch, Triton and transformers are our own. `--keep`
-writes what came out among the results that docs/adapters.md quotes.
+writes what came out among the results that docs/sglang.md quotes.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _plugged(place: Path) -> Path:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", nargs=-1)
-@click.option("--keep", is_flag=True, help="Write it among the results that docs/adapters.md quotes.")
+@click.option("--keep", is_flag=True, help="Write it among the results that docs/sglang.md quotes.")
 def main(names: tuple[str, ...], keep: bool) -> None:
     """Play the scenes of these NAMES, or all, and show what the canary said."""
     record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() and names else {"scenes": {}}

@@ -1,4 +1,4 @@
-"""What was shown in SGLang on a CPU: ``python -m kvcanary_tools.bench.sglang.page`` writes docs/adapters.md."""
+"""What was shown in SGLang on a CPU: ``python -m kvcanary_tools.bench.sglang.page`` writes docs/sglang.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from kvcanary_tools.bench.sglang.cpu import BESIDE, RESULTS
 from kvcanary_tools.pages.marks import put_between
 
-PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
+PAGE = Path(__file__).parents[4] / "docs" / "sglang.md"
 BEGIN, END = "<!-- inside sglang: begin -->", "<!-- inside sglang: end -->"
 BEGIN_BESIDE, END_BESIDE = "<!-- beside sglang's own: begin -->", "<!-- beside sglang's own: end -->"
 Record = dict[str, Any]

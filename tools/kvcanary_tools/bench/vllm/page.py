@@ -1,4 +1,4 @@
-"""What was shown inside vLLM: ``python -m kvcanary_tools.bench.vllm.page`` writes the table of docs/adapters.md."""
+"""What was shown inside vLLM: ``python -m kvcanary_tools.bench.vllm.page`` writes the table of docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.pages.marks import put_between
 
-PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
+PAGE = Path(__file__).parents[4] / "docs" / "vllm.md"
 BEGIN, END = "<!-- inside vllm: begin -->", "<!-- inside vllm: end -->"
 SETTINGS = {
     "vllm": "runner V2, full graphs, 1.1 B parameters",

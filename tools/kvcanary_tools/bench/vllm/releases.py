@@ -1,6 +1,6 @@
 """Releases of vLLM, what ran in them, and the soak: ``python -m kvcanary_tools.bench.vllm.releases`` writes them.
 
-The page is docs/adapters.md.
+The page is docs/vllm.md.
 """
 
 from __future__ import annotations

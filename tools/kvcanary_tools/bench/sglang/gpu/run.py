@@ -240,7 +240,7 @@ def pair(scheduler: Any, case: Case, is_first: bool) -> dict[str, Any]:
 
 
 def lines(record: dict[str, Any]) -> list[str]:
-    """The table of docs/adapters.md."""
+    """The table of docs/sglang.md."""
     shown = [
         "| drafts | tokens a second without, with | ratio: median, fewest, most | tokens equal | findings | "
         "slots checked |",
