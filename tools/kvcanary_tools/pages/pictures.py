@@ -7,7 +7,6 @@ debug page while requests run, and the report of the dump that was left.
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -43,7 +42,7 @@ def main(folder: Path = FOLDER) -> None:
             for scheme in SCHEMES:
                 _shoot_debug(started, url, size, scheme, folder)
                 _shoot_report(started, report_of(work, "R9"), size, scheme, folder)
-        _fault(work, url, "draft.position_off_by_one")
+        _fault(url, "draft.position_off_by_one")
         _ask(url, PROMPTS[0])
         _shoot_tree(started, report_of(work, "W5"), folder)
 
@@ -55,7 +54,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         asking = Thread(target=_ask, args=(url, PROMPTS[0]))
         asking.start()
         time.sleep(STRIKE_SECONDS)
-        _fault(Path(folder), url, "bits.flip")
+        _fault(url, "bits.flip")
         asking.join()
         yield Path(folder), url
 
@@ -64,7 +63,8 @@ def report_of(folder: Path, code: str) -> str:
     """The URL of the report of the first dump of this code."""
     dump = min((folder / "dumps").glob(f"*-{code}-*.kvdump"), key=lambda path: path.stat().st_mtime)
     page = f"{code}.html"
-    _run(folder, f"kvcanary report {dump.relative_to(folder)} -o {page}")
+    words = [sys.executable, "-m", "kvcanary_tools", "report", str(dump.relative_to(folder)), "-o", page]
+    subprocess.run(words, cwd=folder, env=environment(), check=True, capture_output=True)
     return (folder / page).as_uri()
 
 
@@ -90,19 +90,18 @@ def _shoot_tree(started: Browser, url: str, folder: Path) -> None:
         save(tree.screenshot(), folder / "report-tree.png")
 
 
-def _fault(folder: Path, url: str, name: str) -> None:
-    _run(folder, f"kvcanary inject {name} --url {url}")
-
-
-def _run(folder: Path, line: str) -> None:
-    words = [sys.executable, "-m", "kvcanary_tools", *shlex.split(line)[1:]]
-    subprocess.run(words, cwd=folder, env=environment(), check=True, capture_output=True)
+def _fault(url: str, name: str) -> None:
+    _post(f"{url}/debug/kvcanary/faults", {"name": name})
 
 
 def _ask(url: str, prompt: str) -> None:
-    body = {"model": "embedded", "prompt": prompt, "max_tokens": MOST_TOKENS, "temperature": 0, "ignore_eos": True}
+    settings = {"model": "embedded", "max_tokens": MOST_TOKENS, "temperature": 0, "ignore_eos": True}
+    _post(f"{url}/v1/completions", settings | {"prompt": prompt})
+
+
+def _post(url: str, body: dict[str, object]) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    with urlopen(Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)) as answer:
+    with urlopen(Request(url, json.dumps(body).encode(), headers)) as answer:
         answer.read()
 
 
