@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
-REASONS = {
-    "not fed": "this engine gives no data for it",
-    "content is not compared": "bytes are not compared with content=write",
+INACTIVE = {  # by the reason that a certificate gives
+    "not fed": "inactive, this engine gives no data for it",
+    "content is not compared": "inactive, bytes are not compared with content=write",
+    "an error at once, in every mode": "an error at once instead of a finding",
+    "an error at once, in mode raise": "an error at once instead of a finding",
 }
 
 
@@ -51,11 +53,10 @@ def _checked(certificate: Mapping[str, Any]) -> Iterator[Sentence]:
 def _limits(certificate: Mapping[str, Any]) -> Iterator[Sentence]:
     inactive: dict[str, list[str]] = {}
     for code, reason in certificate.get("inactive_classes", {}).items():
-        inactive.setdefault(reason, []).append(code)
+        inactive.setdefault(INACTIVE.get(reason, f"inactive, {reason}"), []).append(code)
     if certificate["classes"]:
         yield Sentence("plain", f"{_many(len(certificate['classes']), 'check')} active.")
-    for reason, codes in inactive.items():
-        yield Sentence("limit", f"{', '.join(codes)} inactive: {REASONS.get(reason, reason)}.")
+    yield from (Sentence("limit", f"{', '.join(codes)}: {why}.") for why, codes in inactive.items())
     for reason, count in certificate["unchecked"].items():
         yield Sentence("limit", f"Not checked, {count:,} times: {reason}.")
 

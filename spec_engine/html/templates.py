@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections.abc import Collection
 from functools import cache
 from importlib.resources import files
 
 from jinja2 import BaseLoader, ChoiceLoader, DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
+CODE = re.compile(r"\b([A-Z]\d{1,2})\b")
 SHARED = ("style.css", "copy.js", "parts.html.j2")
 
 
@@ -24,8 +27,17 @@ def environment(loader: BaseLoader | None = None) -> Environment:
         lstrip_blocks=True,
     )
     made.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
+    made.filters["linked"] = linked
     made.globals |= {"style": Markup(text("style.css")), "script": Markup(text("copy.js"))}
     return made
+
+
+def linked(text: str, codes: Collection[str]) -> Markup:
+    """The text, escaped, with every code that the page explains as a link to its meaning."""
+    parts = CODE.split(text)
+    return Markup("").join(
+        Markup('<a href="#code-{0}">{0}</a>').format(part) if part in codes else part for part in parts
+    )
 
 
 def source_of_script() -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvcanary_tools.pages import pictures
 from kvcanary_tools.pages.browser import SCHEMES, SIZES, browser, faults_of, opened, why_not
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+WATCHED = Path(__file__).parents[1] / "data" / "watched" / "step10-R9.kvdump"  # with a row to scroll
 pytestmark = [pytest.mark.browser]
 in_a_browser = pytest.mark.skipif(bool(why_not()), reason=why_not())
 MOST_BYTES, MOST_BYTES_IN_ALL = 120_000, 1_200_000
@@ -40,16 +45,23 @@ def test_every_picture_is_there_and_small() -> None:
 
 @in_a_browser
 def test_axe_finds_nothing(served: tuple[Path, str]) -> None:
-    """Debug page and report, wide and on a phone, light and dark; nothing is wider than the window."""
+    """Debug page while requests run, and reports, wide and on a phone, light and dark; none is wider than it may."""
     work, url = served
-    pages = ((f"{url}/debug/kvcanary", pictures.KEY), (pictures.report_of(work, "R9"), ""))
+    reports = [pictures.report_of(work, "R9"), pictures.reported(work, WATCHED)]
     with browser() as started:
-        for address, key in pages:
-            for size, scheme in (("wide", "light"), ("phone", "dark")):
-                with opened(started, address, size, scheme, key) as page:
-                    page.locator("article h2").wait_for()
-                    assert faults_of(page) == [], f"{address} {size} {scheme}"
-                    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        for size, scheme in (("wide", "light"), ("phone", "dark")):
+            with pictures.busy(url), opened(started, f"{url}/debug/kvcanary", size, scheme, pictures.KEY) as page:
+                page.locator("#requests button").first.wait_for()
+                expect_no_fault(page)
+            for address in reports:
+                with opened(started, address, size, scheme) as page:
+                    expect_no_fault(page)
+
+
+def expect_no_fault(page: Page) -> None:
+    page.locator("article h2").wait_for()
+    assert faults_of(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @in_a_browser

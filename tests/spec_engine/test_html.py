@@ -12,7 +12,7 @@ from spec_engine.html.bits import compared
 from spec_engine.html.incident import history_lines
 from spec_engine.html.lanes import lanes
 from spec_engine.html.sentences import sentences, size
-from spec_engine.html.templates import environment
+from spec_engine.html.templates import environment, linked
 
 LINES = [
     {"step": 1, "kind": "born", "text": "page 3 granted to 'a' (memory.py:8)"},
@@ -88,7 +88,7 @@ def test_the_history_of_a_finding_has_steps() -> None:
         ({"unchecked": {"too late": 2}}, "Not checked, 2 times: too late."),
         (
             {"inactive_classes": {"W9": "not fed", "O1": "not fed"}},
-            "W9, O1 inactive: this engine gives no data for it.",
+            "W9, O1: inactive, this engine gives no data for it.",
         ),
     ],
 )
@@ -112,3 +112,8 @@ def test_templates_escape_every_value() -> None:
     text = made.render(lanes=drawn)
     assert "&lt;script&gt;" in text
     assert "<script" not in text
+
+
+def test_codes_become_links_to_their_meaning() -> None:
+    """Only those that the page explains; the rest of the text is escaped."""
+    assert linked("R5 and R10 <b>", ["R5"]) == '<a href="#code-R5">R5</a> and R10 &lt;b&gt;'

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import PackageLoader
 from markupsafe import Markup
 
-from kvcanary.codes import KINDS
+from kvcanary.codes import CODES, KINDS
 from kvcanary.dumps.certifying import certificate_of
 from kvcanary.dumps.event_schema import FORWARDS, plan_part
 from kvcanary.dumps.reading import Call, Dump
@@ -20,7 +20,7 @@ from kvcanary_tools.dumps.explaining import explain
 from kvcanary_tools.dumps.tables import summary
 from spec_engine.html.incident import incident
 from spec_engine.html.sentences import sentences
-from spec_engine.html.templates import environment, source_of_script
+from spec_engine.html.templates import CODE, environment, source_of_script
 
 MOST_STORIES = 16
 MOST_PAGES = 16384  # of the map
@@ -50,14 +50,15 @@ def rendered(
     **drawn: Any,
 ) -> str:
     """What the template makes of these; `drawn` has the cells and states of a map, and trees, where there are any."""
+    certificate = sentences(certificate_of(dump), len(dump.findings)) if _is_certified(dump) else []
     template = environment(PackageLoader("kvcanary_tools.dumps", "")).get_template("page.html.j2")
     return template.render(
         {"cells": [], "states": [], "trees": []} | drawn,
         summary=facts,
         stories=[_incident(story) for story in stories],
         steps=steps,
-        certificate=sentences(certificate_of(dump), len(dump.findings)) if _is_certified(dump) else [],
-        codes=list(_meanings({finding["code"]: finding["name"] for finding in dump.findings})),
+        certificate=certificate,
+        codes=list(_meanings(_named(dump, [line.text for line in certificate]))),
         source_of_script=Markup(source_of_script()),
     )
 
@@ -70,6 +71,13 @@ def _incident(story: Mapping[str, Any]) -> dict[str, Any]:
 def _is_certified(dump: Dump | WatchedDump) -> bool:
     """Dumps of older versions may have no certificate."""
     return bool(dump.manifest.get("certificate"))
+
+
+def _named(dump: Dump | WatchedDump, texts: Sequence[str]) -> dict[str, str]:
+    """Codes that the page names, by finding, evidence or certificate, with the name that a finding gives them."""
+    texts = [*texts, *(text for finding in dump.findings for text in finding["evidence"])]
+    others = {code: "" for text in texts for code in CODE.findall(text) if code in CODES}
+    return others | {finding["code"]: finding["name"] for finding in dump.findings}
 
 
 def _meanings(codes: Mapping[str, str]) -> Iterator[dict[str, str]]:

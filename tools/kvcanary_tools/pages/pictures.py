@@ -30,7 +30,7 @@ SERVE = (
     "--allow-faults --debug"
 )
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "import os\n")
-MOST_TOKENS = 400
+MOST_TOKENS = 240
 STRIKE_SECONDS = 0.5  # after which the fault is armed, so that there is a history
 
 
@@ -62,21 +62,31 @@ def pages() -> Iterator[tuple[Path, str]]:
 def report_of(folder: Path, code: str) -> str:
     """The URL of the report of the first dump of this code."""
     dump = min((folder / "dumps").glob(f"*-{code}-*.kvdump"), key=lambda path: path.stat().st_mtime)
-    page = f"{code}.html"
-    words = [sys.executable, "-m", "kvcanary_tools", "report", str(dump.relative_to(folder)), "-o", page]
+    return reported(folder, dump.relative_to(folder))
+
+
+def reported(folder: Path, dump: Path) -> str:
+    """The URL of the report of a dump, written into this folder."""
+    page = folder / f"{dump.stem}.html"
+    words = [sys.executable, "-m", "kvcanary_tools", "report", str(dump), "-o", page.name]
     subprocess.run(words, cwd=folder, env=environment(), check=True, capture_output=True)
-    return (folder / page).as_uri()
+    return page.as_uri()
 
 
-def _shoot_debug(started: Browser, url: str, size: str, scheme: str, folder: Path) -> None:
-    """While three requests run."""
+@contextmanager
+def busy(url: str) -> Iterator[None]:
+    """Three requests run."""
     asking = [Thread(target=_ask, args=(url, prompt)) for prompt in PROMPTS]
     for thread in asking:
         thread.start()
-    with opened(started, f"{url}/debug/kvcanary", size, scheme, KEY) as page:
-        save(page.screenshot(), folder / f"debug-{size}-{scheme}.png")
+    yield
     for thread in asking:
         thread.join()
+
+
+def _shoot_debug(started: Browser, url: str, size: str, scheme: str, folder: Path) -> None:
+    with busy(url), opened(started, f"{url}/debug/kvcanary", size, scheme, KEY) as page:
+        save(page.screenshot(), folder / f"debug-{size}-{scheme}.png")
 
 
 def _shoot_report(started: Browser, url: str, size: str, scheme: str, folder: Path) -> None:
