@@ -37,7 +37,8 @@ def test_wheel_holds_the_data(wheel: list[str]) -> None:
     assert [name for name in wheel if "embedded_model/" in name or name.endswith(".safetensors")] == []
     assert any(name.endswith("/licenses/LICENSE") for name in wheel)
     assert "kvcanary/py.typed" in wheel
-    assert "spec_engine/server/templates/canary.html" in wheel
+    templates = {"spec_engine/server/templates/canary.html", "spec_engine/html/style.css", "spec_engine/html/copy.js"}
+    assert templates <= set(wheel)
 
 
 def test_wheel_holds_every_module(root: Path, tracked_files: list[Path], wheel: list[str]) -> None:
@@ -76,10 +77,11 @@ def test_constraints_pin_what_is_installed(root: Path, pyproject: dict[str, Any]
     project = pyproject["project"]
     pinned = pins(root)
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *extras["serve"], *extras["docs"], *extras["dev"], *extras["mutation"]]:
+    installed = [text for extra in ("serve", "docs", "browser", "dev", "mutation") for text in extras[extra]]
+    for text in [*project["dependencies"], *installed]:
         requirement = Requirement(text)
         if requirement.name == "kvcanary":  # dev takes other extras, and mutation takes dev
-            assert requirement.extras in ({"docs", "serve"}, {"dev"})
+            assert requirement.extras in ({"browser", "docs", "serve"}, {"dev"})
             continue
         assert canonicalize_name(requirement.name) in pinned, f"constraints.txt has no {requirement.name}"
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
@@ -96,7 +98,7 @@ def test_constraints_pin_the_triton_that_torch_asks_for(root: Path) -> None:
 
 
 def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
-    """The extras are gpu, serve, ray, nixl, hf, docs, mutation and dev, and plain installs need none of them."""
+    """Extras are gpu, serve, ray, nixl, hf, docs, browser, mutation and dev, and plain installs need none of them."""
     assert set(pyproject["project"]["optional-dependencies"]) == {
         "gpu",
         "serve",
@@ -104,6 +106,7 @@ def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
         "nixl",
         "hf",
         "docs",
+        "browser",
         "mutation",
         "dev",
     }

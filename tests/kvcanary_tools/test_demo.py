@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from kvcanary_tools.commands import demo
+from kvcanary_tools.pages import recording
+from kvcanary_tools.pages.recording import Line
 from kvcanary_tools.runs import demonstration
 from kvcanary_tools.runs.demonstration import Damage, flip_bit, strike, swap_pages
 from spec_engine.models.embedded import load_excerpts
@@ -20,9 +25,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "NUM_TOKENS", 32)
 
 
-def test_demo_passes(kvcanary_process) -> None:
+@pytest.fixture(scope="module")
+def demonstrated() -> subprocess.CompletedProcess[str]:
+    """The demo as a user runs it."""
+    return subprocess.run([sys.executable, "-m", "kvcanary_tools", "demo"], capture_output=True, text=True, timeout=120)
+
+
+def test_demo_passes(demonstrated) -> None:
     """As a user runs it: completions, figures, certificate, both reports and no event, exit code 0."""
-    child = kvcanary_process("demo")
+    child = demonstrated
     assert child.returncode == 0, child.stdout + child.stderr
     for words in ("accepted length", "tokens/s with drafting", "findings: 0", "one bit flipped", "R9", "swapped", "R4"):
         assert words in child.stdout
@@ -30,6 +41,34 @@ def test_demo_passes(kvcanary_process) -> None:
     assert child.stdout.endswith("The clean part was clean, both faults were found and named.\n")
     assert child.stderr == ""
     assert "kvcanary.stats" not in child.stdout
+
+
+def without_figures(lines: list[str]) -> list[str]:
+    """What a run on another machine says too."""
+    return [re.sub(r"0x[0-9a-f]+|[0-9][0-9,.]*", "#", line).rstrip() for line in lines]
+
+
+def test_the_recording_is_of_this_demo(demonstrated) -> None:
+    """The picture in the docs is small, loads nothing, and has every line of a run of today, but for its figures."""
+    picture = recording.PICTURE.read_text(encoding="utf-8")
+    assert len(picture) < 150_000
+    assert "<script" not in picture
+    assert [
+        address for address in re.findall('https?://[^"]*', picture) if address != "http://www.w3.org/2000/svg"
+    ] == []
+    assert without_figures(recording.shown(picture)) == without_figures(demonstrated.stdout.splitlines())
+
+
+def test_a_recording_plays_what_came() -> None:
+    """Colours become classes, markup stays text, and long waits are shortened."""
+    lines = [Line(0.0, "\x1b[32m<b>\x1b[0m & on"), Line(50.0, "\x1b[2mdim\x1b[0m"), Line(50.5, "end")]
+    picture = recording.drawn(lines)
+    assert '<tspan class="g">&lt;b&gt;</tspan> &amp; on</text>' in picture
+    assert '<tspan class="d">dim</tspan></text>' in picture
+    assert recording.shown(picture) == [recording.plain(line.text) for line in lines]
+    shares = [float(share) for share in re.findall(r"([0-9.]+)%\{", picture)]
+    assert shares == sorted(shares)
+    assert 50 < shares[-2] < 60 < shares[-1] < 82  # of 1.7 seconds 1.2 were waited
 
 
 @pytest.mark.usefixtures("small")

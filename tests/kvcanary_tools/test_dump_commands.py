@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import sys
@@ -210,21 +212,59 @@ def test_timeline_is_a_trace(kvcanary, bad, tmp_path):
 
 
 def test_report_is_one_page_that_loads_nothing(kvcanary, bad, tmp_path):
-    """Findings, a map with one cell a page, the draft tree and the steps; no script, no address, names escaped."""
+    """Findings, a map with one cell a page, the draft tree and the steps; no address, no script but our own."""
     path = tmp_path / "report.html"
     assert kvcanary("report", bad, "-o", str(path)).exit_code == 0
     page = path.read_text()
     reported = json.loads(kvcanary("inspect", bad, "--json").stdout)
     assert page.count('title="page ') == sum(reported["pages"].values())
     assert page.count(' hit"') == 1
-    assert page.count("<circle") == page.count("<title>node ") > 4
-    assert page.count("<path") == page.count("<circle") - page.count("<svg")  # all nodes but the roots hang on one
+    trees = page.partition('class="card">\n<h2>Draft tree')[2].partition("</section>")[0]
+    assert trees.count("<circle") - trees.count('"ring"') == trees.count("<title>node ") > 4
+    roots = trees.count("<svg")
+    assert trees.count("<path") == trees.count("<title>node ") - roots  # all other nodes hang on one
     assert "kvcanary why-slot" in page
-    assert "one flipped bit" in page
+    assert "One flipped bit" in page
     assert "width=device-width" in page
     assert "prefers-color-scheme: dark" in page
-    for word in ("<script", "http://", "https://", "src=", "url("):
+    for word in ("http://", "https://", "src=", "url(", "@import"):
         assert word not in page
+    assert only_our_script(page)
+
+
+def only_our_script(page: str) -> bool:
+    """One script is in the page, and it is the only one that the page's policy lets run."""
+    [script] = re.findall("<script>(.*?)</script>", page, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = re.search('Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    return (
+        page.count("<script") == 1
+        and f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" == policy[1]
+    )
+
+
+def test_the_report_shows_both_sides_the_lane_and_the_commands(kvcanary, bad, tmp_path):
+    """Lanes of the page, the certificate in sentences, codes with their meaning, commands with a button each."""
+    path = tmp_path / "report.html"
+    assert kvcanary("report", bad, "-o", str(path)).exit_code == 0
+    page = path.read_text()
+    assert 'class="mark found"' in page
+    assert re.search("Every live byte was read again (within|in every step)", page)
+    assert '<a class="code" href="#code-R9"' in page
+    assert 'id="code-R9"' in page
+    assert page.count('class="copy"') == page.count('class="command"') == 2
+    assert f"kvcanary replay {bad}</code>" in page
+
+
+def test_what_a_page_has_nothing_for_is_left_out(kvcanary, clean, tmp_path):
+    """A clean dump: no panel of findings, and the verdict of the certificate first."""
+    path = tmp_path / "report.html"
+    assert kvcanary("report", clean, "-o", str(path)).exit_code == 0
+    page = path.read_text()
+    assert "No findings." in page
+    for panel in ("<article", "Expected and found", "Likely cause", "<h3>Next"):
+        assert panel not in page
 
 
 def test_names_in_a_page_are_text(folder, tmp_path):
@@ -237,7 +277,7 @@ def test_names_in_a_page_are_text(folder, tmp_path):
         engine.start("<script>alert(1)</script>", 9)
         engine.draft()
         page = page_of(read_dump(engine.canary.dump(tmp_path / "named.kvdump")))
-    assert "<script" not in page
+    assert only_our_script(page)
     assert "&lt;script&gt;" in page
 
 

@@ -103,11 +103,14 @@ def test_top_shows_what_there_is(served, kvcanary) -> None:
     wait_until_it_answers(url)
     result = kvcanary("top", url, "--once", "--api-key", "k")
     assert result.exit_code == 0
-    for words in ("canary log rolling", "nothing found", "accepted length", "pages", "nobody is being served"):
+    for words in ("canary log rolling", "no findings", "accepted length", "─ pages ─", "checks active."):
         assert words in result.stdout
+    for empty in ("─ requests ─", "─ findings", "incident"):
+        assert empty not in result.stdout
     result = kvcanary("top", url, "--once")
     assert result.exit_code == 0
-    assert "nobody is being served" not in result.stdout
+    assert "slots checked when they were read." in result.stdout
+    assert "checks active." not in result.stdout
 
 
 def test_top_draws_findings_and_rates(served) -> None:

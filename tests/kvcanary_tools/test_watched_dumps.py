@@ -79,10 +79,12 @@ def test_the_page_has_the_row_and_the_steps(kvcanary, tmp_path) -> None:
     page = tmp_path / "report.html"
     assert kvcanary("report", str(DUMP), "-o", str(page)).exit_code == 0
     text = page.read_text()
-    assert re.search(r'<tr class="found"><td>18</td><td>82</td><td>2</td><td>18</td>', text)
-    assert "its bytes are those of position 6 of &#39;beside-" in text
-    assert "<b>step 10</b>" in text
-    assert "Pool map" not in text
+    assert re.search(
+        r'<tr class="bad"><td class="n">18</td><td class="n">82</td><td class="n">2</td><td class="n">18</td>', text
+    )
+    assert "Its bytes are those of position 6 of &#39;beside-" in text
+    assert '<span class="when">step 10</span><span class="site"' in text
+    assert 'class="map"' not in text
 
 
 def test_the_trace_has_steps_requests_and_grants(kvcanary, tmp_path) -> None:

@@ -22,11 +22,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvcanary_tools.console import UsageFailure, numbered, size
+from kvcanary_tools.console import UsageFailure, numbered
 from kvcanary_tools.remote import server_at
+from spec_engine.html.sentences import sentences
 from spec_engine.server.exposition import TARGET
 
 TIMEOUT_SECONDS = 10
+TONES = {"good": "green", "bad": "bold red", "limit": "bright_black", "plain": ""}  # of sentences
 SHOWN_REQUESTS, SHOWN_FINDINGS = 12, 6
 STATE_STYLES = {
     "COMMITTED": "green", "SHARED": "yellow", "WRITTEN": "cyan", "RESERVED": "blue", "QUARANTINED": "magenta",
@@ -99,24 +101,34 @@ def show_live(first: Look, again: Callable[[], Look], interval: float) -> None:
 
 
 def draw(now: Look, before: Look | None) -> RenderableType:
-    """One screen; rates need the look before."""
-    parts: list[RenderableType] = [_head(now), _figures(now, before), _pages(now)]
-    if now.state is not None:
-        parts += [_requests(now.state["requests"]), _findings(now.state["findings"])]
+    """One screen, without parts that would be empty; rates need the look before."""
+    requests, findings = ([], []) if now.state is None else (now.state["requests"], now.state["findings"])
+    parts: list[RenderableType] = [_head(now), _figures(now, before)]
+    if findings:
+        parts.append(_findings(findings))
     elif now.num_findings:
         parts.append(_counted(now))
+    parts.append(_pages(now))
+    if requests:
+        parts.append(_requests(requests))
+    if _mode(now)["mode"] != "off":
+        parts.append(_certificate(now))
     return Group(*parts)
 
 
 def _head(now: Look) -> Text:
-    mode = next((dict(labels) for labels in now.metrics.get("kvcanary_mode", {})), {"mode": "?", "content": "?"})
+    mode = _mode(now)
     text = Text.assemble(("kvcanary top", "bold yellow"), f"  {now.url}  canary {mode['mode']} {mode['content']}  ")
     if mode["mode"] == "off":
         return text.append("not watched", "bright_black")
     if not now.num_findings:
-        return text.append("nothing found", "green")
+        return text.append("no findings", "green")
     found = numbered(now.num_findings, "finding")
     return text.append(found if now.state is None else f"{found} of {_incidents(now.state['findings'])}", "bold red")
+
+
+def _mode(now: Look) -> dict[str, str]:
+    return next((dict(labels) for labels in now.metrics.get("kvcanary_mode", {})), {"mode": "?", "content": "?"})
 
 
 def _incidents(findings: list[dict[str, Any]]) -> str:
@@ -136,9 +148,6 @@ def _figures(now: Look, before: Look | None) -> Columns:
         ("accepted length", f"{now.value('spec_engine_accepted_length'):.2f}"),
         ("running", f"{now.value('spec_engine_requests_running'):.0f}"),
         ("waiting", f"{now.value('spec_engine_requests_waiting'):.0f}"),
-        ("slots checked", f"{now.value('kvcanary_slots_checked_total'):,.0f}"),
-        ("read again", size(now.value("kvcanary_bytes_checked_total"))),
-        ("unread at most", f"{now.value('kvcanary_max_unread_steps'):.0f} steps"),
         ("canary's share", f"{100 * overhead / (1 + overhead):.1f} %"),
     ]
     return Columns([Text.assemble((name, "bright_black"), "\n", (value, "bold")) for name, value in cells], (0, 3))
@@ -179,13 +188,10 @@ def _requests(requests: list[dict[str, Any]]) -> RenderableType:
         table.add_row(request["request_id"], request["state"], *map(str, figures), bar)
     if len(requests) > SHOWN_REQUESTS:
         table.add_row(f"and {len(requests) - SHOWN_REQUESTS} more")
-    body: RenderableType = table if requests else Text("nobody is being served", "bright_black")
-    return Panel(body, title="requests", title_align="left", border_style="bright_black")
+    return Panel(table, title="requests", title_align="left", border_style="bright_black")
 
 
 def _findings(findings: list[dict[str, Any]]) -> RenderableType:
-    if not findings:
-        return Panel(Text("nothing was found", "green"), title="findings", title_align="left", border_style="green")
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings[-SHOWN_FINDINGS:][::-1]:
         layer = "" if finding["layer"] is None else f", layer {finding['layer']}"
@@ -193,6 +199,26 @@ def _findings(findings: list[dict[str, Any]]) -> RenderableType:
         when = f"step {finding['step']}, {finding['site'][0]}"
         table.add_row(Text(finding["code"], "bold red"), finding["name"], when, place, finding["action"])
     return Panel(table, title=_incidents(findings), title_align="left", border_style="red")
+
+
+def _certificate(now: Look) -> RenderableType:
+    """In sentences: the server's own where its state may be seen, else those that its metrics allow."""
+    told = _by_metrics(now) if now.state is None else now.state["sentences"]
+    lines = [
+        Text.assemble(("○ " if tone == "limit" else "● ", TONES[tone] or "bright_black"), (text, TONES[tone]))
+        for tone, text in told
+    ]
+    return Panel(Group(*lines), title="certificate", title_align="left", border_style="bright_black")
+
+
+def _by_metrics(now: Look) -> list[tuple[str, str]]:
+    counters = ("forwards", "slots_checked", "bytes_checked", "finite_bytes_checked", "freed_unread_bytes")
+    known: dict[str, Any] = {name: int(now.total(f"kvcanary_{name}_total")) for name in counters}
+    known["max_unread_steps"] = int(now.value("kvcanary_max_unread_steps"))
+    unchecked = {
+        dict(labels)["reason"]: int(count) for labels, count in now.metrics.get("kvcanary_unchecked_total", {}).items()
+    }
+    return [(tone, text) for tone, text in sentences(known | {"classes": [], "unchecked": unchecked}, now.num_findings)]
 
 
 def _counted(now: Look) -> RenderableType:

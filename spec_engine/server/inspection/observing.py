@@ -7,22 +7,26 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from spec_engine.engine import Engine
+from spec_engine.html.sentences import sentences
 from spec_engine.request import Request
 
 CACHED_NAME = "(shared)"
 REPORTED = (
-    "incident", "code", "name", "pool", "page", "slot", "offset", "layer", "step", "last_good_step", "owner", "action",
+    "incident", "code", "name", "pool", "page", "slot", "offset", "position", "layer", "step", "last_good_step",
+    "owner", "action",
 )  # fmt: skip
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """Everything that the live page draws."""
+    certificate = certificate_of(engine)
     return {
         "step": engine.metrics.num_steps,
         "mode": engine.config.canary.mode,
         "accepted_length": engine.metrics.accepted_length,
         "tokens": engine.metrics.tokens_emitted,
-        "certificate": certificate_of(engine),
+        "certificate": certificate,
+        "sentences": [] if engine.canary is None or certificate is None else _sentences(engine, certificate),
         "findings": timeline_of(engine),
         "pages": pages_of(engine),
         "requests": requests_of(engine),
@@ -41,9 +45,18 @@ def certificate_of(engine: Engine) -> dict[str, Any] | None:
     return {name: value for name, value in engine.canary.certificate().items() if name != "findings"}
 
 
+def _sentences(engine: Engine, certificate: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(tone, text) for tone, text in sentences(certificate, sum(one["count"] for one in findings_of(engine)))]
+
+
 def findings_of(engine: Engine) -> list[dict[str, Any]]:
     """The first finding of each code and site, whole, with how many there were."""
     return [] if engine.canary is None else engine.canary.certificate()["findings"]
+
+
+def reported_of(engine: Engine) -> list[dict[str, Any]]:
+    """The first finding of every incident, whole, in the order of `timeline_of` and of a dump."""
+    return [] if engine.canary is None else [finding.to_dict() for finding in engine.canary.findings]
 
 
 def incidents_of(engine: Engine) -> list[dict[str, Any]]:

@@ -11,14 +11,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, Request
-from jinja2 import Environment, PackageLoader, select_autoescape
+from jinja2 import Template
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from kvcanary.faults.catalogue import UnknownFaultError
 from spec_engine.server.errors import RefusedError
 from spec_engine.server.gate import shows_key
-from spec_engine.server.inspection import drilling, observing
+from spec_engine.server.inspection import drawing, drilling, observing
 from spec_engine.server.inspection.drafts import DraftWatch
 from spec_engine.server.inspection.faulting import FaultPanel
 from spec_engine.server.options import ServerOptions, is_loopback
@@ -43,9 +43,8 @@ def router(serving: Serving, panel: FaultPanel) -> APIRouter:
     drafter = worker.engine.drafter
     watch = None if drafter is None else DraftWatch(drafter)
     routes = APIRouter(prefix=PREFIX, dependencies=[Depends(_guard(options))])
-    page = Environment(loader=PackageLoader("spec_engine.server"), autoescape=select_autoescape()).get_template(
-        "canary.html"
-    )
+    templates = drawing.templates()
+    page = templates.get_template("canary.html")
 
     @routes.get("")
     async def live() -> Response:
@@ -57,6 +56,7 @@ def router(serving: Serving, panel: FaultPanel) -> APIRouter:
         text = page.render(nonce=nonce, prefix=PREFIX, model=serving.model_name, mode=worker.engine.config.canary.mode)
         return HTMLResponse(text, headers=NO_STORE | {"Content-Security-Policy": policy})
 
+    _add_report(routes, serving, templates.get_template("report.html"))
     for name, read in (
         ("state", observing.state_of),
         ("certificate", observing.certificate_of),
@@ -85,6 +85,16 @@ def router(serving: Serving, panel: FaultPanel) -> APIRouter:
         _add_faults(routes, serving, panel)
         _add_drill(routes, serving, panel)
     return routes
+
+
+def _add_report(routes: APIRouter, serving: Serving, template: Template) -> None:
+    has_dump = serving.worker.engine.config.canary.ring > 0
+
+    @routes.get("/report")
+    async def report(request: Request) -> Response:
+        found = await serving.worker.call(observing.reported_of)
+        drawn = drawing.incidents(found, str(request.base_url).rstrip("/"))
+        return HTMLResponse(template.render(drawn, prefix=PREFIX, has_dump=has_dump), headers=NO_STORE)
 
 
 def _add_faults(routes: APIRouter, serving: Serving, panel: FaultPanel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,16 +55,16 @@ def explain(dump: Dump, number: int) -> dict[str, Any]:
     """The story of one finding, plain JSON; IndexError where there is none of that number."""
     finding = dump.findings[number]
     is_place = finding["pool"] in dump.pools and 0 <= finding["slot"] < dump.pools[finding["pool"]]["num_slots"]
-    causes = finding["causes"]
+    advice = advice_of(finding, any(event["call"] == "launch" for event in dump.events))
+    commands = list(_commands(dump, finding))
     return {
         "finding": finding,
         "now": truth_of(dump, finding["pool"], finding["slot"]) if is_place else None,
         "story": [line._asdict() for line in story_of(dump, finding["pool"], finding["slot"])] if is_place else [],
-        "causes": causes,
-        "next": [
-            *advice_of(finding, any(event["call"] == "launch" for event in dump.events)),
-            *_commands(dump, finding),
-        ],
+        "causes": finding["causes"],
+        "advice": advice,
+        "commands": commands,
+        "next": [*advice, *map(command_line, commands)],
     }
 
 
@@ -111,8 +112,12 @@ def advice_of(finding: Mapping[str, Any], is_replayed: bool) -> list[str]:
     return [PADDED if family == "graphs" and not is_replayed else NEXT[family]]
 
 
-def _commands(dump: Dump, finding: dict[str, Any]) -> list[str]:
-    return [
-        f"kvcanary replay {dump.path} runs these steps again on this machine",
-        f"kvcanary why-slot {dump.path} {finding['slot']} --pool {finding['pool']} tells what lies there now",
-    ]
+def command_line(command: Mapping[str, str]) -> str:
+    return f"{command['command']} {command['purpose']}"
+
+
+def _commands(dump: Dump, finding: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """What to type next, ready to be pasted into a shell, and what it does."""
+    path, slot = shlex.quote(str(dump.path)), f"{finding['slot']} --pool {shlex.quote(finding['pool'])}"
+    yield {"command": f"kvcanary replay {path}", "purpose": "runs these steps again on this machine"}
+    yield {"command": f"kvcanary why-slot {path} {slot}", "purpose": "tells what lies there now"}

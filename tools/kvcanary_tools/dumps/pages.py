@@ -2,41 +2,97 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import PackageLoader
+from markupsafe import Markup
 
+from kvcanary.codes import CODES, KINDS
+from kvcanary.dumps.certifying import certificate_of
 from kvcanary.dumps.event_schema import FORWARDS, plan_part
 from kvcanary.dumps.reading import Call, Dump
+from kvcanary.dumps.watched_reading import WatchedDump
 from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary.pools.launch_site import site_name
+from kvcanary_tools.advice import ADVICE
 from kvcanary_tools.dumps.explaining import explain
 from kvcanary_tools.dumps.tables import summary
+from spec_engine.html.incident import incident
+from spec_engine.html.sentences import sentences
+from spec_engine.html.templates import CODE, environment, source_of_script
 
 MOST_STORIES = 16
 MOST_PAGES = 16384  # of the map
 MOST_LANES = 400  # steps of the timeline
-COLUMN, LINE = 70, 34  # of a drawn tree
+COLUMN, LINE = 96, 38  # of a drawn tree
 
 
 def page_of(dump: Dump) -> str:
     """The page; whatever the dump says is text in it, never markup."""
+    stories = [explain(dump, number) for number in range(min(len(dump.findings), MOST_STORIES))]
     return rendered(
-        summary=summary(dump),
-        stories=[explain(dump, number) for number in range(min(len(dump.findings), MOST_STORIES))],
+        dump,
+        summary(dump),
+        stories,
+        _steps(dump),
         cells=_cells(dump),
         states=list(STATE_NAMES.values()),
-        trees=_trees(dump),
-        steps=_steps(dump),
+        trees=sorted(_trees(dump), key=lambda tree: not tree["found"]),
     )
 
 
-def rendered(**facts: Any) -> str:
-    """What the template makes of these; a dump without `cells` has no map and no trees."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
-    return template.render(**facts)
+def rendered(
+    dump: Dump | WatchedDump,
+    facts: Mapping[str, Any],
+    stories: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    **drawn: Any,
+) -> str:
+    """What the template makes of these; `drawn` has the cells and states of a map, and trees, where there are any."""
+    certificate = sentences(certificate_of(dump), len(dump.findings)) if _is_certified(dump) else []
+    template = environment(PackageLoader("kvcanary_tools.dumps", "")).get_template("page.html.j2")
+    return template.render(
+        {"cells": [], "states": [], "trees": []} | drawn,
+        summary=facts,
+        stories=[_incident(story) for story in stories],
+        steps=steps,
+        certificate=certificate,
+        codes=list(_meanings(_named(dump, [line.text for line in certificate]))),
+        source_of_script=Markup(source_of_script()),
+    )
+
+
+def _incident(story: Mapping[str, Any]) -> dict[str, Any]:
+    shown = incident(story["finding"], story["story"], story["advice"], story["commands"])
+    return shown | {"row": story.get("row"), "answers": story.get("answers")}
+
+
+def _is_certified(dump: Dump | WatchedDump) -> bool:
+    """Dumps of older versions may have no certificate."""
+    return bool(dump.manifest.get("certificate"))
+
+
+def _named(dump: Dump | WatchedDump, texts: Sequence[str]) -> dict[str, str]:
+    """Codes that the page names, by finding, evidence or certificate, with the name that a finding gives them."""
+    texts = [*texts, *(text for finding in dump.findings for text in finding["evidence"])]
+    others = {code: "" for text in texts for code in CODE.findall(text) if code in CODES}
+    return others | {finding["code"]: finding["name"] for finding in dump.findings}
+
+
+def _meanings(codes: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Of each code what it means, and what may follow."""
+    for code, name in sorted(codes.items()):
+        kind = next((kind for kind in KINDS.values() if (kind.code, kind.name) == (code, name)), None)
+        kind = kind or next((kind for kind in KINDS.values() if kind.code == code), None)
+        if kind is not None:
+            advice = ADVICE.get(kind.kind)
+            yield {
+                "code": code,
+                "name": kind.name,
+                "sentence": kind.sentence,
+                "consequence": advice.consequence if advice else "",
+            }
 
 
 def _cells(dump: Dump) -> list[dict[str, Any]]:
@@ -62,7 +118,7 @@ def _trees(dump: Dump) -> list[dict[str, Any]]:
         return []
     event = forwards[-1]
     written, start, trees = plan_part(event, "written").tolist(), 0, []
-    found = {finding["slot"] for finding in dump.findings if finding["pool"] == event["pool"]}
+    found = {finding["slot"] for finding in dump.findings}  # whatever the pool: all have the same pages
     for number, count in enumerate(written):
         nodes = _nodes(event, start, count)
         if nodes:
@@ -92,10 +148,11 @@ def _drawn(nodes: list[dict[str, Any]], found: set[int]) -> dict[str, Any]:
     positions = [node["position"] for node in nodes]
     return {
         "nodes": nodes,
+        "found": any(node["found"] for node in nodes),
         "first": min(positions),
         "last": max(positions),
         "width": 40 + COLUMN * max(4, *(node["depth"] for node in nodes)),
-        "height": LINE * lines,
+        "height": LINE * lines + 4,
     }
 
 

@@ -10,7 +10,7 @@ from kvcanary.dumps.watched_events import Line, story_of_block
 from kvcanary.dumps.watched_reading import WatchedDump
 from kvcanary.pools.launch_site import site_name
 from kvcanary_tools.console import numbered
-from kvcanary_tools.dumps.explaining import advice_of, why_and_next
+from kvcanary_tools.dumps.explaining import advice_of, command_line, why_and_next
 from kvcanary_tools.dumps.tables import table
 
 WRONG = ">"  # before the entry of a row that a finding is about
@@ -20,6 +20,7 @@ def explain_watched(dump: WatchedDump, number: int) -> dict[str, Any]:
     """The story of one finding, plain JSON; IndexError where there is none of that number."""
     finding = dump.findings[number]
     is_place = is_slot(dump, finding["pool"], finding["slot"])
+    advice, commands = _advice(dump, finding), list(_commands(dump, finding))
     return {
         "finding": finding,
         "environment": dump.manifest["environment"],
@@ -29,7 +30,9 @@ def explain_watched(dump: WatchedDump, number: int) -> dict[str, Any]:
         "row": _row(dump, number, finding),
         "answers": list(_answers(dump, number, finding)) if is_place else [],
         "causes": finding["causes"],
-        "next": _next(dump, finding),
+        "advice": advice,
+        "commands": commands,
+        "next": [*advice, *map(command_line, commands)],
     }
 
 
@@ -150,13 +153,16 @@ def _whose(seen: Mapping[str, Any]) -> Iterator[str]:
         yield "its bytes are those of no entry that this canary has recorded"
 
 
-def _next(dump: WatchedDump, finding: Mapping[str, Any]) -> list[str]:
-    slot = f"{finding['slot']} --pool {shlex.quote(finding['pool'])}"
-    place = f"kvcanary why-slot {dump.path} {slot} tells of this slot alone"
+def _commands(dump: WatchedDump, finding: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    if finding["pool"] in dump.pools:
+        place = f"{shlex.quote(str(dump.path))} {finding['slot']} --pool {shlex.quote(finding['pool'])}"
+        yield {"command": f"kvcanary why-slot {place}", "purpose": "tells of this slot alone"}
+
+
+def _advice(dump: WatchedDump, finding: Mapping[str, Any]) -> list[str]:
     again = "run the same requests again with KVCANARY_CONTENT=full: the first step that reads it wrongly is told then"
     is_late = finding["code"] == "R9" and dump.manifest["config"].get("content") != "full"
-    lines = [*advice_of(finding, is_replayed=False)]
-    return lines + [place] * (finding["pool"] in dump.pools) + [again] * is_late
+    return [*advice_of(finding, is_replayed=False), *[again] * is_late]
 
 
 # for people

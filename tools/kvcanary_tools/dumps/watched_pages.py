@@ -16,7 +16,7 @@ from kvcanary_tools.dumps.watched import explain_watched, watched_summary
 def page_of_watched(dump: WatchedDump) -> str:
     """The page; whatever the dump says is text in it, never markup."""
     stories = [explain_watched(dump, number) for number in range(min(len(dump.findings), MOST_STORIES))]
-    return rendered(summary=watched_summary(dump), stories=stories, steps=_steps(dump))
+    return rendered(dump, watched_summary(dump), stories, _steps(dump))
 
 
 def _steps(dump: WatchedDump) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ def main() -> None:
 
 def page() -> Iterator[str]:
     """The page, block by block; what is run leaves nothing behind."""
-    with TemporaryDirectory() as folder, _server(folder) as (greeting, url, child):
+    with TemporaryDirectory() as folder, running(folder, SERVE) as (greeting, url, child):
         reported = _Session(Path(folder), url)
         yield "# A first hour"
         yield _said("Serve the embedded model with the canary on. It only completes Python, but it is here already.")
@@ -110,7 +110,7 @@ class _Session:
         """A block with the command and all that it says."""
         words = shlex.split(self._real(line))
         words[:1] = [sys.executable, "-m", "kvcanary_tools"]
-        done = subprocess.run(words, cwd=self._folder, env=_environment(), capture_output=True, text=True)
+        done = subprocess.run(words, cwd=self._folder, env=environment(), capture_output=True, text=True)
         if done.returncode not in (0, 1):
             raise RuntimeError(f"{line} ended in code {done.returncode}: {done.stderr}")
         return _block("console", f"$ {line}\n{self.shown(done.stdout + done.stderr)}")
@@ -127,11 +127,11 @@ class _Session:
 
 
 @contextmanager
-def _server(folder: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    """What it says when it is there, its URL and its process."""
-    words = [sys.executable, "-m", "kvcanary_tools", *shlex.split(SERVE)[1:], "--port", "0", *SEED]
+def running(folder: str, line: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    """A server started by this line: what it says when it is there, its URL and its process."""
+    words = [sys.executable, "-m", "kvcanary_tools", *shlex.split(line)[1:], "--port", "0", *SEED]
     with subprocess.Popen(
-        words, cwd=folder, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
         try:
             greeting = "".join(child.stdout.readline() for _ in range(4)) if child.stdout else ""
@@ -156,7 +156,7 @@ def _wait(url: str) -> None:
             time.sleep(0.1)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """A new user's, without settings of this process."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("KVCANARY_")}
     return own | {"KVCANARY_API_KEY": KEY, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "100"}

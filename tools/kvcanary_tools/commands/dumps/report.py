@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.dumps.opening import dump_argument, opened
+from kvcanary_tools.dumps.opening import dump_argument, dump_failures, opened
 from kvcanary_tools.engine_options import CONTEXT
 from kvcanary_tools.files import OutFile, write_text
 
@@ -28,5 +28,7 @@ def command(dump: str, output: Path) -> None:
     from kvcanary_tools.dumps.watched_pages import page_of_watched
 
     read = opened(dump)
-    write_text(output, page_of(read) if isinstance(read, Dump) else page_of_watched(read))
+    with dump_failures():
+        page = page_of(read) if isinstance(read, Dump) else page_of_watched(read)
+    write_text(output, page)
     console.say(f"{output} written: it needs nothing beside it")
