@@ -290,13 +290,13 @@ class PagedCanary:
         if self._forward is not None:
             self.launches.late(self._forward.starts, rejected, self._most_tokens(self._forward))
 
-    def launch_on_stored(self, name: str, launch: Callable[[Tensor, Tensor], None]) -> None:
-        """`launch(slots, chains)` of what this forward stored in the first group, [n] each; slot -1: nothing.
+    def launch_on_stored(self, name: str, group: Group, launch: Callable[[Tensor, Tensor], None]) -> None:
+        """`launch(slots, chains)` of what this forward stored in a group, [n] each; slot -1: nothing.
 
         It may be captured: all that changes from step to step lies in tensors; `name` tells such launches apart.
         """
         if self._forward is not None:
-            self.launches.on_stored(name, launch, self._most_tokens(self._forward))
+            self.launches.on_stored(name, group, launch, self._most_tokens(self._forward))
 
     def _most_tokens(self, forward: Forward) -> int:
         return at_least(forward.num_tokens, FEWEST_TOKENS, self.max_tokens)

@@ -115,10 +115,9 @@ class Launches:
             key = "late", most, starts.data_ptr(), len(starts)
             self._replays.run(key, functools.partial(self._late, starts, most))
 
-    def on_stored(self, name: str, launch: Callable[[Tensor, Tensor], None], most: int) -> None:
+    def on_stored(self, name: str, group: Group, launch: Callable[[Tensor, Tensor], None], most: int) -> None:
         """As `PagedCanary.launch_on_stored`."""
-        group = self.memory.groups[0]
-        self._replays.run((name, most), lambda: launch(*self._stored(group, most)))
+        self._replays.run((name, group.number, most), lambda: launch(*self._stored(group, most)))
 
     def take_now(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor) -> None:
         """Take the bytes of these slots [n] as they lie now."""

@@ -20,7 +20,7 @@ from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
 
-NO_NAMES = "entries loaded into a further group, whose bytes are not compared"
+NO_NAMES = "entries loaded under a prefix that nobody wrote here"
 
 
 def copied(
@@ -100,7 +100,7 @@ def loaded(
     tokens: Tensor,
     chains: Tensor,
     lines: Sequence[Tensor],
-    names: ContentNames,
+    names: Sequence[ContentNames],
 ) -> int:
     """The first entries of a row came from elsewhere, but for those that lie there with records of their own.
 
@@ -108,13 +108,13 @@ def loaded(
 
     row: its number and its request; tokens, chains: [n] int64 on the host, of this prefix
     lines: by group, block tables by number
-    names: of contents; bytes that are not those of their name are T1
+    names: by group, of contents; bytes that are not those of their name are T1
     """
     (number, request), compared, memory = row, 0, canary.memory
     tokens, chains = memory.upload(tokens), memory.upload(chains)
     step, site = memory.upload(torch.tensor([canary.step + 1, pack_site("load", 0)])).split(1)
     positions, none = torch.arange(len(chains), device=memory.device), torch.zeros_like(step)
-    for group, line in zip(canary.groups, lines, strict=True):
+    for group, line, known in zip(canary.groups, lines, names, strict=True):
         slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
         held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
         is_new = (held[:, CHAIN] != chains) & (slots >= group.null_slots) & (slots < group.records.shape[0])
@@ -132,11 +132,8 @@ def loaded(
         for each in group.layers:
             canary.launches.take_now(group, each, slots, own)
         memory.overwritten(group, slots)
-        wanted, is_known = names.fingerprint_of(own)
-        if group is not canary.groups[0]:
-            is_known = torch.zeros_like(is_known)  # names are those of the first group's bytes
-        why = "entries loaded under a prefix that nobody wrote here" if group is canary.groups[0] else NO_NAMES
-        canary.coverage.skip(why, int((~is_known).sum()))
+        wanted, is_known = known.fingerprint_of(own)
+        canary.coverage.skip(NO_NAMES, int((~is_known).sum()))
         compared += int(is_known.sum())
         wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
         memory.total += wrong.sum()
@@ -144,11 +141,11 @@ def loaded(
         every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
         requests = dict.fromkeys((slots // group.block_size).tolist(), request)
         canary.recent.moved(LOADED, group, request, slots)
-        what = f"an external load by {names.connector}"
+        what = f"an external load by {known.connector}"
         load = None
         if bool(wrong.any()):
             found = layers.fingerprints[0][:, slots]
-            load = Load(names, request, canary.step + 1, places, own, slots, is_known, wrong, wanted, before, found)
+            load = Load(known, request, canary.step + 1, places, own, slots, is_known, wrong, wanted, before, found)
         canary.events.append(Event("T1", what, layers, slots, wrong[:, None] * every, group, requests, load))
     return compared
 

@@ -92,7 +92,7 @@ class ContentNames(Protocol):
     connector: str
 
     def fingerprint_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
-        """By chain [n], fingerprint a summed over the layers of the first group [n] int64, and whether it is known."""
+        """By chain [n], fingerprint a summed over the first layers of a group [n] int64, and whether it is known."""
         ...
 
     def chain_of(self, fingerprint: int) -> int | None:

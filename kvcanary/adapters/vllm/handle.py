@@ -221,11 +221,13 @@ class Handle(HostHandle):
         return paged_moves.slots_of(group, own)
 
     def _new_blocks(self, scheduler_output: Any, group: int) -> dict[int, str]:
-        """By block of the table, the request that was given it for this step."""
+        """By block of a group's table, the request that was given it for this step, in whichever group: what moves
+        bytes of a block moves those of all groups.
+        """
         cached = scheduler_output.scheduled_cached_reqs
         given = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
         given += [pair for pair in zip(cached.req_ids, cached.new_block_ids, strict=True) if pair[1] is not None]
-        return {block: name for name, blocks in given for block in self._table_blocks(group, blocks[group])}
+        return {block: name for name, own in given for blocks in own for block in self._table_blocks(group, blocks)}
 
 
 def is_collected(worker: Any) -> bool:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError
-from kvcanary.adapters.observed.moves import NO_NAMES
 
 from .served import BLOCK, Served, go_on
 
@@ -77,7 +76,8 @@ def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False, **settin
     served.ask("b", TOKENS, 4)
     if is_clean:
         served.run()
-        assert served.wrapper.kvcanary_report()["loads_checked"] == 2 * BLOCK
+        groups = len(served.wrapper.worker.kvcanary.canary.groups)
+        assert served.wrapper.kvcanary_report()["loads_checked"] == groups * 2 * BLOCK
         return None
     with pytest.raises(KVCorruptionError) as raised:
         served.run()
@@ -197,18 +197,25 @@ def test_right_loads_are_silent(serve) -> None:
     assert loads(serve, lambda kept, other: None, is_clean=True) is None
 
 
-def test_a_further_group_has_no_names(serve) -> None:
-    """Names are those of the first group: right loads are silent, and entries of another are counted."""
-    served: list[Served] = []
+TWO_GROUPS = (("l0",), ("l1",))
 
-    def kept(**settings: Any) -> Served:
-        served.append(serve(**settings))
-        return served[0]
 
-    assert loads(kept, lambda kept, other: None, is_clean=True, groups=(("l0",), ("l1",))) is None
-    report = served[0].wrapper.kvcanary_report()
-    assert report["findings"] == []
-    assert report["unchecked"][NO_NAMES] == 2 * BLOCK
+def test_entries_of_every_group_have_names(serve) -> None:
+    """The clean twin of two groups of layers: entries of both were compared."""
+    assert loads(serve, lambda kept, other: None, is_clean=True, groups=TWO_GROUPS) is None
+
+
+@pytest.mark.parametrize("layer", ["l0", "l1"])
+def test_a_load_that_goes_wrong_in_one_group_is_found_there(serve, layer: str) -> None:
+    """The layers of one group come back with zeros at their end."""
+
+    def harm(kept: dict[str, Any], other: dict[str, Any]) -> None:
+        kept[layer][3] = 0
+
+    found = loads(serve, harm, groups=TWO_GROUPS)
+    assert (found.code, found.found["verdict"]) == ("T1", "short")
+    assert found.pool == f"group {TWO_GROUPS.index((layer,))} target"
+    assert layer in " ".join(found.evidence)
 
 
 def remember(harm: Any, served: Served) -> Served:
