@@ -105,10 +105,10 @@ def test_the_whole_engine_is_measured_with_and_without_drafting_and_canary(monke
     engine.main("cpu")
     (row,) = json.loads((tmp_path / "cpu_engine.json").read_text(encoding="utf-8"))["rows"]
     assert row["accepted_length"] > 1
-    assert row["drafting"] == {}
+    assert (row["schedule"], row["batch"], row["drafting"]) == ("sync", 2, {})
     for measured in (row["tokens_per_second"], row["tokens_per_second_canary"], row["canary"], row["certificates"]):
         assert measured.keys() == {"none", "drafting"}
     assert min(*row["tokens_per_second"].values(), *row["tokens_per_second_canary"].values()) > 0
     assert row["speedup"].keys() == {"off", "on"}
     assert all(certificate["findings"] == [] for certificate in row["certificates"].values())
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["batch", "2"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["schedule", "sync"]

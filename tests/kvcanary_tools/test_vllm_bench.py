@@ -132,6 +132,7 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
     assert result["by_step"]["turns"] == [12, 12]
     assert result["by_step"]["steps"] == [1]
     assert result["findings"] == 0
+    assert result["entries_judged"] == 12 * ENTRIES
     assert result["largest_gap_where_different"] == 0.0
     assert json.dumps(result)
 
@@ -184,12 +185,13 @@ def test_a_profile_names_functions() -> None:
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        (("1b", False, "v2", "full"), "vllm"),
-        (("7b", True, "v2", "full"), "vllm_7b_eagle"),
-        (("1b", False, "v1", "piecewise"), "vllm_v1_piecewise"),
-        (("1b", False, "v2", "none"), "vllm_eager"),
+        (("1b", "dense", False, "v2", "full"), "vllm"),
+        (("7b", "dense", True, "v2", "full"), "vllm_7b_eagle"),
+        (("1b", "dense", False, "v1", "piecewise"), "vllm_v1_piecewise"),
+        (("1b", "dense", False, "v2", "none"), "vllm_eager"),
+        (("1b", "mla", False, "v2", "full"), "vllm_mla"),
     ],
 )
-def test_every_setting_has_a_file_of_its_own(settings: tuple[str, bool, str, str], name: str) -> None:
+def test_every_setting_has_a_file_of_its_own(settings: tuple[str, str, bool, str, str], name: str) -> None:
     """Results do not overwrite each other."""
     assert vllm_plugin.name_of(*settings) == name

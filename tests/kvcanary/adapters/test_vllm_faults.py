@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvcanary import KVCorruptionError
+from kvcanary.adapters.vllm.handle import Handle
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION
 
 from .served import BLOCK, Served, go_on, load
@@ -222,6 +224,15 @@ def test_a_copy_left_out_is_found(serve) -> None:
     found = raised.value.findings[0]
     assert (found.code, found.slot) == ("T1", served.free[1] * BLOCK)
     assert "a copy of blocks" in found.sentence
+
+
+def test_blocks_of_every_group_name_their_request() -> None:
+    """What moves bytes of a block does so for all groups: whoever was given it in any of them is named."""
+    new = [SimpleNamespace(req_id="a", block_ids=([1], [2]))]
+    cached = SimpleNamespace(req_ids=["b", "c"], new_block_ids=[([3], [4]), None])
+    output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+    handle = SimpleNamespace(_table_blocks=lambda group, blocks: list(blocks))
+    assert Handle._new_blocks(handle, output, 0) == {1: "a", 2: "a", 3: "b", 4: "b"}
 
 
 def test_a_block_that_was_not_zeroed_is_found(serve) -> None:

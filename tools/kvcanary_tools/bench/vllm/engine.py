@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary_tools.bench.vllm.clock import clocked
-from kvcanary_tools.bench.vllm.kinds import KINDS
 from kvcanary_tools.bench.vllm.model import (
     BLOCKS,
+    KINDS,
     OUTPUT_TOKENS,
     POOL_BYTES,
     REQUESTS,
@@ -104,7 +104,7 @@ class Bench:
         """Interleaved pairs with and without, each side at least so many seconds; what was measured after each."""
 
         prompts, seconds_of_run = make_prompts(), 1.0
-        result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": []}
+        result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": [], "findings": 0, "entries_judged": 0}
         if self.is_plugged:  # as users have it: from the start, and it saw warm-up
             self.run(prompts)
             result["plugged_at_start"] = self.worker.kvcanary.report()
@@ -128,8 +128,10 @@ class Bench:
                     with stepped(self.llm.llm_engine) as spent:
                         outputs, seconds_of_run = self.run(prompts)
                     if handle is not None:
-                        result["certificate"] = handle.report()
-                        result["waits"][-1].append(result["certificate"]["waits"])
+                        result["certificate"] = told = handle.report()
+                        result["waits"][-1].append(told["waits"])
+                        result["findings"] += len(told["findings"])
+                        result["entries_judged"] += told["slots_checked"]
                 result["on_s" if is_on else "off_s"][-1].append(seconds_of_run)
                 steps[is_on].append(spent)
                 tokens[pair, is_on] += [list(output.token_ids) for output in outputs]
@@ -138,7 +140,6 @@ class Bench:
                 result["off_off"].append(agreement(tokens[pair, False], tokens.pop((pair - 1, False))))
             result |= throughput(result["off_s"], result["on_s"])
             result["by_step"] = by_step(steps[False], steps[True])
-            result["findings"] = len(result["certificate"]["findings"])
             preempted = self.preemptions()
             result["preemptions"] = None if preempted is None or before is None else preempted - before
             self.say(f"pair {pair}: off {sum(result['off_s'][-1]):.2f} s, on {sum(result['on_s'][-1]):.2f} s")

@@ -18,7 +18,7 @@ import click
 
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
-from kvcanary_tools.bench.vllm.kinds import KINDS
+from kvcanary_tools.bench.vllm.model import KINDS
 from kvcanary_tools.bench.vllm.plugin import machine
 
 REQUESTS, TOKENS, STEPS = 8, 40, (6, 30)  # of a try, and between which of its steps NaN comes

@@ -15,12 +15,16 @@ BEGIN, END = "<!-- inside vllm: begin -->", "<!-- inside vllm: end -->"
 SETTINGS = {
     "vllm": "runner V2, full graphs, 1.1 B parameters",
     "vllm_7b": "the same, 7.2 B parameters",
+    "vllm_fp8": "the same, fp8 cache, 1.1 B",
+    "vllm_mla": "the same, DeepSeek-V2-Lite's latent cache without experts, 1.3 B",
+    "vllm_windows": "the same, every other layer with a window of 128, 1.1 B",
     "vllm_piecewise": "runner V2, piecewise graphs",
     "vllm_eager": "runner V2, eager",
     "vllm_v1": "runner V1, full graphs",
     "vllm_eagle": "runner V2, full graphs, EAGLE draft of 3 tokens",
 }
 PARALLEL = "vllm_parallel"
+FIRST_NAN = {"dense": "a dense", "mla": "a latent"}
 HARMLESS = ("load", "none")  # attempts in which nothing must be found
 Record = Mapping[str, Any]
 
@@ -28,16 +32,20 @@ Record = Mapping[str, Any]
 def lines() -> Iterator[str]:
     """The table, as Markdown, of the records that there are."""
     yield (
-        "| setting | forwards; entries judged | findings | tokens equal to those without; without, to one another "
+        "| setting | runs with the canary; forwards and entries judged in each | findings "
+        "| tokens equal to those without; without, to one another "
         "| throughput over that without; of equal steps, and nine of ten resamplings of it; without, over one another "
         "| faults found, with a request | record |"
     )
     yield "|---|---|---|---|---|---|---|"
     for name, setting in SETTINGS.items():
         if (RESULTS / f"{name}.json").exists():
-            yield f"| {setting} | {' | '.join(row(read(name)))} | `{name}.json` |"
+            record = read(name)
+            yield f"| {setting}, on one {record['gpu'].split()[1]} | {' | '.join(row(record))} | `{name}.json` |"
     yield ""
-    yield from profiled(read("vllm"))
+    yield from profiled(read("vllm_profile"))
+    yield ""
+    yield from first_nan()
     if (RESULTS / f"{PARALLEL}.json").exists():
         yield ""
         yield from shared(read(PARALLEL))
@@ -59,6 +67,14 @@ def profiled(record: Record) -> Iterator[str]:
     yield f"{kernels['ours_us'] / kernels['all_us']:.1%} of the device's work in a run of short answers.".replace(
         "%", " %"
     )
+
+
+def first_nan() -> Iterator[str]:
+    """How often the first place of NaN was named that a layer stored in a captured step."""
+    yield "NaN that one layer stores of one token in a captured step (`python -m kvcanary_tools.bench.vllm.first_nan`):"
+    yield "layer, request, position and step of the first were right in"
+    told = [(words, read(f"vllm_first_nan_{kind}")) for kind, words in FIRST_NAN.items()]
+    yield " and ".join(f"{own['all_right']} of {len(own['tries'])} in {words} model" for words, own in told) + "."
 
 
 def shared(record: Record) -> Iterator[str]:
@@ -83,7 +99,8 @@ def row(record: Record) -> Iterator[str]:
     """What one record says."""
     compared = record["compared"]
     certificate = compared["certificate"]
-    yield f"{certificate['forwards']:,}; {certificate['slots_checked']:,}"
+    runs = sum(len(own) for own in compared["on_s"])
+    yield f"{runs}; {certificate['forwards']:,}, {certificate['slots_checked']:,}"
     yield str(compared["findings"])
     yield "; ".join(_shares(compared[name]) for name in ("on_off", "off_off"))
     yield "; ".join((f"{compared['throughput_ratio']:.2f}", *_steps(compared), _between(compared["off_over_off"])))

@@ -20,8 +20,7 @@ import click
 
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
-from kvcanary_tools.bench.vllm.kinds import KINDS
-from kvcanary_tools.bench.vllm.model import BLOCKS, SHAPES
+from kvcanary_tools.bench.vllm.model import BLOCKS, KINDS, SHAPES
 
 GRAPHS = {
     "full": {},
