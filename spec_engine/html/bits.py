@@ -35,6 +35,8 @@ def _row(name: str, expected: Any, found: Any) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     return f"{value:.9g}" if isinstance(value, float) else value
 
 

@@ -85,6 +85,9 @@ def test_the_page_has_the_row_and_the_steps(kvcanary, tmp_path) -> None:
     assert "Its bytes are those of position 6 of &#39;beside-" in text
     assert '<span class="when">step 10</span><span class="site"' in text
     assert 'class="map"' not in text
+    fired, _, others = text.partition("Codes that did not fire")
+    assert 'id="code-R9"' in fired
+    assert others.index('id="code-R8"') < others.index('id="code-R11"')  # of the checks that the certificate names
 
 
 def test_the_trace_has_steps_requests_and_grants(kvcanary, tmp_path) -> None:

@@ -32,7 +32,7 @@ def incidents(found: Sequence[Mapping[str, Any]], url: str) -> dict[str, Any]:
     meanings = {one["code"]: {"code": one["code"], "name": one["name"], "sentence": one["sentence"]} for one in found}
     return {
         "stories": [incident(one, commands=[_explain(url, number + 1)]) for number, one in numbered],
-        "codes": [code | {"consequence": ""} for code in meanings.values()],
+        "codes": [code | {"consequence": "", "found": True} for code in meanings.values()],
     }
 
 

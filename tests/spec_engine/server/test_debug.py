@@ -9,11 +9,13 @@ import pytest
 from kvcanary import faults
 from kvcanary.invariants import InvariantError
 from spec_engine.errors import ConfigError
+from spec_engine.server.inspection import drawing
 from spec_engine.server.options import ServerOptions
 
 from .conftest import KEY, wait_for
 from .test_corruption import Client, flip_bit, strike
 
+EVIL = "<img src=x onerror=alert(1)>"
 PAGES = "/debug/kvcanary/pages"
 
 
@@ -42,7 +44,7 @@ def watched(toy_model):
 )
 def test_who_may_look(watched, headers: dict, status: int) -> None:
     """Key, Host and Origin must all be right; a browser may show the key as a password."""
-    for path in (PAGES, "/debug/kvcanary", "/debug/kvcanary/state"):
+    for path in (PAGES, "/debug/kvcanary", "/debug/kvcanary/state", "/debug/kvcanary/report"):
         answer = watched.get(path, key=None, headers=headers)
         assert answer.status_code == status
         assert answer.headers.get("www-authenticate") == ('Basic realm="kvcanary"' if status == 401 else None)
@@ -104,6 +106,35 @@ def test_the_page_needs_nothing_from_elsewhere(watched) -> None:
     assert answer.headers["cache-control"] == "no-store"
     assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in answer.text
+
+
+def test_the_report_shows_each_incident(start) -> None:
+    """Both sides, the page's history and a command that this server answers; nothing where nothing was found."""
+    server = start("abort", debug=True)
+    assert server.get("/debug/kvcanary/report").text.strip() == ""
+    _, name = strike(server)
+    page = server.get("/debug/kvcanary/report").text
+    assert page.count("<article") == 1
+    assert f"kvcanary explain {server.url} --finding 1</code>" in page
+    assert f"granted to &#39;{name}&#39;" in page
+    assert page.count('class="differs"') == 2
+    assert 'id="code-R9"' in page
+    [verdict, *_] = server.get("/debug/kvcanary/state").json()["sentences"]
+    assert verdict[0] == "bad"
+
+
+def test_names_in_the_report_are_text(start) -> None:
+    """Whatever an engine calls a request, a pool or a place: the template writes it as text."""
+    server = start("abort", debug=True)
+    strike(server)
+    [finding] = server.get("/debug/kvcanary/incidents").json()
+    evil = {name: EVIL if isinstance(value, str) else value for name, value in finding.items()}
+    evil |= {"code": "R9", "evidence": [EVIL], "history": [f"granted to '{EVIL}' at step 1"], "expected": {EVIL: EVIL}}
+    evil["causes"] = [{"text": EVIL, "basis": EVIL, "evidence": [EVIL], "family": "bits"}]
+    drawn = drawing.incidents([evil], EVIL)
+    page = drawing.templates().get_template("report.html").render(drawn, prefix=EVIL, has_dump=True)
+    assert EVIL not in page
+    assert page.count("&lt;img") > 10
 
 
 def test_a_map_without_a_canary(start) -> None:

@@ -80,9 +80,9 @@ def _named(dump: Dump | WatchedDump, texts: Sequence[str]) -> dict[str, str]:
     return others | {finding["code"]: finding["name"] for finding in dump.findings}
 
 
-def _meanings(codes: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def _meanings(codes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Of each code what it means, and what may follow."""
-    for code, name in sorted(codes.items()):
+    for code, name in sorted(codes.items(), key=lambda item: (item[0][0], int(item[0][1:]))):
         kind = next((kind for kind in KINDS.values() if (kind.code, kind.name) == (code, name)), None)
         kind = kind or next((kind for kind in KINDS.values() if kind.code == code), None)
         if kind is not None:
@@ -92,6 +92,7 @@ def _meanings(codes: Mapping[str, str]) -> Iterator[dict[str, str]]:
                 "name": kind.name,
                 "sentence": kind.sentence,
                 "consequence": advice.consequence if advice else "",
+                "found": bool(name),
             }
 
 
