@@ -2,8 +2,8 @@
 
 Every run generates without a canary and with it (`full`, mode ``log``): findings, entries judged, equal tokens. Then
 one bit of a cache is flipped in mode ``raise``, which must be found where it is. For another release put its folder
-first on PYTHONPATH (`make test-transformers TRANSFORMERS=...` makes one). ``--page`` writes docs/transformers.md from the
-record.
+first on PYTHONPATH (`make test-transformers TRANSFORMERS=...` makes one). ``--page`` writes docs/transformers.md from
+the record.
 """
 
 from __future__ import annotations
