@@ -30,7 +30,7 @@ help:
 	@echo "make drift     the names that adapters use, looked up in the hosts' releases"
 	@echo "make releases  damaged releases of transformers, pinned by hash, for the tests that show what is found there"
 	@echo "make memcheck  the kernels' tests on a GPU under CUDA's compute-sanitizer"
-	@echo "make lint      ruff and mypy"
+	@echo "make lint      ruff, mypy, and the prose of README and docs"
 	@echo "make docs      the pages of docs/ as HTML in build/site; a broken link fails"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make clean     remove $(VENV) and every cache"
@@ -153,6 +153,7 @@ lint: $(STAMP)
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
+	"$(BIN)/python" -m kvcanary_tools.pages.prose
 
 docs: $(STAMP)
 	"$(BIN)/mkdocs" build --strict --quiet

@@ -31,20 +31,20 @@ def test_a_line_a_fault_and_the_sums(campaign):
     assert line == "| `hooks.wrong_substep` | 3 | 3 | 0 | HookOrderError | - | - | 1, 1 | 0 | 0 | 0 of 4 | 0 of 0 | - |"
     sums = dict(text.strip("| ").split(" | ") for text in list(pages.summary_lines(campaign, DUMPS))[2:])
     assert sums["faults, each in up to 3 configurations"] == "1"
-    assert sums["findings in clean twins; in quiet ones"] == "0 of 3; 0 of 1"
-    assert sums["runs and twins that their cap ended, none of them a hit"] == "0"
+    assert sums["findings in control runs: without a fault; with a harmless change"] == "0 of 3; 0 of 1"
+    assert sums["runs that reached their time limit, none of them counted as found"] == "0"
     assert sums["minutes on 2 cores"] == "5"
-    assert sums["dumps that were scored, fewest and most a fault"] == "19 and 20"
+    assert sums["dumps scored per fault, least and most"] == "19 and 20"
     assert sums["dumps in which `explain` names the right cause first"] == "1,990 of 2,000"
-    assert sums["dumps whose `replay` reaches the same finding"] == "1,999 of 2,000"
-    assert sums["faults run again into the record, after they or a check were mended"] == "0"
+    assert sums["dumps in which `replay` reproduces the finding"] == "1,999 of 2,000"
+    assert sums["faults run again after a fix to the fault or to a check"] == "0"
 
 
 def test_a_fault_run_again_twice_is_one(campaign):
     """The record says how many of its faults are younger than the rest."""
     again = [{"faults": ["hooks.wrong_substep", "bits.flip"]}, {"faults": ["bits.flip"]}]
     lines = list(pages.summary_lines(campaign | {"meta": campaign["meta"] | {"rerun": again}}, DUMPS))
-    assert "| faults run again into the record, after they or a check were mended | 2 |" in lines
+    assert "| faults run again after a fix to the fault or to a check | 2 |" in lines
 
 
 def test_they_go_between_their_marks(campaign, tmp_path):

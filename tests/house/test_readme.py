@@ -7,9 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from kvcanary_tools.pages import figures
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -75,7 +78,7 @@ def test_codes_are_the_canary_s(root: Path) -> None:
     """The table lists every check of this version, and no other."""
     from kvcanary.codes import FED
 
-    table = README.read_text().partition("## What it checks")[2].partition("##")[0]
+    table = README.read_text().partition("## What does it check?")[2].partition("##")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ") and "code" not in line]
     assert {code.strip() for row in rows for code in row.split(",")} == FED
 
@@ -96,18 +99,6 @@ def without_numbers(text: str) -> list[str]:
     return [re.sub(r"0x[0-9a-f]+|-?\d+(\.\d+)?(e-?\d+)?", "#", line.rstrip()) for line in text.splitlines()]
 
 
-def test_readme_quotes_the_recorded_figures(root: Path) -> None:
-    """Speed and cost in the README are those that the benchmark scripts wrote."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    drafting = json.loads((results / "cpu_drafting.json").read_text(encoding="utf-8"))
-    overhead = json.loads((results / "cpu_overhead.json").read_text(encoding="utf-8"))
-    assert f"| {drafting['speedup_whole']['median']:.2f} x |" in readme
-    assert f"| {drafting['accepted_length']:.2f} |" in readme
-    for row in overhead["rows"]:
-        figures = f"{row['prefill']['median']:.2f}, {row['steps']['median']:.2f}"
-        assert f"| canary on over off, batch {row['batch']}: prefill, steps | {figures} |" in readme
-
-
 def test_readme_shows_what_two_minutes_print(root: Path) -> None:
     """The lines of `kvcanary bench quick` are those of its record."""
     from kvcanary_tools.bench import quick
@@ -118,155 +109,36 @@ def test_readme_shows_what_two_minutes_print(root: Path) -> None:
     assert shown == [line for line in quick.lines(quick_record) if line.startswith(("overhead", "accuracy"))]
 
 
-def test_readme_quotes_what_was_found_and_what_was_not(root: Path) -> None:
-    """Misses and false alarms in the README are those that the measured runs wrote."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    misses = json.loads((results / "misses.json").read_text(encoding="utf-8"))
-    figures = []
-    for part in ("words", "rows", "pool"):
-        kinds = [row for kind, row in misses[part].items() if kind != "all"]
-        found, tried = (sum(row[key] for row in kinds) for key in ("found", "tried"))
-        figures.append(f"{found:,} of {tried:,}")
-    assert f"| {', '.join(figures)} |" in readme
-    alarms = json.loads((results / "false_alarms.json").read_text(encoding="utf-8"))
-    assert f"| {alarms['findings']} in {alarms['slots_checked']:,} |" in readme
+@pytest.mark.parametrize(("page", "lines"), [(figures.README, figures.readme), (figures.MEASURED, figures.measured)])
+def test_figures_are_those_of_the_records(page: Path, lines: Callable[[], list[str]]) -> None:
+    """Cost and speed stand there as the benchmark scripts wrote them."""
+    assert "\n".join((figures.BEGIN, *lines(), figures.END)) in page.read_text(encoding="utf-8")
 
 
-def test_readme_quotes_what_the_engine_was_measured_at(root: Path) -> None:
-    """Ancestors against columns, retractions and host checks are those of the records."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    reads, pressed, checks = (
-        json.loads((results / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-        for name in ("ancestors", "retractions", "host_checks")
-    )
-    lengths = [f"{row['ancestors']:.2f} over {row['columns']:.2f}" for row in reads]
-    assert f"| {', '.join(lengths)} |" in readme
-    counts = {(row["schedule"], row["estimate"]): row["retractions"] for row in pressed}
-    figures = [f"{counts[name, 'tight']} and {counts[name, 'worst case']}" for name in ("sync", "overlap")]
-    assert f"| {', '.join(figures)} |" in readme
-    shares = [f"{row['percent_of_step']:.2f} %" for row in checks]
-    assert f"| {', '.join(shares)} |" in readme
-
-
-def test_readme_quotes_what_kernels_reach_on_a_gpu(root: Path) -> None:
-    """Fingerprints, checks and attention as shares of what the device can move, from the records."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    kernels, attention = (
-        json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8")) for name in ("kernels", "attention")
-    )
-    for what in ("one lane", "both lanes", "check"):
-        rates = [shape["rates"]["random pages of 1"][what]["of_copy"] for shape in kernels["shapes"]]
-        assert f"| {', '.join(format(rate, '.2f') for rate in rates)} |" in readme
-    assert f"| {', '.join(f'{time:.0f} us' for time in kernels['chain_us'].values())} |" in readme
-    reads = [row for row in attention["reads"] if (row["case"], row["rows"]) == ("decode", 64)]
-    assert [row["page_size"] for row in reads] == [1, 16]
-    assert f"| {', '.join(format(row['of_ceiling'], '.2f') for row in reads)} |" in readme
-
-
-def test_readme_quotes_steps_and_prefills_of_a_gpu(root: Path) -> None:
-    """A step over its floor, and the canary on over off, from the records."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    steps, prefills = (
-        json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8"))["rows"] for name in ("step", "prefill")
-    )
-    assert [row["batch"] for row in steps] == [1, 64]
-    cases = [(1, 4032), (1, 8192), (64, 4032)]
-    prefills = [row for row in prefills if (row["requests"], row["tokens"]) in cases]
-    assert [(row["requests"], row["tokens"]) for row in prefills] == cases
-    floors = [format(row["over_floor"], ".2f") for row in steps]
-    costs = [[format(row["over_off"]["rolling"]["median"], ".2f") for row in rows] for rows in (steps, prefills)]
-    for figures in (floors, *costs):
-        assert f"| {', '.join(figures)} |" in readme
-
-
-def test_readme_quotes_a_long_prefill(root: Path) -> None:
-    """The canary on over off in a prompt of 131,072 tokens."""
-    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_prefill_long.json"
-    (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
-    line = next(line for line in README.read_text(encoding="utf-8").splitlines() if f"[{record.name}]" in line)
-    assert f"{row['tokens']:,} tokens | {row['over_off']['rolling']['median']:.2f} |" in line
-
-
-def test_readme_quotes_our_engine_beside_vllm(root: Path) -> None:
-    """Our time over theirs, without a canary and with one."""
-    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_beside_vllm.json"
+def test_an_overhead_is_what_is_added(root: Path) -> None:
+    """A ratio of 1.0452 in the record is +4.5 % in the README, on the line of its case."""
+    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_prefill.json"
     rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
-    cases = [(of, requests) for of in ("prefill", "decode") for requests in (1, 64)]
-    ratios = {(row["canary"], row["of"], row["requests"]): f"{row['ratio']['median']:.2f}" for row in rows}
-    sides = [", ".join(ratios[(canary, *case)] for case in cases) for canary in ("off", "rolling")]
-    assert f"| {'; '.join(sides)} |" in README.read_text(encoding="utf-8")
+    [row] = [row for row in rows if (row["requests"], row["tokens"]) == (64, 4032)]
+    [line] = [line for line in README.read_text(encoding="utf-8").splitlines() if "prefill, 8B shape, 64" in line]
+    added = 100 * row["over_off"]["rolling"]["median"] - 100
+    assert f"| {row['off_ms']:,.0f} ms | +{added:.1f} % (" in line
+    assert [figures.percent(ratio) for ratio in (1.0, 0.9999, 1.004, 0.93)] == ["+0.0 %", "+0.0 %", "+0.4 %", "-7.0 %"]
 
 
-def test_readme_quotes_steps_with_drafts_and_pools_of_all_sizes(root: Path) -> None:
-    """The canary on over off, what it adds to a draft substep, and what to a step by the pool's size."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    drafted, scaling = (
-        json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8"))["rows"]
-        for name in ("drafted_step", "scaling")
-    )
-    cases = [("tree", 1), ("tree", 16), ("chain", 1), ("chain", 16), ("chain", 64)]
-    assert [(row["drafts"], row["batch"]) for row in drafted] == cases
-    over = [f"{row['over_off']['rolling']['median']:.3f}" for row in drafted]
-    added = [(row["substep_added_us"]["rolling"]["median"], row["substep_us"]["off"]) for row in drafted]
-    pools = [row for row in scaling if (row["requests"], row["tokens"]) == (1, 4096)]
-    assert [row["pool_times"] for row in pools] == [1, 8, 32]
-    for figures in (
-        over,
-        [f"{round(us):+d} of {off:.0f} us" for us, off in added],
-        [f"{row['added_us']['rolling']['median']:+.0f} us" for row in pools],
-    ):
-        assert f"| {', '.join(figures)} |" in readme
+def test_no_cell_has_more_than_five_numbers() -> None:
+    """A table can be read: no lists of figures in one cell, but for ranges."""
+    for page in (README, figures.MEASURED):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            for cell in line.split(" | ") if line.startswith("| ") else ():
+                shown = re.sub(r"\]\([^)]*\)|`[^`]*`|[A-Z]\d+", "", cell)
+                assert len(re.findall(r"\d[\d,.]*", shown)) <= 5, cell
 
 
-def test_readme_quotes_drafting_on_a_gpu(root: Path) -> None:
-    """Speed-ups of the whole engine and what the canary costs it; launches and time that constants of a chain save."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    runs, chains = (
-        json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8"))["rows"] for name in ("engine", "chain")
-    )
-    runs = [row for row in runs if row["schedule"] == "sync"]
-    assert [row["batch"] for row in runs] == [row["batch"] for row in chains] == [1, 8]
-    for canary in ("off", "on"):
-        assert f"| {', '.join(format(row['speedup'][canary]['median'], '.2f') + ' x' for row in runs)} |" in readme
-    costs = [
-        ", ".join(f"{row['canary'][draft]['median']:.2f}" for draft in ("none", "drafting"))
-        + f" at batch {row['batch']}"
-        for row in runs
-    ]
-    assert f"| {', '.join(costs)} |" in readme
-    assert f"| {', '.join(format(row['chain']['us'] / row['general']['us'], '.2f') for row in chains)} |" in readme
-    first, second = ([row[way]["launches"] for way in ("chain", "general")] for row in chains)
-    docs = (root / "docs" / "engine.md").read_text(encoding="utf-8")
+def test_the_engine_s_page_quotes_launches_of_a_chain(root: Path) -> None:
+    """Launches that constants of a chain save, from the record."""
+    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_chain.json"
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    first, second = ([row[way]["launches"] for way in ("chain", "general")] for row in rows)
+    docs = (root / "docs" / "steps.md").read_text(encoding="utf-8")
     assert f"{first[0]} launches instead of {first[1]} at batch 1, {second[0]} instead of {second[1]}" in docs
-
-
-def test_readme_quotes_what_the_flight_recorder_costs(root: Path) -> None:
-    """Its share of a step and the bytes of a full ring, of every machine on which they were measured."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    records = sorted(results.glob("*_recorder.json"))
-    assert results / "gpu_recorder.json" in records
-    for path in records:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        shares = ", ".join(f"{row['percent_of_median_step']:.2f} %, {row['bytes'] / 1e6:.0f} MB" for row in rows)
-        line = next(line for line in readme.splitlines() if f"[{path.name}]" in line)
-        assert f"| {shares} |" in line
-
-
-def test_readme_quotes_what_is_added_to_transformers(root: Path) -> None:
-    """Seconds of `generate` with the canary over without."""
-    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
-    ratios = json.loads((results / "cpu_transformers.json").read_text(encoding="utf-8"))["ratios"]
-    assert f"| {ratios['rolling']:.2f}, {ratios['full']:.2f} |" in readme
-
-
-def test_readme_quotes_what_was_measured_inside_vllm(root: Path) -> None:
-    """By record: findings, outputs that are equal, throughput."""
-    results = root / "tools" / "kvcanary_tools" / "bench" / "results"
-    runs = [
-        json.loads((results / f"{name}.json").read_text(encoding="utf-8"))["compared"] for name in ("vllm", "vllm_7b")
-    ]
-    findings = ", ".join(str(run["findings"]) for run in runs)
-    equal = ", ".join(f"{min(pair['share'] for pair in run['on_off']):.0%}".replace("%", " %") for run in runs)
-    throughput = ", ".join(f"{run['throughput_ratio']:.2f}" for run in runs)
-    row = next(line for line in README.read_text(encoding="utf-8").splitlines() if "[vllm.json]" in line)
-    assert f"| {findings}; {equal}; {throughput} |" in row

@@ -166,7 +166,7 @@ def test_an_earlier_report_must_be_of_the_same_mutants(mutated, tmp_path):
     assert "first.json must be of this sample of these sources: run all of it" in done.stderr
 
 
-def test_the_readme_has_the_figure(record):
+def test_the_page_has_the_figure(record):
     """Killed of the sample, as the record says."""
     meta = record["meta"]
-    assert f"| {meta['killed']} of {meta['sample']} |" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| {meta['killed']} of {meta['sample']} |" in (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")

@@ -59,23 +59,24 @@ def summary_lines(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> Iter
     yield "|---|---|"
     yield f"| faults, each in up to {meta['num_configs']} configurations | {len(totals)} |"
     counts = [row["runs"] for row in totals]
-    yield f"| faulty runs a fault, fewest and most | {min(counts)} and {max(counts)} |"
-    yield f"| faulty runs that ended as their entry says, by the check that it names | {of('found', 'runs')} |"
-    yield f"| runs and twins that their cap ended, none of them a hit | {_sum(totals, 'not_ended')} |"
-    yield f"| place right; writer right | {of('place_right', 'places')}; {of('writer_right', 'writers')} |"
-    yield f"| tokens that left in or after the step of the finding | {_sum(totals, 'tokens_leaked'):,} |"
-    yield f"| runs with tokens exposed where none may be | {of('too_exposed', 'runs')} |"
+    yield f"| runs per fault, least and most | {min(counts)} and {max(counts)} |"
+    yield f"| fault runs stopped by the expected check | {of('found', 'runs')} |"
+    yield f"| runs that reached their time limit, none of them counted as found | {_sum(totals, 'not_ended')} |"
+    yield f"| right slot named; right writer named | {of('place_right', 'places')}; {of('writer_right', 'writers')} |"
+    yield f"| tokens returned in or after the step of the finding | {_sum(totals, 'tokens_leaked'):,} |"
+    yield f"| runs that returned tokens before the finding where none may be returned | {of('too_exposed', 'runs')} |"
     clean = meta["num_runs"]["clean"]
-    yield f"| findings in clean twins; in quiet ones | {meta['clean_findings']} of {clean:,}; {_quiet(campaign)} |"
-    yield f"| found by a check that was switched off | {of('disabled_found', 'disabled')} |"
+    controls = f"{meta['clean_findings']} of {clean:,}; {_quiet(campaign)}"
+    yield f"| findings in control runs: without a fault; with a harmless change | {controls} |"
+    yield f"| findings of a check that was switched off | {of('disabled_found', 'disabled')} |"
     first, best = (_share(_sum(totals, name), _sum(totals, "verdicts")) for name in ("verdict_first", "verdict_top3"))
-    yield f"| right cause first; among the first {BEST} | {first}; {best} |"
+    yield f"| right cause named first; among the first {BEST} | {first}; {best} |"
     worth, dumped = dumps["meta"], [row["dumps"] for row in dumps["rows"]]
-    yield f"| dumps that were scored, fewest and most a fault | {min(dumped)} and {max(dumped)} |"
+    yield f"| dumps scored per fault, least and most | {min(dumped)} and {max(dumped)} |"
     yield f"| dumps in which `explain` names the right cause first | {worth['cause_first']:,} of {worth['dumps']:,} |"
-    yield f"| dumps whose `replay` reaches the same finding | {worth['replayed']:,} of {worth['dumps']:,} |"
+    yield f"| dumps in which `replay` reproduces the finding | {worth['replayed']:,} of {worth['dumps']:,} |"
     rerun = {name for each in meta.get("rerun", ()) for name in each["faults"]}
-    yield f"| faults run again into the record, after they or a check were mended | {len(rerun)} |"
+    yield f"| faults run again after a fix to the fault or to a check | {len(rerun)} |"
     yield f"| minutes on 2 cores | {meta['cpu_seconds'] / 120:.0f} |"
 
 
