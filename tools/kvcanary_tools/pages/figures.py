@@ -76,11 +76,17 @@ def prefills() -> Iterator[Line]:
             yield case, f"{row['off_ms']:,.0f} ms", spread(row["over_off"]["rolling"]), name
 
 
+def elsewhere(device: str) -> str:
+    """The GPU of a record, where it is another than that of the table."""
+    return "" if "H200" in device else f" ({device.split()[1]})"
+
+
 def vllm() -> Iterator[Line]:
     """Throughput inside vLLM."""
     for name, size in (("vllm_7b", "7.2 B"), ("vllm", "1.1 B")):
-        ratio = record(name)["compared"]["throughput_ratio"]
-        yield f"vLLM 0.26, {size} parameters, 256 requests", "", f"{percent(ratio)} tokens per second", name
+        own = record(name)
+        case = f"vLLM 0.26, {size} parameters, 256 requests{elsewhere(own['gpu'])}"
+        yield case, "", f"{percent(own['compared']['throughput_ratio'])} tokens per second", name
 
 
 def sglang() -> Iterator[Line]:
@@ -94,11 +100,12 @@ def sglang() -> Iterator[Line]:
 
 def embedded() -> Iterator[Line]:
     """The embedded model, whose steps are too short to hide anything."""
+    where = elsewhere(record("gpu_engine")["machine"]["device"])
     for row in record("gpu_engine")["rows"]:
         if row.get("schedule", "sync") != "sync":
             continue
         for draft, what in (("none", "no drafts"), ("drafting", "drafts")):
-            case = f"the embedded toy model, batch {row['batch']}, {what}"
+            case = f"the embedded toy model, batch {row['batch']}, {what}{where}"
             speed = f"{row['tokens_per_second'][draft]:,.0f} tokens/s"
             yield case, speed, f"{spread(row['canary'][draft])} time", "gpu_engine"
 
