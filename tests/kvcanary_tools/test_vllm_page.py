@@ -14,7 +14,17 @@ def test_the_page_quotes_the_records() -> None:
     """Its table is that of the records as they are, and every record of vLLM has a line."""
     page = vllm_page.PAGE.read_text(encoding="utf-8")
     assert "\n".join((vllm_page.BEGIN, *vllm_page.lines(), vllm_page.END)) in page
-    assert {path.stem for path in RESULTS.glob("vllm*.json")} <= {*vllm_page.SETTINGS, vllm_page.PARALLEL}
+    shown = {*vllm_page.SETTINGS, vllm_page.PARALLEL, vllm_page.PROFILED, *vllm_page.FIRST_NAN}
+    assert {path.stem for path in RESULTS.glob("vllm*.json")} <= shown
+
+
+@pytest.mark.parametrize("record", vllm_page.FIRST_NAN)
+def test_the_first_place_of_nan_was_always_named(record: str) -> None:
+    """A hundred tries in captured steps; layer, request, position and step, and that it is N1 of a decode."""
+    held = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))
+    assert "FULL" in held["graphs"]
+    assert len(held["tries"]) == held["all_right"] == 100
+    assert {(one["found"]["code"], one["found"]["phase"]) for one in held["tries"]} == {("N1", "decode")}
 
 
 @pytest.mark.parametrize("record", [name for name in vllm_page.SETTINGS if (RESULTS / f"{name}.json").exists()])

@@ -24,7 +24,8 @@ SETTINGS = {
     "vllm_eagle": "runner V2, full graphs, EAGLE draft of 3 tokens",
 }
 PARALLEL = "vllm_parallel"
-FIRST_NAN = {"dense": "a dense", "mla": "a latent"}
+PROFILED = "vllm_profile"
+FIRST_NAN = {"vllm_first_nan_dense": "a dense", "vllm_first_nan_mla": "a latent"}
 HARMLESS = ("load", "none")  # attempts in which nothing must be found
 Record = Mapping[str, Any]
 
@@ -43,7 +44,7 @@ def lines() -> Iterator[str]:
             record = read(name)
             yield f"| {setting}, on one {record['gpu'].split()[1]} | {' | '.join(row(record))} | `{name}.json` |"
     yield ""
-    yield from profiled(read("vllm_profile"))
+    yield from profiled(read(PROFILED))
     yield ""
     yield from first_nan()
     if (RESULTS / f"{PARALLEL}.json").exists():
@@ -73,7 +74,7 @@ def first_nan() -> Iterator[str]:
     """How often the first place of NaN was named that a layer stored in a captured step."""
     yield "NaN that one layer stores of one token in a captured step (`python -m kvcanary_tools.bench.vllm.first_nan`):"
     yield "layer, request, position and step of the first were right in"
-    told = [(words, read(f"vllm_first_nan_{kind}")) for kind, words in FIRST_NAN.items()]
+    told = [(words, read(name)) for name, words in FIRST_NAN.items()]
     yield " and ".join(f"{own['all_right']} of {len(own['tries'])} in {words} model" for words, own in told) + "."
 
 
