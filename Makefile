@@ -156,7 +156,7 @@ lint: $(STAMP)
 	"$(BIN)/python" -m kvcanary_tools.pages.prose
 
 docs: $(STAMP)
-	"$(BIN)/mkdocs" build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet
 
 format: $(STAMP)
 	"$(BIN)/ruff" check --fix .
