@@ -25,6 +25,7 @@ class Coverage:
     announced: forwards that the engine said would run, eager ones; each must have opened its hooks
     healed: mode heal: faults that were made good
     reader_probes: times that the engine's attention was asked to read known entries
+    not_probed: why it was not, where that is known
     unproved_stores: forwards of which the engine stored a layer by itself: nothing says where those bytes went before
                      they are read
     """
@@ -45,6 +46,7 @@ class Coverage:
     announced: int = 0
     healed: int = 0
     reader_probes: int = 0
+    not_probed: str = ""
     unproved_stores: int = 0
 
     @property

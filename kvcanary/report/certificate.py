@@ -61,7 +61,8 @@ def certificate(
         "inactive_classes": inactive_classes(config, fed),
         "disabled": sorted(config.disable),
         "announced": coverage.announced or "forwards not announced by the engine",
-        "reader_probes": coverage.reader_probes or "attention not probed",
+        "reader_probes": coverage.reader_probes
+        or ": ".join(filter(None, ("attention not probed", coverage.not_probed))),
         "store": "proved" if coverage.is_store_proved else "not proved",
         "seed_id": seed_id,
         "version": kvcanary.__version__,

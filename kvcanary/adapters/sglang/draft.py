@@ -16,6 +16,9 @@ from kvcanary.adapters.sglang.fed import FedForward
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 
+#: Of steps in a graph of SGLang's: what each of them saw is gone when the graph has run.
+WITHIN = "positions of single draft steps within a graph of SGLang's: what they leave behind is judged"
+
 
 class Planned(NamedTuple):
     """Draft steps of a round, as the table of rows has them before they run.
@@ -99,7 +102,7 @@ class WatchedDraft(WatchedRunner):
         """All draft steps of a round in one graph of SGLang's, which is judged behind it, by what it has read.
 
         graph: whose `buffers` have the slots of all steps, [rows, topk, steps] flat, and positions, [rows, topk] flat.
-        Each step moves these on and the last one puts them back, so that what is there behind it is what all have seen
+        Each step moves these on and the last one puts them back: a step too many or too few is left over behind it
         """
         self._flush()
         planned, count = self._plan(batch, range(self._steps - 1)), batch.batch_size * self._topk
@@ -109,6 +112,7 @@ class WatchedDraft(WatchedRunner):
         slots = graph.buffers.out_cache_loc[: count * self._steps].view(-1, self._topk, self._steps)[..., :-1]
         first = graph.buffers.positions[:count].view(-1, 1, self._topk)
         self._judge_drafts(planned, first + planned.numbers[:, None], slots.transpose(1, 2))
+        self.canary.coverage.skip(WITHIN, len(planned.steps))
         return output
 
     def _draft_step(self, batch: Any) -> None:

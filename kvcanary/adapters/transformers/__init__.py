@@ -26,6 +26,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("kvcanary.adapters.transformers needs transformers: pip install 'kvcanary[hf]'") from error
 
+from kvcanary.adapters.transformers.attention_probe import misread_violation, probe, why_not
 from kvcanary.adapters.transformers.canary_cache import CanaryCache, leave, make_canary, watch
 from kvcanary.adapters.transformers.continuous_batching import Batching
 from kvcanary.adapters.transformers.dense_cache import DenseRows
@@ -75,6 +76,7 @@ class Handle:
         self._unwatched = Unwatched(model, canary.config, canary.coverage)
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         run = canary.guard.run
+        run(self._probe)
         self._hooks = [
             model.register_forward_pre_hook(functools.partial(run, self._before_forward), with_kwargs=True),
             model.register_forward_hook(functools.partial(run, self._after_forward), with_kwargs=True),
@@ -90,6 +92,21 @@ class Handle:
             setattr(model, name, self._around(getattr(model, name), wrapper))
         for path, reason in canary.closed.items():
             _events.warning("kvcanary.closed_path", path=path, reason=reason)
+
+    def _probe(self) -> None:
+        """Ask the model's attention what it reads, by a few short forwards that nobody watches (`attention_probe`).
+
+        KVCorruptionError in mode raise. Where a model cannot be asked the certificate says why.
+        """
+        coverage, reason, found = self._canary.coverage, why_not(self._model), None
+        try:
+            found = probe(self._model) if reason is None else None
+        except Exception as error:  # a model of one's own, which takes other arguments
+            reason = f"{type(error).__name__}: {error}"
+        coverage.reader_probes += reason is None
+        coverage.not_probed = reason or ""
+        if found is not None:
+            self._canary.report([misread_violation(found)], 0)
 
     @property
     def findings(self) -> list[Finding]:

@@ -10,7 +10,7 @@ import torch
 
 from kvcanary import CanaryConfig, PoolView
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.sglang.draft import WatchedDraft
+from kvcanary.adapters.sglang.draft import WITHIN, WatchedDraft
 
 
 class DraftGraph:
@@ -76,6 +76,7 @@ def test_a_graph_of_sound_draft_steps_is_silent(draft) -> None:
     assert draft.replayed(graph, graph.execute, batch) == "drafts"
     assert told(draft) == []
     assert int(draft.canary.memory.total) == 0
+    assert draft.canary.coverage.unchecked == {WITHIN: STEPS - 1}
 
 
 @pytest.mark.parametrize("moves_on", [STEPS, STEPS - 2])

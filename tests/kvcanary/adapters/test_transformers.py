@@ -100,12 +100,10 @@ def test_what_is_not_finite_is_told_where_it_was_stored(models, generate, at: in
             output[1, position if position is not None else -1, 3] = torch.nan
         return output
 
-    hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(spoil)
-    try:
-        with attach(model, CanaryConfig(mode="raise", content="write")), pytest.raises(KVCorruptionError) as caught:
+    with attach(model, CanaryConfig(mode="raise", content="write")):
+        model.model.layers[1].self_attn.v_proj.register_forward_hook(spoil)
+        with pytest.raises(KVCorruptionError) as caught:
             generate(model, "greedy")
-    finally:
-        hook.remove()
     found = caught.value.findings[0]
     wanted = position if position is not None else calls[0] + at - 2
     assert (found.code, found.layer, found.position, found.site[0]) == ("N1", 1, wanted, phase)

@@ -1,0 +1,196 @@
+"""What the attention of a model really reads: a few forwards in which every key, query and value is known.
+
+For these forwards the projections of each attention give what the probe says: the same key for every token, the same
+vector as its query, and a value that names the position. Behind the rotation a query is then the key of its own
+position. So what attention must give follows from the cache alone, whatever the rotation: softmax of keys times keys,
+over values. A query that was rotated for another position, a missing scale, a mask that hides entries or lets others in
+give something else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.transformers.judging import dense_violation
+from kvcanary.adapters.transformers.unwatched import cache_argument
+from kvcanary.calls.violation import Violation
+
+#: Tokens of the forwards: a prompt, one token, a few, and some whose keys name the positions behind these.
+CHUNKS, ASKED = (5, 1, 3, 4), 9
+NEAR = 0.02  # of the largest value, in what attention gives: 16-bit numbers round by less
+SHARPNESS = 3.0  # score of a query with its own key
+NEEDED = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
+#: Types of models whose attention was tried, and is the function that is expected here.
+UNDERSTOOD = frozenset(
+    ("cohere", "glm", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "smollm3", "stablelm")
+)
+#: What makes attention of such a type another function: of a module, and of a configuration.
+OTHERWISE = ("sinks", "qk_norm", "q_layernorm", "k_layernorm")
+CONFIGURED = ("attn_logit_softcapping", "clip_qkv")
+
+
+class Misread(NamedTuple):
+    """Of one layer: the position of the query, and family and text of what attention did instead.
+
+    rotated_for: the position for which the query was rotated; None: that is not what was wrong
+    """
+
+    layer: int
+    position: int
+    family: str
+    text: str
+    rotated_for: int | None = None
+
+
+class Asked(NamedTuple):
+    """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], and its query over its key."""
+
+    module: Any
+    outputs: list[Tensor]
+    sharpness: list[float]
+
+
+def why_not(model: Any) -> str | None:
+    """Why this model cannot be asked; None: it can."""
+    config, modules = model.config, attentions(model)
+    if config.model_type not in UNDERSTOOD:
+        return f"that of a {config.model_type} was not tried"
+    if not modules or len({one.layer_idx for one in modules}) != len(modules):
+        return "no attention, or several of one layer, with projections of its own for queries, keys and values"
+    odd = [name for name in OTHERWISE if any(getattr(one, name, None) is not None for one in modules)]
+    odd += [name for name in CONFIGURED if getattr(config, name, None)]
+    if odd:
+        return f"it has {odd[0]}"
+    windows = [int(own.sliding_window) for own in (config, *modules) if getattr(own, "sliding_window", None)]
+    if windows and min(windows) <= sum(CHUNKS):
+        return f"it sees a window of {min(windows)} entries"
+    devices = {parameter.device for parameter in model.parameters()}
+    if model.training or len(devices) != 1 or "meta" in {device.type for device in devices}:
+        return "it trains, or does not lie on one device"
+    return None
+
+
+def attentions(model: Any) -> list[Any]:
+    """The attentions whose projections can be replaced, by layer."""
+    return [one for one in model.modules() if all(getattr(one, name, None) is not None for name in NEEDED)]
+
+
+@torch.no_grad()
+def probe(model: Any) -> Misread | None:
+    """The first token that got something else than its cache says; None: all is right.
+
+    model: one of which `why_not` says nothing
+    """
+    from transformers import DynamicCache
+
+    asked = {one.layer_idx: Asked(one, [], []) for one in attentions(model)}
+    cache = DynamicCache(config=model.config)
+    device = next(model.parameters()).device
+    with ExitStack() as stack:
+        for own in asked.values():
+            stack.enter_context(_answering(own))
+        for count in CHUNKS:
+            ids = torch.ones(1, count, dtype=torch.int64, device=device)
+            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+    for layer, own in sorted(asked.items()):
+        keys, values = (held[0].float().cpu() for held in (cache.layers[layer].keys, cache.layers[layer].values))
+        if (found := _judged(layer, own, keys, values)) is not None:
+            return found
+    return None
+
+
+def misread_violation(found: Misread) -> Violation:
+    """R4 (E1): what a query has read is not what its position says."""
+    read = found.position if found.rotated_for is None else found.rotated_for
+    sides = {"position": found.position}, {"position": read} if read != found.position else {"reads": found.text}
+    misread = found.family, found.text, ("by a probe, before the model was watched",)
+    return dense_violation("R4", (found.layer,), 0, found.position, ("decode", 0), sides, misread=misread)
+
+
+@contextmanager
+def _answering(own: Asked) -> Iterator[None]:
+    """The projections of one attention give what the probe says, and what goes into the last one is kept."""
+    module, known = own.module, dict[str, Tensor]()
+    norm = getattr(module, "q_norm", None)
+
+    def begin(_: Any, args: Any, kwargs: Any) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if "key" not in known:
+            known["key"] = module.k_proj(hidden[:1, :1]).clone()
+
+    def key(_: Any, args: Any, output: Tensor) -> Tensor:
+        return known["key"].expand_as(output) if "key" in known else output
+
+    def query(_: Any, args: Any, output: Tensor) -> Tensor:
+        """Behind the norm of queries, where there is one."""
+        held = known["key"].view(-1, module.head_dim)
+        held = held if norm is None else module.k_norm(held)
+        times = SHARPNESS / float(module.scaling * (held.float() ** 2).sum(-1).mean())
+        own.sharpness.append(times)
+        asked = output.view(*output.shape[:2], -1, module.head_dim)
+        each = (held * times).repeat_interleave(asked.shape[2] // len(held), 0)
+        return each.expand_as(asked).reshape(output.shape)
+
+    def value(_: Any, args: Any, output: Tensor) -> Tensor:
+        drawn = torch.Generator().manual_seed(len(own.outputs))
+        made = torch.rand(output.shape[1:], generator=drawn) - 0.5
+        return made.to(output)[None].expand_as(output)
+
+    def given(_: Any, args: Any) -> None:
+        own.outputs.append(args[0][0].view(args[0].shape[1], -1, module.head_dim).float().cpu())
+
+    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True), module.k_proj.register_forward_hook(key)]
+    hooks += [(module.q_proj if norm is None else norm).register_forward_hook(query)]
+    hooks += [module.v_proj.register_forward_hook(value), module.o_proj.register_forward_pre_hook(given)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _judged(layer: int, own: Asked, keys: Tensor, values: Tensor) -> Misread | None:
+    """keys, values: [kv_heads, tokens, dim]"""
+    outputs = torch.cat(own.outputs)[:ASKED]
+    wanted = functools.partial(_attended, keys, values, scale=own.module.scaling * own.sharpness[0])
+    for position, got in enumerate(outputs):
+        if not _is_near(got, wanted(position, position + 1)):
+            return Misread(layer, position, *_named(position, got, wanted, len(keys[0]), own))
+    return None
+
+
+def _attended(keys: Tensor, values: Tensor, query: int, end: int, scale: float, first: int = 0) -> Tensor:
+    """[kv_heads, dim] what a query that is the key of one position gets of the entries [first, end)."""
+    scores = scale * (keys[:, first:end] @ keys[:, query, :, None])[..., 0]
+    return (scores.softmax(-1)[:, None] @ values[:, first:end])[:, 0]
+
+
+def _is_near(got: Tensor, wanted: Tensor) -> bool:
+    """got: [heads, dim], of several heads to each of `wanted` [kv_heads, dim]"""
+    each = wanted.repeat_interleave(len(got) // len(wanted), 0)
+    return bool(torch.isfinite(got).all()) and float((got - each).abs().max()) <= NEAR * float(wanted.abs().max())
+
+
+def _named(
+    position: int, got: Tensor, wanted: Callable[..., Tensor], count: int, own: Asked
+) -> tuple[str, str, int | None]:
+    """What attention did instead, by what would give this."""
+    end = position + 1
+    for other in range(count):
+        if other != position and _is_near(got, wanted(other, end)):
+            return "addressing", f"the query at position {position} was rotated for position {other}", other
+    for behind in range(end + 1, count + 1):
+        if _is_near(got, wanted(position, behind)):
+            return "lengths", f"attention at position {position} read {behind - end} entries behind it as well", None
+    for first in range(1, end):
+        if _is_near(got, wanted(position, end, first=first)):
+            return "lengths", f"attention at position {position} left out the first {first} entries", None
+    if _is_near(got, wanted(position, end, scale=own.sharpness[0])):
+        return "scales", "the scale of the scores is missing", None
+    return "scales", "entries weigh otherwise than their keys and the query say", None

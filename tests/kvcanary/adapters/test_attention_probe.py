@@ -1,0 +1,153 @@
+"""What a transformers model's attention really reads, asked when a canary is attached."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.adapters.transformers import attach
+from kvcanary.adapters.transformers.attention_probe import probe, why_not
+from kvcanary.adapters.transformers.unwatched import cache_argument
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3")
+right_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sound_attention_is_silent(models, family: str, implementation: str, dtype: torch.dtype) -> None:
+    """Of every implementation and type; queries with a norm too."""
+    model = models(family).to(dtype)
+    model.set_attn_implementation(implementation)
+    assert why_not(model) is None
+    assert probe(model) is None
+
+
+def test_a_probe_leaves_the_model_as_it_was(models) -> None:
+    """What it gives afterwards is what it gave before, and no hook is left; the certificate counts the probe."""
+    model, ids = models(), torch.tensor([[3, 1, 4, 1, 5]])
+    before = model(ids).logits
+    with attach(model, CanaryConfig(mode="log", content="full")) as handle:
+        assert handle.certificate()["reader_probes"] == 1
+        assert handle.findings == []
+    assert torch.equal(model(ids).logits, before)
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+@contextmanager
+def rotating_queries_by(shift: int, model: Any) -> Iterator[None]:
+    """Queries are rotated for another position, keys for their own, as where an offset moved on between both."""
+    module = sys.modules[type(model).__module__]
+    right_rotation = module.apply_rotary_pos_emb
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
+        _, keys = right_rotation(q, k, cos, sin, *rest)
+        half = cos.shape[-1] // 2
+        angle = torch.atan2(sin, cos)[:, :, :half]
+        step = 1e4 ** (-torch.arange(half) * 2 / cos.shape[-1])
+        moved = torch.cat((angle + shift * step,) * 2, -1)
+        queries, _ = right_rotation(q, k, moved.cos(), moved.sin(), *rest)
+        return queries, keys
+
+    module.apply_rotary_pos_emb = rotate
+    try:
+        yield
+    finally:
+        module.apply_rotary_pos_emb = right_rotation
+
+
+@pytest.mark.parametrize(("shift", "position"), [(1, 1), (-1, 1), (3, 1)])
+def test_a_query_rotated_for_another_position_is_named(models, shift: int, position: int) -> None:
+    """R4 before anything is served: which position, and which one its query was rotated for."""
+    model = models()
+    with rotating_queries_by(shift, model), pytest.raises(KVCorruptionError) as raised:
+        attach(model, CanaryConfig(mode="raise"))
+    [found] = raised.value.findings
+    assert (found.code, found.position, found.layer) == ("R4", position, 0)
+    assert found.found["position"] == position + shift
+    assert f"was rotated for position {position + shift}" in found.causes[0].text
+    with attach(model) as handle:  # nothing was left attached
+        assert handle.findings == []
+
+
+@contextmanager
+def attending(change: Callable[..., Any]) -> Iterator[None]:
+    """`change` stands before the real attention, and gives its arguments."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return right_sdpa(*change(module, query, key, value, mask, kwargs), **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = right_sdpa
+
+
+def no_scale(module: Any, query: Any, key: Any, value: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
+    kwargs["scaling"] = 1.0
+    return module, query, key, value, mask
+
+
+def one_behind(module: Any, query: Any, key: Any, value: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
+    count, total = query.shape[2], key.shape[2]
+    seen = torch.arange(total) <= torch.arange(count)[:, None] + total - count + 1
+    return module, query, key, value, seen[None, None]
+
+
+def without_the_first(module: Any, query: Any, key: Any, value: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
+    count, total = query.shape[2], key.shape[2]
+    line, own = torch.arange(total), torch.arange(count)[:, None] + total - count
+    return module, query, key, value, ((line <= own) & ((line > 0) | (own == 0)))[None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (no_scale, "the scale of the scores is missing"),
+        (one_behind, "read 1 entries behind it as well"),
+        (without_the_first, "left out the first 1 entries"),
+    ],
+)
+def test_what_attention_does_instead_is_named(models, change: Callable[..., Any], text: str) -> None:
+    """The scale, and masks that let in or hide entries; mode log tells it, and the model is watched all the same."""
+    with attending(change), attach(models(), CanaryConfig(mode="log")) as handle:
+        [found] = handle.findings
+    assert found.code == "R4"
+    assert text in found.causes[0].text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "another"}, "that of a another was not tried"),
+        ({"attn_logit_softcapping": 30.0}, "it has attn_logit_softcapping"),
+        ({"sliding_window": 8}, "it sees a window of 8 entries"),
+    ],
+)
+def test_a_model_that_cannot_be_asked_is_watched_and_says_so(models, change: dict[str, Any], reason: str) -> None:
+    """Its certificate has the reason; nothing is asked of it, and nothing found."""
+    model = models()
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    with attach(model, CanaryConfig(mode="raise")) as handle:
+        told = handle.certificate()
+    assert told["reader_probes"] == f"attention not probed: {reason}"
+    assert told["unchecked"] == {}
+
+
+def test_a_cache_of_the_probe_is_nobodys(models) -> None:
+    """What a caller's cache holds is not touched."""
+    model, cache = models(), DynamicCache()
+    with attach(model, CanaryConfig(content="full")), torch.no_grad():
+        model(torch.tensor([[3, 1, 4]]), **{cache_argument(model): cache})
+        assert cache.get_seq_length() == 3
