@@ -87,6 +87,7 @@ OBSERVED = {
     "kvcanary.adapters.observed.moves:copied": "T1",
     "kvcanary.adapters.observed.moves:zeroed": "T1",
     "kvcanary.adapters.observed.moves:loaded": "A1",
+    "kvcanary.adapters.transformers.attention_probe:misread_violation": "R4",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.go_on": "W5",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.written_by": "R6",
     "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
