@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spec_engine.memory.pools.recurrent import RecurrentPool
+from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.mock.draft import AcceptLen, MockDraft
 from spec_engine.mock.oracle import TokenOracle
 from spec_engine.mock.target import MockModel

@@ -22,7 +22,7 @@ from spec_engine.acceptance.walk import NO_TOKEN, Acceptance
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
-from spec_engine.memory.pools.recurrent import RecurrentPool
+from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.models.decoder import Decoder, DecoderOutput
 from spec_engine.request import Request

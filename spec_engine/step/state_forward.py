@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvcanary.faults import seam
 from spec_engine.core import Batch, ForwardBatch
 from spec_engine.drafting.tree import Tree
-from spec_engine.memory.pools.recurrent import RecurrentPool
+from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.step.verify import Accepted
 
 

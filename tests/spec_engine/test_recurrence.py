@@ -9,7 +9,7 @@ import structlog
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from spec_engine.memory.pools.recurrent import RecurrentPool
+from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.mock import MockTokenizer, with_random_weights
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.eagle import Eagle

@@ -13,7 +13,7 @@ import torch
 
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
-from spec_engine.memory.pools.recurrent import RecurrentPool
+from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.hybrid import HybridDecoder
 

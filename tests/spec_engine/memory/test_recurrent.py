@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.invariants import RecurrentStateError
-from spec_engine.memory.pools.recurrent import RecurrentPool
+from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.mock import with_random_weights
 from spec_engine.models import CheckpointError
 from spec_engine.models.config import ModelConfig
