@@ -40,6 +40,7 @@ HOST = {
     "kvcanary.transfers.moves:Mover.apply": "T1 R9",
     "kvcanary.transfers.moves:Mover.arrived": "T1",
     "kvcanary.transfers.snapshots:PageSnapshots._judge": "A1",
+    "kvcanary.transfers.imports:did_not_arrive": "T1",
     "kvcanary.tier.arrival:violation_of": "A1",
     "kvcanary.tier.arrival:bare_violation": "A1",
     "kvcanary.transfers.async_ops:AsyncOps.use": "O1",

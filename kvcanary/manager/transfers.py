@@ -20,7 +20,7 @@ from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
 from kvcanary.records.record_store import Move
 from kvcanary.records.state import PoolState
-from kvcanary.transfers.imports import adopt
+from kvcanary.transfers.imports import adopt, did_not_arrive
 from kvcanary.transfers.pools_that_go import forget_bytes, take_as_it_lies
 from kvcanary.transfers.snapshots import PageSnapshot
 
@@ -59,7 +59,8 @@ class Transfers:
 
         `snapshot`: of `on_offload`, of as many pages in the same order: the records of then come back, and bytes that
         are not those of then are T1. Without it bytes are fingerprinted as they lie: nothing can tell whether they
-        were damaged on their way, and the certificate counts them.
+        were damaged on their way, and the certificate counts them. Only what did not arrive where other
+        things did, such as scales, or V of a layer, is T1 then too.
         """
         if snapshot is not None:
             self._checks.snapshots.expect_own([snapshot], pages)
@@ -177,12 +178,15 @@ class Transfers:
 
     def _adopt(self, request_id: str, pages: Sequence[int], length: int) -> None:
         request = self._ledger.request(request_id)
-        size = self._state.page_size
+        size, step = self._state.page_size, self._session.step
         places = sorted(request.pages.index(page) for page in pages)
         positions = np.array([p for place in places for p in range(place * size, (place + 1) * size) if p < length])
         self._session.coverage.skip("entries that were loaded without a seal", len(positions))
+        starts = {request.pages[place]: place * size for place in places if place * size < length}
         for pool in self._state.pools:
-            adopt(self._ledger, self._checks.record_store, self._state, pool, request, positions, self._session.step)
+            adopt(self._ledger, self._checks.record_store, self._state, pool, request, positions, step)
+            if self._session.config.content != "write":
+                self._checks.violations += did_not_arrive(pool, starts, size, request_id, step)
             request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], length)
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from kvcanary.calls.violation import Violation
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import slots_in
+from kvcanary.provenance.arrival import SHORT, Arrival, Origin, PoolArrival, Sent, Trip
 from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.record_store import RecordStore, no_records, two_words
 from kvcanary.records.state import CanaryState, PoolState
+from kvcanary_kernels.content.poison import NAN_WORD, poison_words
 from kvcanary_kernels.record.layout import (
     CHAIN,
     LAYERS_HIGH,
@@ -19,6 +26,8 @@ from kvcanary_kernels.record.layout import (
     TOKEN_POSITION,
     bitmap_columns,
 )
+
+AT_ONCE = 64  # slots whose rows are copied to look at them
 
 
 def adopt(
@@ -52,3 +61,68 @@ def adopt(
     record_store.load(pool, slots, records, step)
     where = torch.from_numpy(slots).to(pool.records.device)
     pool.write_fingerprints(where, *fingerprints_of_slots(pool, where))
+
+
+def did_not_arrive(
+    pool: PoolState, pages: Mapping[int, int], page_size: int, request_id: str, step: int
+) -> list[Violation]:
+    """T1 of pages that a load without a seal has filled in part: K is there, say, and its scales, or a layer, are not.
+
+    Zeros or the poison of freed pages were brought by nobody, where other parts or layers of the same entry hold
+    something: K or V of a layer, or an extra in every layer, since some layers may have no use for it. The first entry
+    of each page is looked at.
+
+    pages: what was loaded, and the position in the row at which each page begins
+    """
+    names = np.array(list(pages), np.int64) * page_size
+    slots = slots_in(pool.view, names)
+    held = np.flatnonzero(slots >= pool.view.null_slots)  # a window may have left the others
+    filled = _filled(pool, torch.from_numpy(slots[held]).to(pool.records.device)).cpu().numpy()
+    num_own = 2 if pool.view.v else 1
+    filled[num_own:] |= filled[num_own:].any(1, keepdims=True)
+    partly = np.flatnonzero(filled.any((0, 1)) & ~filled.all((0, 1)))
+    if not len(partly):
+        return []
+    numbers, total, how_many = list(pages), pool.view.num_layers, f"{len(partly)} of {len(pages)}"
+    lacks = ~filled[:, :, partly[0]]
+    layers = tuple(np.flatnonzero(lacks.any(0)).tolist())
+    parts = " and ".join(pool.view.parts[part].name for part in np.flatnonzero(lacks.any(1)).tolist())
+    where = "" if len(layers) == total else f" of {len(layers)} of {total} layers"
+    text = f"{parts}{where} did not arrive: in {how_many} pages zeros or poison lie there, and the rest came"
+    origins = {n * page_size: Origin(SHORT, detail=text) for n in held[partly].tolist()}
+    arrival = Arrival(
+        Trip("load", step, page_size, [(Sent(0, step, ()), n, page) for n, page in enumerate(pages)]),
+        SHORT,
+        Counter({SHORT: len(partly)}),
+        (PoolArrival(pool.name, layers, total, names, origins),),
+        (),
+        sentences={SHORT: text},
+        evidence={SHORT: ("the first entry of each page was read, in every layer; the load came without a seal",)},
+    )
+    expected = {"arrives": " and ".join(part.name for part in pool.view.parts)}
+    found = {"verdict": SHORT, "missing": parts, "came_back_by": "load", "pages_wrong": how_many}
+    return [
+        Violation(
+            *("T1", pool, int(slots[n]), pages[numbers[n]], request_id, ("load", 0), step, layers),
+            named=None if pool.view.slot_map is None else int(names[n]),
+            arrival=arrival,
+            arrived_as=n * page_size,
+            expected=expected,
+            found=found | {"into_page": numbers[n]},
+        )
+        for n in held[partly].tolist()
+    ]
+
+
+def _filled(pool: PoolState, slots: Tensor) -> Tensor:
+    """[parts, layers, n] bool: whether a part of these slots holds anything but zeros and poison."""
+    rows, words = pool.rows, pool.rows.words_per_row
+    filled = torch.ones(len(rows.pieces), rows.num_layers, len(slots), dtype=torch.bool, device=slots.device)
+    for some, found in zip(slots.split(AT_ONCE), filled.split(AT_ONCE, 2), strict=True):
+        lies = rows.gather(some)
+        poison = poison_words(some, 0, rows.num_layers * words).view(-1, rows.num_layers, words).transpose(0, 1)
+        for number, piece in enumerate(rows.pieces):
+            own = slice(piece.first, piece.first + piece.words)
+            for empty in (0, NAN_WORD, poison[:, :, own]):
+                found[number] &= (lies[:, :, own] != empty).any(2)
+    return filled

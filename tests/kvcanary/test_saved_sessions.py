@@ -5,6 +5,7 @@ kekzl/imp#1189: the file had K and V and not their scales, so that blocks were d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,14 +83,17 @@ def save(folder: Path, seed: int, with_scales: bool) -> None:
 
 def take_up(folder: Path, seed: int) -> float:
     """Another process: the file comes into other pages, and a request goes on behind it."""
-    engine, pages = Engine(seed), [4, 5]
-    manager, seal = engine.manager, Seal.from_bytes((folder / "seal").read_bytes())
-    manager.begin_step(1)
+    return go_on(Engine(seed), torch.load(folder / "session"), Seal.from_bytes((folder / "seal").read_bytes()))
+
+
+def go_on(engine: Engine, session: Session, seal: Seal | None) -> float:
+    manager, pages = engine.manager, [4, 5]
+    manager.begin_step(manager.step + 1)
     manager.admit("two", [*TOKENS, 99])
     manager.on_alloc("two", pages, for_load=True)
     manager.on_load_begin("two", pages)
-    for name, layers in torch.load(folder / "session").items():
-        for tensor, kept in zip(getattr(engine, name), layers, strict=True):
+    for name, layers in session.items():
+        for tensor, kept in zip(getattr(engine, name), layers, strict=False):
             tensor[slots_of(pages)] = kept
     manager.on_load_end("two", pages, len(TOKENS), seal)
     manager.commit("two", len(TOKENS))
@@ -117,6 +121,62 @@ def test_a_whole_session_is_right(tmp_path: Path) -> None:
     engine.manager.append("all", [99])
     engine.manager.on_alloc("all", [3])
     assert take_up(tmp_path, 5) == engine.forward("all", len(TOKENS), [99], [1, 2, 3], "decode")
+
+
+def held(engine: Engine, with_scales: bool = True) -> Session:
+    """What a prefill of the prompt leaves in two pages."""
+    engine.manager.admit("one", TOKENS)
+    engine.manager.on_alloc("one", [4, 5])
+    engine.forward("one", 0, TOKENS, [4, 5], "prefill")
+    return engine.held([4, 5], with_scales)
+
+
+def used(seed: int) -> Engine:
+    """Its pages had another request, and hold poison since."""
+    engine = Engine(seed)
+    held(engine)
+    engine.manager.release("one")
+    engine.manager.on_free("one", [4, 5])
+    for _ in range(8):
+        engine.manager.begin_step(engine.manager.step + 1)
+        engine.manager.check()
+    return engine
+
+
+LACKING = {"k_scale and v_scale": ("ks", "vs"), "v_scale": ("vs",), "V": ("v",)}
+
+
+@pytest.mark.parametrize("start", [Engine, used])
+@pytest.mark.parametrize("missing", LACKING)
+def test_without_a_seal_a_part_that_did_not_arrive_is_found(missing: str, start: Callable[[int], Engine]) -> None:
+    """Nothing is known of the bytes, but zeros and poison where other parts have come are nobody's."""
+    session = {name: layers for name, layers in held(Engine(5)).items() if name not in LACKING[missing]}
+    with pytest.raises(KVCorruptionError) as caught:
+        go_on(start(6), session, None)
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.found["verdict"], finding.found["missing"]) == ("T1", "short", missing)
+    assert finding.found["pages_wrong"] == "2 of 2"
+    assert f"{missing} did not arrive" in finding.causes[0].text
+
+
+@pytest.mark.parametrize("start", [Engine, used])
+def test_without_a_seal_a_layer_that_did_not_arrive_is_found(start: Callable[[int], Engine]) -> None:
+    """The layers behind those that were copied hold zeros or poison."""
+    session = {name: layers[:1] for name, layers in held(Engine(5)).items()}
+    with pytest.raises(KVCorruptionError) as caught:
+        go_on(start(6), session, None)
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.layers) == ("T1", (1,))
+    assert "K and V of 1 of 2 layers did not arrive" in finding.causes[0].text
+
+
+@pytest.mark.parametrize("start", [Engine, used])
+def test_without_a_seal_a_whole_session_is_right(start: Callable[[int], Engine]) -> None:
+    """Also where some layers have no use for an extra, and its values are zeros there."""
+    session = held(Engine(5))
+    assert go_on(start(6), session, None) == go_on(Engine(6), session, None)
+    session["ks"][0].zero_()
+    go_on(start(6), session, None)
 
 
 @pytest.mark.parametrize("with_scales", [True, False])
