@@ -126,7 +126,7 @@ def test_the_command_names_members_that_cannot_be_had(kvcanary, tmp_path) -> Non
 )  # fmt: skip
 def test_wrong_usage_is_a_sentence(kvcanary, arguments: list[str], sentence: str) -> None:
     """Exit code 2."""
-    for command in (["fleet", "show"], ["fleet", "blame"]):
+    for command in (["fleet"], ["fleet", "show"], ["fleet", "blame"]):
         result = kvcanary(*command, *arguments)
         assert result.exit_code == 2
         assert sentence in result.stderr

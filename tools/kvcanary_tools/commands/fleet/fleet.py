@@ -22,7 +22,7 @@ class Fleet(click.Group):
     """A group whose first word may be left out: `kvcanary fleet URL` is `kvcanary fleet show URL`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+        if not args or args[0] not in {*self.commands, *ctx.help_option_names}:
             args = [SHOW, *args]
         return super().parse_args(ctx, args)
 
