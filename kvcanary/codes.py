@@ -62,6 +62,7 @@ HOST = {
     "kvcanary.states.states:States._arrived": "T1 R9",
     "kvcanary.states.states:States._unlike": "T1",
     "kvcanary.probe.reader:misread_violation": "E1",
+    "kvcanary.ranks.findings:violation_of": "X1 X2",
 }
 
 #: On the device: captured forwards, and bytes that lie there. The torch reference stands beside each in its file.
@@ -146,6 +147,10 @@ def _judges(places: dict[str, str], kind: str) -> tuple[str, ...]:
 
 _ALL = (
     Code("L1", "contradiction", "an engine's event or plan contradicts what the canary knows of a page or a request"),
+    Code("X1", "ranks disagree", "ranks of one engine decided otherwise in a step: it has two histories from then on"),
+    Code(
+        "X2", "computed differently", "ranks must hold the same bits and do not: one of them computed or stored others"
+    ),
     Code("W1", "write out of range", "a forward was told to write a slot that the pool does not have"),
     Code("W7", "write into quarantine", "a forward writes a page that was freed and is not to be used yet"),
     Code("W2", "write not owned", "a forward writes a page that its request does not own"),
@@ -235,4 +240,4 @@ SPEAK_FIRST = frozenset(code for code in CODES if RANK[code] < RANK["R1"])
 #: Checks of the bytes; the others are checks of identity.
 CONTENT_CODES = frozenset({"R9"})
 #: Checks that something feeds in this version; the others can not fire, and the certificate says so.
-FED = frozenset(CODES) - {"W9", "H2"}
+FED = frozenset(CODES) - {"W9", "H2", "X1", "X2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,10 @@ class CanaryConfig:
     def enabled(self) -> bool:
         """Whether a manager should be built at all."""
         return self.mode != "off"
+
+    def drawn_seed(self) -> int:
+        """The seed, or a secret one that is another at each call."""
+        return secrets.randbits(64) if self.seed is None else self.seed
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 from kvcanary import CanaryConfig, PoolView, StateView, probe_pages
 from kvcanary.faults import arm_from_environment, disarmed
@@ -39,6 +40,7 @@ from spec_engine.scheduling.scheduler import Scheduler
 from spec_engine.scheduling.turns import Turns
 from spec_engine.step.hooks import Forwards
 from spec_engine.step.layered import LayeredForwards, LayerGroup
+from spec_engine.step.ranks import RankWatch, with_common_seed
 from spec_engine.step.reader_probe import ProbedReader
 from spec_engine.step.relay import Relay
 from spec_engine.step.results import Results
@@ -60,11 +62,13 @@ class Assembly:
         model: Decoder | None,
         draft: Draft | None,
         tokenizer: Tokenizer | None,
+        ranks: ProcessGroup | None,
     ) -> None:
         arm_from_environment()
         self.device = _device(config.device)
         self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
         self.config = config = settings_for(self.model, config)
+        self.group = ranks
         check_model(config, self.model, self.device)
         self.adaptive = _adaptive(config, self.head)
         self.lag = HOST_LAG[config.schedule]
@@ -83,6 +87,12 @@ class Assembly:
         self._make_pools()
         self.states = recurrent_pool(self.model, config, dtype_of(config), self.device)
         self._watch()
+        self._schedule()
+        self.ranks = (
+            None
+            if self.group is None or self.canary is None
+            else RankWatch(self.canary, self.group, self.model, self.memory, self.sizes)
+        )
         self.results = Results(
             self.streams,
             self.canary,
@@ -90,12 +100,12 @@ class Assembly:
             max_bs=self.sizes.num_rows,
             max_accept=self.sizes.max_accept,
             max_nodes=0 if head is None else config.most_nodes,
+            num_sums=0 if self.ranks is None else self.ranks.num_sums,
         )
-        self._schedule()
         self.relay = Relay(self.sizes.num_rows + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
         self.runner = runner_class(config)(
-            self.model,
+            self.model if self.ranks is None else self.ranks.watched(self.model),
             self._target_forwards(),
             self.drafter,
             self.request_table,
@@ -156,7 +166,8 @@ class Assembly:
         views: list[PoolView | StateView] = [self.view(pool) for pool in self.pools.values()]
         if self.states is not None:
             views.append(self.states.view())
-        self.canary = _attach(self.config.canary, views, self.device) if self.config.canary.enabled else None
+        canary = self.config.canary if self.group is None else with_common_seed(self.config.canary, self.group)
+        self.canary = _attach(canary, views, self.device) if canary.enabled else None
         if self.states is not None and self.canary is not None:
             self.states.watch = StateWatch(self.canary.states["recurrent"], self.states.entries_per_row)
         if self.windows is not None:

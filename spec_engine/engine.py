@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from kvcanary import KVCorruptionError, probe_pages
 from kvcanary.faults import seam
 from kvcanary.invariants import check_commit, check_known_tokens, check_root, check_step_estimate
-from kvcanary.ranks import Agreement
+from kvcanary.ranks import RanksDisagreeError
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
@@ -31,7 +31,6 @@ from spec_engine.sampling import SamplingParams
 from spec_engine.scheduling.intake import Intake, output_of
 from spec_engine.scheduling.progress import Progress
 from spec_engine.scheduling.scheduler import Chunk
-from spec_engine.step.ranks import shape_levels, step_levels
 from spec_engine.step.results import PendingResult
 from spec_engine.step.runner import Part, StepResult
 
@@ -55,14 +54,12 @@ class Engine(Intake):
 
         A ``model`` comes with its ``tokenizer``, and is drafted for by a ``draft`` or the config's draft_model.
 
-        ranks: a group (gloo, of nobody else) of the ranks that hold parts of the model; each runs such an engine, is
-        given the same calls in the same order, and compares each step with the others before its tokens leave.
-        RanksDisagreeError where they differ, and from then on.
+        ranks: a group (gloo, of nobody else) of the ranks that hold parts of the model; each runs such an engine and is
+        given the same calls in the same order. With a canary it compares each step with the others before its tokens
+        leave (X1, X2): KVCorruptionError where they differ, in mode log RanksDisagreeError where they decided
+        otherwise.
         """
-        super().__init__(config, model, draft, tokenizer)
-        self.agreement = None if ranks is None else Agreement(ranks)
-        if self.agreement is not None:
-            self.agreement.check(0, shape_levels(self))
+        super().__init__(config, model, draft, tokenizer, ranks)
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._step_number = 0
         self._probed_at = 0
@@ -205,14 +202,19 @@ class Engine(Intake):
         ready = [chunk for chunk in chunks if self._prepare(chunk)]
         try:
             if ready:
-                self._pending.append(self.results.send(self._prefill(ready)))
+                self._send(self._prefill(ready))
             elif turn and not chunks and (going := self._catch_up(turn, events)):
-                self._pending.append(self.results.send(self._decode(going)))
+                self._send(self._decode(going))
             self.scheduler.ran(turn)
         except KVCorruptionError as error:
-            with suppress(KVCorruptionError):  # a request that ends on the damage: its last tokens stay
+            with suppress(
+                KVCorruptionError, RanksDisagreeError
+            ):  # a request that ends on the damage, or ranks: they stay
                 self._deliver(0, events)
             self._stop(error, events)
+
+    def _send(self, result: StepResult) -> None:
+        self._pending.append(self.results.send(result, () if self.ranks is None else self.ranks.take()))
 
     def _catch_up(self, turn: Sequence[Request], events: list[TokenEvent]) -> list[Request]:
         """Collect what a step needs of the last one, where it cannot run without; who of this turn still runs."""
@@ -257,7 +259,10 @@ class Engine(Intake):
         return True
 
     def _prefill(self, chunks: list[Chunk]) -> StepResult:
-        self.memory.bring("prefill", [chunk.request for chunk in chunks])
+        requests = [chunk.request for chunk in chunks]
+        self.memory.bring("prefill", requests)
+        if self.ranks is not None:
+            self.ranks.planned(self._step_number, requests, [chunk.end for chunk in chunks])
         result = self.runner.prefill(chunks)
         for chunk in chunks:
             chunk.request.committed_len = chunk.end
@@ -270,6 +275,8 @@ class Engine(Intake):
         taken = self.memory.grow_all(requests, self.scheduler.reserve, self.scheduler.most_pages)
         check_step_estimate(self.config.schedule, estimate, taken, len(requests), self.config.page_size)
         self.memory.bring("decode", requests)
+        if self.ranks is not None:
+            self.ranks.planned(self._step_number, requests, [0] * len(requests))
         if self.adaptive is None:
             return self.runner.decode(requests)
         num_steps = self.adaptive.choose(len(requests))
@@ -282,8 +289,8 @@ class Engine(Intake):
         while len(self._pending) > (0 if self._begins_anew else lag):
             result = self.results.collect(self._pending[0])  # where somebody interrupts the wait it is collected later
             self._pending.popleft()
-            if self.agreement is not None:
-                self.agreement.check(self._step_number, step_levels(result, self.allocator))
+            if self.ranks is not None:
+                self.ranks.check(self._step_number, result)
             self.runner.collected(result)
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])

@@ -59,7 +59,7 @@ class Excluded:
 
     def judged(self, violation: Violation | ViolationBatch) -> Violation | ViolationBatch | None:
         """What is left of a violation, None where nothing is; the rest is counted."""
-        if not self or violation.code == "L1":
+        if not self or violation.code in ("L1", "X1", "X2"):
             return violation
         return self._rows(violation) if isinstance(violation, ViolationBatch) else self._violation(violation)
 

@@ -237,7 +237,7 @@ def _related(violations: Sequence[Violation]) -> Iterator[tuple[int, int]]:
     groups: dict[tuple[object, ...], list[int]] = {}
     spread = {violation.request_id: violation.step for violation in violations if violation.code == "N1"}
     for number, violation in enumerate(violations):
-        if not violation.code.startswith("H") and (violation.code != "L1" or violation.slot >= 0):  # those have no slot
+        if not violation.code.startswith("H") and (violation.code not in ("L1", "X1", "X2") or violation.slot >= 0):
             groups.setdefault(("slot", *violation.place), []).append(number)
             whose = violation.pool.pool_id if violation.state is not None else None  # whose entries are no pages
             groups.setdefault(("page", whose, violation.page, violation.step), []).append(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -26,6 +25,9 @@ from kvcanary.manager.transfers import Transfers
 from kvcanary.pools.attachment import Attachment
 from kvcanary.pools.state_views import StateView
 from kvcanary.pools.views import PoolView
+from kvcanary.ranks.agreement import RanksDisagreeError
+from kvcanary.ranks.copies import Copies
+from kvcanary.ranks.findings import violation_of
 from kvcanary.recorder.recorder import recorded
 from kvcanary.records.mailbox import MAX_IN_FLIGHT
 from kvcanary.records.state import CanaryState
@@ -67,7 +69,7 @@ class CanaryManager:
         own = [pool for pool in pools if isinstance(pool, PoolView)]
         declared = [pool for pool in pools if isinstance(pool, StateView)]
         self._attachment = Attachment([*own, *(view.whole for view in declared)])
-        seed = secrets.randbits(64) if config.seed is None else config.seed
+        seed = config.drawn_seed()
         state = CanaryState(own or ([no_pool(declared[0].device)] if declared else []), seed)
         session = Session(config, state, config.quarantine if holds_back else 0)
         self.session, self.config = session, config
@@ -321,6 +323,27 @@ class CanaryManager:
         self.session.expect_closed("sweep_cached()")
         self._checks.judge_pending()
         self._checks.reread_pages(pages, self.session.step)
+        return self.reporting.act()
+
+    # other ranks of the same engine
+
+    @property
+    def seed_id(self) -> str:
+        """Which seed the keys are of, without it."""
+        return self.session.state.keys.seed_id
+
+    def copies(self, num_ranks: int) -> Copies:
+        """What so many ranks hold more than once, to be compared with `kvcanary.ranks.Agreement`; before `arm()`."""
+        self.session.has_ranks, self._copies = True, Copies(self.session.state.pools, num_ranks)
+        return self._copies
+
+    def ranks_differ(self, error: RanksDisagreeError) -> frozenset[str]:
+        """Tell what an agreement has found (X1, X2), behind a step; the answer is that of `collect`.
+
+        KVCorruptionError but in mode log: nobody can tell whose requests are touched.
+        """
+        self.session.expect_closed("ranks_differ()")
+        self._checks.report([violation_of(error, self.session.state.pools[0], self._copies)])
         return self.reporting.act()
 
     # one of what the parts are told of many

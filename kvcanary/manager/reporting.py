@@ -185,8 +185,10 @@ class Reporting:
             "P1": self._session.config.poison != "off",
             "T1": self._session.config.content != "write",
             "O1": self._session.async_tracker.is_used,
+            "X1": self._session.has_ranks,
+            "X2": self._session.has_ranks,
         }
-        return (FED | {"W9"}) - {code for code, is_fed in feeds.items() if not is_fed}
+        return (FED | {"W9", "X1", "X2"}) - {code for code, is_fed in feeds.items() if not is_fed}
 
     def _refresh(self) -> None:
         """Bring the coverage up to now."""

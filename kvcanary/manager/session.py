@@ -37,13 +37,13 @@ class Session:
     poisoner:  of pages in pools that lie as plans name them; mapped: by group behind a slot map
     undeclared:    by such a group, whether no `on_map` has told of it
     has_registry:  whether somebody asked for captured forwards, and so has padding that may be judged
-    has_states:    whether recurrent states are watched
+    has_states:    whether recurrent states are watched;  has_ranks: whether other ranks are compared
     """
 
     def __init__(self, config: CanaryConfig, state: CanaryState, quarantine: int) -> None:
         """`quarantine`: steps after which the engine grants a freed page again."""
         self.config, self.state, self.quarantine = config, state, quarantine
-        self.step, self.is_armed, self.has_registry, self.has_states = 0, False, False, False
+        self.step, self.is_armed, self.has_registry, self.has_states, self.has_ranks = 0, False, False, False, False
         self.open: list[Where] = []
         self.follow: FollowPlan | None = None
         self.ledger = Ledger(

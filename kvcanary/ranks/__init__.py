@@ -1,5 +1,7 @@
 """Ranks of one engine: what must be equal on all of them is compared before a step's tokens leave."""
 
-from kvcanary.ranks.agreement import Agreement, Levels, RanksDisagreeError
+from kvcanary.ranks.agreement import Agreement, RanksDisagreeError
+from kvcanary.ranks.copies import Copies, StateSum
+from kvcanary.ranks.levels import Level, Levels, level
 
-__all__ = ["Agreement", "Levels", "RanksDisagreeError"]
+__all__ = ["Agreement", "Copies", "Level", "Levels", "RanksDisagreeError", "StateSum", "level"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,16 +11,22 @@ import torch
 import torch.distributed as dist
 
 from kvcanary.errors import KVCanaryError
+from kvcanary.ranks.levels import X1, Level, Levels, Rows, digest, level
 
 T = TypeVar("T")
+NEUTRAL = -(1 << 63)  # loses every MAX
+MOST_LEVELS = 64  # of one call: the collective has this width always, whatever a rank compares
+STEP = "step"
 
 
 class RanksDisagreeError(KVCanaryError, RuntimeError):
     """Ranks of one engine do not have the same step, or one did not report it: no token of it may leave.
 
-    step: in which;  level: what differs, "" where a rank did not report
-    request_id, position: the first that differs, None where it is no request's;  values: there, by rank
-    minority: ranks that differ from most; all of them where no majority is
+    code:     X1: they decided otherwise; X2: they hold other bits
+    step:     in which;  level: what differs, "" where a rank did not report
+    name:     the request (of X2 the layer) in which it first differs, None where there is none
+    position: the first number of it that differs, None where that is not known;  values: there, by rank
+    minority: ranks that differ from most; all that have one where no majority is
     """
 
     def __init__(
@@ -29,19 +34,17 @@ class RanksDisagreeError(KVCanaryError, RuntimeError):
         message: str,
         *,
         step: int,
+        code: str = X1,
         level: str = "",
-        request_id: str | None = None,
+        name: str | None = None,
         position: int | None = None,
         values: Sequence[object] = (),
         minority: Sequence[int] = (),
+        is_private: bool = False,
     ) -> None:
         super().__init__(message)
-        self.step, self.level, self.request_id, self.position = step, level, request_id, position
-        self.values, self.minority = tuple(values), tuple(minority)
-
-
-#: By level, by request ("" for what is no request's): the numbers that every rank must have.
-Levels = Mapping[str, Mapping[str, Sequence[int]]]
+        self.step, self.code, self.level, self.name, self.position = step, code, level, name, position
+        self.values, self.minority, self.is_private = tuple(values), tuple(minority), is_private
 
 
 class Agreement:
@@ -54,30 +57,42 @@ class Agreement:
         self._group, self._timeout = group, timedelta(seconds=timeout)
         self._last_agreed: int | None = None
         self._error: RanksDisagreeError | None = None
+        self._unequal = set[str]()  # levels of X2 that were told
         rank = dist.get_rank(group)
         greatest = self._greatest([rank, ~rank], step=-1)
-        if greatest != [dist.get_world_size(group) - 1, -1]:
+        if greatest != [self.num_ranks - 1, -1]:
             raise KVCanaryError(f"all_reduce(MAX) of ranks must give the last and ~0, got {greatest}: use a gloo group")
 
-    def check(self, step: int, levels: Levels) -> None:
+    @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def check(self, step: int, levels: Levels, phase: int = 0) -> None:
         """RanksDisagreeError on every rank where one has other numbers, or does not come within the timeout.
 
-        From then on always: ranks that differ once have other histories.
+        levels: of the same names on all ranks that are in the same `phase` of the same step; that is compared first.
+        After an X1 always: ranks that decided otherwise once have other histories. An X2 is told once for each level.
         """
         if self._error is not None:
             raise self._error
         try:
-            self._compare(step, levels)
+            left = {name: own for name, own in levels.items() if name not in self._unequal}
+            self._compare(step, {STEP: level({"": [step, phase]})} | left)
         except RanksDisagreeError as error:
-            self._error = error
+            if error.code == X1:
+                self._error = error
+            self._unequal.add(error.level)
             raise
         self._last_agreed = step
 
     def _compare(self, step: int, levels: Levels) -> None:
-        digests = [digest(numbers) for numbers in levels.values()]
-        greatest = self._greatest([one for number in digests for one in (number, ~number)], step)
-        pairs = zip(levels, greatest[::2], greatest[1::2], strict=True)
-        differing = [level for level, most, least in pairs if most != ~least]
+        if len(levels) > MOST_LEVELS:
+            raise KVCanaryError(f"levels must be at most {MOST_LEVELS - 1}, got {len(levels) - 1}: join some of them")
+        sides = [(NEUTRAL, NEUTRAL) if own.digest is None else (own.digest, ~own.digest) for own in levels.values()]
+        sides += [(NEUTRAL, NEUTRAL)] * (MOST_LEVELS - len(sides))
+        greatest = self._greatest([side for pair in sides for side in pair], step)
+        pairs = zip(levels, greatest[::2], greatest[1::2], strict=False)  # behind the last all are neutral
+        differing = [name for name, most, least in pairs if most != ~least and most != NEUTRAL]
         if differing:
             raise self._explained(step, differing[0], levels[differing[0]])
 
@@ -92,27 +107,27 @@ class Agreement:
             raise RanksDisagreeError(message, step=step) from error
         return table.tolist()
 
-    def _explained(self, step: int, level: str, own: Mapping[str, Sequence[int]]) -> RanksDisagreeError:
-        """Asks all ranks for digests by request, then for the numbers of the first that differs."""
-        theirs = self._all({name: digest({name: numbers}) for name, numbers in own.items()})
-        names = dict.fromkeys(name for one in theirs for name in one)
-        name = next((name for name in names if len({one.get(name) for one in theirs}) > 1), None)
-        if name is None:
-            return _error(step, level, None, None, [tuple(one) for one in theirs])
-        rows = self._all(None if name not in own else tuple(own[name]))
-        position = first_difference(rows)
-        return _error(step, level, name or None, position, [_number(row, position) for row in rows])
+    def _explained(self, step: int, name: str, own: Level) -> RanksDisagreeError:
+        """Asks all ranks for digests by request or layer, then for the numbers of the first that differs."""
+        rows: Rows | None = None if own.digest is None else own.rows()
+        theirs = self._all(None if rows is None else {key: digest({key: row}) for key, row in rows.items()})
+        asked = [one for one in theirs if one is not None]
+        keys = dict.fromkeys(key for one in asked for key in one)
+        first = next((key for key in keys if len({one.get(key) for one in asked}) > 1), None)
+        place: int | None = None
+        if first is None:
+            values: list[Hashable] = [None if one is None else tuple(one) for one in theirs]
+        else:
+            numbers = self._all(None if rows is None or first not in rows else tuple(rows[first]))
+            place = first_difference([row for row, one in zip(numbers, theirs, strict=True) if one is not None])
+            values = [_number(row, place) for row in numbers]
+        holders = [rank for rank, one in enumerate(theirs) if one is not None]
+        return _error(step, name, own, first or None, place, values, holders)
 
     def _all(self, own: T) -> list[T]:
-        gathered: list[T] = [own] * dist.get_world_size(self._group)
+        gathered: list[T] = [own] * self.num_ranks
         dist.all_gather_object(gathered, own, group=self._group)
         return gathered
-
-
-def digest(numbers: Mapping[str, Sequence[int]]) -> int:
-    """63 bits of names and their numbers, in their order."""
-    text = repr([(name, list(row)) for name, row in numbers.items()])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def first_difference(rows: Sequence[Sequence[int] | None]) -> int | None:
@@ -132,27 +147,29 @@ def _number(row: tuple[int, ...] | None, position: int | None) -> Hashable:
 
 
 def minority_of(values: Sequence[Hashable]) -> list[int]:
-    """Ranks that have another value than more than half of them; all where there is no such majority."""
+    """Numbers of those that have another value than more than half of them; all where there is no such majority."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return list(range(len(values)))
-    return [rank for rank, one in enumerate(values) if one != value]
+    return [number for number, one in enumerate(values) if one != value]
 
 
 def _error(
-    step: int, level: str, request_id: str | None, position: int | None, values: Sequence[Hashable]
+    step: int, name: str, own: Level, key: str | None, place: int | None, values: Sequence[Hashable], holders: list[int]
 ) -> RanksDisagreeError:
-    minority = minority_of(values)
-    place = "" if request_id is None else f" of request {request_id}"
-    place += "" if position is None else f", number {position}"
-    said = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
-    who = "no majority" if len(minority) == len(values) else f"alone: rank {', '.join(map(str, minority))}"
+    minority = [holders[number] for number in minority_of([values[rank] for rank in holders])]
+    where = "" if key is None else f" of {key}"
+    where += "" if place is None else f", number {place}"
+    said = "" if own.is_private else ": " + ", ".join(f"rank {rank} {values[rank]}" for rank in holders)
+    who = "no majority" if len(minority) == len(holders) else f"alone: rank {', '.join(map(str, minority))}"
     return RanksDisagreeError(
-        f"ranks must have the same {level} in step {step}, they differ{place}: {said}; {who}",
+        f"ranks must have the same {name} in step {step}, they differ{where}{said}; {who}",
         step=step,
-        level=level,
-        request_id=request_id,
-        position=position,
+        code=own.code,
+        level=name,
+        name=key,
+        position=place,
         values=values,
         minority=minority,
+        is_private=own.is_private,
     )

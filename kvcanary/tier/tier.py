@@ -46,7 +46,7 @@ class Tier:
         given = {} if seed is None else {"seed": seed}
         self.config = config = CanaryConfig.from_env(**(given | settings))
         self.name, self.coverage = name, Coverage()
-        seed = secrets.randbits(64) if config.seed is None else config.seed
+        seed = config.drawn_seed()
         self.seed_id, self._origin = seed_id(seed), secrets.token_hex(8)
         self._sums, self._recent, self._loads = RowSums(seed), RecentPuts(), dict[str, Load]()
         self._lock, self._num_puts, self._num_checks = threading.RLock(), 0, 0

@@ -57,6 +57,11 @@ class KVMemory:
         self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
 
     @property
+    def num_free_places(self) -> int:
+        """Pages of the host tier that hold nothing."""
+        return 0 if self.tier is None else self.tier.num_free
+
+    @property
     def canary(self) -> CanaryManager | None:
         """To be told something else: it knows all that came before."""
         self.report()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch.distributed import ProcessGroup
+
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.acceptance.stops import StopScan
 from spec_engine.assembly import Assembly
@@ -21,9 +23,14 @@ class Intake(Assembly):
     """The half of an engine that takes prompts."""
 
     def __init__(
-        self, config: EngineConfig, model: Decoder | None, draft: Draft | None, tokenizer: Tokenizer | None
+        self,
+        config: EngineConfig,
+        model: Decoder | None,
+        draft: Draft | None,
+        tokenizer: Tokenizer | None,
+        ranks: ProcessGroup | None,
     ) -> None:
-        super().__init__(config, model, draft, tokenizer)
+        super().__init__(config, model, draft, tokenizer, ranks)
         self._scans: dict[str, StopScan] = {}  # of every request that has not ended
         self._handed_over: dict[str, tuple[Request, HostBlock | None]] = {}
         self._num_requests = 0

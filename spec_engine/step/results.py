@@ -6,6 +6,7 @@ heard; with schedule "sync" it waits for every step, and nothing is copied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,16 @@ STREAM = "results"
 
 @dataclass(frozen=True, eq=False)
 class PendingResult:
-    """A step that the host has not collected: behind ``event`` its tokens lie in ``staging``, None: nothing comes."""
+    """A step that the host has not collected: behind ``event`` its tokens lie in ``staging``, None: nothing comes.
+
+    sums: [n] int64, of copies that ranks compare, where they lie in no staging, on the device.
+    """
 
     result: StepResult
     event: Event | None
     staging: Staging | None = None
     num_columns: int = 0
+    sums: Tensor | None = None
 
 
 class Results:
@@ -48,17 +53,20 @@ class Results:
         max_bs: int,
         max_accept: int,
         max_nodes: int = 0,
+        num_sums: int = 0,
     ) -> None:
         self._streams, self._canary = streams, canary
-        most = max_bs * (1 + max_accept + (4 * max_nodes + MADE_FOR if max_nodes else 0))
+        most = max_bs * (1 + max_accept + (4 * max_nodes + MADE_FOR if max_nodes else 0)) + num_sums
+        self._num_sums = num_sums
         self._ring = StagingRing(streams, STREAM, lag + 2, (most,), torch.int64) if lag else None
 
-    def send(self, result: StepResult) -> PendingResult:
-        """The step is launched, and so is the copy of what it says."""
+    def send(self, result: StepResult, sums: Sequence[Tensor] = ()) -> PendingResult:
+        """The step is launched, and so is the copy of what it says; ``sums``: [] int64 each, that go with it."""
         if self._ring is None or result.accepted is None:
-            return PendingResult(result, self._streams.launched())
+            return PendingResult(result, self._streams.launched(), sums=torch.stack(tuple(sums)) if sums else None)
         results = _results_of(result)
-        copy = lambda target: _table(target, *results.shape).copy_(results, non_blocking=True)  # noqa: E731
+        flat = torch.cat((results.flatten(), *(own.view(1) for own in sums)))
+        copy = lambda target: _flat(target, len(flat)).copy_(flat, non_blocking=True)  # noqa: E731
         staging = self._ring.fetch("results", self._streams.side(STREAM), self._streams.main, copy)
         return PendingResult(result, staging.event, staging, results.shape[1])
 
@@ -70,6 +78,7 @@ class Results:
         """
         result, parts, said = pending.result, pending.result.parts, dict[str, list[int]]()
         aborted: frozenset[str] = frozenset()
+        sums = () if pending.sums is None else tuple(pending.sums.tolist())
         if self._ring is None or pending.staging is None or pending.event is None:
             self._streams.collected(pending.event)
         else:
@@ -77,8 +86,10 @@ class Results:
             self._streams.host.receive(pending.event, "results", speaking)
             aborted = aborted if self._canary is None else self._canary.judge_copies()
             self._ring.check(pending.staging)
-            results = _table(pending.staging.tensor, len(speaking), pending.num_columns).tolist()
-            said = dict(zip(speaking, results, strict=True))
+            size = len(speaking) * pending.num_columns
+            flat = _flat(pending.staging.tensor, size + self._num_sums)
+            said = dict(zip(speaking, flat[:size].view(len(speaking), -1).tolist(), strict=True))
+            sums = tuple(flat[size:].tolist())
         if self._canary is not None and result.flight is not None:
             aborted |= self._canary.collect(result.flight)  # a report says more than that a tree is none
         if said:
@@ -93,13 +104,13 @@ class Results:
             self._canary.append_all(ids, [part.tokens for part in going])
             if result.drafted is not None:
                 self._canary.commit_all(ids, [part.committed_len for part in going])
-        return replace(result, parts=parts, aborted=result.aborted | aborted, is_collected=True)
+        return replace(result, parts=parts, aborted=result.aborted | aborted, is_collected=True, sums=sums)
 
 
-def _table(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """What a step says, [rows, columns], without gaps: for a copy into a part of each row the host would wait."""
-    check_staging_room(STREAM, num_rows * num_columns, buffer.numel())
-    return buffer[: num_rows * num_columns].view(num_rows, num_columns)
+def _flat(buffer: Tensor, count: int) -> Tensor:
+    """What a step says, without gaps: for a copy into a part of each row the host would wait."""
+    check_staging_room(STREAM, count, buffer.numel())
+    return buffer[:count]
 
 
 def _results_of(result: StepResult) -> Tensor:

@@ -73,6 +73,7 @@ class StepResult:
     flight: what the canary has still to judge of it, before a token leaves; None: nothing.
     is_collected: whether the host knows its tokens; else each is NO_TOKEN in the parts, and was not told to the canary.
     drafted: trees of a step of which the host knows not even how many tokens there are; None: it knows that.
+    sums: of what ranks hold alike, behind the step.
     """
 
     is_decode: bool
@@ -83,6 +84,7 @@ class StepResult:
     flight: InFlight | None = None
     is_collected: bool = True
     drafted: Tree | None = None
+    sums: tuple[int, ...] = ()
 
 
 class Runner:

@@ -21,6 +21,19 @@ ADVICE: dict[str, Advice] = {
         "a free that comes early, a plan whose arrays do not fit each other. "
         "Run with `kvcanary serve --kv-canary raise` to get the traceback of that call.",
     ),
+    "X1": Advice(
+        "Each rank goes on with its own history, and the next sum over ranks mixes them: answers turn to garbage, or "
+        "the job hangs in a collective.",
+        "Look at what differs first: a pool that a rank sized by its own free memory, a prefix that one has evicted, a "
+        "token that one drew otherwise, a load that one has not consumed. Where one rank of three is alone, look "
+        "there. `kvcanary explain DUMP` shows the step, the request and the numbers of all ranks.",
+    ),
+    "X2": Advice(
+        "A rank has computed or stored other bits than its peers, so a sum over ranks carries a wrong value into every "
+        "answer. No other check sees a value that was wrong before it was written.",
+        "Run the same step on other GPUs: where the rank changes with the GPU it is the GPU, drain it and run "
+        "`kvcanary probe`. Where it stays, compare the kernels, their autotuning and the shards of that rank.",
+    ),
     "W1": Advice(
         "Without the canary the store writes into memory of somebody else, or kills the CUDA context. "
         "The token itself is missing from the cache, and its request goes on without it.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -27,7 +26,7 @@ class Memory:
         """As PagedCanary."""
         self.device = torch.device(device)
         self.is_cuda = self.device.type == "cuda"
-        self.seed = secrets.randbits(64) if config.seed is None else config.seed
+        self.seed = config.drawn_seed()
         self.identity = make_keys(self.seed, 1, 1, self.device)
         self.groups: list[Group] = []
         self.truth = Truth(self.zeros(num_rows, TAILS + max_rejected + 2))

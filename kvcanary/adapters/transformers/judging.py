@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -98,7 +97,7 @@ class DenseCanary:
         self.layers_seen = 1
         self.num_layers = 4  # that keys are made for at once
         self.entry_bytes = 1  # of one row, position and layer, as last seen
-        self.seed = secrets.randbits(64) if config.seed is None else config.seed
+        self.seed = config.drawn_seed()
         self.fed = DENSE_FED
         self._keys: dict[int, Keys] = {}
         self._stacked: dict[int, tuple[Keys, Tensor, list[int], list[int]]] = {}

@@ -12,7 +12,19 @@ from functools import partial
 
 from kvcanary.codes import ARRIVED, CODES, MISREAD, UNWRITTEN
 from kvcanary.provenance.arrival import KINDS
-from kvcanary.report.causes import branches, hooks, identity, moves, rows, states, tokens, transfers, watched, writes
+from kvcanary.report.causes import (
+    branches,
+    hooks,
+    identity,
+    moves,
+    ranks,
+    rows,
+    states,
+    tokens,
+    transfers,
+    watched,
+    writes,
+)
 from kvcanary.report.causes import bytes as bytes_
 from kvcanary.report.evidence import Evidence
 from kvcanary.report.finding import Cause
@@ -43,6 +55,7 @@ def _fixed(family: str, text: str) -> Rule:
 
 #: For which codes each rule is asked.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("X1", "X2"), ranks.differs),
     (("L1",), rows.contradiction),
     (("L1",), rows.no_page_to_name),
     (("L1",), rows.refused_event),

@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from kvcanary import KVCanaryError
-from kvcanary.ranks.agreement import Agreement, RanksDisagreeError, digest, first_difference, minority_of
+from kvcanary.ranks.agreement import Agreement, RanksDisagreeError, first_difference, minority_of
+from kvcanary.ranks.levels import digest, level
 
 
 @pytest.fixture
@@ -33,13 +34,13 @@ def test_a_wrong_maximum_is_refused_at_the_start(group, monkeypatch):
 def test_after_one_disagreement_no_step_passes(group, monkeypatch):
     """Histories differ from then on, so a later step that happens to be equal does not clear it."""
     agreement = Agreement(group)
-    agreement.check(1, {"tokens": {"a": [1]}})
+    agreement.check(1, {"tokens": level({"a": [1]})})
     with monkeypatch.context() as patch:
         patch.setattr(agreement, "_greatest", lambda numbers, step: [one + 1 for one in numbers])
         with pytest.raises(RanksDisagreeError, match="step 2"):
-            agreement.check(2, {"tokens": {"a": [1]}})
+            agreement.check(2, {"tokens": level({"a": [1]})})
     with pytest.raises(RanksDisagreeError, match="step 2"):
-        agreement.check(3, {"tokens": {"a": [1]}})
+        agreement.check(3, {"tokens": level({"a": [1]})})
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_prefill_goes_ahead_of_its_first_token(make, monkeypatch, mode, schedu
     """Its result names no token until it has landed, and the next step takes it from the device."""
     engine, found = make(mode, draft="none", page_size=4, schedule=schedule, prefill_chunk_tokens=16), []
     send = engine.results.send
-    monkeypatch.setattr(engine.results, "send", lambda result: found.append(result) or send(result))
+    monkeypatch.setattr(engine.results, "send", lambda result, sums: found.append(result) or send(result, sums))
     params = SamplingParams(max_new_tokens=4, ignore_eos=True, **sampling)
     outputs = [output.token_ids for output in engine.generate(PROMPTS, params)]
     first = [part.tokens for result in found if not result.is_decode for part in result.parts if part.tokens]

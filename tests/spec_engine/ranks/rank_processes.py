@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from kvcanary import CanaryConfig
-from kvcanary.ranks import Agreement, RanksDisagreeError
+from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.ranks import Agreement, RanksDisagreeError, level
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.memory.cache.host_tier import LoadFailedError
 from spec_engine.mock import MockTokenizer, random_model
 from spec_engine.models import Decoder, Standalone
 from spec_engine.models.loader import shard_target
@@ -32,7 +33,9 @@ def target(world: int) -> Decoder:
     return random_model(0, logit_scale=6.0, num_key_value_heads=2 if world == 2 else 1, **SHAPE)
 
 
-def make(model: Decoder, group: Any = None, *, drafts: bool = True, schedule: str = "sync", **settings: Any) -> Engine:
+def make(
+    model: Decoder, group: Any = None, *, drafts: bool = True, schedule: str = "sync", seed: int = 7, **settings: Any
+) -> Engine:
     """An engine with a canary that stops it, and room for a host tier."""
     config = EngineConfig(
         draft="standalone" if drafts else "none",
@@ -43,7 +46,7 @@ def make(model: Decoder, group: Any = None, *, drafts: bool = True, schedule: st
         dtype="float64",
         max_running_requests=4,
         schedule=schedule,
-        canary=CanaryConfig(mode="raise", content="full", seed=7, dump_dir=None),
+        canary=CanaryConfig(mode="raise", content="full", seed=seed, dump_dir=None),
         **{"max_total_tokens": 512, "host_pages": 64, "new_token_ratio": 0.0} | settings,
     )
     draft = Standalone(random_model(1, hidden_size=32, num_hidden_layers=1), model) if drafts else None
@@ -60,44 +63,80 @@ def run(engine: Engine, temperature: float, count: int = 20) -> list[list[int]]:
     return list(tokens.values())
 
 
+def from_step(engine: Engine, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """From step FROM on ``wrong(method, *args)`` stands for the method."""
+    method = getattr(owner, name)
+
+    def replaced(*args, **kwargs):
+        return wrong(method, *args, **kwargs) if engine._step_number >= FROM else method(*args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
 def other_token(engine: Engine) -> None:
-    decide = engine.runner.acceptor.decide
+    def decide(method, logits, nodes):
+        logits = logits.clone()
+        logits[0, 0] = logits[0, 0].roll(1)
+        return method(logits, nodes)
 
-    def decided(logits, nodes):
-        if engine._step_number >= FROM:
-            logits = logits.clone()
-            logits[0, 0] = logits[0, 0].roll(1)
-        return decide(logits, nodes)
-
-    engine.runner.acceptor.decide = decided
+    from_step(engine, engine.runner.acceptor, "decide", decide)
 
 
 def other_pages(engine: Engine) -> None:
-    allocate = engine.allocator.allocate
-    engine.allocator.allocate = lambda n: allocate(n)[::-1] if engine._step_number >= FROM else allocate(n)
+    from_step(engine, engine.allocator, "allocate", lambda method, n: method(n)[::-1])
 
 
 def a_page_less(engine: Engine) -> None:
-    take = engine.runner.decode
+    def bring(method, *args):
+        engine.allocator.allocate(1)
+        return method(*args)
 
-    def decode(*args):
-        if engine._step_number == FROM:
-            engine.allocator.allocate(1)
-        return take(*args)
-
-    engine.runner.decode = decode
+    from_step(engine, engine.memory, "bring", bring)
 
 
 def wrong_reduce(engine: Engine) -> None:
+    def reduce(method, product):
+        method(product)
+        product.mul_(-1)
+
     for layer in engine.model.layers:
-        reduce = layer.reduce
+        from_step(engine, layer, "reduce", reduce)
 
-        def reduced(product, reduce=reduce):
-            reduce(product)
-            if engine._step_number >= FROM:
-                product.mul_(-1)
 
-        layer.reduce = reduced
+def last_bit_of_a_sum(engine: Engine) -> None:
+    def reduce(method, product):
+        method(product)
+        product[0, 5:6].view(torch.int64).bitwise_xor_(1)
+
+    from_step(engine, engine.model.layers[-1], "reduce", reduce)
+
+
+def last_bit_of_k(engine: Engine, layer: Any) -> None:
+    def project(method, *args):
+        q, k, v = method(*args)
+        k = k.clone()
+        k[0, 0, 3:4].view(torch.int64).bitwise_xor_(1)
+        return q, k, v
+
+    from_step(engine, layer, "project", project)
+
+
+def evicts_a_prefix(engine: Engine) -> None:
+    """As the prompts come again."""
+
+    def admit(method, request, running=()):
+        if request.request_id == f"req-{len(PROMPTS)}":
+            engine.memory.make_room(engine.memory.num_available)
+        return method(request, running)
+
+    from_step(engine, engine.memory, "admit", admit)
+
+
+def loses_a_load(engine: Engine) -> None:
+    def restore(method, request):
+        raise LoadFailedError("a completion that only this rank has not seen")
+
+    from_step(engine, engine.memory, "restore", restore)
 
 
 FAULTS: dict[str, Callable[[Engine], None]] = {
@@ -105,32 +144,46 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
     "pages": other_pages,
     "page count": a_page_less,
     "reduce": wrong_reduce,
+    "sum": last_bit_of_a_sum,
+    "draft K": lambda engine: last_bit_of_k(engine, engine.head.model.layers[0]),
+    "shared head": lambda engine: last_bit_of_k(engine, engine.model.layers[1]),
+    "hits": evicts_a_prefix,
+    "completions": loses_a_load,
 }
+#: What the wrong rank is started with.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "pool size": {"max_total_tokens": 480},
+    "host pages": {"host_pages": 32},
+    "seed": {"seed": 8},
+}
+#: What all ranks are started with, so that there is something to differ in.
+FOR_ALL: dict[str, dict[str, Any]] = {"completions": {"max_total_tokens": 96, "drafts": False}}
 
 
 def faulty(name: str, group: Any, rank: int, world: int, schedule: str) -> dict[str, Any]:
     """What this rank is told when the last one goes wrong."""
     is_wrong = rank == world - 1
-    settings = {"max_total_tokens": 480} if name == "shape" and is_wrong else {}
+    settings = FOR_ALL.get(name, {}) | (SETTINGS.get(name, {}) if is_wrong else {})
     try:
         engine = make(part_of_rank(rank, world), group, schedule=schedule, **settings)
         if name in FAULTS and is_wrong:
             FAULTS[name](engine)
-        run(engine, 0.8)
-    except RanksDisagreeError as error:
-        told = {"step": error.step, "level": error.level, "request": error.request_id, "position": error.position}
-        return told | {"minority": list(error.minority), "text": str(error)}
+        for _ in range(2 if name == "hits" else 1):
+            run(engine, 0.8)
+    except KVCorruptionError as error:
+        [told] = [finding.to_dict() for finding in error.findings]
+        return {key: told[key] for key in ("code", "step", "reader", "slot", "layer", "pool", "found", "causes")}
     return {}
 
 
 def lost(group: Any, rank: int, world: int) -> str:
     """What the others are told when the last rank does not come for step 2."""
     agreement = Agreement(group, timeout=1.0)
-    agreement.check(1, {"tokens": {"req-0": [4]}})
+    agreement.check(1, {"tokens": level({"req-0": [4]})})
     if rank == world - 1:
         return ""
     try:
-        agreement.check(2, {"tokens": {"req-0": [5]}})
+        agreement.check(2, {"tokens": level({"req-0": [5]})})
     except RanksDisagreeError as error:
         return str(error)
     return "nothing"

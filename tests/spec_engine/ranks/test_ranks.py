@@ -18,14 +18,21 @@ CLEAN = [
     ("clean", "overlap", "drafts", "0.0", "512"),
     ("clean", "overlap", "none", "0.8", "96"),  # so few slots that requests go to the host tier and come back
 ]
-FAULTS = [
-    ("fault", "token", "sync"),
-    ("fault", "token", "overlap"),
-    ("fault", "shape", "sync"),
-    ("fault", "pages", "sync"),
-    ("fault", "page count", "sync"),
-    ("fault", "reduce", "sync"),
-]
+FAULTS = {
+    "token/sync": ("X1", "tokens", "req-0"),
+    "token/overlap": ("X1", "tokens", "req-0"),
+    "pool size/sync": ("X1", "shape", None),
+    "host pages/sync": ("X1", "shape", None),
+    "seed/sync": ("X1", "seed", None),
+    "pages/sync": ("X1", "pages", "req-4"),
+    "page count/sync": ("X1", "pages", None),
+    "hits/sync": ("X1", "rows", "req-6"),
+    "completions/overlap": ("X1", "step", None),
+    "reduce/sync": ("X1", "lengths", "req-3"),
+    "sum/overlap": ("X2", "hidden states", None),
+    "draft K/sync": ("X2", "copies of the draft pool", None),
+    "shared head/overlap": ("X2", "copies of the target pool", None),
+}
 LOST = ("lost",)  # last: its group is broken then
 
 
@@ -47,7 +54,9 @@ def pair(rank_processes, tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def triple(rank_processes, tmp_path_factory) -> list[dict[str, Any]]:
-    return rank_processes.in_processes(3, [CLEAN[0], *FAULTS, LOST], tmp_path_factory.mktemp("triple"))
+    return rank_processes.in_processes(
+        3, [CLEAN[0], *(("fault", *name.split("/")) for name in FAULTS), LOST], tmp_path_factory.mktemp("triple")
+    )
 
 
 @pytest.mark.parametrize("case", CLEAN, ids="/".join)
@@ -71,24 +80,36 @@ def test_three_ranks_share_a_kv_head(rank_processes, triple):
     assert [told["/".join(CLEAN[0])]["heads"] for told in triple] == [[0, 1]] * 3
 
 
-@pytest.mark.parametrize(
-    ("fault", "level", "step", "place"),
-    [
-        ("token/sync", "tokens", 6, "req-0"),
-        ("token/overlap", "tokens", None, "req-0"),
-        ("shape/sync", "shape", 0, None),
-        ("pages/sync", "pages", None, "req-4"),
-        ("page count/sync", "pages", 6, None),
-        ("reduce/sync", "lengths", 6, "req-3"),
-    ],
-)
-def test_a_rank_that_differs_is_named(triple, fault, level, step, place):
-    """All ranks are told the same: the step, what differs, whose it is, and which rank is alone."""
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_differs_is_named(triple, fault):
+    """All ranks are told the same: the code, what differs, whose it is, and which rank is alone."""
     told = [one[f"fault/{fault}"] for one in triple]
-    assert told[0] == told[1] == told[2]
-    assert (told[0]["level"], told[0]["request"], told[0]["minority"]) == (level, place, [2])
-    assert step is None or told[0]["step"] == step
-    assert "alone: rank 2" in told[0]["text"]
+    assert told[0]["found"] == told[1]["found"] == told[2]["found"]
+    for one in told:
+        assert (one["code"], one["found"]["level"], one["reader"]) == FAULTS[fault]
+        assert one["found"]["alone"] == [2]
+        assert one["causes"][0]["family"] == "ranks"
+        assert "alone: rank 2" in one["causes"][0]["evidence"][0]
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name.partition("/")[0] in ("token", "page count")])
+def test_it_is_found_in_its_step(triple, fault):
+    """Before a token of the step leaves; under overlap the host collects a step behind the next launch."""
+    assert triple[0][f"fault/{fault}"]["step"] == 6 + fault.endswith("/overlap")
+
+
+def test_copies_are_told_with_layer_and_slot(triple):
+    """Where other bits lie, on every rank alike."""
+    for name, pool, layer in (("draft K/sync", "draft", 0), ("shared head/overlap", "target", 1)):
+        told = [one[f"fault/{name}"] for one in triple]
+        assert [(one["pool"], one["layer"]) for one in told] == [(pool, layer)] * 3
+        assert told[0]["slot"] == told[1]["slot"] == told[2]["slot"] >= 4
+
+
+def test_no_token_is_told(triple):
+    """Ids of tokens stay out of findings."""
+    assert set(triple[0]["fault/token/sync"]["found"]) == {"level", "alone", "resource"}
+    assert set(triple[0]["fault/pages/sync"]["found"]) == {"level", "alone", "resource", "rank 0", "rank 1", "rank 2"}
 
 
 def test_a_rank_that_does_not_come_is_told(triple):

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from kvcanary import CanaryConfig
 from kvcanary_tools.bench.common import (
@@ -154,7 +155,13 @@ def _one_order(size: int, model: Decoder, names: Sequence[str], rounds: int) -> 
 
 
 def make_engine(
-    size: int, model: Decoder, canary: CanaryConfig, rounds: int, head: Draft | None = None, **settings: Any
+    size: int,
+    model: Decoder,
+    canary: CanaryConfig,
+    rounds: int,
+    head: Draft | None = None,
+    ranks: ProcessGroup | None = None,
+    **settings: Any,
 ) -> Engine:
     """With room for these requests and what rounds bring; ``settings`` go before those of this benchmark."""
     new = new_tokens(rounds)
@@ -166,10 +173,16 @@ def make_engine(
         "graphs": "on",
         "graph_buckets": (size,),
     }
-    return plain_engine(model, canary, head, **own | settings)
+    return plain_engine(model, canary, head, ranks, **own | settings)
 
 
-def plain_engine(model: Decoder, canary: CanaryConfig, head: Draft | None = None, **settings: Any) -> Engine:
+def plain_engine(
+    model: Decoder,
+    canary: CanaryConfig,
+    head: Draft | None = None,
+    ranks: ProcessGroup | None = None,
+    **settings: Any,
+) -> Engine:
     """What all benchmarks of an 8B model have in common, and ``settings`` of one of them."""
     common = {
         "draft": "none" if head is None else head.kind,
@@ -181,7 +194,8 @@ def plain_engine(model: Decoder, canary: CanaryConfig, head: Draft | None = None
         "prefix_cache": False,
         "canary": canary,
     }
-    return Engine(EngineConfig(**common | settings), model=model, draft=head, tokenizer=MockTokenizer())
+    config = EngineConfig(**common | settings)
+    return Engine(config, model=model, draft=head, tokenizer=MockTokenizer(), ranks=ranks)
 
 
 def slots_of(rounds: int) -> int:

@@ -1,0 +1,36 @@
+"""What an agreement says, as a violation: so that ranks that differ are told as everything else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcanary.calls.violation import NO_SLOT, Violation
+from kvcanary.ranks.agreement import RanksDisagreeError
+from kvcanary.ranks.copies import Copies
+from kvcanary.records.state import PoolState
+
+SITE = "agreement", 0
+
+
+def violation_of(error: RanksDisagreeError, pool: PoolState, copies: Copies) -> Violation:
+    """X1 of what was decided, X2 of what was computed: there with pool, layer and slot where it lies in one.
+
+    pool: where it lies in none
+    """
+    found: dict[str, Any] = {"level": error.level or "report", "alone": list(error.minority)}
+    if not error.is_private and error.code == "X1":
+        found |= {f"rank {rank}": value for rank, value in enumerate(error.values)}
+    violation = Violation(
+        error.code, pool, NO_SLOT, None, None, SITE, error.step, expected={"ranks": "alike"}, found=found
+    )
+    lies_in = next((own for name, own in copies.pools.items() if error.level.startswith(name)), None)
+    if lies_in is not None and error.name is not None and error.position is not None:
+        violation.pool, violation.slot = lies_in, error.position
+        violation.layers = (int(error.name.rpartition(" ")[2]),)
+    else:
+        violation.request_id = error.name
+        whose = "" if error.name is None else f" of {error.name!r}"
+        number = "" if error.position is None else f", number {error.position}"
+        found["resource"] = f"{error.level or 'a rank did not report'}{whose}{number}"
+    violation.notes = (str(error),)
+    return violation

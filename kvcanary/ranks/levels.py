@@ -1,0 +1,41 @@
+"""Levels: what every rank must have alike, as one digest each, and its numbers for when digests differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+#: By name ("" for what is no request's and no layer's): the numbers that every rank must have.
+Rows = Mapping[str, Sequence[int]]
+X1, X2 = "X1", "X2"
+
+
+@dataclass(frozen=True)
+class Level:
+    """What is compared together.
+
+    digest:     63 bits of it; None on a rank that holds no such thing: the others are compared
+    rows:       its numbers; asked only where digests differ
+    code:       X1 where ranks must decide alike, X2 where they must hold the same bits
+    is_private: its numbers are tokens, which no text shows
+    """
+
+    digest: int | None
+    rows: Callable[[], Rows]
+    code: str = X1
+    is_private: bool = False
+
+
+Levels = Mapping[str, Level]
+
+
+def level(rows: Rows, is_private: bool = False) -> Level:
+    """Numbers that are there already."""
+    return Level(digest(rows), lambda: rows, X1, is_private)
+
+
+def digest(rows: Rows) -> int:
+    """63 bits of names and their numbers, in their order: so that the complement fits as well."""
+    text = repr([(name, list(row)) for name, row in rows.items()])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
