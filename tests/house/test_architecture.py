@@ -62,7 +62,7 @@ def test_every_flag_has_its_row(root: Path, page: str) -> None:
     for flag, field, readers, actors in rows:
         setting = field.strip("`")
         assert f'{setting}=options["{flag.strip("`-").replace("-", "_")}"]' in options
-        wanted = f"(?:{setting}|enabled)" if setting == "mode" else setting
+        wanted = {"mode": "(?:mode|enabled)", "seed": "drawn_seed"}.get(setting, setting)
         for path, text in sources(root, [readers]).items():
             assert re.search(rf"config\.(?:canary\.)?{wanted}\b", text), f"{path} does not read {setting}"
         assert sources(root, [actors])

@@ -251,8 +251,8 @@ def test_reads_speak_in_the_order_of_the_design():
 
 
 def test_no_code_is_missing():
-    """R1 to R13, W1 to W9, L1, N1, P1, T1, O1, H1 and H2."""
-    singles = ["L1", "N1", "P1", "T1", "O1", "H1", "H2"]
+    """R1 to R13, W1 to W9, L1, X1, X2, N1, P1, T1, O1, H1 and H2."""
+    singles = ["L1", "X1", "X2", "N1", "P1", "T1", "O1", "H1", "H2"]
     numbered = [*(f"R{n}" for n in range(1, 14)), *(f"W{n}" for n in range(1, 10)), *singles]
     assert sorted(CODES) == sorted(numbered)
 

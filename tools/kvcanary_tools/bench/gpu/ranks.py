@@ -188,6 +188,20 @@ def one_gpu(size: int, rounds: int) -> float:
         return round(1e3 * median(step.timed(engine) for _ in range(rounds)), 4)
 
 
+def table(record: dict[str, Any]) -> list[str]:
+    """The rows of docs/ranks.md."""
+    lines = [
+        "| requests | drafts | one GPU | two GPUs | with the canary | comparing ranks | X1 and X2 add |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        alone = f"{row['one_gpu_ms']:.2f}" if "one_gpu_ms" in row else "-"
+        times = " | ".join(f"{row[name]:.2f}" for name in ("off_ms", "canary_ms", "ranks_ms"))
+        added = 100 * (row["ranks_over_canary"]["median"] - 1)
+        lines.append(f"| {row['batch']} | {row['drafts']} | {alone} | {times} | {added:+.1f} % |")
+    return lines
+
+
 # processes
 
 
@@ -241,8 +255,7 @@ def main(batches: list[int], rounds: int) -> None:
     save(NAME, about | result)
     for name, told in {**result["tokens"], **result["faults"]}.items():
         print(name, told)
-    for row in result["rows"]:
-        print(row)
+    print("\n".join(table(result)))
 
 
 if __name__ == "__main__":

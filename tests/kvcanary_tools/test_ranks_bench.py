@@ -1,0 +1,29 @@
+"""What docs/ranks.md says of two GPUs is what the benchmark has written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvcanary_tools.bench.common import RESULTS
+from kvcanary_tools.bench.gpu import ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
+RECORD = json.loads((RESULTS / f"{ranks.NAME}.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_shows_the_record() -> None:
+    """Row by row; what X1 and X2 add is within the bar."""
+    assert "\n".join(ranks.table(RECORD)) in PAGE.read_text(encoding="utf-8")
+    assert all(row["ranks_over_canary"]["median"] <= 1 + RECORD["bar"] for row in RECORD["rows"])
+
+
+def test_tokens_were_those_of_one_gpu_and_each_fault_was_found() -> None:
+    """In every setting, with slots that were judged and nothing found; then a rank that goes wrong."""
+    assert len(RECORD["tokens"]) == 2 * len(ranks.SETTINGS)
+    for told in RECORD["tokens"].values():
+        assert told["equal"]
+        assert told["slots_checked"] > 0
+        assert told["findings"] == []
+    assert RECORD["faults"].keys() == ranks.FAULTS.keys()
+    assert all(told["found"] for told in RECORD["faults"].values())
