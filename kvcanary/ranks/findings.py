@@ -12,18 +12,22 @@ from kvcanary.records.state import PoolState
 SITE = "agreement", 0
 
 
-def violation_of(error: RanksDisagreeError, pool: PoolState, copies: Copies) -> Violation:
+def violation_of(error: RanksDisagreeError, pool: PoolState, copies: Copies | None = None) -> Violation:
     """X1 of what was decided, X2 of what was computed: there with pool, layer and slot where it lies in one.
 
     pool: where it lies in none
     """
-    found: dict[str, Any] = {"level": error.level or "report", "alone": list(error.minority)}
+    has_majority = len(error.minority) < sum(value is not None for value in error.values)
+    found: dict[str, Any] = {"level": error.level or "report"}
+    if has_majority:
+        found["alone"] = list(error.minority)
     if not error.is_private and error.code == "X1":
         found |= {f"rank {rank}": value for rank, value in enumerate(error.values)}
     violation = Violation(
         error.code, pool, NO_SLOT, None, None, SITE, error.step, expected={"ranks": "alike"}, found=found
     )
-    lies_in = next((own for name, own in copies.pools.items() if error.level.startswith(name)), None)
+    pools = {} if copies is None else copies.pools
+    lies_in = next((own for name, own in pools.items() if error.level.startswith(name)), None)
     if lies_in is not None and error.name is not None and error.position is not None:
         violation.pool, violation.slot = lies_in, error.position
         violation.layers = (int(error.name.rpartition(" ")[2]),)

@@ -27,3 +27,13 @@ def test_tokens_were_those_of_one_gpu_and_each_fault_was_found() -> None:
         assert told["findings"] == []
     assert RECORD["faults"].keys() == ranks.FAULTS.keys()
     assert all(told["found"] for told in RECORD["faults"].values())
+
+
+def test_two_workers_of_a_real_vllm_were_compared() -> None:
+    """The record that the page tells of: sound, then another token, then bits in one worker and in both."""
+    told = json.loads((RESULTS / "cpu_vllm_ranks.json").read_text(encoding="utf-8"))
+    assert told["clean"]["findings"] == []
+    assert [(own["compares_ranks"], own["forwards"]) for own in told["clean"]["workers"]] == [(True, 74)] * 2
+    [found] = told["token"]["found"]
+    assert (found["code"], found["step"]) == ("X1", told["token"]["step"])
+    assert [own["ranks"] for kind in ("one", "all") for own in told[kind]["found"]] == [[1], [0, 1]]

@@ -143,7 +143,7 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
 def test_only_what_a_strike_added_is_its_finding() -> None:
     """Reports list the first rank's findings first: what was there before is left out wherever it stands."""
     rig, reports = object.__new__(vllm_parallel.Bench), iter((["old of 1"], ["new of 0", "old of 1", "new of 1"]))
-    rig.run = lambda prompts, tokens: 0.0
+    rig.run, rig.device = lambda prompts, tokens: 0.0, "cpu"
     rig.llm = SimpleNamespace(collective_rpc=lambda call: [None, 7])
     rig.report = lambda: {"findings": next(reports)}
     assert rig.struck([1], 4) == {"struck": [1], "slots": [None, 7], "found": ["new of 0", "new of 1"]}

@@ -21,13 +21,16 @@ from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.output_gate import hold_back
 from kvcanary.adapters.hosted.ranks import SharedReporter
 from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.hosted.sampled import SampledByRanks
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.report import report_step
+from kvcanary.adapters.observed.report import pool_of, report_step
 from kvcanary.adapters.observed.state import RING, Forward
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
 from kvcanary.hardware.identity import hardware_of
 from kvcanary.hardware.turns import turn_of
+from kvcanary.ranks.agreement import RanksDisagreeError
+from kvcanary.ranks.findings import violation_of
 
 _events = structlog.get_logger("kvcanary")
 
@@ -55,6 +58,8 @@ class HostHandle(ABC):
         self._count: Callable[[], int] = int
         self._seen = 0
         self._uncollected = deque[int](maxlen=RING - 1)
+        self.sampled: SampledByRanks | None = None  # where several workers sample the same
+        self._why_ended = ""  # why this process ends with its next step
 
     def report(self) -> dict[str, Any]:
         """The certificate of this process, with the first finding of each incident."""
@@ -127,6 +132,8 @@ class HostHandle(ABC):
     def _begin(self) -> None:
         """A step begins."""
         self._is_running = False
+        if self._why_ended:
+            raise SystemExit(self._why_ended)
         if self._uncollected:
             self._collect_late()
 
@@ -151,16 +158,49 @@ class HostHandle(ABC):
         """Look at the counter before tokens leave: now, or when the engine asks for an output that is on its way."""
         if self._is_running and self.canary is not None:
             self._is_running = False
-            look_at = functools.partial(self._look_at, step=self.canary.step)
+            look = functools.partial(self._look, self._count, self.canary.step)
+            comes_later = hasattr(result, "get_output")
             if not self._is_collected:
                 self._uncollected.append(self.canary.step)
-            elif hasattr(result, "get_output"):
-                hold_back(result, functools.partial(self.guard.run, _look, self._count, look_at))
+                if self.sampled is not None:
+                    (self.sampled.compare_later if comes_later else self.sampled.compare)(self.canary.step, result)
+            elif comes_later:
+                hold_back(result, functools.partial(self.guard.run, look))
             else:
-                look_at(self._count())
+                look(result)
         return result
 
+    def _look(self, count: Callable[[], int], step: int, result: Any) -> None:
+        """Before the tokens of a step leave: are they those of all ranks, and did nothing fire?"""
+        if self.sampled is not None:
+            self.sampled.compare(step, result)
+        self._look_at(count(), step)
+
+    def _compare_ranks(self, canary: PagedCanary, group: Any) -> None:
+        """A canary is made; from now on with what the workers of this gloo group sample, which nobody else uses.
+
+        group: None where there are none, or one is there already
+        """
+        if group is not None:
+            self.sampled = SampledByRanks(group, self._ranks_differ)
+        if self.sampled is not None:
+            canary.fed |= {"X1"}
+
     # telling
+
+    def _ranks_differ(self, error: RanksDisagreeError) -> None:
+        """X1. KVCorruptionError in mode raise; a worker whose outputs nobody takes ends with its next step."""
+        canary = self.canary
+        if canary is None:
+            return
+        violation = violation_of(error, pool_of(canary, canary.groups[0]))
+        try:
+            canary.response.answer([violation], error.step, canary.coverage)
+        except KVCorruptionError as found:
+            if self._is_collected:
+                raise
+            self._reporter.announce(found.report, on_screen=False)
+            self._why_ended = str(found)
 
     def _collect_late(self) -> None:
         """Look at the steps that have arrived here, where the engine takes no output; mode raise ends this process.
@@ -190,7 +230,3 @@ class HostHandle(ABC):
                 reported += report_step(canary, known)
         if not reported:
             canary.coverage.untold_incidents += fired
-
-
-def _look(count: Callable[[], int], look_at: Callable[[int], None]) -> None:
-    look_at(count())

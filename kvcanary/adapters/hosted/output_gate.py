@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def hold_back(output: Any, look: Callable[[], object]) -> None:
-    """Let `output.get_output()` call `look()`, which waits for the counter, before it gives tokens."""
+def hold_back(output: Any, look: Callable[[Any], object]) -> None:
+    """Let `output.get_output()` call `look(result)`, which waits for the counter, before it gives the result."""
     get_output = output.get_output
 
     def held() -> Any:
         result = get_output()
-        look()
+        look(result)
         return result
 
     output.get_output = held

@@ -54,7 +54,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
     cells = canary.violations_of(step)
     column = 0
     for place, group in enumerate(canary.groups):
-        pool = _pool(canary, group, group.layers[0])
+        pool = pool_of(canary, group)
         for kind, violations in ("R", cells["walk"][place]), ("W", cells["write"][place]):
             for row in (violations[: len(step.requests)] != NO_VIOLATION).nonzero()[:, 0].tolist():
                 position, code = code_of(int(violations[row]), kind)
@@ -259,6 +259,11 @@ def _of_bytes(
         notes += (RIGHT_AGAIN,)
     word = describe_change(pool, slot, fits[0]) if len(fits) == 1 else None
     return Violation(code, pool, slot, **place, layers=shown, word=word, notes=notes)
+
+
+def pool_of(canary: PagedCanary, group: Group) -> PoolState:
+    """What stands for the first pool of a group."""
+    return _pool(canary, group, group.layers[0])
 
 
 def _pool(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:

@@ -13,7 +13,9 @@ __all__ = [
     "NEEDED",
     "NEEDED_OF",
     "OWNERS",
+    "PARALLEL",
     "POOL",
+    "RANKS_SIDE",
     "RUNNERS",
     "RUNNER_V1",
     "RUNNER_V2",
@@ -192,9 +194,16 @@ SCHEDULER_SIDE = (
     Needed(SCHEDULER, attributes=("kv_cache_manager",)),
     Needed(f"{SCHEDULER}.schedule", ("self",)),
 )
+#: Of workers that share a model, to compare what they sample; where these are gone, each is watched by itself.
+PARALLEL, RANKS = "vllm.distributed.parallel_state", "ranks of one model"
+RANKS_SIDE = (
+    Needed("vllm.v1.outputs:ModelRunnerOutput", (), ("req_ids", "sampled_token_ids")),
+    Needed(f"{PARALLEL}:get_tp_group"),
+    Needed(f"{PARALLEL}:GroupCoordinator", attributes=("ranks",)),
+)
 
 
-NEEDED = (*EVERY_RUNNER, *(need for needs in NEEDED_OF.values() for need in needs), *SCHEDULER_SIDE)
+NEEDED = (*EVERY_RUNNER, *(need for needs in NEEDED_OF.values() for need in needs), *SCHEDULER_SIDE, *RANKS_SIDE)
 
 
 def check(version: str | None = None, runner: str | None = None) -> list[str]:
@@ -214,7 +223,8 @@ def check(version: str | None = None, runner: str | None = None) -> list[str]:
 
 def closed_paths() -> dict[str, str]:
     """By path, what is gone of its names, one sentence; those that are whole are left out."""
-    gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()} | {OWNERS: missing(SCHEDULER_SIDE)}
+    gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
+    gone |= {OWNERS: missing(SCHEDULER_SIDE), RANKS: missing(RANKS_SIDE)}
     return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 

@@ -10,14 +10,19 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
+from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
+from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE
 from kvcanary.adapters.vllm.connector import Loads
 from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
@@ -28,6 +33,7 @@ from kvcanary_kernels.record.layout import Identity
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
 #: Where weights and adapters are replaced, of those that a release has.
 LOADS = ("reload_weights", "update_weights", "load_weights", "add_lora")
+GROUP_TIMEOUT = timedelta(seconds=60)  # of groups of ranks
 
 
 class Handle(HostHandle):
@@ -194,9 +200,23 @@ class Handle(HostHandle):
             group = canary.memory.add_group(number, size, pools[0][0].num_slots, window, null_slots=size * ratio)
             for view, names in pools:
                 canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))
+        self._compare_ranks(canary, self._group_of_ranks())
         blocks = map(self._table_block, range(len(canary.groups)))
         self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks])
         return canary
+
+    def _group_of_ranks(self) -> Any:
+        """A new group of the workers that sample the same; None where there is one, or some have no turn.
+
+        Each of them comes here at the same time: none has served yet, or all wake up.
+        """
+        parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
+        if self.sampled is not None or getattr(parallel, "tensor_parallel_size", 1) == 1 or self.config.share < 1:
+            return None
+        if missing(RANKS_SIDE):
+            return None
+        ranks = import_module(PARALLEL).get_tp_group().ranks
+        return dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
     def _admit(self, canary: PagedCanary, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> None:
         """Rows begin; as `PagedCanary.admit` takes them."""

@@ -22,7 +22,7 @@ _TEXTS = {
 
 
 def differs(facts: Evidence) -> Cause:
-    """What the level says, and who is alone with it."""
+    """What the level says."""
     level = (facts.violation.found or {}).get("level", "report")
     text = next((text for begin, text in _TEXTS.items() if level.startswith(begin)), "ranks hold other numbers")
-    return Cause("ranks", text, "inferred", facts.violation.notes)
+    return Cause("ranks", text, "inferred")

@@ -172,7 +172,9 @@ def faulty(name: str, group: Any, rank: int, world: int, schedule: str) -> dict[
             run(engine, 0.8)
     except KVCorruptionError as error:
         [told] = [finding.to_dict() for finding in error.findings]
-        return {key: told[key] for key in ("code", "step", "reader", "slot", "layer", "pool", "found", "causes")}
+        return {
+            key: told[key] for key in ("code", "step", "reader", "slot", "layer", "pool", "found", "causes", "evidence")
+        }
     return {}
 
 

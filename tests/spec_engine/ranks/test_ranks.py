@@ -89,7 +89,7 @@ def test_a_rank_that_differs_is_named(triple, fault):
         assert (one["code"], one["found"]["level"], one["reader"]) == FAULTS[fault]
         assert one["found"]["alone"] == [2]
         assert one["causes"][0]["family"] == "ranks"
-        assert "alone: rank 2" in one["causes"][0]["evidence"][0]
+        assert "alone: rank 2" in one["evidence"][0]
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name.partition("/")[0] in ("token", "page count")])

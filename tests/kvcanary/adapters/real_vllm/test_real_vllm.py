@@ -123,6 +123,19 @@ def test_no_token_of_a_wrong_step_leaves(record) -> None:
 
 
 @pytest.mark.slow
+def test_two_workers_are_compared(tmp_path) -> None:
+    """A worker that draws another token is X1 in that step; one bit in one worker, or in both, is R9 of those."""
+    told = run("parallel", tmp_path / "parallel.json", "--device", "cpu", "--work", str(tmp_path))
+    assert told["clean"]["findings"] == []
+    assert [worker["compares_ranks"] for worker in told["clean"]["workers"]] == [True, True]
+    assert [(found["code"], found["ranks"]) for found in told["one"]["found"]] == [("R9", [1])]
+    assert [(found["code"], found["ranks"]) for found in told["all"]["found"]] == [("R9", [0, 1])]
+    [found] = told["token"]["found"]
+    assert (found["code"], found["step"], found["found"]["level"]) == ("X1", told["token"]["step"], "tokens")
+    assert found["reader"] is not None
+
+
+@pytest.mark.slow
 def test_a_soak_finds_its_flips_and_nothing_else(tmp_path) -> None:
     """Random traffic with preemptions and aborts, default settings, is silent; then each of two flips is found."""
     soak = run("soak", tmp_path / "soak.json", "--minutes", "0.3", "--flips", "2", "--flip-seconds", "6")

