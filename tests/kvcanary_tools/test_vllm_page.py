@@ -61,10 +61,16 @@ def test_workers_that_share_a_model_are_told_of() -> None:
     """What each judged, and by which ranks every fault was found."""
     found = {"code": "R9", "reader": "7", "ranks": [0, 1]}
     struck = {"one": {"struck": [1], "found": []}, "all": {"struck": [0, 1], "found": [found]}}
+    drawn = {"code": "X1", "found": {"resource": "tokens of '8', number 0"}}
+    struck |= {"token": {"struck": [1], "found": [drawn]}}
     clean = {"findings": [], "workers": [{"slots_checked": 1200}, {"slots_checked": 1201}]}
-    assert list(vllm_page.shared({"ranks": 2, "clean": clean, **struck})) == [
+    seconds = {"compares": [9.0, 1.0, 3.0, 2.0], "alone": [9.0, 2.0, 2.0, 1.0]}
+    assert list(vllm_page.shared({"ranks": 2, "clean": clean, "seconds": seconds, **struck})) == [
         "2 workers that share a model judged 1,200 and 1,201 entries with 0 findings;",
         "a bit flipped in rank 1: not found;",
         "a bit flipped in ranks 0 and 1: R9 of request 7 by ranks 0 and 1;",
+        "another token drawn by rank 1: X1, tokens of '8', number 0.",
+        "Runs take 2.00 s with ranks compared (1.00 to 3.00) and",
+        "2.00 s without that (1.00 to 2.00);",
         "in `vllm_parallel.json`.",
     ]

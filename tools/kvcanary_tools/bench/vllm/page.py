@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvcanary_tools.bench.common import RESULTS
@@ -89,6 +90,12 @@ def shared(record: Record) -> Iterator[str]:
             f"{own['code']} of request {own['reader']} by {_ranks(own['ranks'])}" for own in struck["found"]
         )
         yield f"a bit flipped in {_ranks(struck['struck'])}: {reported or 'not found'};"
+    struck = record["token"]
+    reported = " and ".join(f"{own['code']}, {own['found']['resource']}" for own in struck["found"])
+    yield f"another token drawn by {_ranks(struck['struck'])}: {reported or 'not found'}."
+    compares, alone = (record["seconds"][name][1:] for name in ("compares", "alone"))
+    yield f"Runs take {median(compares):.2f} s with ranks compared ({min(compares):.2f} to {max(compares):.2f}) and"
+    yield f"{median(alone):.2f} s without that ({min(alone):.2f} to {max(alone):.2f});"
     yield f"in `{PARALLEL}.json`."
 
 
