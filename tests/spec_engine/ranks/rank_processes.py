@@ -24,6 +24,7 @@ from spec_engine.models.loader import shard_target
 from spec_engine.models.sharding import reduce_over
 
 SHAPE = {"hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 48}
+STEPS = 200  # of a run without a fault
 FROM = 6  # the step from which the last rank is wrong
 PROMPTS = [[(i * 7 + j * 3) % 97 for j in range(5 + 9 * i)] for i in range(6)]
 
@@ -51,6 +52,14 @@ def make(
     )
     draft = Standalone(random_model(1, hidden_size=32, num_hidden_layers=1), model) if drafts else None
     return Engine(config, model=model, draft=draft, tokenizer=MockTokenizer(), ranks=group)
+
+
+def run_long(engine: Engine, temperature: float) -> list[list[int]]:
+    """Tokens of all prompts, again and again, in STEPS steps at least."""
+    given = []
+    while engine._step_number < STEPS:
+        given += run(engine, temperature)
+    return given
 
 
 def run(engine: Engine, temperature: float, count: int = 20) -> list[list[int]]:
@@ -200,7 +209,7 @@ def clean(group: Any, rank: int, world: int, *case: str) -> dict[str, Any]:
     schedule, drafts, temperature, tokens = case
     settings = {"drafts": drafts == "drafts", "max_total_tokens": int(tokens)}
     engine = make(part_of_rank(rank, world), group, schedule=schedule, **settings)
-    given = run(engine, float(temperature))
+    given = run_long(engine, float(temperature))
     view = engine.pools["target"].view()
     return {
         "heads": [view.first_head, view.whole_heads],

@@ -65,7 +65,7 @@ def test_two_ranks_give_the_tokens_of_one(rank_processes, pair, case):
     _, schedule, drafts, temperature, tokens = case
     settings = {"schedule": schedule, "drafts": drafts == "drafts", "max_total_tokens": int(tokens)}
     engine = rank_processes.make(rank_processes.target(2), **settings)
-    expected = rank_processes.run(engine, float(temperature))
+    expected = rank_processes.run_long(engine, float(temperature))
     for told in pair:
         assert told["/".join(case)]["tokens"] == expected
         assert told["/".join(case)]["steps"] == engine._step_number
@@ -75,7 +75,7 @@ def test_two_ranks_give_the_tokens_of_one(rank_processes, pair, case):
 
 def test_three_ranks_share_a_kv_head(rank_processes, triple):
     """Where ranks outnumber KV heads each holds a copy, and gives the tokens of one rank."""
-    expected = rank_processes.run(rank_processes.make(rank_processes.target(3)), 0.8)
+    expected = rank_processes.run_long(rank_processes.make(rank_processes.target(3)), 0.8)
     assert [told["/".join(CLEAN[0])]["tokens"] for told in triple] == [expected] * 3
     assert [told["/".join(CLEAN[0])]["heads"] for told in triple] == [[0, 1]] * 3
 
