@@ -66,7 +66,7 @@ class Assembly:
     ) -> None:
         arm_from_environment()
         self.device = _device(config.device)
-        self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
+        self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer, ranks)
         self.config = config = settings_for(self.model, config)
         self.group = ranks
         check_model(config, self.model, self.device)

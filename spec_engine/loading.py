@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.embedded import embedded_model
 from spec_engine.models.loader import Draft, load_draft, load_standalone, load_target
+from spec_engine.models.sharding import reduce_over
 from spec_engine.models.tokenizer import Tokenizer
 
 
@@ -29,15 +31,19 @@ def load_models(
     target: Decoder | None = None,
     draft: Draft | None = None,
     tokenizer: Tokenizer | None = None,
+    ranks: ProcessGroup | None = None,
 ) -> Models:
     """What is given is taken as it is, in the config's dtype on its device; the rest is loaded.
 
+    ranks: each loads its part of the target, whose layers sum over the default process group; a draft is whole on all.
     ConfigError for a given target without its tokenizer, a draft beside draft "none", a head that is not there.
     """
     folder = None
     if target is None:
         folder = embedded_model() if config.model == "embedded" else Path(config.model)
-        target = load_target(folder, dtype_of(config), device)
+        shard = (0, 1) if ranks is None else (get_rank(ranks), get_world_size(ranks))
+        target = load_target(folder, dtype_of(config), device, shard)
+        target = target if ranks is None else reduce_over(target)
     if tokenizer is None:
         if folder is None:
             raise ConfigError("a ready-made model needs its tokenizer, got none", "pass tokenizer=")

@@ -13,6 +13,7 @@ from kvcanary.environment import API_KEY
 from kvcanary_tools import console, heap
 from kvcanary_tools.campaign.fault_target import target_of
 from kvcanary_tools.engine_options import ENGINE_CONTEXT, engine_config, engine_options, usage_failures
+from spec_engine.parallel import num_ranks
 from spec_engine.server.options import LINKS, ServerOptions
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
       kvcanary serve --kv-canary abort --port 8000
       kvcanary serve --model DIR --kv-canary raise --api-key KEY --debug
       kvcanary serve --replicas 2 --kv-canary abort
+      torchrun --nproc-per-node 2 -m kvcanary_tools serve --model DIR --kv-canary raise
       kvcanary serve --role prefill --host-pages 4096 --peer-name prefill-1
       kvcanary serve --role decode --host-pages 4096 --peer http://HOST:8000 --port 8001
 
@@ -90,6 +92,8 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
     if options["kv_canary"] == "raise" and options["kv_canary_ring"]:  # what stops a server leaves a dump
         options["kv_canary_dump"] = options["kv_canary_dump"] or DUMPS
     _expect_role(ctx, options["role"])
+    if num_ranks() > 1:
+        _expect_plain(options | {"replicas": replicas})
     config = engine_config(options)
     with usage_failures():
         served = ServerOptions(**{field: options[field] for field in _DEFAULTS})
@@ -99,19 +103,40 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
         ctx.exit(console.EXIT_CLEAN)
 
     from spec_engine import Engine
+    from spec_engine.parallel import Leader, follow, join_ranks
     from spec_engine.server.serving import Server, bind, serve, url_of
 
     console.log_to_stderr()
     with usage_failures():
+        ranks = join_ranks(config.device)
+        if ranks is not None and ranks.rank:
+            engine = Engine(config, ranks=ranks.compares)
+            heap.settle()
+            follow(engine, ranks.calls)
+            ctx.exit(console.EXIT_CLEAN)
         listening = bind(served)
         try:
-            server = Server(Engine(config), served, target_of)
+            engine = Engine(config, ranks=None if ranks is None else ranks.compares)
+            leader = None if ranks is None else Leader(engine, ranks.calls)
+            server = Server(engine if leader is None else leader.engine, served, target_of)
         except BaseException:
             listening.close()
             raise
     heap.settle()  # what is loaded stays, and no later collection stops a step to look through it
     _greet(server, url_of(listening))
-    ctx.exit(_tell(serve(server, listening)))
+    failure = serve(server, listening)
+    if leader is not None and failure is None:
+        leader.end()
+    ctx.exit(_tell(failure))
+
+
+def _expect_plain(options: dict[str, Any]) -> None:
+    """Usage failure for what changes an engine otherwise than by requests: other ranks would not hear of it."""
+    for name in ("role", "replicas", "allow_faults"):
+        if options.get(name):
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} is of a server of one process: start it without torchrun"
+            )
 
 
 def _expect_role(ctx: click.Context, role: str | None) -> None:
