@@ -1,10 +1,10 @@
-"""Ranks of one model that disagree on lengths, pages or shards. The engine runs on one rank: these wait for more."""
+"""Ranks of one model that disagree on lengths, pages or shards: what tests of several processes commit."""
 
 from __future__ import annotations
 
 from kvcanary.faults.fault import Fault
 
-ONE_RANK = "the engine runs on one rank: nothing can differ from another"
+ONE_RANK = "it takes several processes: docs/ranks.md has what was tried there"
 FAULTS = (
     Fault(
         name="ranks.disagree",

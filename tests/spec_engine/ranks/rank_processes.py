@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.ranks import Agreement, RanksDisagreeError, level
@@ -200,6 +201,37 @@ def lost(group: Any, rank: int, world: int) -> str:
     return "nothing"
 
 
+def by_dtensor(group: Any, rank: int, world: int) -> dict[str, float]:
+    """The largest difference of a layer of ours from the same products of torch's own tensor parallel tensors."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+    whole, mesh = target(world), init_device_mesh("cpu", (world,))
+    ours, layer, config = part_of_rank(rank, world).layers[0], whole.layers[0], whole.config
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(5, config.hidden_size, generator=generator, dtype=torch.float64)
+    attention = torch.randn(5, config.num_heads, config.head_dim, generator=generator, dtype=torch.float64)
+
+    def cut(tensor: torch.Tensor, dim: int | None) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [Replicate()]).redistribute(
+            placements=[Replicate() if dim is None else Shard(dim)]
+        )
+
+    after = hidden + F.linear(cut(attention.flatten(1), 1), cut(layer.o_weight, 1)).full_tensor()
+    x = cut(F.rms_norm(after, layer.norm_shape, layer.post_norm_weight, layer.eps), None)
+    gate, up = (cut(half, 0) for half in layer.gate_up_weight.chunk(2))
+    expected = after + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), cut(layer.down_weight, 1)).full_tensor()
+    own = slice(rank * ours.config.num_heads, (rank + 1) * ours.config.num_heads)
+    finished = ours.finish(hidden, attention[:, own])
+
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    normed = F.rms_norm(hidden, layer.norm_shape, layer.input_norm_weight, layer.eps)
+    parts = layer.qkv_weight.split_with_sizes((q, kv, kv))
+    wanted = [F.linear(cut(normed, None), cut(part, 0)).to_local() for part in parts]
+    given = F.linear(normed, ours.qkv_weight).split_with_sizes([own.shape[1] for own in wanted], 1)
+    differences = [(one - other).abs().max() for one, other in zip(wanted, given, strict=True)]
+    return {"finish": float((finished - expected).abs().max()), "project": float(max(differences))}
+
+
 def part_of_rank(rank: int, world: int) -> Decoder:
     return reduce_over(shard_target(target(world), rank, world))
 
@@ -223,7 +255,12 @@ def work(rank: int, world: int, cases: list[tuple[str, ...]], folder: str) -> No
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    kinds = {"clean": clean, "fault": lambda group, *own: faulty(own[2], group, *own[:2], own[3]), "lost": lost}
+    kinds = {
+        "dtensor": by_dtensor,
+        "clean": clean,
+        "fault": lambda group, *own: faulty(own[2], group, *own[:2], own[3]),
+        "lost": lost,
+    }
     with torch.inference_mode():
         answers = {
             "/".join(case): kinds[case[0]](dist.new_group(backend="gloo"), rank, world, *case[1:]) for case in cases

@@ -13,7 +13,6 @@ from kvcanary.environment import API_KEY
 from kvcanary_tools import console, heap
 from kvcanary_tools.campaign.fault_target import target_of
 from kvcanary_tools.engine_options import ENGINE_CONTEXT, engine_config, engine_options, usage_failures
-from spec_engine.parallel import num_ranks
 from spec_engine.server.options import LINKS, ServerOptions
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
     if options["kv_canary"] == "raise" and options["kv_canary_ring"]:  # what stops a server leaves a dump
         options["kv_canary_dump"] = options["kv_canary_dump"] or DUMPS
     _expect_role(ctx, options["role"])
+    from spec_engine.parallel import num_ranks
+
     if num_ranks() > 1:
         _expect_plain(options | {"replicas": replicas})
     config = engine_config(options)
