@@ -117,7 +117,7 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
             ctx.exit(console.EXIT_CLEAN)
         listening = bind(served)
         try:
-            engine = Engine(config, ranks=None if ranks is None else ranks.compares)
+            engine = Engine(config) if ranks is None else Engine(config, ranks=ranks.compares)
             leader = None if ranks is None else Leader(engine, ranks.calls)
             server = Server(engine if leader is None else leader.engine, served, target_of)
         except BaseException:
