@@ -67,17 +67,18 @@ class Agreement:
     def num_ranks(self) -> int:
         return dist.get_world_size(self._group)
 
-    def check(self, step: int, levels: Levels, phase: int = 0) -> None:
+    def check(self, step: int, levels: Levels, phase: int = 0, number: int | None = None) -> None:
         """RanksDisagreeError on every rank where one has other numbers, or does not come within the timeout.
 
-        levels: of the same names on all ranks that are in the same `phase` of the same step; that is compared first.
+        levels: of the same names on all ranks that are in the same `phase` of the same step; that is compared first
+        number: what is compared of the step, where ranks may number it otherwise
         After an X1 always: ranks that decided otherwise once have other histories. An X2 is told once for each level.
         """
         if self._error is not None:
             raise self._error
         try:
             left = {name: own for name, own in levels.items() if name not in self._unequal}
-            self._compare(step, {STEP: level({"": [step, phase]})} | left)
+            self._compare(step, {STEP: level({"": [step if number is None else number, phase]})} | left)
         except RanksDisagreeError as error:
             if error.code == X1:
                 self._error = error

@@ -119,6 +119,8 @@ class HostHandle(ABC):
         """A hook failed: nothing is judged any more."""
         self.is_armed = self._is_running = False
         metrics.watching(self.host, self.role, self.rank, False)
+        if self.sampled is not None:
+            self.sampled.leave()
         if self.canary is not None:
             self.canary.coverage.skip(f"stopped watching: {reason}", 1)
 

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
+
+import structlog
 
 from kvcanary.ranks.agreement import Agreement, RanksDisagreeError
 from kvcanary.ranks.levels import Levels, level
 
 TIMEOUT_SECONDS = 60.0
+LEFT = -1  # the number of a step that never comes
+_events = structlog.get_logger("kvcanary")
 
 
 class Sampled(Protocol):
@@ -36,16 +41,20 @@ class SampledByRanks:
         """group: gloo's, of the workers that sample the same; of nobody else. KVCanaryError where it cannot compare."""
         self._agreement, self._tell = Agreement(group, TIMEOUT_SECONDS), tell
         self._later: SimpleQueue[tuple[int, Any]] | None = None
-        self._is_over = False
+        self._is_over, self._number = False, 0  # of steps that were compared: their own numbers may differ by rank
 
     def compare(self, step: int, given: Sampled | None) -> None:
         """What `tell` raises, before the tokens leave."""
         if self._is_over:
             return
+        self._number += 1
         try:
-            self._agreement.check(step, levels_of(given))
+            self._agreement.check(step, levels_of(given), number=self._number)
         except RanksDisagreeError as error:
             self._is_over = True  # histories differ from here on
+            if LEFT in error.values:
+                _events.warning("kvcanary.ranks_not_compared", reason="a rank has stopped watching", step=step)
+                return
             self._tell(error)
 
     def compare_later(self, step: int, output: Any) -> None:
@@ -54,6 +63,16 @@ class SampledByRanks:
             self._later = SimpleQueue()
             threading.Thread(target=self._run, args=(self._later,), name="kvcanary ranks", daemon=True).start()
         self._later.put((step, output))
+
+    def leave(self) -> None:
+        """This rank watches no more: the others are told with their next step, and do not wait for it."""
+        if not self._is_over:
+            self._is_over = True
+            threading.Thread(target=self._say_so, name="kvcanary ranks", daemon=True).start()
+
+    def _say_so(self) -> None:
+        with suppress(RanksDisagreeError):
+            self._agreement.check(LEFT, {}, number=LEFT)
 
     def _run(self, later: SimpleQueue[tuple[int, Any]]) -> None:
         while not self._is_over:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch.distributed as dist
+from structlog.testing import capture_logs
 
 from kvcanary.adapters.hosted.output_gate import hold_back
-from kvcanary.adapters.hosted.sampled import SampledByRanks, levels_of
+from kvcanary.adapters.hosted.sampled import LEFT, SampledByRanks, levels_of
 from kvcanary.ranks import Agreement, RanksDisagreeError
 
 
@@ -79,6 +80,36 @@ def test_an_output_that_nobody_takes_is_asked_for_in_a_thread(group, wrong) -> N
     assert is_told.wait(30)
     assert [error.step for error in told] == [3]
     assert {output.thread for output in outputs} == {"kvcanary ranks"}
+
+
+def test_a_rank_that_stops_watching_is_no_difference(group, monkeypatch) -> None:
+    """The others hear of it with their next step, tell it as an event, and compare no more."""
+
+    class Left(Agreement):
+        def check(self, step, levels, phase=0, number=None):
+            if number == 2:
+                raise RanksDisagreeError("ranks must have the same step", step=2, level="step", values=(2, LEFT))
+            super().check(step, levels, phase, number)
+
+    monkeypatch.setattr("kvcanary.adapters.hosted.sampled.Agreement", Left)
+    told = []
+    sampled = SampledByRanks(group, told.append)
+    with capture_logs() as events:
+        for step in (5, 6, 7):
+            sampled.compare(step, given([step]))
+    assert told == []
+    assert [(event["event"], event["step"]) for event in events] == [("kvcanary.ranks_not_compared", 6)]
+
+
+def test_who_leaves_compares_no_more(group) -> None:
+    """It takes part once more, in a thread, and then nothing is compared."""
+    told = []
+    sampled = SampledByRanks(group, told.append)
+    sampled.leave()
+    sampled.leave()
+    sampled.compare(1, given([1]))
+    assert told == []
+    assert sampled._number == 0
 
 
 def test_rows_of_any_kind_are_compared_by_request() -> None:
