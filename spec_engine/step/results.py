@@ -65,7 +65,9 @@ class Results:
         if self._ring is None or result.accepted is None:
             return PendingResult(result, self._streams.launched(), sums=torch.stack(tuple(sums)) if sums else None)
         results = _results_of(result)
-        flat = torch.cat((results.flatten(), *(own.view(1) for own in sums)))
+        flat = results.flatten()
+        if sums:
+            flat = torch.cat((flat, *(own.view(1) for own in sums)))
         copy = lambda target: _flat(target, len(flat)).copy_(flat, non_blocking=True)  # noqa: E731
         staging = self._ring.fetch("results", self._streams.side(STREAM), self._streams.main, copy)
         return PendingResult(result, staging.event, staging, results.shape[1])
@@ -89,7 +91,7 @@ class Results:
             size = len(speaking) * pending.num_columns
             flat = _flat(pending.staging.tensor, size + self._num_sums)
             said = dict(zip(speaking, flat[:size].view(len(speaking), -1).tolist(), strict=True))
-            sums = tuple(flat[size:].tolist())
+            sums = tuple(flat[size:].tolist()) if self._num_sums else ()
         if self._canary is not None and result.flight is not None:
             aborted |= self._canary.collect(result.flight)  # a report says more than that a tree is none
         if said:
