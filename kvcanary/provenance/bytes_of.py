@@ -293,6 +293,7 @@ def _slots_with(scene: Scene, words: Tensor, part: int, same_part: bool) -> list
 
 
 def _was_written(scene: Scene, rows: Tensor) -> list[int]:
-    """Which of these rows [n, words] are the one that the record names."""
+    """Which of these rows [n, words] are the one that the record names, and not what lies there."""
     written = scene.pool.content_a[scene.layer, scene.slot]
-    return (fingerprints_of_rows(scene.pool, scene.layer, rows) == written).nonzero().flatten().tolist()
+    is_written = fingerprints_of_rows(scene.pool, scene.layer, rows) == written
+    return (is_written & (rows != scene.row).any(1)).nonzero().flatten().tolist()
