@@ -403,8 +403,8 @@ def test_a_check_that_is_switched_off_finds_nothing(strike, fault, code):
 
 
 def test_every_check_is_here():
-    """But W9, of captured forwards, H1, of forwards that did not run, and H2 and L1, which are errors in mode raise."""
-    assert {fault.values[1] for fault in FAULTS} == set(CODES) - {"W9", "H1", "H2", "L1"}
+    """But W9, of captured forwards, H1, of forwards that did not run, X1 and X2, of ranks, and errors in mode raise."""
+    assert {fault.values[1] for fault in FAULTS} == set(CODES) - {"W9", "H1", "H2", "L1", "X1", "X2"}
 
 
 def test_a_disabled_check_shows_in_the_certificate(make_engine):

@@ -331,7 +331,9 @@ def test_the_certificate_claims_only_what_can_fire(make_engine):
     """Checks that these settings and this engine cannot feed are inactive, each with its reason."""
     engine = make_engine(poison="off", content="write")
     inactive = engine.canary.certificate()["inactive_classes"]
-    assert {code for code, reason in inactive.items() if reason == "not fed"} == {"W7", "W9", "P1", "T1", "O1"}
+    assert {code for code, reason in inactive.items() if reason == "not fed"} == {
+        *("W7", "W9", "P1", "T1", "O1", "X1", "X2")
+    }
     assert inactive["H2"] == "an error at once, in every mode"
     engine.canary.async_tracker.issue("upload", "copies", writes=["buffer"])
     assert "O1" in engine.canary.certificate()["classes"]

@@ -79,7 +79,7 @@ def test_a_forward_without_hooks_stops_its_own_step(settings, kind, index, pool,
     steps = lose_hooks(engine, (kind, index, pool))
     sampled: list[int] = []
     own = engine.results.send
-    engine.results.send = lambda result: sampled.append(engine.canary.step) or own(result)
+    engine.results.send = lambda result, sums: sampled.append(engine.canary.step) or own(result, sums)
     with pytest.raises(KVCorruptionError) as caught:
         run(engine)
     [finding] = caught.value.findings

@@ -211,7 +211,9 @@ class Handle(HostHandle):
         Each of them comes here at the same time: none has served yet, or all wake up.
         """
         parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
-        is_alone = getattr(parallel, "tensor_parallel_size", 1) == 1 or self.config.share < 1
+        is_alone = (
+            getattr(parallel, "tensor_parallel_size", 1) == 1 or self.config.share < 1 or not dist.is_initialized()
+        )
         if self.sampled is not None or is_alone or "X1" in self.config.disable or missing(RANKS_SIDE):
             return None
         ranks = import_module(PARALLEL).get_tp_group().ranks

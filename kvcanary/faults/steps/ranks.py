@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvcanary.faults.fault import Fault
 
-ONE_RANK = "it takes several processes: docs/ranks.md has what was tried there"
+SEVERAL = "it takes several processes, which a campaign does not start: docs/ranks.md has what was found there"
+NOT_CUT = "this engine does not cut positions over ranks"
 FAULTS = (
     Fault(
         name="ranks.disagree",
@@ -24,7 +25,7 @@ FAULTS = (
         "used by all.",
         expected="X1",
         applies_to="tensor or pipeline parallel engines",
-        reason=ONE_RANK,
+        reason=SEVERAL,
     ),
     Fault(
         name="ranks.wrong_shard_rule",
@@ -38,6 +39,6 @@ FAULTS = (
         "kernel's, or not at all for the draft. An all-reduce then makes the wrong result the same on all ranks.",
         expected="R5",
         applies_to="engines that shard positions over ranks",
-        reason=ONE_RANK,
+        reason=NOT_CUT,
     ),
 )

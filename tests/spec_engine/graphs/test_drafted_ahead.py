@@ -229,8 +229,8 @@ def test_the_host_hears_other_tokens_than_were_accepted(make, monkeypatch, mode)
     engine = started(make, mode=mode)
     send = engine.results.send
 
-    def changed(result):
-        landing = send(result)
+    def changed(result, sums):
+        landing = send(result, sums)
         engine.results._streams.collected(landing.event)
         landing.staging.tensor[1] ^= 1
         monkeypatch.setattr(engine.results, "send", send)
@@ -279,9 +279,9 @@ def test_a_path_that_is_none_of_its_tree(make, monkeypatch) -> None:
     engine = started(make, mode="off")
     send = engine.results.send
 
-    def changed(result):
+    def changed(result, sums):
         result.drafted.parents[0, 1] = 5
-        return send(result)
+        return send(result, sums)
 
     monkeypatch.setattr(engine.results, "send", changed)
     with pytest.raises(TreeShapeError, match="has parent 5"):
@@ -294,10 +294,10 @@ def test_the_canary_is_collected_before_a_tree_is_checked(make, monkeypatch, mod
     engine = started(make, mode=mode)
     send, request = engine.results.send, engine.running[0]
 
-    def changed(result):
+    def changed(result, sums):
         if engine.canary.step >= step and result.drafted is not None:
             result.drafted.parents[:, 1] = 5
-        return send(result)
+        return send(result, sums)
 
     monkeypatch.setattr(engine.results, "send", changed)
     step = engine.canary.step + 1

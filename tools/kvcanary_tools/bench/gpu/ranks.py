@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
@@ -209,7 +209,7 @@ def new_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
 
 
-def work(rank: int, world: int, port: int, batches: list[int], rounds: int, pipe: Any) -> None:
+def work(rank: int, world: int, port: int, batches: Sequence[int], rounds: int, pipe: Any) -> None:
     torch.cuda.set_device(rank)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     address = f"tcp://127.0.0.1:{port}"
@@ -231,7 +231,7 @@ def work(rank: int, world: int, port: int, batches: list[int], rounds: int, pipe
     dist.destroy_process_group()
 
 
-def main(batches: list[int], rounds: int) -> None:
+def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
     world = torch.cuda.device_count()
     if world < 2:
         sys.exit("kvcanary_tools.bench.gpu.ranks measures two CUDA devices or more, and there are fewer here")
@@ -239,7 +239,7 @@ def main(batches: list[int], rounds: int) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pipe = multiprocessing.get_context("spawn").SimpleQueue()
-    progress(f"{world} ranks: a small model, then batches of {batches}")
+    progress(f"{world} ranks: a small model, then batches of {list(batches)}")
     running = mp.spawn(work, args=(world, port, batches, rounds, pipe), nprocs=world, join=False)
     while not running.join(1.0):
         pass
@@ -263,4 +263,4 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, action="append", help=f"requests in a step; by default {BATCHES}")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of each engine; by default {ROUNDS}")
     arguments = parser.parse_args()
-    main(arguments.batch or list(BATCHES), arguments.rounds)
+    main(arguments.batch or BATCHES, arguments.rounds)
