@@ -118,7 +118,7 @@ class Bench:
         kept = ("code", "reader", "position", "slot", "layer", "part", "bit", "step", "found", "ranks")
         made["findings"] = [{name: finding[name] for name in kept} for finding in made["findings"]]
         made["workers"] = [
-            {name: worker[name] for name in ("rank", "armed", "forwards", "slots_checked", "bytes_checked")}
+            {name: worker[name] for name in ("rank", "armed", "owners", "forwards", "slots_checked", "bytes_checked")}
             | {"compares_ranks": "X1" in worker["classes"], "gpu": worker["hardware"].get("gpu")}
             for worker in made["workers"]
         ]
