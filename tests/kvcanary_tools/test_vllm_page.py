@@ -74,3 +74,17 @@ def test_workers_that_share_a_model_are_told_of() -> None:
         "2.00 s without that (1.00 to 2.00);",
         "in `vllm_parallel.json`.",
     ]
+
+
+def test_a_soak_with_owners_judged_ten_million_entries() -> None:
+    """Without a finding, with the scheduler heard, and the page says how many."""
+    soak = vllm_page.read("cpu_vllm_soak_owners")
+    clean = soak["clean"]
+    assert (soak["success"], clean["owners"], clean["findings"], clean["fired"]) == (
+        True,
+        "the scheduler's block pool",
+        0,
+        {},
+    )
+    assert clean["slots_checked"] >= 10**7
+    assert f"{clean['slots_checked']:,}" in vllm_page.PAGE.read_text(encoding="utf-8")
