@@ -88,11 +88,9 @@ class Assembly:
         self.states = recurrent_pool(self.model, config, dtype_of(config), self.device)
         self._watch()
         self._schedule()
-        self.ranks = (
-            None
-            if self.group is None or self.canary is None
-            else RankWatch(self.canary, self.group, self.model, self.memory, self.sizes)
-        )
+        self.ranks: RankWatch | None = None
+        if self.group is not None and self.canary is not None and config.canary.share == 1:  # else some have no canary
+            self.ranks = RankWatch(self.canary, self.group, self.model, self.memory, self.sizes)
         self.results = Results(
             self.streams,
             self.canary,

@@ -207,9 +207,8 @@ class Engine(Intake):
                 self._send(self._decode(going))
             self.scheduler.ran(turn)
         except KVCorruptionError as error:
-            with suppress(
-                KVCorruptionError, RanksDisagreeError
-            ):  # a request that ends on the damage, or ranks: they stay
+            # a request that ends on the damage: its last tokens stay; so do all where ranks differ
+            with suppress(KVCorruptionError, RanksDisagreeError):
                 self._deliver(0, events)
             self._stop(error, events)
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from kvcanary.ranks import RanksDisagreeError
 from spec_engine.engine import Engine
 from spec_engine.errors import ConfigError
 from spec_engine.request import TokenEvent
@@ -34,7 +35,7 @@ class Ranks:
 
 def num_ranks() -> int:
     """How many processes torchrun has started; 1 without it."""
-    return int(os.environ.get(NUM_RANKS, "1"))
+    return int(os.environ[NUM_RANKS]) if dist.is_torchelastic_launched() else 1  # others set WORLD_SIZE too
 
 
 def join_ranks(device: str) -> Ranks | None:
@@ -101,12 +102,20 @@ class Leader:
 
 
 def follow(engine: Engine, calls: dist.ProcessGroup) -> None:
-    """Run what the first rank is asked for, until it ends. Signals are for the first rank, which finishes its work."""
+    """Run what the first rank is asked for, until it ends. Signals are for the first rank, which finishes its work.
+
+    What the engine raises; RanksDisagreeError where the first rank has ended without a word.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     first, told = dist.get_global_rank(calls, 0), [None]
     while True:
-        dist.broadcast_object_list(told, first, calls)
+        try:
+            dist.broadcast_object_list(told, first, calls)
+        except RuntimeError as error:
+            raise RanksDisagreeError(
+                "the first rank has ended without a word", step=engine.metrics.num_steps
+            ) from error
         if told[0] is None:
             return
         for name, args, kwargs in told[0]:

@@ -53,23 +53,18 @@ SAMPLED = {
     "test_stored.py": 3,
     "test_walk.py": 3,
     "test_backends.py": 2,
-    "test_batching.py": 2,
     "test_drafted_ahead.py": 2,
     "test_dumps.py": 2,
     "test_each_check.py": 2,
-    "test_false_alarms.py": 2,
     "test_gpu_benches.py": 2,
     "test_guard.py": 2,
     "test_heal.py": 2,
-    "test_huge_pages.py": 2,
     "test_identities.py": 2,
     "test_judged_behind.py": 2,
     "test_quiet_steps.py": 2,
     "test_reads.py": 2,
-    "test_seams_named_runs.py": 2,
     "test_splitting.py": 2,
     "test_vllm_owners.py": 2,
-    "test_vllm_releases.py": 2,
 }
 
 

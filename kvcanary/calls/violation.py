@@ -158,7 +158,7 @@ class Violation:
         if self.row_number is not None:
             return self.pool.pool_id, self.request_id, self.position
         where = self.pool.pool_id, self.slot
-        return (*where, self.site) if self.code == "H1" else where
+        return (*where, self.site, self.code) if self.code in ("H1", "X1", "X2") else where
 
     @property
     def places(self) -> list[tuple[object, ...]]:

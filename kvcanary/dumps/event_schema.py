@@ -110,7 +110,7 @@ _SAFE = (
     "written_in_step last_write layers_changed first_different_position length entries rows behind access runs "
     "written read hazard resource reader used_to which waiting verdict parcel page_of_parcel left_from_page "
     "left_in_step came_back_by came_back_in_step into_page bytes_of_parcel bytes_of_page slots_wrong pages_wrong "
-    "pools_wrong layers_wrong opened number"
+    "pools_wrong layers_wrong opened number level alone ranks by_rank"
 )
 #: Fields of a finding's two sides that say nothing of texts, bytes or keys.
 SAFE_VALUES = frozenset(_SAFE.split())

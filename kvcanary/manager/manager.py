@@ -84,6 +84,7 @@ class CanaryManager:
         if declared:
             known = session.ledger, session.checks.violations, session.coverage, config, lambda: session.step
             self.states, session.has_states = states_of(declared, state, seed, *known), True
+        self._copies: Copies | None = None  # of other ranks
         self._expected, self._num_untold = forwards.expected, 0  # steps that have ended since one was collected
 
         self.admit, self.release = lifecycle.admit, lifecycle.release
@@ -334,8 +335,9 @@ class CanaryManager:
 
     def copies(self, num_ranks: int) -> Copies:
         """What so many ranks hold more than once, to be compared with `kvcanary.ranks.Agreement`; before `arm()`."""
-        self.session.has_ranks, self._copies = True, Copies(self.session.state.pools, num_ranks)
-        return self._copies
+        self.session.has_ranks, copies = True, Copies(self.session.state.pools, num_ranks)
+        self._copies = copies
+        return copies
 
     def ranks_differ(self, error: RanksDisagreeError) -> frozenset[str]:
         """Tell what an agreement has found (X1, X2), behind a step; the answer is that of `collect`.

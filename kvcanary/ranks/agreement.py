@@ -26,7 +26,7 @@ class RanksDisagreeError(KVCanaryError, RuntimeError):
     step:     in which;  level: what differs, "" where a rank did not report
     name:     the request (of X2 the layer) in which it first differs, None where there is none
     position: the first number of it that differs, None where that is not known;  values: there, by rank
-    minority: ranks that differ from most; all that have one where no majority is
+    minority: ranks that differ from most; none where there is no majority
     """
 
     def __init__(
@@ -148,10 +148,10 @@ def _number(row: tuple[int, ...] | None, position: int | None) -> Hashable:
 
 
 def minority_of(values: Sequence[Hashable]) -> list[int]:
-    """Numbers of those that have another value than more than half of them; all where there is no such majority."""
+    """Numbers of those that have another value than more than half of them; none where there is no such majority."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
-        return list(range(len(values)))
+        return []
     return [number for number, one in enumerate(values) if one != value]
 
 
@@ -162,7 +162,7 @@ def _error(
     where = "" if key is None else f" of {key}"
     where += "" if place is None else f", number {place}"
     said = "" if own.is_private else ": " + ", ".join(f"rank {rank} {values[rank]}" for rank in holders)
-    who = "no majority" if len(minority) == len(holders) else f"alone: rank {', '.join(map(str, minority))}"
+    who = f"alone: rank {', '.join(map(str, minority))}" if minority else "no majority"
     return RanksDisagreeError(
         f"ranks must have the same {name} in step {step}, they differ{where}{said}; {who}",
         step=step,

@@ -17,12 +17,11 @@ def violation_of(error: RanksDisagreeError, pool: PoolState, copies: Copies | No
 
     pool: where it lies in none
     """
-    has_majority = len(error.minority) < sum(value is not None for value in error.values)
     found: dict[str, Any] = {"level": error.level or "report"}
-    if has_majority:
+    if error.minority:
         found["alone"] = list(error.minority)
-    if not error.is_private and error.code == "X1":
-        found |= {f"rank {rank}": value for rank, value in enumerate(error.values)}
+    if not error.is_private and error.code == "X1" and error.position is not None:
+        found["by_rank"] = list(error.values)
     violation = Violation(
         error.code, pool, NO_SLOT, None, None, SITE, error.step, expected={"ranks": "alike"}, found=found
     )
@@ -33,8 +32,7 @@ def violation_of(error: RanksDisagreeError, pool: PoolState, copies: Copies | No
         violation.layers = (int(error.name.rpartition(" ")[2]),)
     else:
         violation.request_id = error.name
-        whose = "" if error.name is None else f" of {error.name!r}"
         number = "" if error.position is None else f", number {error.position}"
-        found["resource"] = f"{error.level or 'a rank did not report'}{whose}{number}"
+        found["resource"] = (error.level or "a rank did not report") + number
     violation.notes = (str(error),)
     return violation

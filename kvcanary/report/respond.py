@@ -20,8 +20,8 @@ from kvcanary.report.render import Report
 
 REMEMBERED_INCIDENTS = 65536
 ENDING = ("abort", "heal")  # modes in which requests end, or begin anew
-#: Of nobody's request: a canary that does not run protects none, and ranks that differ differ for all.
-NOBODYS = frozenset({"H1", "X1", "X2"})
+#: Whichever requests they name: an engine whose ranks differ has no right answer for any of them.
+OF_ALL_RANKS = frozenset({"X1", "X2"})
 
 
 class Response:
@@ -97,11 +97,10 @@ class Response:
 
     def _decide(self, groups: Sequence[ViolationGroup], aborted: frozenset[str], step: int) -> tuple[bool, str]:
         """Whether the engine stops, and what is done, in words."""
-        mode = self._config.mode
-        is_blind = any(violation.code in NOBODYS for group in groups for violation in group.kept)
-        if aborted:
+        mode, codes = self._config.mode, {violation.code for group in groups for violation in group.kept}
+        if aborted and not codes & OF_ALL_RANKS:
             return False, f"ended {', '.join(sorted(aborted))}; the others go on"
-        if mode == "raise" or (mode in ENDING and is_blind):
+        if mode == "raise" or (mode in ENDING and codes & OF_ALL_RANKS.union({"H1"})):  # blind, it protects nobody
             return True, f"raised KVCorruptionError; no token of step {step} leaves the engine"
         return False, "logged; the engine goes on"
 

@@ -34,6 +34,9 @@ def test_two_workers_of_a_real_vllm_were_compared() -> None:
     told = json.loads((RESULTS / "cpu_vllm_ranks.json").read_text(encoding="utf-8"))
     assert told["clean"]["findings"] == []
     assert all(own["compares_ranks"] and own["forwards"] > 70 for own in told["clean"]["workers"])
+    gpu = json.loads((RESULTS / "vllm_parallel.json").read_text(encoding="utf-8"))
+    for record in (told, gpu):
+        assert f"{record['clean']['workers'][0]['forwards']:,} sound forwards" in " ".join(PAGE.read_text().split())
     [found] = told["token"]["found"]
     assert (found["code"], found["found"]["level"]) == ("X1", "tokens")
     assert found["found"]["resource"].endswith(", number 0")

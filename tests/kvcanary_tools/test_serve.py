@@ -20,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from kvcanary.ranks import RanksDisagreeError
 from kvcanary_tools import console
 from kvcanary_tools.commands.serve import _tell
 from kvcanary_tools.watching import draw, look
@@ -261,6 +262,7 @@ def test_what_stopped_the_engine_decides_the_exit_code(capsys) -> None:
     assert _tell(found.value) == 70
     assert "content changed (R9): target pool" in capsys.readouterr().err
     assert _tell(PageLeakError("3 pages are gone")) == 70
+    assert _tell(RanksDisagreeError("they differ", step=3)) == 70
     with pytest.raises(ZeroDivisionError):
         _tell(ZeroDivisionError())
 

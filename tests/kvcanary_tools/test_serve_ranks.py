@@ -72,6 +72,6 @@ def test_a_signal_ends_all_of_them(served) -> None:
 @pytest.mark.parametrize("option", ["--role decode", "--replicas 2", "--allow-faults"])
 def test_what_other_ranks_would_not_hear_of_is_refused(kvcanary, option) -> None:
     """Before anybody is waited for."""
-    done = kvcanary("serve", *option.split(), env={"WORLD_SIZE": "2"})
+    done = kvcanary("serve", *option.split(), env={"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"})
     assert done.exit_code == 2
     assert f"{option.split()[0]} is of a server of one process: start it without torchrun" in done.stderr

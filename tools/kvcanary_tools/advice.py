@@ -26,7 +26,7 @@ ADVICE: dict[str, Advice] = {
         "the job hangs in a collective.",
         "Look at what differs first: a pool that a rank sized by its own free memory, a prefix that one has evicted, a "
         "token that one drew otherwise, a load that one has not consumed. Where one rank of three is alone, look "
-        "there. `kvcanary explain DUMP` shows the step, the request and the numbers of all ranks.",
+        "there. `kvcanary explain DUMP` shows the step, the request and which rank is alone.",
     ),
     "X2": Advice(
         "A rank has computed or stored other bits than its peers, so a sum over ranks carries a wrong value into every "

@@ -78,6 +78,8 @@ class HostHandle(ABC):
         """Undo everything. Twice is harmless."""
         if self.is_armed:
             metrics.watching(self.host, self.role, self.rank, False)
+        if self.sampled is not None:
+            self.sampled.leave()
         self.replaced.undo()
 
     # what engines differ in

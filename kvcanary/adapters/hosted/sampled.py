@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from kvcanary.ranks.agreement import Agreement, RanksDisagreeError
+from kvcanary.ranks.agreement import STEP, Agreement, RanksDisagreeError
 from kvcanary.ranks.levels import Levels, level
 
 TIMEOUT_SECONDS = 60.0
@@ -52,7 +52,7 @@ class SampledByRanks:
             self._agreement.check(step, levels_of(given), number=self._number)
         except RanksDisagreeError as error:
             self._is_over = True  # histories differ from here on
-            if LEFT in error.values:
+            if error.level == STEP and LEFT in error.values:
                 _events.warning("kvcanary.ranks_not_compared", reason="a rank has stopped watching", step=step)
                 return
             self._tell(error)

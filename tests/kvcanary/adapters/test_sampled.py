@@ -101,6 +101,19 @@ def test_a_rank_that_stops_watching_is_no_difference(group, monkeypatch) -> None
     assert [(event["event"], event["step"]) for event in events] == [("kvcanary.ranks_not_compared", 6)]
 
 
+def test_a_token_of_that_number_is_a_difference(group, monkeypatch) -> None:
+    """A rank whose token is -1 has not left."""
+
+    class Marked(Agreement):
+        def check(self, step, levels, phase=0, number=None):
+            raise RanksDisagreeError("ranks must have the same tokens", step=1, level="tokens", values=(5, LEFT))
+
+    monkeypatch.setattr("kvcanary.adapters.hosted.sampled.Agreement", Marked)
+    told = []
+    SampledByRanks(group, told.append).compare(1, given([5]))
+    assert [error.level for error in told] == ["tokens"]
+
+
 def test_who_leaves_compares_no_more(group) -> None:
     """It takes part once more, in a thread, and then nothing is compared."""
     told = []

@@ -386,3 +386,39 @@ def _found(code: str) -> float:
     families = [family for family in REGISTRY.collect() if family.name == "kvcanary_findings"]
     samples = [sample for family in families for sample in family.samples if sample.name.endswith("_total")]
     return sum(sample.value for sample in samples if sample.labels["code"] == code)
+
+
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_what_workers_sample_is_compared_before_it_leaves(serve, monkeypatch, tmp_path, mode) -> None:
+    """Another rank has other tokens in the third step: X1 in that step, in mode raise instead of its tokens."""
+    import torch.distributed as dist
+
+    from kvcanary import KVCorruptionError
+    from kvcanary.adapters.hosted import sampled
+    from kvcanary.ranks import Agreement, level
+
+    class Other(Agreement):
+        def _greatest(self, numbers, step):
+            return [own + (step == 3 and place == 2) for place, own in enumerate(super()._greatest(numbers, step))]
+
+    monkeypatch.setenv("KVCANARY_MODE", mode)
+    monkeypatch.setattr(sampled, "Agreement", Other)
+    monkeypatch.setattr(sampled, "levels_of", lambda given: {"tokens": level({"a": list(given["a"])}, True)})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        served = serve(settings={"rank": 0, "world_size": 2})
+        served.ask("a", [5, 6, 7], 6)
+        if mode == "raise":
+            with pytest.raises(KVCorruptionError):
+                served.run()
+        else:
+            served.run()
+        report = served.wrapper.kvcanary_report()
+        assert "X1" in report["classes"]
+        assert [(own["code"], own["step"]) for own in report["incidents"]] == [("X1", 3)]
+        left = []
+        monkeypatch.setattr(served.wrapper.worker.kvcanary.sampled, "leave", lambda: left.append(True))
+        served.wrapper.worker.kvcanary.detach()
+        assert left
+    finally:
+        dist.destroy_process_group()

@@ -45,7 +45,7 @@ def test_after_one_disagreement_no_step_passes(group, monkeypatch):
 
 @pytest.mark.parametrize(
     ("values", "minority"),
-    [([1, 1, 2], [2]), ([2, 1, 1, 1], [0]), ([1, 2], [0, 1]), ([1, 2, 3], [0, 1, 2]), ([1, 1, 2, 2], [0, 1, 2, 3])],
+    [([1, 1, 2], [2]), ([2, 1, 1, 1], [0]), ([1, 2], []), ([1, 2, 3], []), ([1, 1, 2, 2], []), ([None, None, 2], [2])],
 )
 def test_the_minority_needs_a_majority_against_it(values, minority):
     """With two ranks, or halves, nobody can say who is wrong."""

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.adapters.hosted.sampled import SampledByRanks
 from kvcanary.ranks import Agreement, RanksDisagreeError, level
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.memory.cache.host_tier import LoadFailedError
@@ -201,6 +204,19 @@ def lost(group: Any, rank: int, world: int) -> str:
     return "nothing"
 
 
+def left(group: Any, rank: int, world: int) -> list[str]:
+    """What the others tell when the last rank stops watching behind two steps, and what is compared behind that."""
+    told: list[str] = []
+    sampled = SampledByRanks(group, lambda error: told.append(str(error)))
+    with capture_logs() as events:
+        for step in range(1, 5):
+            if rank == world - 1 and step == 3:
+                sampled.leave()
+            sampled.compare(step, SimpleNamespace(req_ids=["a"], sampled_token_ids=[[step]]))
+    dist.barrier()
+    return told + [event["event"] for event in events]
+
+
 def by_dtensor(group: Any, rank: int, world: int) -> dict[str, float]:
     """The largest difference of a layer of ours from the same products of torch's own tensor parallel tensors."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -255,7 +271,7 @@ def work(rank: int, world: int, cases: list[tuple[str, ...]], folder: str) -> No
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    kinds = {
+    kinds: dict[str, Callable[..., Any]] = {"left": left} | {
         "dtensor": by_dtensor,
         "clean": clean,
         "fault": lambda group, *own: faulty(own[2], group, *own[:2], own[3]),

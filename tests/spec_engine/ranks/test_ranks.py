@@ -55,7 +55,9 @@ def pair(rank_processes, tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def triple(rank_processes, tmp_path_factory) -> list[dict[str, Any]]:
     return rank_processes.in_processes(
-        3, [CLEAN[0], *(("fault", *name.split("/")) for name in FAULTS), LOST], tmp_path_factory.mktemp("triple")
+        3,
+        [CLEAN[0], *(("fault", *name.split("/")) for name in FAULTS), ("left",), LOST],
+        tmp_path_factory.mktemp("triple"),
     )
 
 
@@ -115,7 +117,12 @@ def test_copies_are_told_with_layer_and_slot(triple):
 def test_no_token_is_told(triple):
     """Ids of tokens stay out of findings."""
     assert set(triple[0]["fault/token/sync"]["found"]) == {"level", "alone", "resource"}
-    assert set(triple[0]["fault/pages/sync"]["found"]) == {"level", "alone", "resource", "rank 0", "rank 1", "rank 2"}
+    assert set(triple[0]["fault/pages/sync"]["found"]) == {"level", "alone", "resource", "by_rank"}
+
+
+def test_a_rank_that_leaves_is_no_difference(triple):
+    """The others hear of it with their next step, and wait for nobody."""
+    assert [told["left"] for told in triple] == [["kvcanary.ranks_not_compared"], ["kvcanary.ranks_not_compared"], []]
 
 
 def test_a_rank_that_does_not_come_is_told(triple):

@@ -16,7 +16,8 @@ from kvcanary_tools.engine_options import ENGINE_CONTEXT, engine_config, engine_
 from spec_engine.server.options import LINKS, ServerOptions
 
 if TYPE_CHECKING:
-    from spec_engine import EngineConfig
+    from spec_engine import Engine, EngineConfig
+    from spec_engine.parallel import Ranks
     from spec_engine.server.serving import Server
 
 OF_ROLES = ("peers", "transport", "peer_name", "lease_seconds", "handover_timeout")
@@ -104,7 +105,7 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
         ctx.exit(console.EXIT_CLEAN)
 
     from spec_engine import Engine
-    from spec_engine.parallel import Leader, follow, join_ranks
+    from spec_engine.parallel import Leader, join_ranks
     from spec_engine.server.serving import Server, bind, serve, url_of
 
     console.log_to_stderr()
@@ -113,8 +114,7 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
         if ranks is not None and ranks.rank:
             engine = Engine(config, ranks=ranks.compares)
             heap.settle()
-            follow(engine, ranks.calls)
-            ctx.exit(console.EXIT_CLEAN)
+            ctx.exit(_follow(engine, ranks))
         listening = bind(served)
         try:
             engine = Engine(config) if ranks is None else Engine(config, ranks=ranks.compares)
@@ -129,6 +129,18 @@ def command(ctx: click.Context, replicas: int | None, ray: str | None, **options
     if leader is not None and failure is None:
         leader.end()
     ctx.exit(_tell(failure))
+
+
+def _follow(engine: Engine, ranks: Ranks) -> int:
+    """Run what the first rank is asked for; the exit code."""
+    from kvcanary import KVCanaryError
+    from spec_engine.parallel import follow
+
+    try:
+        follow(engine, ranks.calls)
+    except KVCanaryError as error:
+        return _tell(error)
+    return console.EXIT_CLEAN
 
 
 def _expect_plain(options: dict[str, Any]) -> None:
@@ -191,6 +203,7 @@ def _tell(failure: BaseException | None) -> int:
     """What stopped the engine, and the exit code for it."""
     from kvcanary import KVCorruptionError
     from kvcanary.invariants import InvariantError
+    from kvcanary.ranks import RanksDisagreeError
 
     if failure is None:
         console.say("kvcanary: stopped")
@@ -198,7 +211,7 @@ def _tell(failure: BaseException | None) -> int:
     if isinstance(failure, KVCorruptionError):
         console.say(failure.report.text())
         return console.EXIT_CORRUPTION
-    if isinstance(failure, InvariantError):
+    if isinstance(failure, InvariantError | RanksDisagreeError):
         console.say(f"kvcanary: {type(failure).__name__}: {failure}", fg="red")
         return console.EXIT_CORRUPTION
     raise failure

@@ -120,4 +120,5 @@ def _commands(dump: Dump, finding: Mapping[str, Any]) -> Iterator[dict[str, str]
     """What to type next, ready to be pasted into a shell, and what it does."""
     path, slot = shlex.quote(str(dump.path)), f"{finding['slot']} --pool {shlex.quote(finding['pool'])}"
     yield {"command": f"kvcanary replay {path}", "purpose": "runs these steps again on this machine"}
-    yield {"command": f"kvcanary why-slot {path} {slot}", "purpose": "tells what lies there now"}
+    if finding["slot"] >= 0:
+        yield {"command": f"kvcanary why-slot {path} {slot}", "purpose": "tells what lies there now"}
