@@ -28,6 +28,7 @@ from spec_engine.models.loader import shard_target
 from spec_engine.models.sharding import reduce_over
 
 SHAPE = {"hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 48}
+STRUCK: list[int] = []  # steps in which this rank went wrong
 STEPS = 200  # of a run without a fault
 FROM = 6  # the step from which the last rank is wrong
 PROMPTS = [[(i * 7 + j * 3) % 97 for j in range(5 + 9 * i)] for i in range(6)]
@@ -81,7 +82,10 @@ def from_step(engine: Engine, owner: Any, name: str, wrong: Callable[..., Any]) 
     method = getattr(owner, name)
 
     def replaced(*args, **kwargs):
-        return wrong(method, *args, **kwargs) if engine._step_number >= FROM else method(*args, **kwargs)
+        if engine._step_number < FROM:
+            return method(*args, **kwargs)
+        STRUCK.append(engine._step_number)
+        return wrong(method, *args, **kwargs)
 
     setattr(owner, name, replaced)
 
@@ -96,7 +100,12 @@ def other_token(engine: Engine) -> None:
 
 
 def other_pages(engine: Engine) -> None:
-    from_step(engine, engine.allocator, "allocate", lambda method, n: method(n)[::-1])
+    def allocate(method, n):
+        if n < 2:
+            STRUCK.pop()  # one page has no other order
+        return method(n)[::-1]
+
+    from_step(engine, engine.allocator, "allocate", allocate)
 
 
 def a_page_less(engine: Engine) -> None:
@@ -116,10 +125,10 @@ def wrong_reduce(engine: Engine) -> None:
         from_step(engine, layer, "reduce", reduce)
 
 
-def last_bit_of_a_sum(engine: Engine) -> None:
+def one_bit_of_a_sum(engine: Engine) -> None:
     def reduce(method, product):
         method(product)
-        product[0, 5:6].view(torch.int64).bitwise_xor_(1)
+        product[0, 5:6].view(torch.int64).bitwise_xor_(1 << 30)  # the last one is lost where the residual is added
 
     from_step(engine, engine.model.layers[-1], "reduce", reduce)
 
@@ -140,6 +149,8 @@ def evicts_a_prefix(engine: Engine) -> None:
     def admit(method, request, running=()):
         if request.request_id == f"req-{len(PROMPTS)}":
             engine.memory.make_room(engine.memory.num_available)
+        else:
+            STRUCK.pop()  # not yet
         return method(request, running)
 
     from_step(engine, engine.memory, "admit", admit)
@@ -157,7 +168,7 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
     "pages": other_pages,
     "page count": a_page_less,
     "reduce": wrong_reduce,
-    "sum": last_bit_of_a_sum,
+    "sum": one_bit_of_a_sum,
     "draft K": lambda engine: last_bit_of_k(engine, engine.head.model.layers[0]),
     "shared head": lambda engine: last_bit_of_k(engine, engine.model.layers[1]),
     "hits": evicts_a_prefix,
@@ -176,6 +187,7 @@ FOR_ALL: dict[str, dict[str, Any]] = {"completions": {"max_total_tokens": 96, "d
 def faulty(name: str, group: Any, rank: int, world: int, schedule: str) -> dict[str, Any]:
     """What this rank is told when the last one goes wrong."""
     is_wrong = rank == world - 1
+    STRUCK.clear()
     settings = FOR_ALL.get(name, {}) | (SETTINGS.get(name, {}) if is_wrong else {})
     try:
         engine = make(part_of_rank(rank, world), group, schedule=schedule, **settings)
@@ -185,9 +197,8 @@ def faulty(name: str, group: Any, rank: int, world: int, schedule: str) -> dict[
             run(engine, 0.8)
     except KVCorruptionError as error:
         [told] = [finding.to_dict() for finding in error.findings]
-        return {
-            key: told[key] for key in ("code", "step", "reader", "slot", "layer", "pool", "found", "causes", "evidence")
-        }
+        kept = ("code", "step", "reader", "slot", "layer", "pool", "found", "causes", "evidence")
+        return {key: told[key] for key in kept} | {"struck": list(STRUCK)}
     return {}
 
 

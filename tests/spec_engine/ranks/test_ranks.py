@@ -100,10 +100,16 @@ def test_a_rank_that_differs_is_named(triple, fault):
         assert "alone: rank 2" in one["evidence"][0]
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name.partition("/")[0] in ("token", "page count")])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_it_is_found_in_its_step(triple, fault):
-    """Before a token of the step leaves; under overlap the host collects a step behind the next launch."""
-    assert triple[0][f"fault/{fault}"]["step"] == 6 + fault.endswith("/overlap")
+    """Before a token of the step leaves; under overlap the host collects a step behind the next launch.
+
+    What a draft's extend has stored is recorded with the next step: no token of its own step comes from that.
+    """
+    told = triple[2][f"fault/{fault}"]
+    first = told["struck"][0] if told["struck"] else 0  # else it was started wrong
+    may_lag = fault.endswith("/overlap") or fault.startswith("draft K")
+    assert told["step"] - first in ((0, 1) if may_lag else (0,))
 
 
 def test_copies_are_told_with_layer_and_slot(triple):
