@@ -133,7 +133,7 @@ class ChainStates:
         state, out = self.pool.states[layer, self.rows], inputs[0].new_empty(0)
         for going, tokens in self.steps:
             after, given = advance(state[going], *(own[tokens] for own in inputs))
-            out = given.new_empty(len(inputs[0]), *given.shape[1:]) if not len(out) else out
+            out = given.new_zeros(len(inputs[0]), *given.shape[1:]) if not len(out) else out
             state[going], out[tokens] = after, given
         self.pool.store(layer, self.rows, state)
         return out
