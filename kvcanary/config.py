@@ -11,6 +11,7 @@ from typing import Any
 from kvcanary.codes import CODES
 from kvcanary.environment import settings_from
 from kvcanary.errors import CanaryConfigError
+from kvcanary.names.opening import MEMORY, expect_place, place_of
 
 MODES = ("off", "log", "raise", "abort", "heal")
 CONTENTS = ("write", "rolling", "full")
@@ -46,6 +47,8 @@ class CanaryConfig:
     quarantine: steps that a freed page waits before an engine grants it again.
     ring: steps that the flight recorder keeps, in at most 64 MB; 0: it records nothing.
     dump_dir: folder into which a finding, or SIGUSR1, writes what was recorded; None: nothing is written unasked.
+    names: where a plug-in finds what a block was that a connector loads: `memory` (what this process wrote),
+        `file:PATH` or `redis://HOST:PORT` (what any process wrote that has the same `seed`, which must be set then).
     share: of a fleet's workers that are watched at a time, by turns of a week (`kvcanary.hardware.turns`); 1: all.
     dump_content: dumps have the token ids as they are, and the bytes of the slots that findings name.
     """
@@ -62,6 +65,7 @@ class CanaryConfig:
     dump_content: bool = False
     show_tokens: bool = False
     model: str = ""
+    names: str = MEMORY
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -74,6 +78,12 @@ class CanaryConfig:
                 raise CanaryConfigError(f"{name} must be {meaning}, got {value!r}")
         if not isinstance(self.model, str) or len(self.model) > MOST_MODEL:
             raise CanaryConfigError(f"model must be a name of at most {MOST_MODEL} characters, got {self.model!r}")
+        expect_place(self.names)
+        if self.names != MEMORY and self.seed is None:
+            raise CanaryConfigError(
+                f"names in {place_of(self.names)} are found by processes with the same seed: set seed (KVCANARY_SEED) "
+                "to one number in all of them"
+            )
         if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
             raise CanaryConfigError(f"share must be a number above 0 and at most 1, got {self.share!r}: 0.05 is 5 %")
         if self.dump_dir is not None and not self.ring:
@@ -90,6 +100,14 @@ class CanaryConfig:
     def drawn_seed(self) -> int:
         """The seed, or a secret one that is another at each call."""
         return secrets.randbits(64) if self.seed is None else self.seed
+
+    def expect_names_in_memory(self, who: str) -> None:
+        """CanaryConfigError where other processes should find names of what `who` cannot compare."""
+        if self.names != MEMORY:
+            raise CanaryConfigError(
+                f"names must be memory for {who}, got {place_of(self.names)}: names of other processes are compared "
+                "where a connector of vLLM loads (runner V2)"
+            )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:

@@ -77,6 +77,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "dump_content": _switch("dump_content"),
     "show_tokens": _switch("show_tokens"),
     "model": str,
+    "names": str,
     "share": _share,
 }
 

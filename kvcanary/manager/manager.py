@@ -66,6 +66,7 @@ class CanaryManager:
         """
         if not config.enabled:
             raise CanaryConfigError("mode 'off' installs nothing: build no manager and pass canary=None")
+        config.expect_names_in_memory("a manager")
         own = [pool for pool in pools if isinstance(pool, PoolView)]
         declared = [pool for pool in pools if isinstance(pool, StateView)]
         self._attachment = Attachment([*own, *(view.whole for view in declared)])

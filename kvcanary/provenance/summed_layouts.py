@@ -18,25 +18,39 @@ from kvcanary.pools.slot_maps import Ints
 from kvcanary.provenance.changed_word import WordChange, single_words
 from kvcanary.provenance.other_layouts import orders_of, turned, turned_back
 from kvcanary.records.state import PoolState
-from kvcanary_kernels.record.layout import MASK_32
+from kvcanary_kernels.record.layout import MASK_32, MASK_64, signed
 
 Order = tuple[int, ...]
 
 
+#: Of sums that are of one entry each.
+ONE = np.ones(1, np.int64)
+
+
 class _Scene(NamedTuple):
     """rows: [layers, n, words] int64, unsigned words as they lie;  keys: [layers, words] int64
-    lacks: [n] what the sums lack to be those that are wanted
+    lacks: [n // size] what sums over so many entries at a time lack to be those that are wanted, each entry times
+        its weight: [size] int64
     """
 
     pool: PoolState
     rows: Tensor
     keys: Tensor
     lacks: Ints
+    weights: Ints
+
+    def summed(self, values: Ints) -> Ints:
+        """[n // size, ...] of [n, ...] int64."""
+        by_block = values.reshape(-1, len(self.weights), *values.shape[1:])
+        return np.einsum("be...,e->b...", by_block, self.weights)
 
 
-def layout_of_sums(pool: PoolState, slots: Tensor, wanted: Ints) -> str | None:
-    """What order explains the bytes of these slots [n], whose fingerprints a should add up to wanted [n] int64."""
-    scene = _scene(pool, slots, wanted)
+def layout_of_sums(pool: PoolState, slots: Tensor, wanted: Ints, weights: Ints = ONE) -> str | None:
+    """What order explains the bytes of these slots [n], whose fingerprints a should add up to wanted [n] int64.
+
+    weights: [size] int64; sums are over so many slots at a time then, and wanted is [n // size]
+    """
+    scene = _scene(pool, slots, wanted, weights)
     if (found := _order(_parts_table(scene), iter([(1, 0)]), scene)) is not None:
         return "K and V are exchanged"
     heads = pool.view.parts[0].heads
@@ -44,15 +58,20 @@ def layout_of_sums(pool: PoolState, slots: Tensor, wanted: Ints) -> str | None:
         table = _heads_table(scene, numbers, heads)
         if (found := _order(table, orders_of(heads), scene)) is not None:
             return f"heads of {name} are in another order: {', '.join(map(str, found[:16]))}"
+    if len(weights) > 1 and (found := _entries_order(scene)) is not None:
+        return f"entries of a block are in another order: {', '.join(map(str, found[:16]))}"
     layers = torch.einsum("anw,bw->nab", scene.rows, scene.keys).numpy()
     if (found := _order(layers, orders_of(pool.view.num_layers), scene)) is not None:
         return f"layers are in another order: {', '.join(map(str, found[:16]))}"
     return None
 
 
-def exchanged_axes(pool: PoolState, slots: Tensor, wanted: Ints) -> bool:
-    """Whether heads and slots of one page are exchanged; slots: [page size], all of it in order."""
-    scene = _scene(pool, slots, wanted)
+def exchanged_axes(pool: PoolState, slots: Tensor, wanted: Ints, weights: Ints = ONE) -> bool:
+    """Whether heads and slots of one page are exchanged; slots: [page size], all of it in order.
+
+    wanted: [page size] int64, as fingerprints a should be, or [1], their sum with weights [page size]
+    """
+    scene = _scene(pool, slots, wanted, weights)
     for turn in (turned, turned_back):
         total = np.zeros(len(slots), np.int64)
         for layer in range(pool.view.num_layers):
@@ -61,7 +80,7 @@ def exchanged_axes(pool: PoolState, slots: Tensor, wanted: Ints) -> bool:
                 for n, part in enumerate(pool.view.parts)
             ]
             total += (torch.cat(undone, 1) * scene.keys[layer]).sum(1).numpy()
-        if (total + int(pool.keys.start_a.sum()) == wanted).all():
+        if (scene.summed(total + int(pool.keys.start_a.sum())) == wanted).all():
             return True
     return False
 
@@ -81,18 +100,36 @@ def word_of_sums(pool: PoolState, slot: int, wanted: int) -> WordChange | None:
     return fits[0] if len(fits) == 1 else None
 
 
-def _scene(pool: PoolState, slots: Tensor, wanted: Ints) -> _Scene:
+def _scene(pool: PoolState, slots: Tensor, wanted: Ints, weights: Ints = ONE) -> _Scene:
     layers = range(pool.view.num_layers)
     rows = torch.stack([pool.rows.gather_layer(layer, slots) for layer in layers]).cpu().to(torch.int64) & MASK_32
     keys = pool.keys.fingerprint_a.cpu().to(torch.int64) & MASK_32
-    lies = (rows * keys[:, None]).sum((0, 2)) + pool.keys.start_a.sum().cpu()
-    return _Scene(pool, rows, keys, wanted - lies.numpy())
+    lies = _sums(pool, rows, keys)
+    scene = _Scene(pool, rows, keys, wanted, weights)
+    return scene._replace(lacks=wanted - scene.summed(lies))
+
+
+def _sums(pool: PoolState, rows: Tensor, keys: Tensor) -> Ints:
+    """[n] int64: fingerprints a of what lies there, summed over the layers."""
+    own: Ints = ((rows * keys[:, None]).sum((0, 2)) + pool.keys.start_a.sum().cpu()).numpy()
+    return own
+
+
+def _entries_order(scene: _Scene) -> Order | None:
+    """In which order entries of the first block lie."""
+    sums, size = _sums(scene.pool, scene.rows, scene.keys)[: len(scene.weights)], len(scene.weights)
+    wanted = int(scene.lacks[0]) + int(scene.summed(sums)[0])
+    for order in orders_of(size):
+        if int(np.dot(sums, scene.weights[np.array(order)])) == signed(wanted & MASK_64):
+            return order
+    return None
 
 
 def _order(table: NDArray[np.int64] | None, orders: Iterator[Order], scene: _Scene) -> Order | None:
     """The first order that explains what is lacking; table: [n, which lies here, whose keys]."""
     if table is None:
         return None
+    table = scene.summed(table)
     here = np.arange(table.shape[1])
     right = table[:, here, here].sum(1)
     for order in orders:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
@@ -29,6 +30,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
 from kvcanary.hardware.identity import hardware_of
 from kvcanary.hardware.turns import turn_of
+from kvcanary.names import MEMORY, Published, store_at
 from kvcanary.ranks.agreement import RanksDisagreeError
 from kvcanary.ranks.findings import violation_of
 
@@ -59,6 +61,7 @@ class HostHandle(ABC):
         self._seen = 0
         self._uncollected = deque[int](maxlen=RING - 1)
         self.sampled: SampledByRanks | None = None  # where several workers sample the same
+        self._published: Published | None = None  # names of blocks, where others find them
         self._why_ended = ""  # why this process ends with its next step
 
     def report(self) -> dict[str, Any]:
@@ -80,6 +83,9 @@ class HostHandle(ABC):
             metrics.watching(self.host, self.role, self.rank, False)
         if self.sampled is not None:
             self.sampled.leave()
+        if self._published is not None:
+            self._published.close()
+            self._published = None
         self.replaced.undo()
 
     # what engines differ in
@@ -98,6 +104,16 @@ class HostHandle(ABC):
         """Call the method of this class whose name is that with one `_` before it, the replaced one as its first."""
         for name in names:
             self.replaced.replace(owner, name, getattr(self, f"_{name.lstrip('_')}"))
+
+    def _published_names(self) -> Published | None:
+        """Names that other processes find; None where settings want none."""
+        if self._published is None and self.config.names != MEMORY:
+            self._published = Published(functools.partial(store_at, self.config.names), self._who())
+        return self._published
+
+    def _who(self) -> str:
+        """This process, as others are told of it."""
+        return f"{self.host} {socket.gethostname()}:{os.getpid()} rank {self.rank}"
 
     def _adopt(self, canary: PagedCanary) -> PagedCanary:
         """Let a canary tell of its findings as processes of one engine do."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvcanary.adapters.observed.state import Group, Layers, Load
+from kvcanary.adapters.observed.state import Group, Layers, Load, LoadedBlock
+from kvcanary.names.sums import undone, weights_of
 from kvcanary.pools.slot_maps import Ints
 from kvcanary.provenance.arrival import (
     KINDS,
@@ -23,13 +24,15 @@ from kvcanary.provenance.arrival import (
     Sent,
     Trip,
 )
-from kvcanary.provenance.changed_word import ChangedWord, describe_change, part_of_word
+from kvcanary.provenance.changed_word import ChangedWord, WordChange, describe_change, part_of_word
 from kvcanary.provenance.summed_layouts import exchanged_axes, layout_of_sums, word_of_sums
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.arrivals import BEFORE, ZERO
-from kvcanary_kernels.record.layout import CHAIN, read_record
+from kvcanary_kernels.record.layout import CHAIN, MASK_64, read_record, signed
 
 SAMPLE = 8  # wrong entries at which a layout must hold
+EXCHANGED_AXES = "heads and slots of a block are exchanged: HND was read as NHD, or NHD as HND"
+MOST_BLOCKS = 4  # wrong blocks of which words and orders are tried
 MOST_LOOKED = 64  # wrong entries whose bytes are looked for one by one
 
 
@@ -40,13 +43,14 @@ def arrival_of(pool: PoolState, group: Group, layers: Layers, load: Load, writer
     judged.by_name()
     judged.one_word()
     judged.layout()
+    judged.blocks()
     return judged.arrival()
 
 
-def first_wrong(load: Load, group: Group) -> tuple[int, int]:
+def first_wrong(own: PoolArrival, load: Load, group: Group) -> tuple[int, int]:
     """Of the first wrong entry, its number among the slots of the trip, and among the entries of the load."""
-    entry = int(load.wrong.nonzero()[0, 0])
-    return int(load.positions[entry]) - _first(load, group), entry
+    place = min(own.origins)
+    return place, int((load.positions == place + _first(load, group)).nonzero()[0, 0])
 
 
 def _first(load: Load, group: Group) -> int:
@@ -63,9 +67,15 @@ class _Judged:
         self._origins: dict[int, Origin] = {}
         self._words: dict[tuple[int, int], ChangedWord] = {}
         self._wrong_layers: set[int] = set()
+        self._in_blocks = {entry for block in load.blocks for entry in block.entries}
 
     def _left(self) -> list[int]:
-        return [entry for entry in self._wrong if entry not in self._origins]
+        """Entries with a name of their own that nothing explains yet."""
+        return [entry for entry in self._wrong if entry not in self._origins and entry not in self._in_blocks]
+
+    def _blocks_left(self) -> list[LoadedBlock]:
+        """Blocks of whose entries nothing explains any."""
+        return [block for block in self._load.blocks if not any(entry in self._origins for entry in block.entries)]
 
     def nothing_arrived(self) -> None:
         """Zeros, or what was recorded there before: short where the load ends with them, else stale."""
@@ -106,12 +116,9 @@ class _Judged:
 
     def one_word(self) -> None:
         for entry in self._left()[:SAMPLE]:
-            slot = int(self._load.slots[entry])
-            change = word_of_sums(self._pool, slot, int(self._load.wanted[entry]))
+            change = word_of_sums(self._pool, int(self._load.slots[entry]), int(self._load.wanted[entry]))
             if change is not None:
-                self._origins[entry] = Origin(ONE_WORD, detail=part_of_word(self._pool, change.number)[0].name)
-                self._words[self._pool.pool_id, slot] = describe_change(self._pool, slot, change)
-                self._wrong_layers.add(change.layer)
+                self._tell_word(entry, change)
 
     def layout(self) -> None:
         """One answer for all that are left, tried at the first of them."""
@@ -125,19 +132,71 @@ class _Judged:
             own = (self._load.positions // self._group.block_size == block).nonzero()[:, 0].tolist()
             whole = len(own) == self._group.block_size and len(own) > 1
             if whole and exchanged_axes(self._pool, self._load.slots[own], self._wanted(own)):
-                text = "heads and slots of a block are exchanged: HND was read as NHD, or NHD as HND"
+                text = EXCHANGED_AXES
         if text is not None:
             self._origins |= dict.fromkeys(left, Origin(OTHER_LAYOUT, detail=text))
+
+    def blocks(self) -> None:
+        """The same questions of blocks, of which only the sum of all their entries is known."""
+        for block in self._blocks_left()[:MOST_LOOKED]:
+            chain = self._load.names.block_chain_of(block.found)
+            if chain is not None:
+                here = f"position {int(self._load.positions[block.entries[0]])}"
+                whose = f"the block at {here} was loaded with the bytes of {self._which_block(chain)}"
+                self._origins |= dict.fromkeys(block.entries, Origin(MISROUTED, detail=whose))
+        for block in self._blocks_left()[:MOST_BLOCKS]:
+            self._word_of(block)
+        left = self._blocks_left()
+        text = next(filter(None, map(self._order_of, left[:MOST_BLOCKS])), None)
+        if text is not None:
+            entries = [entry for block in left for entry in block.entries]
+            self._origins |= dict.fromkeys(entries, Origin(OTHER_LAYOUT, detail=text))
+
+    def _order_of(self, block: LoadedBlock) -> str | None:
+        """What order explains a block that was loaded whole."""
+        size, slots = self._group.block_size, self._load.slots[block.entries]
+        for wanted in block.ways if len(slots) == size else ():
+            sums, weights = np.array([wanted], np.int64), weights_of(size).numpy()
+            if (text := layout_of_sums(self._pool, slots, sums, weights)) is not None:
+                return text
+            if size > 1 and exchanged_axes(self._pool, slots, sums, weights):
+                return EXCHANGED_AXES
+        return None
+
+    def _which_block(self, chain: int) -> str:
+        own = (self._load.chains == chain).nonzero()
+        if not len(own):
+            return "another prefix"
+        return f"the block at position {int(self._load.positions[own[0, 0]]) + 1 - self._group.block_size} of its own"
+
+    def _word_of(self, block: LoadedBlock) -> None:
+        """The one word of one entry whose change explains the sum of a block."""
+        sums, fits = self._found.sum(0), []
+        for wanted in block.ways:
+            for entry in block.entries:
+                place = int(self._load.positions[entry]) % self._group.block_size
+                own = signed(int(sums[entry]) + undone(wanted - block.found, place) & MASK_64)
+                change = word_of_sums(self._pool, int(self._load.slots[entry]), own)
+                fits += [] if change is None else [(entry, change)]
+        if len(fits) == 1:
+            [(entry, change)] = fits
+            self._tell_word(entry, change)
+
+    def _tell_word(self, entry: int, change: WordChange) -> None:
+        slot = int(self._load.slots[entry])
+        self._origins[entry] = Origin(ONE_WORD, detail=part_of_word(self._pool, change.number)[0].name)
+        self._words[self._pool.pool_id, slot] = describe_change(self._pool, slot, change)
+        self._wrong_layers.add(change.layer)
 
     def _wanted(self, entries: list[int]) -> Ints:
         return self._load.wanted[entries].cpu().numpy()
 
     def arrival(self) -> Arrival:
-        for entry in self._left():
+        for entry in (*self._left(), *(entry for block in self._blocks_left() for entry in block.entries)):
             self._origins[entry] = Origin(UNKNOWN)
         first, size = _first(self._load, self._group), self._group.block_size
         positions = self._load.positions.cpu().numpy()
-        origins = {int(positions[entry]) - first: self._origins[entry] for entry in self._wrong}
+        origins = {int(positions[entry]) - first: self._origins[entry] for entry in self._origins}
         compared = (positions - first)[self._load.is_known.cpu().numpy()]
         every = tuple(range(self._pool.view.num_layers))
         is_named = all(origin.kind in (SHORT, STALE, ONE_WORD) for origin in origins.values())

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load, RowOf
+from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load, LoadedBlock, RowOf
 from kvcanary.dumps.watched_events import COPIED, LOADED, ZEROED
+from kvcanary.names.sums import weights_of
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
 from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
@@ -110,16 +111,19 @@ def loaded(
     lines: by group, block tables by number
     names: by group, of contents; bytes that are not those of their name are T1
     """
-    (number, request), compared, memory = row, 0, canary.memory
+    (number, request), compared, memory, every_chain = row, 0, canary.memory, chains
     tokens, chains = memory.upload(tokens), memory.upload(chains)
     step, site = memory.upload(torch.tensor([canary.step + 1, pack_site("load", 0)])).split(1)
     positions, none = torch.arange(len(chains), device=memory.device), torch.zeros_like(step)
     for group, line, known in zip(canary.groups, lines, names, strict=True):
         slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
         held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
-        is_new = (held[:, CHAIN] != chains) & (slots >= group.null_slots) & (slots < group.records.shape[0])
+        is_in_pool = (slots >= group.null_slots) & (slots < group.records.shape[0])
+        is_held = is_in_pool & (held[:, CHAIN] == chains)
+        is_new = is_in_pool & ~is_held
         if group.window:  # entries before it may be anybody's
             is_new &= positions > len(chains) - group.window
+        row_slots, is_there = slots, is_held | is_new
         slots, own, places, words = slots[is_new], chains[is_new], positions[is_new], tokens[is_new]
         if not len(slots):
             continue
@@ -133,9 +137,12 @@ def loaded(
             canary.launches.take_now(group, each, slots, own)
         memory.overwritten(group, slots)
         wanted, is_known = known.fingerprint_of(own)
+        wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
+        blocks = _judge_blocks(group, known, every_chain, (row_slots, is_there), places, is_known)
+        for block in blocks:
+            wrong[block.entries] = True
         canary.coverage.skip(NO_NAMES, int((~is_known).sum()))
         compared += int(is_known.sum())
-        wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
         memory.total += wrong.sum()
         count = len(layers.names)
         every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
@@ -145,9 +152,41 @@ def loaded(
         load = None
         if bool(wrong.any()):
             found = layers.fingerprints[0][:, slots]
-            load = Load(known, request, canary.step + 1, places, own, slots, is_known, wrong, wanted, before, found)
+            load = Load(
+                known, request, canary.step + 1, places, own, slots, is_known, wrong, wanted, before, found, blocks
+            )
         canary.events.append(Event("T1", what, layers, slots, wrong[:, None] * every, group, requests, load))
     return compared
+
+
+def _judge_blocks(
+    group: Group, known: ContentNames, chains: Tensor, row: tuple[Tensor, Tensor], places: Tensor, is_known: Tensor
+) -> list[LoadedBlock]:
+    """Blocks that are not what their names say, of those whose entries have no names of their own.
+
+    chains: [m] int64 on the host, of the row;  row: its slots [m], and which of them hold this prefix now
+    places: [n] int64 positions of what was loaded;  is_known: [n] bool, set where a block has a name
+    """
+    slots, is_there = row
+    size, count = group.block_size, len(slots) // group.block_size
+    if not count or known.store is None:
+        return []
+    whole = is_there[: count * size].view(count, size).all(1).tolist()
+    unnamed = places[~is_known].tolist()
+    by_block: dict[int, list[int]] = {}
+    for entry, position in enumerate(places.tolist()):
+        by_block.setdefault(position // size, []).append(entry)
+    asked = [block for block in sorted({place // size for place in unnamed}) if block < count and whole[block]]
+    ends = {int(chains[(block + 1) * size - 1]): block for block in asked}
+    told, wrong, weights = known.of_blocks(list(ends)), [], weights_of(size, slots.device)
+    for chain, ways in told.items():
+        block = ends[chain]
+        held = group.layers[0].fingerprints[0][:, slots[block * size : (block + 1) * size]]
+        found = int((held.sum(0) * weights).sum())
+        is_known[by_block[block]] = True
+        if found not in ways:
+            wrong.append(LoadedBlock(by_block[block], chain, found, ways))
+    return sorted(wrong)
 
 
 def _event(

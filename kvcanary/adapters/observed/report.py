@@ -224,15 +224,23 @@ def _of_load(canary: PagedCanary, event: Event, load: Load, step: int) -> Iterat
     group, layers, pool = event.group, event.layers, _pool(canary, event.group, event.layers)
     arrival = arrival_of(pool, group, layers, load, canary.writers)
     [own] = arrival.pools
-    place, entry = first_wrong(load, group)
+    place, entry = first_wrong(own, load, group)
     slot = int(load.slots[entry])
-    count = f"{int(load.wrong.sum())} of {int(load.is_known.sum())} entries that were compared differ"
+    count = f"{len(own.origins)} of {int(load.is_known.sum())} entries that were compared differ"
     yield Violation(
         event.code, pool, slot, int(load.positions[entry]), load.request, ("load", 0), step, own.layers,
         arrival=arrival, arrived_as=place, message=f"{event.what}, {count}",
         word=arrival.words.get((pool.pool_id, slot)),
-        notes=(_place(group, slot, [layers.names[n] for n in own.layers]),),
+        notes=(_place(group, slot, [layers.names[n] for n in own.layers]), *_stored_by(load)),
     )  # fmt: skip
+
+
+def _stored_by(load: Load) -> Iterator[str]:
+    """Who wrote the first wrong block, as the store of names has it."""
+    for block in load.blocks[:1]:
+        first = int(load.positions[block.entries[0]])
+        who = " and ".join(sorted(set(block.ways.values())))
+        yield f"the block at position {first} was written by {who}, as {load.names.store} says"
 
 
 def _of_bytes(

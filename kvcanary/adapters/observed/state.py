@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.owners import Owners
+from kvcanary.names import Named
 from kvcanary.pools.views import PoolView
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
@@ -87,9 +88,15 @@ class Step:
 
 
 class ContentNames(Protocol):
-    """What bytes were when this process wrote them, by the chain of their prefix; `connector`: what loads them."""
+    """What bytes were when they were written, by the chain of their prefix.
+
+    connector: what loads them;  store: where names of blocks are kept that other processes wrote, too
+    """
 
     connector: str
+
+    @property
+    def store(self) -> str | None: ...
 
     def fingerprint_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
         """By chain [n], fingerprint a summed over the first layers of a group [n] int64, and whether it is known."""
@@ -99,13 +106,35 @@ class ContentNames(Protocol):
         """The chain under which bytes of such a sum were written."""
         ...
 
+    def of_blocks(self, chains: Sequence[int]) -> dict[int, Named]:
+        """By the chain of its last token: sums that a block may have, and who wrote it so first."""
+        ...
+
+    def block_chain_of(self, fingerprint: int) -> int | None:
+        """The chain under which a block of such a sum was written."""
+        ...
+
+
+class LoadedBlock(NamedTuple):
+    """A block of a row that is not what any of its names says.
+
+    entries: their numbers in the load;  chain: of its last token;  found: sum of its fingerprints
+    ways: sums that it may have, and who wrote it so first
+    """
+
+    entries: list[int]
+    chain: int
+    found: int
+    ways: Named
+
 
 @dataclass(frozen=True, eq=False)
 class Load:
     """What a connector loaded into a row, where some of it is not what its name says; n entries, in the row's order.
 
     positions, chains, slots: [n] int64;  is_known: [n] bool, it has a name;  wrong: [n] bool
-    wanted: [n] int64, fingerprint a summed over the layers
+    wanted: [n] int64, fingerprint a summed over the layers; of entries in `blocks` it is not known
+    blocks: those that are wrong as a whole
     before, found: [layers, n] int64, fingerprint a of what was recorded there before, and of what was loaded
     """
 
@@ -120,6 +149,7 @@ class Load:
     wanted: Tensor
     before: Tensor
     found: Tensor
+    blocks: Sequence[LoadedBlock] = ()
 
 
 RowOf = Callable[[int, int], str | None]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.observed.state import Event
 from kvcanary.adapters.sglang.runner import WatchedRunner
-from kvcanary.adapters.vllm.connector import Loads
 from kvcanary_kernels.record.layout import signed
 
 NAME = "the host tier"
@@ -31,7 +31,7 @@ class HostTier:
 
     def __init__(self, own: WatchedRunner, controller: Any, on_stream: Callable[[], Any]) -> None:
         self._own, self._controller, self._on_stream = own, controller, on_stream
-        self._loads = Loads(own.canary, NAME, (), bool)
+        self._loads = Loads(own.canary, NAME)
         self._slots: list[Tensor] = []  # that are loaded into
         self._readers: list[tuple[int, str, int]] = []  # rows that may begin with them, by number, request and entries
         self._landing: Tensor | None = None  # those that the forward on its way reads

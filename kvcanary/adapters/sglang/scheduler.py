@@ -52,6 +52,7 @@ def attach(scheduler: Any, config: CanaryConfig | None = None) -> Handle | None:
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
     config = CanaryConfig.from_env() if config is None else config
+    config.expect_names_in_memory("SGLang, whose host tier lives in its own process")
     runner = scheduler.tp_worker.model_runner
     if report_without_turn(config, torch.device(runner.device), getattr(runner, "tp_rank", 0)) is not None:
         return None

@@ -85,6 +85,7 @@ class DenseCanary:
     def __init__(self, config: CanaryConfig, closed: Mapping[str, str] | None = None) -> None:
         """`closed`: by path of needs.py, what is gone of its names."""
         expect_watching(config, "one row of a running generate")
+        config.expect_names_in_memory("transformers")
         self.config, self.coverage, self.closed = config, Coverage(), dict(closed or {})
         self.guard = Guard("transformers", config.mode, self._stopped)
         self.guard.is_serving = True

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.handle import HostHandle
+from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Group
 from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE
-from kvcanary.adapters.vllm.connector import Loads
 from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
@@ -204,6 +204,13 @@ class Handle(HostHandle):
         blocks = map(self._table_block, range(len(canary.groups)))
         self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks])
         return canary
+
+    def _shard_of_model(self) -> str:
+        """Under which names of blocks are kept: the model, and which part of it this worker has."""
+        vllm_config = getattr(self.worker, "vllm_config", None)
+        model = self.config.model or getattr(getattr(vllm_config, "model_config", None), "model", "")
+        world_size = getattr(getattr(vllm_config, "parallel_config", None), "world_size", 1)
+        return f"{model}, rank {self.rank} of {world_size}"
 
     def _group_of_ranks(self) -> Any:
         """A new group of the workers that sample the same; None where there is one, or some have no turn.

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.connector import Loads, connector_name
 from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.errors import AdapterError
 
@@ -139,9 +139,9 @@ class HandleV2(Handle):
             if replaced_by(connector, "pre_forward") is None:
                 self._hook(connector, ("pre_forward",))
                 self._hook(inner, ("wait_for_layer_load",))
-            self._loads = Loads(
-                canary, connector_name(inner), self._stored_layers(), replaced_by(inner, "wait_for_layer_load")
-            )
+            waits = replaced_by(inner, "wait_for_layer_load")
+            own = self._published_names(), self._shard_of_model()
+            self._loads = Loads(canary, connector_name(inner), self._stored_layers(), waits, *own)
         return canary
 
     def _new_canary(self) -> PagedCanary:
@@ -179,3 +179,9 @@ class HandleV2(Handle):
 
     def _lines(self) -> Sequence[torch.Tensor]:
         return [table.gpu for table in self.runner.block_tables.block_tables]
+
+
+def connector_name(connector: Any) -> str:
+    """What vLLM calls a connector; of several, each."""
+    name, parts = type(connector).__name__, getattr(connector, "_connectors", None)
+    return name if not parts else f"{name} of {', '.join(type(part).__name__ for part in parts)}"
