@@ -11,11 +11,11 @@ from typing import Any
 from kvcanary.codes import CODES
 from kvcanary.environment import settings_from
 from kvcanary.errors import CanaryConfigError
-from kvcanary.names.opening import MEMORY, expect_place, place_of
 
 MODES = ("off", "log", "raise", "abort", "heal")
 CONTENTS = ("write", "rolling", "full")
 POISONS = ("finite", "nan", "off")
+MEMORY, NAMES_FILE, NAMES_URLS = "memory", "file:", ("redis://", "rediss://", "unix://")
 #: Steps within which the automatic budget re-reads every committed byte of the running rows.
 ROTATION_STEPS = 128
 #: Settings that are integers, what they may be, and that in words.
@@ -78,7 +78,9 @@ class CanaryConfig:
                 raise CanaryConfigError(f"{name} must be {meaning}, got {value!r}")
         if not isinstance(self.model, str) or len(self.model) > MOST_MODEL:
             raise CanaryConfigError(f"model must be a name of at most {MOST_MODEL} characters, got {self.model!r}")
-        expect_place(self.names)
+        is_file = str(self.names).startswith(NAMES_FILE) and self.names != NAMES_FILE
+        if self.names != MEMORY and not is_file and not str(self.names).startswith(NAMES_URLS):
+            raise CanaryConfigError(f"names must be memory, file:PATH or redis://HOST:PORT, got {self.names!r}")
         if self.names != MEMORY and self.seed is None:
             raise CanaryConfigError(
                 f"names in {place_of(self.names)} are found by processes with the same seed: set seed (KVCANARY_SEED) "
@@ -116,6 +118,12 @@ class CanaryConfig:
         CanaryConfigError for a wrong value, and for a variable of this prefix that nobody reads.
         """
         return cls(**{**settings_from(os.environ if environ is None else environ), **overrides})
+
+
+def place_of(names: str) -> str:
+    """The setting `names` as messages show it, without a password."""
+    scheme, _, rest = names.partition("://")
+    return f"{scheme}://{rest.split('@')[-1]}" if rest else names
 
 
 def share_of(count: int, stride: int) -> int:

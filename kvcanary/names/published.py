@@ -10,7 +10,7 @@ import structlog
 
 from kvcanary.names.store import Named, NameStore
 
-log = structlog.get_logger()
+_events = structlog.get_logger("kvcanary")
 MOST_WAITING = 16  # steps whose names are on their way
 #: Gives (chain, fingerprint) of blocks, when they have arrived on the host.
 Take = Callable[[], Sequence[tuple[int, int]]]
@@ -67,8 +67,8 @@ class Published:
             self._failed("get", error)
             return
         if others and space not in others:
-            log.warning(
-                "names.of_others", store=self.label, own=space, others=others[:4],
+            _events.warning(
+                "kvcanary.names_of_others", store=self.label, own=space, others=others[:4],
                 hint="only names of the same seed, model, layout and block size are compared",
             )  # fmt: skip
 
@@ -104,5 +104,7 @@ class Published:
 
     def _failed(self, what: str, error: Exception) -> None:
         if not self._fails:
-            log.warning("names.store_failed", store=self.label, what=what, error=f"{type(error).__name__}: {error}")
+            _events.warning(
+                "kvcanary.names_failed", store=self.label, what=what, error=f"{type(error).__name__}: {error}"
+            )
         self._fails = True

@@ -24,8 +24,12 @@ ALLOWED = {
     "kvcanary": {"torch", "triton", "numba", "numpy", "safetensors", "structlog"},
 }
 
-# The fixtures for other people's tests are the one place that knows pytest; what a driver says comes from one file.
-PLACES = {("kvcanary/pytest_plugin.py", "pytest"), ("kvcanary/hardware/nvml.py", "pynvml")}
+# What one file alone may use: pytest for other people's tests, what a driver says, and a Redis.
+PLACES = {
+    ("kvcanary/pytest_plugin.py", "pytest"),
+    ("kvcanary/hardware/nvml.py", "pynvml"),
+    ("kvcanary/names/redis_store.py", "redis"),
+}
 
 # Hosts that `kvcanary` can be attached to: only the one adapter file of each may import it.
 HOSTS = {"transformers", "vllm", "sglang"}

@@ -81,7 +81,7 @@ def test_constraints_pin_what_is_installed(root: Path, pyproject: dict[str, Any]
     for text in [*project["dependencies"], *installed]:
         requirement = Requirement(text)
         if requirement.name == "kvcanary":  # dev takes other extras, and mutation takes dev
-            assert requirement.extras in ({"browser", "docs", "serve"}, {"dev"})
+            assert requirement.extras in ({"browser", "docs", "redis", "serve"}, {"dev"})
             continue
         assert canonicalize_name(requirement.name) in pinned, f"constraints.txt has no {requirement.name}"
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
@@ -98,12 +98,13 @@ def test_constraints_pin_the_triton_that_torch_asks_for(root: Path) -> None:
 
 
 def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
-    """Extras are gpu, serve, ray, nixl, hf, docs, browser, mutation and dev, and plain installs need none of them."""
+    """Extras are those that the docs have, and plain installs need none of them."""
     assert set(pyproject["project"]["optional-dependencies"]) == {
         "gpu",
         "serve",
         "ray",
         "nixl",
+        "redis",
         "hf",
         "docs",
         "browser",

@@ -33,6 +33,7 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "dump_content": False,
         "show_tokens": False,
         "model": "",
+        "names": "memory",
         "share": 1.0,
         "disable": frozenset(),
     }
@@ -165,6 +166,7 @@ def test_from_env_reads_every_setting():
         "KVCANARY_DUMP_CONTENT": "1",
         "KVCANARY_SHOW_TOKENS": "True",
         "KVCANARY_MODEL": "m@7",
+        "KVCANARY_NAMES": "file:/tier/names",
         "KVCANARY_SHARE": "0.05",
     }
     expected = CanaryConfig(
@@ -180,6 +182,7 @@ def test_from_env_reads_every_setting():
         dump_content=True,
         show_tokens=True,
         model="m@7",
+        names="file:/tier/names",
         share=0.05,
     )
     assert CanaryConfig.from_env(environ) == expected

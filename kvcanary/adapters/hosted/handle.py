@@ -26,11 +26,11 @@ from kvcanary.adapters.hosted.sampled import SampledByRanks
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.report import pool_of, report_step
 from kvcanary.adapters.observed.state import RING, Forward
-from kvcanary.config import CanaryConfig
+from kvcanary.config import MEMORY, CanaryConfig
 from kvcanary.errors import KVCorruptionError
 from kvcanary.hardware.identity import hardware_of
 from kvcanary.hardware.turns import turn_of
-from kvcanary.names import MEMORY, Published, store_at
+from kvcanary.names import Published, store_at
 from kvcanary.ranks.agreement import RanksDisagreeError
 from kvcanary.ranks.findings import violation_of
 

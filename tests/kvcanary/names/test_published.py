@@ -52,7 +52,7 @@ def test_a_store_that_fails_ends_nothing_and_is_told_once() -> None:
         one.expect_space(SPACE)
     assert (one.put, one.lost, one.unanswered) == (0, 3, 1)
     assert [(own["event"], own["error"]) for own in events] == [
-        ("names.store_failed", "TimeoutError: no answer within 0.25 s")
+        ("kvcanary.names_failed", "TimeoutError: no answer within 0.25 s")
     ]
 
 
