@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvcanary.calls.violation import Violation
 from kvcanary.ledger.ledger import Ledger, Request
+from kvcanary.pools.launch_site import KIND_NUMBERS, SUBSTEP_KINDS
 from kvcanary.pools.slot_maps import slots_in
 from kvcanary.provenance.arrival import SHORT, Arrival, Origin, PoolArrival, Sent, Trip
 from kvcanary.records.fingerprints import fingerprints_of_slots
@@ -23,11 +24,14 @@ from kvcanary_kernels.record.layout import (
     LAYERS_HIGH,
     LAYERS_LOW,
     REQUEST_GENERATION,
+    STEP_SITE,
     TOKEN_POSITION,
     bitmap_columns,
 )
 
+STORED = [KIND_NUMBERS[kind] for kind in SUBSTEP_KINDS]
 AT_ONCE = 64  # slots whose rows are copied to look at them
+MOST_STORED = 256  # slots that are looked at to know which extras are never filled
 
 
 def adopt(
@@ -69,8 +73,9 @@ def did_not_arrive(
     """T1 of pages that a load without a seal has filled in part: K is there, say, and its scales, or a layer, are not.
 
     Zeros or the poison of freed pages were brought by nobody, where other parts or layers of the same entry hold
-    something: K or V of a layer, or an extra in every layer, since some layers may have no use for it. The first entry
-    of each page is looked at.
+    something: K or V of a layer, or an extra in every layer, since some layers may have no use for it. An extra that
+    what forwards stored leaves empty, too, is one that the engine never fills. The first entry of each page is looked
+    at.
 
     pages: what was loaded, and the position in the row at which each page begins
     """
@@ -80,6 +85,8 @@ def did_not_arrive(
     filled = _filled(pool, torch.from_numpy(slots[held]).to(pool.records.device)).cpu().numpy()
     num_own = 2 if pool.view.v else 1
     filled[num_own:] |= filled[num_own:].any(1, keepdims=True)
+    if not filled[num_own:].all():
+        filled[num_own:] |= _never_filled(pool)[num_own:, None, None]
     partly = np.flatnonzero(filled.any((0, 1)) & ~filled.all((0, 1)))
     if not len(partly):
         return []
@@ -112,6 +119,15 @@ def did_not_arrive(
         )
         for n in held[partly].tolist()
     ]
+
+
+def _never_filled(pool: PoolState) -> NDArray[np.bool_]:
+    """[parts] whether the last entries that forwards stored have nothing there; False where none was stored."""
+    kinds = pool.records[:, STEP_SITE] >> 32 & 0xFF
+    stored = torch.isin(kinds, torch.tensor(STORED, device=kinds.device)).nonzero()[-MOST_STORED:, 0]
+    filled = _filled(pool, stored).cpu().numpy()
+    filled = filled[:, :, filled.any((0, 1))]  # others were freed since
+    return ~filled.any((1, 2)) if filled.size else np.zeros(len(filled), bool)
 
 
 def _filled(pool: PoolState, slots: Tensor) -> Tensor:

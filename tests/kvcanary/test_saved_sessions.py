@@ -31,7 +31,8 @@ Session = dict[str, list[torch.Tensor]]
 class Engine:
     """A pool of int8 with a float32 scale a head; what a forward gives depends on every byte it reads."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, fills_v_scale: bool = True) -> None:
+        self.fills_v_scale = fills_v_scale
         self.k, self.v = ([torch.zeros(40, 2, 8, dtype=torch.int8) for _ in range(LAYERS)] for _ in range(2))
         self.ks, self.vs = ([torch.zeros(40, 2) for _ in range(LAYERS)] for _ in range(2))
         view = PoolView("t", self.k, self.v, PAGE, extras={"k_scale": self.ks, "v_scale": self.vs})
@@ -49,9 +50,10 @@ class Engine:
         for layer in range(LAYERS):
             x = torch.sin(torch.tensor(tokens).float() + layer)[:, None, None].expand(-1, 2, 8)
             scale = x.abs().amax(-1) / 127 + 0.001 * torch.tensor(tokens)[:, None]
+            v_scale = scale * (2 if self.fills_v_scale else 0)
             q = (x / scale[:, :, None]).round().to(torch.int8)
-            substep.store(layer, q, q.flip(-1), scale, scale * 2)
-            for tensor, value in zip(self.of_layer(layer), (q, q.flip(-1), scale, scale * 2), strict=True):
+            substep.store(layer, q, q.flip(-1), scale, v_scale)
+            for tensor, value in zip(self.of_layer(layer), (q, q.flip(-1), scale, v_scale), strict=True):
                 tensor[written] = value
         substep.close()
         manager.commit(name, len(row))
@@ -169,6 +171,29 @@ def test_without_a_seal_a_layer_that_did_not_arrive_is_found(start: Callable[[in
     finding = caught.value.findings[0]
     assert (finding.code, finding.layers) == ("T1", (1,))
     assert "K and V of 1 of 2 layers did not arrive" in finding.causes[0].text
+
+
+def test_an_extra_that_is_never_filled_is_no_finding() -> None:
+    """Nor does it hide one: what forwards fill must arrive."""
+    engine = Engine(5, fills_v_scale=False)
+    engine.manager.admit("other", TOKENS)
+    engine.manager.on_alloc("other", [1, 2])
+    engine.forward("other", 0, TOKENS, [1, 2], "prefill")
+    session = held(Engine(5, fills_v_scale=False))
+    go_on(engine, session, None)
+    engine.manager.release("two")
+    engine.manager.on_free("two", [4, 5, 6])
+    with pytest.raises(KVCorruptionError) as caught:
+        go_on(again(engine), {name: session[name] for name in ("k", "v")}, None)
+    [finding] = caught.value.findings
+    assert (finding.code, finding.found["missing"]) == ("T1", "k_scale")
+
+
+def again(engine: Engine) -> Engine:
+    """Its freed pages can be granted."""
+    for tensor in (*engine.ks, *engine.vs):
+        tensor[slots_of([4, 5])] = 0
+    return engine
 
 
 @pytest.mark.parametrize("start", [Engine, used])
