@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from flavoured_engine import FlavouredEngine
 from kvcanary import KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import PlanError
 from kvcanary.pools.spans import SPAN_IDS, embedding_spans, is_span_id, with_spans
 from kvcanary.replay.replayer import replay
 from kvcanary_kernels.record import layout
+from kvcanary_tools.bench.toy.flavoured import FlavouredEngine
 
 TEXT, PAD = list(range(30, 38)), [7] * 8
 PROMPT = [*TEXT, *PAD, 40, 41, 42]

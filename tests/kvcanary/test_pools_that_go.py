@@ -8,11 +8,11 @@ import weakref
 import pytest
 import torch
 
-from flavoured_engine import PAGE, FlavouredEngine
 from kvcanary import KVCorruptionError, PoolView
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.replay.replayer import replay
+from kvcanary_tools.bench.toy.flavoured import PAGE, FlavouredEngine
 
 PROMPT = list(range(30, 47))
 

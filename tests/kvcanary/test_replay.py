@@ -209,7 +209,7 @@ def test_a_cuda_graph_of_the_hooks(make_static, static_row):
             replay.replay([batch])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_allocated() == allocated
+        assert torch.cuda.memory_allocated() <= allocated  # less: what earlier tests left was collected
         readback = rig.read_back()
         assert (readback.violations, readback.gaps) == ([], [])
         codes = substep.work.codes.tolist()

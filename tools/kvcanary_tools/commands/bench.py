@@ -23,6 +23,7 @@ TABLES = {
     "heal": ("embedded.heal", "faults that mode heal makes good, tokens equal, and the time that takes"),
     "misses": ("toy.misses", "corruptions that are not found"),
     "false-alarms": ("toy.false_alarms", "findings in right traffic"),
+    "identity-false-alarms": ("toy.identity_false_alarms", "findings where weights and images change in right traffic"),
     "state-false-alarms": ("toy.state_false_alarms", "findings in right traffic of recurrent states"),
     "fleet": ("fleet", "whom `kvcanary fleet blame` names in simulated fleets of 500 GPUs"),
     "tier-files": ("tiers.injections", "faults in a tier of files, and clean loads of it"),

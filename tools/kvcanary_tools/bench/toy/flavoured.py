@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from itertools import count
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
 
 PAGE = 4
+Span = tuple[int, int, str]
 
 
 class FlavouredEngine:
@@ -24,8 +26,9 @@ class FlavouredEngine:
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
-        self.spans: dict[str, list] = {}
+        self.spans: dict[str, list[Span]] = {}
         self.adapters: dict[str, str] = {}
+        self.hits: dict[str, int] = {}
         settings = {"content": "full", "seed": 7, **config}
         self.canary = CanaryManager(CanaryConfig(**settings), [self.view()])
         self.canary.arm()
@@ -40,7 +43,9 @@ class FlavouredEngine:
         version = None if self.forgets == "weights" else self.version
         return tuple(self.tokens[name][:end]), tuple(images), version, self.adapters[name]
 
-    def start(self, name: str, prompt: list[int], spans=(), adapter: str = "", salt: str = "") -> None:
+    def start(
+        self, name: str, prompt: list[int], spans: Sequence[Span] = (), adapter: str = "", salt: str = ""
+    ) -> None:
         self.tokens[name], self.spans[name], self.adapters[name] = list(prompt), list(spans), adapter
         self.canary.admit(name, prompt, salt, adapter, spans)
         self.tables[name] = []
@@ -53,6 +58,7 @@ class FlavouredEngine:
             if page is None:
                 break
             self.tables[name].append(page)
+        self.hits[name] = len(self.tables[name])
         if self.tables[name]:
             self.canary.on_acquire(name, self.tables[name])
         self.lengths[name] = PAGE * len(self.tables[name])
@@ -131,9 +137,9 @@ class FlavouredEngine:
         held = {*self.cache.values(), *(page for own in self.tables.values() for page in own)}
         self.free += [page for page in pages if page not in held]
 
-    def update(self, keeps=(), clears: bool = True) -> None:
-        """New weights; the prefix cache is cleared, as it should be."""
-        self.version += 1
+    def update(self, keeps: Collection[str] | bool = (), clears: bool = True, version: int | None = None) -> None:
+        """Other weights; the prefix cache is cleared, as it should be, or keeps pages under their version."""
+        self.version = self.version + 1 if version is None else version
         if clears:
             held = {page for own in self.tables.values() for page in own}
             gone = {key: page for key, page in self.cache.items() if page not in held}
