@@ -34,8 +34,7 @@ def test_a_cache_that_forgets_one_of_them_ends_the_run(forgets):
     """The same traffic, and pages that are found under less than what they are."""
     traffic = Traffic("rolling", 1, forgets=forgets)
     with pytest.raises(KVCorruptionError) as caught:
-        for _ in range(100):
-            traffic.run()
+        go_on(traffic)
     assert caught.value.findings[0].code in ("R5", "R6")
 
 
@@ -45,9 +44,13 @@ def test_who_is_not_kept_must_compute_again(monkeypatch):
     monkeypatch.setattr(identity_false_alarms.FlavouredEngine, "prefill", _prefill_of_new_rows)
     traffic = Traffic("rolling", 1)
     with pytest.raises(KVCorruptionError) as caught:
-        for _ in range(100):
-            traffic.run()
+        go_on(traffic)
     assert caught.value.findings[0].code in ("R5", "R6")
+
+
+def go_on(traffic):
+    for _ in range(100):
+        traffic.run()
 
 
 _prefill = identity_false_alarms.FlavouredEngine.prefill
