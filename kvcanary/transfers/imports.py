@@ -127,10 +127,7 @@ def _never_filled(pool: PoolState) -> NDArray[np.bool_]:
     stored = torch.isin(kinds, torch.tensor(STORED, device=kinds.device)).nonzero()[-MOST_STORED:, 0]
     filled = _filled(pool, stored).cpu().numpy()
     filled = filled[:, :, filled.any((0, 1))]  # others were freed since
-    if not filled.size:
-        return np.zeros(len(filled), bool)
-    empty: NDArray[np.bool_] = ~filled.any((1, 2))
-    return empty
+    return np.asarray(~filled.any((1, 2)) if filled.size else np.zeros(len(filled)), bool)
 
 
 def _filled(pool: PoolState, slots: Tensor) -> Tensor:
