@@ -6,6 +6,8 @@ one that is cached, which it takes back, which are full and hashed. `follow` has
 
 Workers take the outputs in the order of `schedule()`, so a note is done on their streams before the forward that came
 with it and behind all before: a block that is given away while a step in flight still reads it is no fault.
+
+So do cache salts of requests, as digests: a block that was found under another salt is somebody else's.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import structlog
@@ -21,7 +24,7 @@ from kvcanary.adapters.compatibility import missing, resolved
 from kvcanary.adapters.vllm.compatibility import POOL, SCHEDULER, SCHEDULER_SIDE
 
 _events = structlog.get_logger("kvcanary")
-ATTRIBUTE = "kvcanary_blocks"
+ATTRIBUTE, SALTS = "kvcanary_blocks", "kvcanary_salts"
 #: Kinds of what is told, each with the blocks that it happened to.
 GRANTED, TOUCHED, FREED, HASHED, DISTRUSTED = range(5)
 
@@ -104,10 +107,20 @@ def _schedule(method: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if pool is not None and "kvcanary_notes" not in vars(pool):
         pool.kvcanary_notes = Notes()  # no pool notes anything before it is scheduled from
     output = method(scheduler, *args, **kwargs)
+    salts = _salts(scheduler, output)
+    if salts:
+        setattr(output, SALTS, salts)
     notes = getattr(pool, "kvcanary_notes", None)
     if notes is not None:
         setattr(output, ATTRIBUTE, notes.told())
     return output
+
+
+def _salts(scheduler: Any, output: Any) -> dict[str, str]:
+    """Digests of the cache salts of requests that begin: blocks are keyed by them, and no worker hears of them."""
+    requests = getattr(scheduler, "requests", {})
+    salts = {new.req_id: getattr(requests.get(new.req_id), "cache_salt", None) for new in output.scheduled_new_reqs}
+    return {name: blake2b(salt.encode(), digest_size=8).hexdigest() for name, salt in salts.items() if salt}
 
 
 def _note(pool: Any, kind: int, blocks: Callable[[], Iterable[Any]]) -> None:

@@ -191,7 +191,8 @@ SCHEDULER_SIDE = (
         optional=("pool",),
     ),
     Needed("vllm.v1.core.kv_cache_manager:KVCacheManager", attributes=("block_pool",)),
-    Needed(SCHEDULER, attributes=("kv_cache_manager",)),
+    Needed(SCHEDULER, attributes=("kv_cache_manager", "requests")),
+    Needed("vllm.v1.request:Request", attributes=("cache_salt",)),
     Needed(f"{SCHEDULER}.schedule", ("self",)),
 )
 #: Of workers that share a model, to compare what they sample; where these are gone, each is watched by itself.

@@ -160,6 +160,7 @@ class Handle(HostHandle):
     def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
         self._scheduled = scheduler_output
+        self.identities.told(scheduler_output)
         if self.is_armed and self.canary is not None:
             if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
                 self._ended(scheduler_output)

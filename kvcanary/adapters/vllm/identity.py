@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from kvcanary.adapters.vllm.block_pool import SALTS
 from kvcanary_kernels.record.layout import Identity
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt")
@@ -21,17 +22,25 @@ class Identities:
     def __init__(self) -> None:
         self._weights = 0  # changes so far
         self._versions: dict[tuple[str, int, str], str] = {}
+        self._salts: dict[str, str] = {}  # digests, by request
 
-    def of(self, request: Any) -> Identity:
-        """request: anything with a `lora_request`"""
+    def told(self, output: Any) -> None:
+        """What the scheduler says of salts with a step."""
+        for name in output.finished_req_ids:
+            self._salts.pop(name, None)
+        self._salts |= getattr(output, SALTS, {})
+
+    def of(self, request: Any, name: str) -> Identity:
+        """request: anything with a `lora_request`; name: its id"""
         weights, lora = str(self._weights) if self._weights else "", request.lora_request
+        salt = self._salts.get(name, "")
         if lora is None:
-            return Identity(weights=weights)
-        name, number, path = (getattr(lora, own, "") for own in ("lora_name", "lora_int_id", "lora_path"))
-        key = str(name or lora), int(number or 0), str(path)
+            return Identity(salt, weights=weights)
+        lora_name, number, path = (getattr(lora, own, "") for own in ("lora_name", "lora_int_id", "lora_path"))
+        key = str(lora_name or lora), int(number or 0), str(path)
         if key not in self._versions:
             self._versions[key] = version_of(key[2])
-        return Identity("", key[0], self._versions[key], weights)
+        return Identity(salt, key[0], self._versions[key], weights)
 
     def changed(self) -> None:
         """Other weights were loaded."""

@@ -79,7 +79,7 @@ class HandleV1(Handle):
         for name, tokens, length in new:
             if name not in self._numbers:
                 self._numbers[name] = self._free.pop()
-            salt = self.identities.of(self.runner.requests[name])
+            salt = self.identities.of(self.runner.requests[name], name)
             admitted.append((self._numbers[name], name, tokens, length, salt))
         self._admit(canary, admitted)
 

@@ -45,7 +45,7 @@ class HandleV2(Handle):
         for request in requests:
             tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
             number, length = numbers[request.req_id], request.num_computed_tokens
-            new.append((number, request.req_id, tokens, length, self.identities.of(request)))
+            new.append((number, request.req_id, tokens, length, self.identities.of(request, request.req_id)))
         if self.canary is not None:
             self._admit(self.canary, new)
         if self._loads is not None:

@@ -24,6 +24,11 @@ class Request:
     is_known: bool = False
     hashed: int = 0  # blocks that others can find
     lora: Any = None
+    keyed_by: str = ""  # what a block's key has beside its tokens
+
+    def key(self, end: int) -> tuple[Any, ...]:
+        """Of the block that ends there."""
+        return (*filter(None, [self.keyed_by]), *self.tokens[:end])
 
 
 class Users:
@@ -52,6 +57,7 @@ class Served:
     zeroes: bool = False
     is_heard: bool = True  # the scheduler is vLLM's; False: one that nobody follows
     is_pickled: bool = False  # the worker is in another process
+    forgets_salts: bool = False  # blocks are found by tokens alone
     frees_windows: bool = False  # blocks that no window reaches any more are given back
 
     def __post_init__(self) -> None:
@@ -104,8 +110,14 @@ class Served:
     def blocks_of(self, request: Request) -> list[Any]:
         return [self.pool.blocks[block] for block in request.blocks]
 
-    def ask(self, name: str, tokens: list[int], length: int, drafts: int = 0, lora: Any = None) -> None:
-        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts, lora=lora))
+    def ask(
+        self, name: str, tokens: list[int], length: int, drafts: int = 0, lora: Any = None, salt: str | None = None
+    ) -> None:
+        from vllm.v1.request import Request as Scheduled
+
+        keyed_by = "" if self.forgets_salts else salt or ""
+        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts, lora=lora, keyed_by=keyed_by))
+        self.scheduler.requests[name] = Scheduled(name, salt)
         self.outputs[name] = []
 
     def release(self, request: Request) -> None:
@@ -122,7 +134,7 @@ class Served:
     def find_prefix(self, request: Request) -> None:
         """Blocks that somebody has computed, or computes in this very step."""
         for number in range((len(request.tokens) - 1) // BLOCK):
-            block = self.cached.get(tuple(request.tokens[: (number + 1) * BLOCK]))
+            block = self.cached.get(request.key((number + 1) * BLOCK))
             if block is None:
                 return
             self.pool.touch([self.pool.blocks[block]])

@@ -76,7 +76,40 @@ def test_an_adapter_that_is_loaded_again(serve, tmp_path, change: str, is_found:
 def test_no_name_equals_a_version(tmp_path) -> None:
     """Fields are told apart; an adapter that is no folder here is named by its path."""
     own = Identities()
-    one = own.of(SimpleNamespace(lora_request=adapter(tmp_path / "a", name="x")))
+    one = own.of(SimpleNamespace(lora_request=adapter(tmp_path / "a", name="x")), "r")
     own.changed()
-    assert own.of(SimpleNamespace(lora_request=None)).weights == "1" != one.weights
+    assert own.of(SimpleNamespace(lora_request=None), "r").weights == "1" != one.weights
     assert (version_of("hub/name"), version_of("")) == ("hub/name", "")
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("is_pickled", [False, True])
+@pytest.mark.parametrize("forgets_salts", [False, True])
+def test_blocks_of_another_salt(serve, runner: str, is_pickled: bool, forgets_salts: bool) -> None:
+    """A cache that finds blocks by tokens alone gives one tenant's to another: R5 before a token leaves. Where keys
+    have the salt nothing is found, in hits by the same tenant neither; and the salt itself is in no finding.
+    """
+    served = serve(settings={"runner": runner}, is_pickled=is_pickled, forgets_salts=forgets_salts)
+    found = []
+    for name, salt in (("one", "secret of a"), ("same", "secret of a"), ("none", None), ("other", "secret of b")):
+        served.ask(name, PROMPT, 5, salt=salt)
+        try:
+            served.run()
+        except KVCorruptionError as error:
+            found += error.findings
+            break
+    assert not any("secret" in str(own) for own in found)
+    assert served.violations >= 3  # blocks that were found
+    assert [(own.code, own.reader, own.position) for own in found[:1]] == ([("R5", "none", 0)] if forgets_salts else [])
+
+
+def test_a_salt_lives_as_long_as_its_request(serve) -> None:
+    """Through preemption; then it is forgotten."""
+    served = serve(num_blocks=9)
+    for number in range(4):
+        served.ask(f"r{number}", [(number + 5 * n) % 97 for n in range(14)], 12, salt=f"tenant {number}")
+    served.run()
+    assert served.preemptions > 0
+    served.ask("last", PROMPT, 3)
+    served.run()
+    assert served.wrapper.worker.kvcanary.identities._salts == {}

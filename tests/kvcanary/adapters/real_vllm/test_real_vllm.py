@@ -51,6 +51,13 @@ def test_a_sound_engine_is_silent(record) -> None:
     assert (none["struck"], none["found"], none["fired"]) == (None, [], {})
 
 
+def test_a_block_of_another_tenant_is_found(record) -> None:
+    """Keys that leave the salt out: R5 at the first position. Where they have it, hits are silent."""
+    keyed, forgotten = record["salts"]["keyed"], record["salts"]["forgotten"]
+    assert (keyed["found"], keyed["prefix_hits"]) == ([], 2)
+    assert (forgotten["found"][0], forgotten["prefix_hits"]) == ({"code": "R5", "position": 0}, 3)
+
+
 def test_a_flipped_bit_names_request_block_and_layer(record) -> None:
     """One bit of the pool, whose pages lie in an order of the backend's own: R9, the word and its bit."""
     fault = record["faults"]["flip"]

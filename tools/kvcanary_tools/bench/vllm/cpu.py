@@ -239,7 +239,7 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
         "equal_tokens": watched == bare,
         **counts,
     }
-    faults = CpuFaults(bench)
+    tenants, faults = salts(bench), CpuFaults(bench)
     tried = {}
     for name in HARMS:
         faults.block = None
@@ -247,7 +247,36 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
         tried[name]["block"] = faults.block
         faults.repair()
     tried["none"] = faults.attempt(lambda: faults.fault(lambda output, step: False))
-    return {"clean": clean, "faults": tried, "raise": raised(bench, faults)}
+    return {"clean": clean, "salts": tenants, "faults": tried, "raise": raised(bench, faults)}
+
+
+def salts(bench: CpuBench) -> dict[str, Any]:
+    """Two tenants with one prompt, each asking twice: what is found where blocks are keyed by salts, and where not."""
+    from vllm.v1.core import kv_cache_utils
+
+    prompt, right = bench.prompts(1, seed=7)[0], kv_cache_utils.generate_block_hash_extra_keys
+    params = bench.sampling(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+
+    def forgets(request: Any, *args: Any, **kwargs: Any) -> Any:
+        salt, request.cache_salt = request.cache_salt, None
+        try:
+            return right(request, *args, **kwargs)
+        finally:
+            request.cache_salt = salt
+
+    found_by: dict[str, Any] = {}
+    for name, keys in ("keyed", right), ("forgotten", forgets):
+        with bench.watched(mode="log", content="full") as handle, told(bench) as counts:
+            kv_cache_utils.generate_block_hash_extra_keys = keys
+            try:
+                for tenant in ("a", "a", "b", "b"):
+                    asked = [{"prompt_token_ids": prompt, "cache_salt": tenant}]
+                    bench.llm.generate(asked, params, use_tqdm=False)
+            finally:
+                kv_cache_utils.generate_block_hash_extra_keys = right
+            found = [{own: entry[own] for own in ("code", "position")} for entry in handle.report()["findings"]]
+            found_by[name] = {"found": found, "prefix_hits": counts["prefix_hits"]}
+    return found_by
 
 
 def raised(bench: CpuBench, faults: CpuFaults) -> dict[str, Any]:

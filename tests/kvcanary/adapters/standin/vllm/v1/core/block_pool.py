@@ -40,7 +40,7 @@ class BlockPool:
         kv_cache_group_id: int = 0,
     ) -> None:  # fmt: skip
         for number in range(num_cached_blocks, num_full_blocks):
-            own, block = tuple(request.tokens[: (number + 1) * block_size]), blocks[number]
+            own, block = request.key((number + 1) * block_size), blocks[number]
             if not block.is_null and block.block_hash is None:
                 block._block_hash = own
                 self.cached.setdefault(own, block.block_id)

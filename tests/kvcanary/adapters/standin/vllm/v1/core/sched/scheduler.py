@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 class Scheduler:
     def __init__(self, num_blocks: int, plan: Callable[[], Any]) -> None:
         self.kv_cache_manager = KVCacheManager(num_blocks)
-        self.plan = plan
+        self.plan, self.requests = plan, dict[str, Any]()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         return self.plan()
