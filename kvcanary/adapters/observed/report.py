@@ -212,7 +212,8 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
         slot, message = int(event.slots[entry]), f"{event.what}, {len(wrong)} of {len(event.slots)} slots differ"
         request = event.requests.get(slot // event.group.block_size)
         rows = [event.row_of(n, int(event.slots[n])) for n in wrong] if event.row_of is not None else [request]
-        place = {"position": None, "request_id": rows[0], "site": (event.site, 0), "step": step, "message": message}
+        position = entry if event.is_by_position else None
+        place = {"position": position, "request_id": rows[0], "site": (event.site, 0), "step": step, "message": message}
         violation = _of_bytes(canary, event.code, event.group, event.layers, slot, seen, place, event.by_record)
         violation.others = tuple(dict.fromkeys(name for name in rows if name not in (None, rows[0])))
         violation.along = None if event.row_of is None else (~event.group.number, step)

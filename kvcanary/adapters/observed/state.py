@@ -166,6 +166,7 @@ class Event:
     site:     what was done when they were read
     row_of:   whose an entry is, by its number among the slots and by its slot, where that is known; what is wrong
               again for the same request is no further incident then
+    is_by_position: the slots are those of a row from its first position on
     """
 
     code: str
@@ -179,6 +180,7 @@ class Event:
     by_record: bool = True
     row_of: RowOf | None = None
     site: str = "move"
+    is_by_position: bool = False
 
 
 @dataclass(eq=False, slots=True)

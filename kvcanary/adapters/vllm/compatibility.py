@@ -66,8 +66,18 @@ EVERY_RUNNER = (
     Needed(
         f"{_OUTPUT}NewRequestData",
         ("req_id",),
-        ("prompt_token_ids", "block_ids", "prefill_token_ids", "prompt_embeds", "num_computed_tokens", "lora_request"),
+        (
+            "prompt_token_ids",
+            "block_ids",
+            "prefill_token_ids",
+            "prompt_embeds",
+            "num_computed_tokens",
+            "lora_request",
+            "mm_features",
+        ),
     ),
+    Needed("vllm.multimodal.inputs:MultiModalFeatureSpec", attributes=("identifier", "mm_position")),
+    Needed("vllm.multimodal.inputs:PlaceholderRange", attributes=("offset", "length")),
     Needed(f"{_CACHE}KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
     Needed(f"{_CACHE}KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     Needed(f"{_CACHE}AttentionSpec", (), ("block_size", "num_kv_heads", "head_size", "dtype")),
@@ -171,7 +181,7 @@ NEEDED_OF = {
         Needed("vllm.v1.worker.gpu_input_batch:InputBatch", attributes=("req_ids", "num_reqs", "block_table")),
         Needed(
             "vllm.v1.worker.gpu_input_batch:CachedRequestState",
-            attributes=("prompt_token_ids", "output_token_ids", "lora_request"),
+            attributes=("prompt_token_ids", "output_token_ids", "lora_request", "mm_features"),
         ),
     ),
 }

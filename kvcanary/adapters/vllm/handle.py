@@ -22,13 +22,13 @@ from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import Group
+from kvcanary.adapters.observed.state import Forward, Group
 from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE
+from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.config import CanaryConfig
-from kvcanary_kernels.record.layout import Identity
 
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
 #: Where weights and adapters are replaced, of those that a release has.
@@ -52,6 +52,7 @@ class Handle(HostHandle):
         self.worker, self.runner = worker, worker.model_runner
         self._loads: Loads | None = None
         self._ledger: BlockLedger | None = None
+        self._contents: Contents | None = None
         self.identities = Identities()
         self._scheduled: Any = None  # what the step that runs was told
         self._given: list[Any] = []  # blocks that it gives to requests
@@ -204,6 +205,7 @@ class Handle(HostHandle):
         self._compare_ranks(canary, self._group_of_ranks())
         blocks = map(self._table_block, range(len(canary.groups)))
         self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks])
+        self._contents = Contents(canary)
         return canary
 
     def _shard_of_model(self) -> str:
@@ -227,11 +229,22 @@ class Handle(HostHandle):
         ranks = import_module(PARALLEL).get_tp_group().ranks
         return dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
-    def _admit(self, canary: PagedCanary, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> None:
-        """Rows begin; as `PagedCanary.admit` takes them."""
+    def _admit(self, canary: PagedCanary, new: Sequence[New], features: Sequence[Any]) -> None:
+        """Rows begin; as `PagedCanary.admit` takes them, with vLLM's `mm_features` of each."""
         uids = canary.admit(new)
+        if self._contents is not None:
+            self._contents.came(uids, new, list(map(contents_of, features)))
         if self._ledger is not None:
             self._ledger.came(dict(zip([request for _, request, *_ in new], uids, strict=True)))
+
+    @abstractmethod
+    def _lines_of(self, request: str, number: int) -> Sequence[torch.Tensor]:
+        """Of a row, its lines of all block tables, as the forward that is next will read them."""
+
+    def _read(self, forward: Forward) -> None:
+        if self._contents is not None:
+            self._contents.judge(self._lines_of)
+        super()._read(forward)
 
     def _give(self, output: Any) -> None:
         """Rows are there: tell whose the blocks are that this step gives them."""

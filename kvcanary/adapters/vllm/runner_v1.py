@@ -81,7 +81,7 @@ class HandleV1(Handle):
                 self._numbers[name] = self._free.pop()
             salt = self.identities.of(self.runner.requests[name], name)
             admitted.append((self._numbers[name], name, tokens, length, salt))
-        self._admit(canary, admitted)
+        self._admit(canary, admitted, [self.runner.requests[name].mm_features for name, *_ in new])
 
     def _forward_of(self, output: Any) -> Forward:
         runner, batch = self.runner, self.runner.input_batch
@@ -129,6 +129,9 @@ class HandleV1(Handle):
 
     def _held(self) -> Collection[int]:
         return list(self._numbers.values())
+
+    def _lines_of(self, request: str, number: int) -> Sequence[torch.Tensor]:
+        return [table[self.runner.input_batch.req_id_to_index[request]] for table in self._tables()]
 
     def _table(self, group: int) -> Any:
         return self.runner.input_batch.block_table[group]

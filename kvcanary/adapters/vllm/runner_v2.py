@@ -47,7 +47,7 @@ class HandleV2(Handle):
             number, length = numbers[request.req_id], request.num_computed_tokens
             new.append((number, request.req_id, tokens, length, self.identities.of(request, request.req_id)))
         if self.canary is not None:
-            self._admit(self.canary, new)
+            self._admit(self.canary, new, [request.mm_features for request in requests])
         if self._loads is not None:
             self._loads.expect(new)
 
@@ -176,6 +176,9 @@ class HandleV2(Handle):
 
     def _held(self) -> Collection[int]:
         return list(self.runner.req_states.req_id_to_index.values())
+
+    def _lines_of(self, request: str, number: int) -> Sequence[torch.Tensor]:
+        return [table[number] for table in self._lines()]
 
     def _lines(self) -> Sequence[torch.Tensor]:
         return [table.gpu for table in self.runner.block_tables.block_tables]

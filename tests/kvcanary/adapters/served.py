@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,13 @@ class Request:
     hashed: int = 0  # blocks that others can find
     lora: Any = None
     keyed_by: str = ""  # what a block's key has beside its tokens
+    images: Sequence[tuple[int, int, str]] = ()
+    has_keys_of_images: bool = True
 
     def key(self, end: int) -> tuple[Any, ...]:
         """Of the block that ends there."""
-        return (*filter(None, [self.keyed_by]), *self.tokens[:end])
+        images = [image for image in self.images if image[0] < end and self.has_keys_of_images]
+        return (*filter(None, [self.keyed_by]), *images, *self.tokens[:end])
 
 
 class Users:
@@ -57,6 +61,7 @@ class Served:
     zeroes: bool = False
     is_heard: bool = True  # the scheduler is vLLM's; False: one that nobody follows
     is_pickled: bool = False  # the worker is in another process
+    forgets_images: bool = False  # and these
     forgets_salts: bool = False  # blocks are found by tokens alone
     frees_windows: bool = False  # blocks that no window reaches any more are given back
 
@@ -111,12 +116,20 @@ class Served:
         return [self.pool.blocks[block] for block in request.blocks]
 
     def ask(
-        self, name: str, tokens: list[int], length: int, drafts: int = 0, lora: Any = None, salt: str | None = None
+        self,
+        name: str,
+        tokens: list[int],
+        length: int,
+        drafts: int = 0,
+        lora: Any = None,
+        salt: str | None = None,
+        images: Sequence[tuple[int, int, str]] = (),
     ) -> None:
         from vllm.v1.request import Request as Scheduled
 
         keyed_by = "" if self.forgets_salts else salt or ""
-        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts, lora=lora, keyed_by=keyed_by))
+        own = {"lora": lora, "keyed_by": keyed_by, "images": images, "has_keys_of_images": not self.forgets_images}
+        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts, **own))
         self.scheduler.requests[name] = Scheduled(name, salt)
         self.outputs[name] = []
 
@@ -158,6 +171,8 @@ class Served:
 
     def plan(self) -> Any:
         """What the scheduler wants of the step that is next."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec as Feature
+        from vllm.multimodal.inputs import PlaceholderRange as Range
         from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
         self.fresh: list[int] = []
@@ -214,7 +229,7 @@ class Served:
                 data = NewRequestData(
                     request.name,
                     request.tokens,
-                    [],
+                    [Feature(key, Range(start, end - start)) for start, end, key in request.images],
                     None,
                     None,
                     (list(request.blocks),) * groups,

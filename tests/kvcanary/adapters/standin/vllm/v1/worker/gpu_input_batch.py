@@ -15,6 +15,7 @@ class CachedRequestState:
     block_ids: list[list[int]]
     output_token_ids: list[int] = field(default_factory=list)
     lora_request: Any = None
+    mm_features: list = field(default_factory=list)
 
 
 class InputBatch:

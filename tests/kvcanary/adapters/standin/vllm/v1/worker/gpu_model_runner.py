@@ -55,7 +55,10 @@ class GPUModelRunner:
         cached = scheduler_output.scheduled_cached_reqs
         for new in scheduler_output.scheduled_new_reqs:
             self.requests[new.req_id] = CachedRequestState(
-                list(new.prompt_token_ids), new.num_computed_tokens, [list(blocks) for blocks in new.block_ids]
+                list(new.prompt_token_ids),
+                new.num_computed_tokens,
+                [list(blocks) for blocks in new.block_ids],
+                mm_features=new.mm_features,
             )
         for name, count, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             state = self.requests[name]
