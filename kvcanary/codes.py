@@ -93,6 +93,7 @@ OBSERVED = {
     "kvcanary.adapters.transformers.attention_probe:misread_violation": "R4",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.go_on": "W5",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.written_by": "R6",
+    "kvcanary.adapters.vllm.contents:Contents._tell": "R6",
     "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
     "kvcanary.adapters.sglang.states:WatchedStates.taken": "R4 R6 R7 R8 R9 R12",
     "kvcanary.adapters.sglang.states:WatchedStates.copied": "T1",

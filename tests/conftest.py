@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -90,6 +91,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in (marker.args[0] for marker in item.iter_markers("package")):
             if find_spec(name) is None:
                 item.add_marker(pytest.mark.skip(reason=f"needs the package {name}, which is not installed"))
+
+
+LEFT_OUT = pytest.StashKey[int]()  # cases that were deselected
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        stash = items[0].config.stash
+        stash[LEFT_OUT] = stash.get(LEFT_OUT, 0) + len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist says how many it left out: all of them leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What no line above shows: xdist counts no cases that were not run."""
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(f"{count} cases left out (-m {config.option.markexpr!r}): make test-all runs them")
 
 
 @pytest.fixture(autouse=True)

@@ -202,7 +202,7 @@ SAID = [
     (
         rows.row_mixed_up,
         shown(),
-        Cause("identity", "the row is complete, but of other tokens: a row or prefix mix-up", "inferred"),
+        Cause("identity", "the row is complete, but of another prompt: a row or prefix mix-up", "inferred"),
     ),
     (
         rows.row_mixed_up,
@@ -216,7 +216,7 @@ SAID = [
         ),
         Cause(
             "identity",
-            "the row is complete, but of other tokens, last written by verify, step 7: a row or prefix mix-up",
+            "the row is complete, but of another prompt, last written by verify, step 7: a row or prefix mix-up",
             "inferred",
             (
                 "its tokens differ from position 1 on, of 2",
@@ -231,7 +231,7 @@ SAID = [
             Cause(family, text, "inferred", (f"its tokens differ from position {at} on, of 2",)),
         )
         for at, family, text in (
-            (0, "identity", "the row is complete, but of other tokens: a row or prefix mix-up"),
+            (0, "identity", "the row is complete, but of another prompt: a row or prefix mix-up"),
             (1, "order", "the last token fed is not the one that was accepted"),
         )
     ),

@@ -166,7 +166,7 @@ def row_mixed_up(facts: Evidence) -> Cause | None:
     elif differs is not None and differs == length - 1:
         return Cause("order", "the last token fed is not the one that was accepted", "inferred", tuple(evidence))
     by = "" if facts.write_site is None else f", last written by {facts.last_write}"
-    text = f"the row is complete, but of other tokens{by}: a row or prefix mix-up"
+    text = f"the row is complete, but of another prompt{by}: a row or prefix mix-up"
     return Cause("identity", text, "inferred", tuple(evidence))
 
 
