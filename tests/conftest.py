@@ -116,7 +116,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """What no line above shows: xdist counts no cases that were not run."""
     count = config.stash.get(LEFT_OUT, 0)
-    if count:
+    if count and not config.option.keyword:
         terminalreporter.write_line(f"{count} cases left out (-m {config.option.markexpr!r}): make test-all runs them")
 
 

@@ -180,3 +180,33 @@ def test_a_kind_of_cache_is_watched(kind: str, parts: list[Any], tmp_path) -> No
     where = found["code"], found["writer"], found["position"], found["layer"]
     assert where == ("N1", struck["request"], struck["position"], 1)
     assert nan["left"] == 0
+
+
+@pytest.mark.slow  # two engines, runner V2 interpreted
+def test_a_restart_between_store_and_load(tmp_path) -> None:
+    """vLLM's connector brings back from files what another process stored: right ones are silent, damaged ones T1."""
+    told = run("loads", tmp_path / "record.json")
+    expect_named(told)
+    assert told["equal_tokens"]
+
+
+@pytest.mark.parametrize("record", ["vllm_loads", "cpu_vllm_loads"])
+def test_the_record_of_a_restart(record: str) -> None:
+    """The same on a GPU and on a CPU, as it is committed."""
+    expect_named(json.loads((ROOT / "tools/kvcanary_tools/bench/results" / f"{record}.json").read_text()))
+
+
+def expect_named(told: dict[str, Any]) -> None:
+    """Every entry that came back was compared; each damage by its kind, with the connector, the store and who wrote."""
+    assert (told["report"]["loads_checked"], told["report"]["fired"]) == (416, {})
+    named = {name: own["found"][0] for name, own in told.items() if isinstance(own, dict) and own.get("found")}
+    assert {name: (first["code"], first["found"]["verdict"]) for name, first in named.items()} == {
+        "one_bit": ("T1", "one word"),
+        "zeros_at_the_end": ("T1", "short"),
+        "blocks_exchanged": ("T1", "misrouted"),
+        "other_prompt": ("T1", "misrouted"),
+        "layers_exchanged": ("T1", "other layout"),
+    }
+    for first in named.values():
+        assert first["found"]["came_back_by"] == "ExampleConnector"
+        assert re.search(r"was written by vllm \S+:\d+ rank 0, as file names.sqlite says", " ".join(first["evidence"]))

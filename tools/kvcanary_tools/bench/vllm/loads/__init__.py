@@ -1,0 +1,1 @@
+"""What a connector of a real vLLM brings back after a restart."""
