@@ -1,6 +1,6 @@
 """``python -m kvcanary_tools.bench.vllm.loads``."""
 
-from kvcanary_tools.bench.vllm.loads.restart import main
+from kvcanary_tools.bench.vllm.loads import restart
 
 if __name__ == "__main__":
-    main()
+    restart.main()
