@@ -107,12 +107,13 @@ def _schedule(method: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if pool is not None and "kvcanary_notes" not in vars(pool):
         pool.kvcanary_notes = Notes()  # no pool notes anything before it is scheduled from
     output = method(scheduler, *args, **kwargs)
-    salts = _salts(scheduler, output)
-    if salts:
-        setattr(output, SALTS, salts)
     notes = getattr(pool, "kvcanary_notes", None)
     if notes is not None:
-        setattr(output, ATTRIBUTE, notes.told())
+        try:
+            setattr(output, SALTS, _salts(scheduler, output))
+            setattr(output, ATTRIBUTE, notes.told())
+        except Exception as error:
+            _unheard(pool, error)
     return output
 
 
@@ -131,8 +132,12 @@ def _note(pool: Any, kind: int, blocks: Callable[[], Iterable[Any]]) -> None:
     try:
         notes.add(kind, blocks())
     except Exception as error:
-        pool.kvcanary_notes = None
-        _events.warning("kvcanary.block_pool_unheard", error=f"{type(error).__name__}: {error}")
+        _unheard(pool, error)
+
+
+def _unheard(pool: Any, error: Exception) -> None:
+    pool.kvcanary_notes = None
+    _events.warning("kvcanary.block_pool_unheard", error=f"{type(error).__name__}: {error}")
 
 
 def _get_new_blocks(method: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:

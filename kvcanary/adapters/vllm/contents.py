@@ -20,6 +20,7 @@ from kvcanary.adapters.observed.state import Event, Group
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, REQUEST_GENERATION, Identity
 from kvcanary_kernels.watch.walk import table_slots
 
+UNKNOWN = "entries of prefix hits whose writers' images nobody remembers"
 #: Where it begins and ends in the prompt, and the hash by which vLLM keys it.
 Content = tuple[int, int, str]
 New = tuple[int, str, Sequence[int] | None, int, Identity]
@@ -42,6 +43,7 @@ class Contents:
         self._canary = canary
         self._of: OrderedDict[int, frozenset[Content]] = OrderedDict()
         self._hits: list[Hit] = []
+        self._forgotten = 0  # up to this number nobody knows any more who had what
 
     def came(self, uids: Iterable[int], new: Sequence[New], contents: Sequence[frozenset[Content]]) -> None:
         """Rows begin; as `PagedCanary.admit` takes them, each with what stands in its prompt."""
@@ -49,7 +51,7 @@ class Contents:
             if own:
                 self._of[uid] = own
                 if len(self._of) > NAMED_WRITERS:
-                    self._of.popitem(last=False)
+                    self._forgotten, _ = self._of.popitem(last=False)
             if self._of and length and tokens is not None:
                 self._hits.append(Hit(request, number, tokens[:length], identity, own))
 
@@ -72,8 +74,10 @@ class Contents:
         wrong = torch.zeros(len(chains), dtype=torch.bool)
         told: dict[int, str] = {}
         for writer in writers.unique().tolist():
-            difference = hit.contents ^ self._of.get(writer, frozenset()) if writer else ()
-            if difference:
+            known = self._of.get(writer, frozenset()) if writer > self._forgotten else self._of.get(writer)
+            if known is None:
+                self._canary.coverage.skip(UNKNOWN, int((writers == writer).sum()) if writer else 0)
+            elif difference := hit.contents ^ known:
                 first = min(difference)[0]
                 own = (writers == writer) & (torch.arange(len(chains)) >= first)
                 wrong |= own

@@ -80,3 +80,16 @@ def test_of_every_group(serve) -> None:
     assert asked(served, "cat", image("cat")) is None
     found = asked(served, "dog", image("dog"))
     assert (found.code, found.position) == ("R6", len(TEXT))
+
+
+def test_who_had_what_is_forgotten_without_a_finding(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that outlives what is remembered of its writer is counted, and not judged."""
+    monkeypatch.setattr("kvcanary.adapters.vllm.contents.NAMED_WRITERS", 2)
+    served = serve(num_blocks=40)
+    assert asked(served, "first", image("cat")) is None
+    for number in range(3):
+        served.ask(f"other {number}", [(number + 7 * n) % 97 for n in range(20)], 3, images=image("bird", 4))
+    served.run()
+    assert asked(served, "same again", image("cat")) is None
+    unchecked = served.wrapper.kvcanary_report()["unchecked"]
+    assert unchecked == {"entries of prefix hits whose writers' images nobody remembers": 24}

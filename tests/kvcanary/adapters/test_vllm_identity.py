@@ -113,3 +113,17 @@ def test_a_salt_lives_as_long_as_its_request(serve) -> None:
     served.ask("last", PROMPT, 3)
     served.run()
     assert served.wrapper.worker.kvcanary.identities._salts == {}
+
+
+def test_a_scheduler_of_another_kind_ends_no_request(serve) -> None:
+    """Whose requests lie elsewhere: nothing is told any more, and everybody is served."""
+    served = serve()
+    served.scheduler.requests = None
+    served.waiting = []
+    served.ask = None
+    from .served import Request
+
+    served.outputs["r"] = []
+    served.waiting.append(Request("r", PROMPT, len(PROMPT) + 4))
+    assert len(served.run()["r"]) == 4
+    assert served.wrapper.kvcanary_report()["owners"] == "the worker's own ledger"
