@@ -138,7 +138,7 @@ def loaded(
         memory.overwritten(group, slots)
         wanted, is_known = known.fingerprint_of(own)
         wrong = is_known & (layers.fingerprints[0, :, slots].sum(0) != wanted)
-        blocks = _judge_blocks(group, known, every_chain, (row_slots, is_there), places, is_known)
+        blocks = _judge_blocks(group, known, every_chain, (row_slots, is_there), places, is_known, wrong)
         for block in blocks:
             wrong[block.entries] = True
         canary.coverage.skip(NO_NAMES, int((~is_known).sum()))
@@ -160,33 +160,45 @@ def loaded(
 
 
 def _judge_blocks(
-    group: Group, known: ContentNames, chains: Tensor, row: tuple[Tensor, Tensor], places: Tensor, is_known: Tensor
+    group: Group,
+    known: ContentNames,
+    chains: Tensor,
+    row: tuple[Tensor, Tensor],
+    places: Tensor,
+    is_known: Tensor,
+    wrong: Tensor,
 ) -> list[LoadedBlock]:
     """Blocks that are not what their names say, of those whose entries have no names of their own.
 
+    A block that is not what this worker once wrote may be what another did.
+
     chains: [m] int64 on the host, of the row;  row: its slots [m], and which of them hold this prefix now
     places: [n] int64 positions of what was loaded;  is_known: [n] bool, set where a block has a name
+    wrong: [n] bool, not what this worker wrote; cleared where a block is what its name says
     """
     slots, is_there = row
     size, count = group.block_size, len(slots) // group.block_size
     if not count or known.store is None:
         return []
     whole = is_there[: count * size].view(count, size).all(1).tolist()
-    unnamed = places[~is_known].tolist()
+    unnamed = set(places[~is_known].tolist())
+    in_doubt = unnamed | set(places[wrong].tolist())
     by_block: dict[int, list[int]] = {}
     for entry, position in enumerate(places.tolist()):
         by_block.setdefault(position // size, []).append(entry)
-    asked = [block for block in sorted({place // size for place in unnamed}) if block < count and whole[block]]
+    asked = [block for block in sorted({place // size for place in in_doubt}) if block < count and whole[block]]
     ends = {int(chains[(block + 1) * size - 1]): block for block in asked}
-    told, wrong, weights = known.of_blocks(list(ends)), [], weights_of(size, slots.device)
+    told, found_wrong, weights = known.of_blocks(list(ends)), [], weights_of(size, slots.device)
     for chain, ways in told.items():
-        block = ends[chain]
+        block, own = ends[chain], by_block[ends[chain]]
         held = group.layers[0].fingerprints[0][:, slots[block * size : (block + 1) * size]]
         found = int((held.sum(0) * weights).sum())
-        is_known[by_block[block]] = True
-        if found not in ways:
-            wrong.append(LoadedBlock(by_block[block], chain, found, ways))
-    return sorted(wrong)
+        is_known[own] = True
+        if found in ways:
+            wrong[own] = False
+        elif not bool(wrong[own].any()):  # else it is known which entries differ
+            found_wrong.append(LoadedBlock(own, chain, found, ways))
+    return found_wrong
 
 
 def _event(

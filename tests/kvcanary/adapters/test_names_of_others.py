@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvcanary import KVCorruptionError
 from kvcanary.adapters import vllm as plugin
@@ -22,7 +23,7 @@ def restart(serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Serve prefixes, keep their blocks, and let another process load them after `harm`; what it finds first."""
     monkeypatch.setenv("KVCANARY_NAMES", f"file:{tmp_path / 'names.sqlite'}")
 
-    def run(harm: Any, settings: dict[str, str] | None = None, **served_as: Any) -> Any:
+    def run(harm: Any, settings: dict[str, str] | None = None, computes: bool = False, **served_as: Any) -> Any:
         connector = StoreConnector()
         first = serve(settings={"connector": connector}, **served_as)
         first.ask("a", TOKENS, 4)
@@ -37,6 +38,13 @@ def restart(serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         plugin.register()
         second = serve(settings={"connector": connector}, **served_as)
         connector.served, connector.harm = second, harm
+        if computes:  # the same prefix, with other bytes: kernels need not compute alike each time
+            with monkeypatch.context() as patched:
+                sin = torch.sin
+                patched.setattr(torch, "sin", lambda values: sin(values) * (1 + 2**-20))
+                second.ask("own", TOKENS, 4)
+                second.run()
+            second.cached.clear()
         blocks, second.free = second.free[:2], second.free[2:]
         connector.job = blocks
         for number, block in enumerate(blocks):
@@ -95,6 +103,14 @@ def test_each_kind_is_named_after_a_restart(restart: Any, harm: Any, kind: str, 
     told = " ".join(found.evidence)
     assert "was written by vllm " in told
     assert "names.sqlite says" in told
+
+
+def test_a_prefix_that_two_processes_computed_differently(restart: Any) -> None:
+    """Both are right; what neither of them has written is T1, and named by the entries of this worker."""
+    report = restart(lambda kept, other: None, computes=True)
+    assert (report["loads_checked"], report["fired"]) == (2 * BLOCK, {})
+    found = restart(harms.one_bit, computes=True)
+    assert (found.code, found.reader) == ("T1", "b")
 
 
 def test_names_under_another_seed_are_not_compared(restart: Any) -> None:
