@@ -184,7 +184,7 @@ _ALL = (
         "a forward ran, tokens became final or a check was due, and no hook of the canary has run for them",
     ),
     Code("H2", "hook order", "the canary's hooks were called in an order in which they protect nothing"),
-    Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
+    Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens, or its images, differ"),
 )
 
 UNWRITTEN = "U1"  # stands for R9 where nobody has written: a finding's causes and a dump's damage are kept apart by it

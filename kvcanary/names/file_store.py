@@ -32,13 +32,17 @@ class FileNames:
 
     def put(self, space: str, by: str, names: Sequence[tuple[int, int]]) -> None:
         """As `NameStore` has it; one transaction."""
-        with self._open as held:
-            own, writer = self._number(space), self._number(by)
-            rows = [(own, chain, fingerprint, writer) for chain, fingerprint in names]
-            held.executemany(
-                "INSERT OR IGNORE INTO names (space, chain, fingerprint, writer) VALUES (?, ?, ?, ?)", rows
-            )
-            held.execute("DELETE FROM names WHERE id <= (SELECT MAX(id) FROM names) - ?", (self._most,))
+        try:
+            with self._open as held:
+                own, writer = self._number(space), self._number(by)
+                rows = [(own, chain, fingerprint, writer) for chain, fingerprint in names]
+                held.executemany(
+                    "INSERT OR IGNORE INTO names (space, chain, fingerprint, writer) VALUES (?, ?, ?, ?)", rows
+                )
+                held.execute("DELETE FROM names WHERE id <= (SELECT MAX(id) FROM names) - ?", (self._most,))
+        except Exception:
+            self._texts.clear()  # numbers that were given in a transaction that is undone are free again
+            raise
 
     def get(self, space: str, chains: Sequence[int]) -> dict[int, Named]:
         """As `NameStore` has it."""

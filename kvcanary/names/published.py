@@ -38,9 +38,19 @@ class Published:
         try:
             self._waiting.put_nowait((space, take))
         except queue.Full:
-            self.lost += 1
+            self.lose()
             return False
         return True
+
+    def lose(self) -> None:
+        """Names of a step have no room on their way."""
+        self.lost += 1
+        self._failed("put", TimeoutError("names of earlier steps are on their way still"))
+
+    @property
+    def told(self) -> dict[str, str | int]:
+        """For the certificate: names that were stored; steps or names that were lost; questions without an answer."""
+        return {"store": self.label, "put": self.put, "lost": self.lost, "unanswered": self.unanswered}
 
     def get(self, space: str, chains: Sequence[int]) -> dict[int, Named]:
         """Of each chain that is known; nothing where the store does not answer."""

@@ -201,6 +201,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             dump_content=options["kv_canary_dump_content"],
             share=options["kv_canary_share"],
         )
+        if names := os.environ.get(variable("names"), "").strip():
+            CanaryConfig(names=names, seed=0).expect_names_in_memory("this engine")
         config = EngineConfig(**settings, canary=canary)
     _expect_canary_for_its_options()
     if config.host_pages and config.new_token_ratio == 1 and not options.get("role"):

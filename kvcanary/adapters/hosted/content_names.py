@@ -121,7 +121,7 @@ class FullBlocks:
         """Send what is there on its way; nothing waits for it."""
         number = next((n for n, is_free in enumerate(self._is_free) if is_free), None)
         if number is None:
-            published.lost += 1
+            published.lose()
             return
         here, arrived = self._here[number], None
         here.copy_(self._full, non_blocking=True)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load, LoadedBlock, RowOf
+from kvcanary.adapters.observed.state import ContentNames, Event, Group, Layers, Load, LoadedBlock, RowOf, all_layers
 from kvcanary.dumps.watched_events import COPIED, LOADED, ZEROED
 from kvcanary.names.sums import weights_of
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
-from kvcanary_kernels.record.layout import CHAIN, SEAL, signed
+from kvcanary_kernels.record.layout import CHAIN, SEAL
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
@@ -144,8 +144,6 @@ def loaded(
         canary.coverage.skip(NO_NAMES, int((~is_known).sum()))
         compared += int(is_known.sum())
         memory.total += wrong.sum()
-        count = len(layers.names)
-        every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=memory.device)
         requests = dict.fromkeys((slots // group.block_size).tolist(), request)
         canary.recent.moved(LOADED, group, request, slots)
         what = f"an external load by {known.connector}"
@@ -155,7 +153,9 @@ def loaded(
             load = Load(
                 known, request, canary.step + 1, places, own, slots, is_known, wrong, wanted, before, found, blocks
             )
-        canary.events.append(Event("T1", what, layers, slots, wrong[:, None] * every, group, requests, load))
+        canary.events.append(
+            Event("T1", what, layers, slots, wrong[:, None] * all_layers(layers), group, requests, load)
+        )
     return compared
 
 

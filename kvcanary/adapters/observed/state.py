@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.owners import Owners
 from kvcanary.names import Named
 from kvcanary.pools.views import PoolView
-from kvcanary_kernels.record.layout import Keys
+from kvcanary_kernels.record.layout import Keys, signed
 from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
 
 RING = 8  # steps whose violations are kept: more than any engine's host is behind its device
@@ -49,6 +50,13 @@ class Layers:
     @property
     def entry_bytes(self) -> int:
         return self.rows.num_layers * self.rows.words_per_row * WORD_BYTES
+
+
+def all_layers(layers: Layers) -> Tensor:
+    """[2] int64: the bitmap in which every one of them differs."""
+    count = len(layers.names)
+    bits = [signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1]
+    return torch.tensor(bits, device=layers.fingerprints.device)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.canary import NAMED_WRITERS, PagedCanary
-from kvcanary.adapters.observed.state import Event, Group
+from kvcanary.adapters.observed.state import Event, Group, all_layers
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, REQUEST_GENERATION, Identity
 from kvcanary_kernels.watch.walk import table_slots
 
@@ -88,11 +88,10 @@ class Contents:
     def _tell(self, hit: Hit, group: Group, slots: Tensor, wrong: Tensor, what: str) -> None:
         layers = group.layers[0]
         self._canary.memory.total += wrong.sum()
-        mismatch = torch.stack([wrong.to(torch.int64), torch.zeros_like(slots)], 1)
+        mismatch = wrong[:, None] * all_layers(layers)
         row_of = functools.partial(_row_of, hit.request)
-        told = Event("R6", what, layers, slots, mismatch, group, {}, by_record=False, row_of=row_of, site="prefill")
-        told.is_by_position = True
-        self._canary.events.append(told)
+        how: dict[str, Any] = {"by_record": False, "row_of": row_of, "site": "prefill", "is_by_position": True}
+        self._canary.events.append(Event("R6", what, layers, slots, mismatch, group, {}, **how))
 
 
 def _row_of(request: str, entry: int, slot: int) -> str:

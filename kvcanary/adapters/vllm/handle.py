@@ -73,6 +73,8 @@ class Handle(HostHandle):
         owners = (self._ledger.fed_by if self._ledger is not None else None) or "not fed"
         transfer = getattr(getattr(self.worker, "vllm_config", None), "kv_transfer_config", None)
         own = {"connector": getattr(transfer, "kv_connector", None), "loads_checked": loads_checked, "owners": owners}
+        if self._published is not None:
+            own["names"] = self._published.told
         return {**super().report(), **own}
 
     # what the runners differ in

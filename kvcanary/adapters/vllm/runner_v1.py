@@ -79,8 +79,8 @@ class HandleV1(Handle):
         for name, tokens, length in new:
             if name not in self._numbers:
                 self._numbers[name] = self._free.pop()
-            salt = self.identities.of(self.runner.requests[name], name)
-            admitted.append((self._numbers[name], name, tokens, length, salt))
+            identity = self.identities.of(self.runner.requests[name], name)
+            admitted.append((self._numbers[name], name, tokens, length, identity))
         self._admit(canary, admitted, [self.runner.requests[name].mm_features for name, *_ in new])
 
     def _forward_of(self, output: Any) -> Forward:

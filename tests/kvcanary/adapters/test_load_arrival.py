@@ -49,8 +49,8 @@ def kernel_blocks(blocks: list[int]) -> list[int]:
     return [block * RATIO + part for block in blocks for part in range(RATIO)]
 
 
-def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False, **settings: Any) -> Any:
-    """What is found when two blocks of a prefix come back by a connector that does this harm; None: nothing."""
+def stored(serve: Any, **settings: Any) -> tuple[StoreConnector, Served]:
+    """A connector that has kept the first two blocks of two prompts, and who served them."""
     connector = StoreConnector()
     served = serve(settings={"connector": connector}, **settings)
     served.ask("a", TOKENS, 4)
@@ -59,6 +59,12 @@ def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False, **settin
     rows = {request.name: request.blocks for request in served.running}
     connector.kept, connector.other = (connector.save(served, rows[name][:2]) for name in ("a", "o"))
     served.run()
+    return connector, served
+
+
+def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False, **settings: Any) -> Any:
+    """What is found when two blocks of a prefix come back by a connector that does this harm; None: nothing."""
+    connector, served = stored(serve, **settings)
     served.cached.clear()
     blocks = served.free[:2]
     served.free = served.free[2:]

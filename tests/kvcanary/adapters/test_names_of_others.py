@@ -12,8 +12,8 @@ from kvcanary import KVCorruptionError
 from kvcanary.adapters import vllm as plugin
 
 from . import test_load_arrival as harms
-from .served import BLOCK, go_on
-from .test_load_arrival import OTHERS, TOKENS, StoreConnector
+from .served import BLOCK
+from .test_load_arrival import TOKENS
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -24,14 +24,7 @@ def restart(serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("KVCANARY_NAMES", f"file:{tmp_path / 'names.sqlite'}")
 
     def run(harm: Any, settings: dict[str, str] | None = None, computes: bool = False, **served_as: Any) -> Any:
-        connector = StoreConnector()
-        first = serve(settings={"connector": connector}, **served_as)
-        first.ask("a", TOKENS, 4)
-        first.ask("o", OTHERS, 4)
-        go_on(first, 4)
-        rows = {request.name: request.blocks for request in first.running}
-        connector.kept, connector.other = (connector.save(first, rows[name][:2]) for name in ("a", "o"))
-        first.run()
+        connector, first = harms.stored(serve, **served_as)
         first.wrapper.worker.kvcanary.detach()
         for name, value in (settings or {}).items():
             monkeypatch.setenv(name, value)
@@ -64,6 +57,7 @@ def test_right_blocks_of_another_process_are_compared(restart: Any) -> None:
     """The clean twin: every entry of both blocks."""
     report = restart(lambda kept, other: None)
     assert (report["loads_checked"], report["fired"]) == (2 * BLOCK, {})
+    assert (report["names"]["lost"], report["names"]["unanswered"]) == (0, 0)
 
 
 def test_of_every_group(restart: Any) -> None:

@@ -59,7 +59,9 @@ def test_a_store_that_fails_ends_nothing_and_is_told_once() -> None:
 def test_a_slow_store_makes_nobody_wait(opened: Callable[[], NameStore]) -> None:
     """What does not fit is lost, and counted."""
     one, may_go = Published(opened, "worker 1"), threading.Event()
-    given = [one.give(SPACE, lambda: [(3, 4)] * may_go.wait(10)) for _ in range(MOST_WAITING + 5)]
+    with capture_logs() as events:
+        given = [one.give(SPACE, lambda: [(3, 4)] * may_go.wait(10)) for _ in range(MOST_WAITING + 5)]
+    assert [own["event"] for own in events] == ["kvcanary.names_failed"]
     may_go.set()
     one.settle()
     assert given.count(False) == one.lost >= 4

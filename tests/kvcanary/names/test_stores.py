@@ -63,6 +63,17 @@ def test_a_file_survives_its_writer_and_stays_small(tmp_path: Path) -> None:
     assert sorted(FileNames(path).get(SPACE, range(300))) == list(range(200, 300))
 
 
+def test_a_transaction_that_is_undone_leaves_no_number_behind(tmp_path: Path) -> None:
+    """Else a space that another process adds next would have the names of this one."""
+    path = tmp_path / "names.sqlite"
+    one, two = FileNames(path), FileNames(path)
+    with pytest.raises(OverflowError):
+        one.put(SPACE, "one", [(1 << 70, 1)])  # no integer of SQLite's
+    two.put(OTHER, "two", [(5, 6)])
+    one.put(SPACE, "one", [(7, 8)])
+    assert (two.get(OTHER, [5, 7]), two.get(SPACE, [5, 7])) == ({5: {6: "two"}}, {7: {8: "one"}})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

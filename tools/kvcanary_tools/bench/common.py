@@ -119,10 +119,10 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def save(name: str, result: dict) -> None:
-    """Write ``results/NAME.json``."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def save(name: str, result: dict, path: Path | None = None) -> None:
+    """Write ``results/NAME.json``, or another file."""
+    path = RESULTS / f"{name}.json" if path is None else path
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"written: {path}", file=sys.stderr)
 

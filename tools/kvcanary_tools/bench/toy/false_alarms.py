@@ -9,7 +9,6 @@ target forward has read that slot under a grant of its page for the first time.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from dataclasses import dataclass
@@ -80,10 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = measure(options.checks, options.distinct, options.seed)
-    if options.json is None:
-        save("false_alarms", result)
-    else:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save("false_alarms", result, options.json)
     print(f"{'phase':32} {'slot checks':>12} {'distinct':>10} {'seconds':>8}  findings")
     for row in (*result["phases"], {"phase": "all", **result}):
         columns = f"{row['slots_checked']:12,} {row['distinct']:10,} {row['seconds']:8.1f}  {row['findings']}"

@@ -8,7 +8,6 @@ ones; adapters are loaded again with equal files. Mode ``raise``: the first find
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import Counter
@@ -112,10 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where to write; results/identity_false_alarms.json by default")
     options = parser.parse_args(arguments)
     result = measure(options.updates, options.seed)
-    if options.json is None:
-        save("identity_false_alarms", result)
-    else:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save("identity_false_alarms", result, options.json)
     print(f"{result['updates']:,} updates, {result['slots_checked']:,} entries, {result['findings']} findings")
 
 

@@ -7,7 +7,6 @@ corruptions of a live pool, through the manager. A corruption that changes no by
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -75,10 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = measure(options.corruptions, options.pool_corruptions, options.seed)
-    if options.json is None:
-        save("misses", result)
-    else:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save("misses", result, options.json)
     for title in ("words", "rows", "pool"):
         print(f"{title:32} {'tried':>10} {'found':>10} {'missed':>7}")
         for name, row in result[title].items():

@@ -9,7 +9,6 @@ a forward took, or that was copied, published or loaded, judged for identity and
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import Counter
@@ -261,10 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes, at most two")
     options = parser.parse_args(arguments)
     result = measure(options.checks, options.seed, options.workers)
-    if options.json is None:
-        save("state_false_alarms", result)
-    else:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save("state_false_alarms", result, options.json)
     print(f"{result['states_checked']:,} state checks, {result['findings']} findings, {result['seconds']} s")
 
 
