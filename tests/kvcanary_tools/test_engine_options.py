@@ -12,7 +12,6 @@ import pytest
 from kvcanary import CanaryConfig
 from kvcanary.environment import variable
 from kvcanary_tools.commands.generate import command
-from kvcanary_tools.console import UsageFailure
 from kvcanary_tools.engine_options import engine_config, sampling_params
 from spec_engine import EngineConfig, SamplingParams
 
@@ -127,13 +126,14 @@ def test_environment_gives_options(monkeypatch: pytest.MonkeyPatch, name: str, v
     assert read(engine_config(options()), sampling_params(options()))
 
 
-def test_names_of_other_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_other_processes_are_refused(kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:
     """This engine has no connector whose loads could be compared: the setting would do nothing in silence."""
-    monkeypatch.setenv("KVCANARY_NAMES", "file:/tier/names")
-    with pytest.raises(UsageFailure, match="names must be memory for this engine, got file:/tier/names"):
-        engine_config(options())
     monkeypatch.setenv("KVCANARY_NAMES", "memory")
     assert engine_config(options()).canary.names == "memory"
+    monkeypatch.setenv("KVCANARY_NAMES", "file:/tier/names")
+    result = kvcanary("generate", "--prompt", "x")
+    assert result.exit_code == 2
+    assert "names must be memory for this engine, got file:/tier/names" in result.stderr
 
 
 def test_every_setting_of_the_canary_is_an_option_under_its_variable() -> None:
