@@ -162,7 +162,7 @@ def outputs(seed: int, every: int) -> Iterator[tuple[str, Any]]:
             new.append(
                 SimpleNamespace(
                     req_id=name, prompt_token_ids=tokens, prefill_token_ids=tokens, prompt_embeds=None,
-                    num_computed_tokens=0, lora_request=None, block_ids=(list(blocks[name]),),
+                    num_computed_tokens=0, lora_request=None, mm_features=[], block_ids=(list(blocks[name]),),
                 )
             )  # fmt: skip
         granted = [block for own in given if own for block in own[0]]

@@ -58,6 +58,8 @@ def watched(worker: BareWorker, content: str) -> Iterator[HandleV2]:
             yield handle
         finally:
             handle.detach()
+        if handle.guard.stopped:  # its hooks did nothing from then on
+            raise click.ClickException(f"the canary stopped: {handle.guard.stopped}")
 
 
 def timed(device: str, steps: int, every: int, rest_ms: float, content: str | None) -> dict[str, list[float]]:
