@@ -190,11 +190,14 @@ PRODUCTS = (
 def inside_vllm(record: Record) -> str:
     """How long the hooks are, of that record."""
     compared = record["compared"]
+    (hooks,) = read("gpu_vllm_hooks")
+    quiet = hooks["hooks"]["quiet"]["median_us"]
     return (
         f"steps of so small a model, {compared['by_step']['ms'][0]:.1f} ms with 256 requests, are bounded by vLLM's "
         "work on the host, here in one process with its scheduler. In nearly every one blocks are given out, in many "
         f"requests come, go or are preempted: hooks take {min(compared['hooks_us']):.0f} us in the mean there, clocks "
-        "among them, where those of a step that repeats the last take 56 (`gpu_vllm_hooks`)."
+        f"among them. Those of a step that repeats the last took {quiet:.0f} us over a runner without a model "
+        "(`gpu_vllm_hooks`)."
     )
 
 

@@ -62,21 +62,23 @@ def watched(worker: BareWorker, content: str) -> Iterator[HandleV2]:
             raise click.ClickException(f"the canary stopped: {handle.guard.stopped}")
 
 
-def timed(device: str, steps: int, every: int, rest_ms: float, content: str | None) -> dict[str, list[float]]:
-    """Microseconds of each step, by kind; content: of a canary, None: without one."""
-    worker, spent = BareWorker(device), defaultdict[str, list[float]](list)
-    with ExitStack() as stack:
-        if content is not None:
-            stack.enter_context(watched(worker, content))
-        runner, planned = worker.model_runner, outputs(7, every)
+def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> list[dict[str, list[float]]]:
+    """Microseconds of each step, by kind: with a canary, and without one.
+
+    Both take turns from step to step: machines are slower for seconds at a time than a hook takes altogether.
+    """
+    workers, planned = [BareWorker(device) for _ in range(2)], [outputs(7, every) for _ in range(2)]
+    spent: list[dict[str, list[float]]] = [defaultdict(list), defaultdict(list)]
+    with watched(workers[0], content):
         for _ in range(steps):
-            kind, output = next(planned)
-            other_work(rest_ms)
-            start = time.perf_counter()
-            runner.execute_model(output)
-            runner.sample_tokens(None).get_output()
-            spent[kind].append(1e6 * (time.perf_counter() - start))
-    return {kind: own[len(own) // 5 :] for kind, own in spent.items()}  # the first ones capture
+            for worker, own, told in zip(workers, spent, planned, strict=True):
+                kind, output = next(told)
+                other_work(rest_ms)
+                start = time.perf_counter()
+                worker.model_runner.execute_model(output)
+                worker.model_runner.sample_tokens(None).get_output()
+                own[kind].append(1e6 * (time.perf_counter() - start))
+    return [{kind: us[len(us) // 5 :] for kind, us in own.items()} for own in spent]  # the first ones capture
 
 
 def hooks_us(with_it: list[float], without: list[float]) -> dict[str, float]:
@@ -92,14 +94,14 @@ def hooks_us(with_it: list[float], without: list[float]) -> dict[str, float]:
 
 
 def measured(device: str, steps: int, every: int, rest_ms: float, content: str, rounds: int) -> dict[str, Any]:
-    """In turn with and without, so that both see the same machine."""
+    """Steps of all rounds, each with workers of its own."""
     gc.disable()
     both: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
     for _ in range(rounds):
-        for own, setting in zip(both, (content, None), strict=True):
-            for kind, spent in timed(device, steps, every, rest_ms, setting).items():
-                own[kind] += spent
-            gc.collect()
+        for own, spent in zip(both, timed(device, steps, every, rest_ms, content), strict=True):
+            for kind, us in spent.items():
+                own[kind] += us
+        gc.collect()
     return {kind: hooks_us(both[0][kind], both[1][kind]) for kind in KINDS}
 
 
