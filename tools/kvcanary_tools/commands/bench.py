@@ -14,7 +14,7 @@ from kvcanary_tools.files import OutFolder
 #: Where each is, and what it measures.
 TABLES = {
     "quick": ("quick", "two minutes: device, overhead and accuracy, for a bug report or a blog"),
-    "overhead": ("embedded.overhead", "the canary on over off on a CPU, prefill and steps"),
+    "overhead": ("embedded.overhead", "overhead of the canary on a CPU, prefill and steps"),
     "drafting": ("embedded.drafting", "drafting over no drafting on a CPU"),
     "host-checks": ("embedded.host_checks", "what always-on host checks cost"),
     "recorder": ("embedded.recorder", "what the flight recorder costs, on a CPU, and on a GPU where there is one"),
@@ -34,18 +34,18 @@ TABLES = {
         "embedded.engine",
         "tokens a second of the embedded model, drafting and none, on a GPU where there is one",
     ),
-    "prefill": ("gpu.prefill", "a prefill of an 8B model, and the canary on over off; needs a GPU"),
+    "prefill": ("gpu.prefill", "a prefill of an 8B model, and the overhead of the canary; needs a GPU"),
     "fused": (
         "gpu.fused",
         "attention that fingerprints what it reads over attention alone, and steps with it; needs a GPU",
     ),
-    "transformers-cost": ("transformers_cost", "the canary on over off inside transformers' generate"),
+    "transformers-cost": ("transformers_cost", "overhead of the canary inside transformers' generate"),
     "transformers-clean": ("transformers_clean", "findings in sound generation of transformers"),
     "transformers-releases": ("transformers_releases", "findings and faults in releases of transformers"),
-    "step": ("gpu.step", "the canary on over off in a captured decode step of an 8B model; needs a GPU"),
+    "step": ("gpu.step", "overhead of the canary in a captured decode step of an 8B model; needs a GPU"),
     "drafted-step": (
         "gpu.drafted_step",
-        "the canary on over off in a captured step with drafts, and in one draft substep; needs a GPU",
+        "overhead of the canary in a captured step with drafts, and in one draft substep; needs a GPU",
     ),
     "scaling": (
         "gpu.scaling",

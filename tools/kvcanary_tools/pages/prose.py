@@ -1,20 +1,19 @@
 """A prose linter: ``python -m kvcanary_tools.pages.prose [PAGE ...]`` reads README.md and docs/.
 
-A sentence has at most 30 words and two passives, and none of the words that only our code uses. Pages that were written
-before this rule have a budget of findings in `prose_budgets.json`: it may shrink, never grow (``--write`` lowers it).
+A sentence has at most 30 words and two passives, and none of the words that only our code uses. A cell of a table has
+at most five numbers.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import click
+
 ROOT = Path(__file__).parents[3]
-BUDGETS = Path(__file__).with_name("prose_budgets.json")
-MOST_WORDS, MOST_PASSIVES = 30, 2
+MOST_WORDS, MOST_PASSIVES, MOST_NUMBERS = 30, 2, 5
 WORDS = {
     r"on over off": "overhead, as +0.4 %",
     r"tokens? (?:that )?(?:leaves?|left)\b|tokens? of (?:that|this) step leaves?": "is returned",
@@ -41,8 +40,8 @@ PASSIVE = re.compile(r"\b(?:is|are|was|were|be|been|being) (?:\w+ly )?\w+(?:ed|e
 
 
 def pages() -> list[Path]:
-    """README and docs, but for pages that a program writes as a whole."""
-    written = {"api.md", "walkthrough.md", "breaks.md", "faults.md", "events.md", "performance.md"}
+    """README and docs, but for pages that programs write from other words."""
+    written = {"api.md", "walkthrough.md"}
     return [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in written)]
 
 
@@ -55,6 +54,13 @@ def sentences(text: str) -> Iterator[str]:
     text = re.sub(r"`[^`]*`", "`code`", text)
     for block in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.MULTILINE):
         yield from filter(None, re.split(r"(?<=[.!?])[*)]*\s+", " ".join(block.split())))
+
+
+def cells(text: str) -> Iterator[str]:
+    """The cells of all tables, also of those that programs write, without code and links."""
+    text = re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
+    for row in re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE):
+        yield from re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", "", row).split("|")
 
 
 def length(sentence: str) -> int:
@@ -76,13 +82,13 @@ def faults(sentence: str) -> Iterator[str]:
 
 def findings(page: Path) -> list[tuple[str, str]]:
     """Every fault of a page with its sentence."""
-    shown = sentences(page.read_text(encoding="utf-8"))
-    return [(fault, sentence) for sentence in shown for fault in faults(sentence)]
-
-
-def budgets() -> dict[str, int]:
-    """Findings that a page may still have; one that is not here has none."""
-    return json.loads(BUDGETS.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    text = page.read_text(encoding="utf-8")
+    found = [(fault, sentence) for sentence in sentences(text) for fault in faults(sentence)]
+    for cell in cells(text):
+        numbers = re.findall(r"(?<![\w.])\d[\d,.]*(?!\w)", cell)
+        if len(numbers) > MOST_NUMBERS:
+            found.append((f"{len(numbers)} numbers in a cell, at most {MOST_NUMBERS}", cell.strip()))
+    return found
 
 
 def percentile(chosen: Sequence[Path]) -> int:
@@ -91,21 +97,18 @@ def percentile(chosen: Sequence[Path]) -> int:
     return lengths[int(0.95 * (len(lengths) - 1))] if lengths else 0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the findings of the pages, all without arguments; 1 where one has more than its budget."""
-    chosen = [Path(name).resolve() for name in arguments if name != "--write"] or pages()
-    counts = {page.name: len(findings(page)) for page in chosen}
-    if "--write" in arguments:
-        kept = {name: count for name, count in sorted(counts.items()) if count}
-        BUDGETS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    over = [page for page in chosen if counts[page.name] > budgets().get(page.name, 0)]
-    for page in over if arguments in ([], ["--write"]) else chosen:
-        for fault, sentence in findings(page):
-            print(f"{page.name}: {fault}\n  {sentence}")
-    total = f"{len(chosen)} pages, {sum(counts.values())} findings"
-    print(f"prose: {total}, 95 % of sentences within {percentile(chosen)} words")
-    return 1 if over else 0
+@click.command()
+@click.argument("chosen", metavar="[PAGE]...", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(chosen: Sequence[Path]) -> None:
+    """Print the findings of the pages, of all without arguments; exit code 1 where there are any."""
+    chosen = chosen or pages()
+    found = [(page.name, *finding) for page in chosen for finding in findings(page)]
+    for name, fault, sentence in found:
+        click.echo(f"{name}: {fault}\n  {sentence}")
+    total = f"prose: {len(chosen)} pages, {len(found)} findings"
+    click.echo(f"{total}, 95 % of sentences within {percentile(chosen)} words")
+    raise SystemExit(1 if found else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

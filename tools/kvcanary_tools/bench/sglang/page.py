@@ -80,7 +80,7 @@ def found_in(act: Record) -> str:
     who = own["reader"] or own["writer"]
     where = f"position {own['position']}" if own["position"] is not None else f"slot {own['slot']}"
     layer = "" if own["layer"] is None else f", layer {own['layer']}"
-    return f"{own['code']} in {own['pool']}, {own['site'][0]}, request {who}, {where}{layer} | {own['cause']}"
+    return f"{own['code']} in {own['pool']}, {own['site'][0]}, request {who}, {where}{layer} | {own['cause'].partition(';')[0]}"
 
 
 if __name__ == "__main__":

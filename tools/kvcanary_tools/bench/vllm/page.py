@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,18 +32,20 @@ Record = Mapping[str, Any]
 
 
 def lines() -> Iterator[str]:
-    """The table, as Markdown, of the records that there are."""
-    yield (
-        "| setting | runs with the canary; forwards and entries judged in each | findings "
-        "| tokens equal to those without; without, to one another "
-        "| throughput over that without; of equal steps, and nine of ten resamplings of it; without, over one another "
-        "| faults found, with a request | record |"
-    )
+    """What was found and what it costs, as Markdown, of the records that there are."""
+    records = {name: read(name) for name in SETTINGS if (RESULTS / f"{name}.json").exists()}
+    yield "| setting | runs | entries judged in each | findings | tokens equal | faults found | record |"
     yield "|---|---|---|---|---|---|---|"
-    for name, setting in SETTINGS.items():
-        if (RESULTS / f"{name}.json").exists():
-            record = read(name)
-            yield f"| {setting}, on one {record['gpu'].split()[1]} | {' | '.join(row(record))} | `{name}.json` |"
+    for name, record in records.items():
+        setting = f"{SETTINGS[name]}, on one {record['gpu'].split()[1]}"
+        yield f"| {setting} | {' | '.join(found(record))} | `{name}.json` |"
+    yield ""
+    yield "What the canary changes of the throughput, and by how much runs without it differ from one another:"
+    yield ""
+    yield "| setting | all runs | equal steps | nine of ten resamplings of these | runs without |"
+    yield "|---|---|---|---|---|"
+    for name, record in records.items():
+        yield f"| {SETTINGS[name]} | {' | '.join(cost(record['compared']))} |"
     yield ""
     yield from profiled(read(PROFILED))
     yield ""
@@ -103,38 +105,39 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
 
 
-def row(record: Record) -> Iterator[str]:
-    """What one record says."""
+def found(record: Record) -> Iterator[str]:
+    """What one record says of the canary's findings."""
     compared = record["compared"]
-    certificate = compared["certificate"]
-    runs = sum(len(own) for own in compared["on_s"])
-    yield f"{runs}; {certificate['forwards']:,}, {certificate['slots_checked']:,}"
+    yield str(sum(len(own) for own in compared["on_s"]))
+    yield f"{compared['certificate']['slots_checked']:,}"
     yield str(compared["findings"])
-    yield "; ".join(_shares(compared[name]) for name in ("on_off", "off_off"))
-    yield "; ".join((f"{compared['throughput_ratio']:.2f}", *_steps(compared), _between(compared["off_over_off"])))
+    yield f"{min(pair['share'] for pair in compared['on_off']):.1%}".replace("%", " %")
     yield _faults(record.get("faults", {}))
 
 
-def _shares(pairs: list[Record]) -> str:
-    return f"{min(pair['share'] for pair in pairs):.1%}".replace("%", " %") if pairs else "one pair"
+def cost(compared: Record) -> Iterator[str]:
+    """Of ratios of throughput what they are more or less than 1."""
+    steps = compared["by_step"]
+    yield _percent(compared["throughput_ratio"])
+    yield _percent(steps["ratio"])
+    yield _between(steps["range"])
+    yield _between(compared["off_over_off"])
 
 
-def _steps(compared: Record) -> Iterator[str]:
-    found = compared.get("by_step", {})
-    if "ratio" in found:
-        yield f"{found['ratio']:.3f}, {_between(found['range'], 3)}"
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
 
 
-def _between(values: list[float], digits: int = 2) -> str:
-    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+def _between(ratios: Sequence[float]) -> str:
+    low, high = _percent(min(ratios)), _percent(max(ratios))
+    return low if low == high else f"{low.removesuffix(' %')} to {high}"
 
 
 def _faults(faults: Record) -> str:
     harms = {name: found for name, found in faults.items() if name not in HARMLESS}
-    found = [name for name, own in harms.items() if is_found(own)]
+    right = [name for name, own in harms.items() if is_found(own)]
     false = [name for name in HARMLESS if faults.get(name, {}).get("found")]
-    reported = f"{len(found)} of {len(harms)}" if harms else "not tried"
+    reported = f"{len(right)} of {len(harms)}" if harms else "not tried"
     return f"{reported}; {len(false)} where there was none" if false else reported
 
 
