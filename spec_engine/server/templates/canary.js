@@ -209,7 +209,8 @@ async function drawTree() {
   const depth = finding ? finding.position - tree.committed_len : 0;
   if (depth > 0 && depth <= deepest) {
     const x = 24 + depth * (width - 70) / deepest, nodesThere = nodes.flatMap((one, index) => one.depth === depth && place[index] !== undefined ? [index] : []);
-    for (const index of nodesThere) marks.push(shape("circle", { cx: at(index)[0], cy: at(index)[1], r: 11, class: "ring" }));
+    const named = nodesThere.filter(index => nodes[index].slot === finding.slot);
+    for (const index of named.length ? named : nodesThere) marks.push(shape("circle", { cx: at(index)[0], cy: at(index)[1], r: 11, class: "ring" }));
     marks.push(shape("text", { x, y: height - 2, "text-anchor": "middle", class: "named" }, `${finding.code}, position ${finding.position}`));
   }
   svg.replaceChildren(...marks);

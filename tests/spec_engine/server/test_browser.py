@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from .conftest import KEY
+from spec_engine.core import Batch, ForwardBatch
+from spec_engine.drafting.tree import Tree
+from spec_engine.engine import Engine
+
+from .conftest import KEY, wait_for
 from .test_corruption import Client, strike
 
 CHROMIUM = shutil.which("chromium")
@@ -48,3 +53,38 @@ def test_the_page_draws_itself(start, tmp_path: Path) -> None:
     assert running.is_alive()
     assert "req-3" in elements.partition('id="requests"')[2].partition("</table>")[0]
     assert picture.stat().st_size > 10_000
+
+
+def test_the_tree_marks_the_node_that_a_finding_names(start, tmp_path: Path) -> None:
+    """Of several nodes at its position the one whose slot it has; its request has ended by then."""
+    server = start("abort", debug=True, topk=2, num_steps=3, num_draft_tokens=8)
+    running = Client(server, [7] * 30, max_tokens=450)
+    wait_for(lambda: server.between_steps(see_a_sibling))
+    running.join(60)
+    assert running.reason == "kv_corruption"
+    finding = server.get("/debug/kvcanary/state").json()["findings"][-1]
+    nodes = server.get(f"/debug/kvcanary/requests/{finding['readers'][0]}/tree").json()
+    alike = [one["slot"] for one in nodes["nodes"] if one["depth"] == finding["position"] - nodes["committed_len"]]
+    assert finding["code"] == "R13"
+    assert finding["slot"] in alike
+    assert len(alike) > 1
+    elements, _ = browse(server.url, tmp_path)
+    assert elements.partition('id="tree"')[2].partition("</svg>")[0].count('class="ring"') == 1
+
+
+def see_a_sibling(engine: Engine) -> bool:
+    """From now on a node sees one of its siblings too, in verify's forward alone and not in the tree."""
+    if not engine.running:
+        return False
+    made = engine.runner.verify_forward
+
+    def struck(batch: Batch, tree: Tree) -> ForwardBatch:
+        forward, parents = made(batch, tree), tree.parents[0].tolist()
+        pairs = [(a, b) for a in range(1, len(parents)) for b in range(1, a) if parents[a] == parents[b]]
+        mask = forward.tree_mask.clone()
+        for node, sibling in pairs[:1]:
+            mask[0, node, sibling] = True
+        return replace(forward, tree_mask=mask)
+
+    engine.runner.verify_forward = struck
+    return True

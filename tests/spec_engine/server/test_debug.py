@@ -8,8 +8,10 @@ import pytest
 
 from kvcanary import faults
 from kvcanary.invariants import InvariantError
+from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.errors import ConfigError
 from spec_engine.server.inspection import drawing
+from spec_engine.server.inspection.drafts import DraftWatch
 from spec_engine.server.options import ServerOptions
 
 from .conftest import KEY, wait_for
@@ -73,10 +75,36 @@ def test_what_is_shown(start) -> None:
     assert state["certificate"]["mode"] == "abort"
     assert state["requests"] == []
     tree = server.get(f"/debug/kvcanary/requests/{name}/tree").json()
-    assert tree["nodes"][0] == {"parent": -1, "depth": 0, "accepted": True}
+    root = tree["nodes"][0]
+    assert (root["parent"], root["depth"], root["accepted"]) == (-1, 0, True)
     assert len(tree["nodes"]) == server.engine.config.num_draft_tokens
     assert server.get("/debug/kvcanary/requests/nobody/tree").status_code == 404
     assert server.post("/debug/kvcanary/faults", {"name": "x"}).status_code == 404
+
+
+def test_nodes_have_the_slots_that_verify_stores_them_in(toy_model) -> None:
+    """By them the page tells which node of a tree a finding is about."""
+    engine = Engine(EngineConfig(model=str(toy_model), dtype="float64", max_total_tokens=2048, topk=2))
+    watch, stored = DraftWatch(engine.drafter), []
+    verify_forward = engine.runner.verify_forward
+
+    def heard(batch, tree):
+        forward = verify_forward(batch, tree)
+        lens, slots = batch.lens, forward.slots.view(len(batch), -1).tolist()
+        depths = (forward.positions.view(len(batch), -1) - batch.lens_tensor[:, None]).tolist()
+        for name, length, own, depth in zip(batch.ids, lens, slots, depths, strict=True):
+            stored.append((name, length, list(zip(own, depth, strict=True))))
+        return forward
+
+    engine.runner.verify_forward = heard
+    for length in (5, 19):
+        engine.submit(list(range(3, 3 + length)), SamplingParams(max_new_tokens=12, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        for name, length, nodes in stored[-2:]:
+            tree = watch.tree_of(engine, name)
+            assert (tree["committed_len"], [(one["slot"], one["depth"]) for one in tree["nodes"]]) == (length, nodes)
+    assert len({slot for *_, nodes in stored for slot, _ in nodes}) > 12
 
 
 def test_running_requests_are_shown_with_their_pages(watched) -> None:

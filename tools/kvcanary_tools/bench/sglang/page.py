@@ -80,7 +80,8 @@ def found_in(act: Record) -> str:
     who = own["reader"] or own["writer"]
     where = f"position {own['position']}" if own["position"] is not None else f"slot {own['slot']}"
     layer = "" if own["layer"] is None else f", layer {own['layer']}"
-    return f"{own['code']} in {own['pool']}, {own['site'][0]}, request {who}, {where}{layer} | {own['cause'].partition(';')[0]}"
+    cause, _, _ = own["cause"].partition(";")
+    return f"{own['code']} in {own['pool']}, {own['site'][0]}, request {who}, {where}{layer} | {cause}"
 
 
 if __name__ == "__main__":
