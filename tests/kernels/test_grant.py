@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.watch.grant import grant, grant_torch
+from kvcanary_kernels.watch.grant import GROUP_SHIFT, grant, grant_torch
 
 KEPT = -77
 
@@ -14,9 +14,18 @@ KEPT = -77
 @pytest.mark.parametrize("act", [grant, grant_torch], ids=["triton", "torch"])
 def test_every_slot_of_a_block_gets_its_owner(act, size: int, device: str) -> None:
     """Of one group; padding, other groups and what lies outside are left out, and all other slots stay."""
-    told = [(0, 2, 9), (1, 3, 4), (-1, 1, 1), (0, 0, -1), (0, 5, 6), (0, 4, -(1 << 62)), (0, -1, 3)]
+    told = [
+        ((0, 2), 9),
+        ((1, 3), 4),
+        ((-1, 1), 1),
+        ((0, 0), -1),
+        ((0, 5), 6),
+        ((0, 4), -(1 << 62)),
+        ((0, (1 << 32) - 1), 3),
+    ]
     slots = 5 * size - size // 2  # the last block is cut
     owners = torch.full((slots,), KEPT, dtype=torch.int64, device=device)
-    act(torch.tensor(told, device=device), owners, group=0, block_size=size)
+    changes = [[group << GROUP_SHIFT | block for (group, block), _ in told], [owner for _, owner in told]]
+    act(torch.tensor(changes, device=device), owners, group=0, block_size=size)
     wanted = {2: 9, 0: -1, 4: -(1 << 62)}
     assert owners.tolist() == [wanted.get(slot // size, KEPT) for slot in range(slots)]

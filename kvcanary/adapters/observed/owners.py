@@ -19,14 +19,14 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.record.layout import STEP_SITE
 from kvcanary_kernels.watch import walk
-from kvcanary_kernels.watch.grant import CHANGE_WIDTH
+from kvcanary_kernels.watch.grant import BLOCK_MASK, CHANGE_WIDTH, GROUP_SHIFT
 from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
 SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of one line, and that a launch is sized for
 WIDTH = CHANGE_WIDTH * MOST_CHANGES
-PADDING = b"\xff" * (8 * WIDTH)  # changes of group -1
+PADDING = b"\xff" * (8 * MOST_CHANGES)  # changes of group -1
 
 
 class Owners:
@@ -102,6 +102,16 @@ class Owners:
         """Nothing of this is captured."""
 
 
+def place_of(group: int, block: int) -> int:
+    """One number for a block of a group."""
+    return group << GROUP_SHIFT | block
+
+
+def block_of(place: int) -> int:
+    """The block of such a number."""
+    return place & BLOCK_MASK
+
+
 class BlockOwners:
     """Owners of the blocks of all groups: known on the host, and put into the slots of what changed by one launch.
 
@@ -112,8 +122,8 @@ class BlockOwners:
         """By group, its slots, and those of a block as the engine counts blocks."""
         self.block_sizes, self._device = list(block_sizes), device
         self.of = [Owners(count, device) for count in num_slots]
-        self._now: dict[tuple[int, int], int] = {}  # owner by group and block, where it is known
-        self._changed: dict[tuple[int, int], int] = {}
+        self._now: dict[int, int] = {}  # owners by place, where they are known
+        self._changed: dict[int, int] = {}
         self._ops, self._replays = watch_ops_for(device), Replays(device)
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
@@ -123,13 +133,15 @@ class BlockOwners:
         self._words, self._cells = zeros(WIDTH), zeros(LINES, 1)
         self.forget()
 
-    def owner(self, group: int, block: int) -> int:
+    def owner(self, place: int) -> int:
         """Who has a block: a uid, FREE, SHARED, SHARED_WRITER - uid where that row alone may write, or UNJUDGED."""
-        return self._now.get((group, block), UNJUDGED)
+        return self._now.get(place, UNJUDGED)
 
-    def give(self, place: tuple[int, int], owner: int) -> None:
-        """A block is somebody's from the next forward on; place: its group and its number."""
-        self._now[place] = self._changed[place] = owner
+    def give(self, places: Sequence[int], owner: int) -> None:
+        """Blocks are somebody's from the next forward on; places: as `place_of` says."""
+        given = dict.fromkeys(places, owner)
+        self._now.update(given)
+        self._changed.update(given)
 
     @property
     def is_told(self) -> bool:
@@ -146,35 +158,31 @@ class BlockOwners:
         """Do what was told; on the stream of the forward that is next."""
         if not self._changed:
             return
-        words = array("q")
-        for (group, block), owner in self._changed.items():
-            words.extend((group, block, owner))
+        places, owners = array("q", self._changed), array("q", self._changed.values())
         self._changed = {}
-        if len(words) <= WIDTH:
-            self._launch(words)
-            return
-        for first in range(0, len(words), WIDTH):
-            if first and first % (LINES // 2 * WIDTH) == 0 and self._device.type == "cuda":
+        for first in range(0, len(places), MOST_CHANGES):
+            if first and first % (LINES // 2 * MOST_CHANGES) == 0 and self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # lines are about to be used again
-            self._launch(words[first : first + WIDTH])
+            self._launch(places[first : first + MOST_CHANGES], owners[first : first + MOST_CHANGES])
 
     def prepare(self) -> None:
         """Compile and capture what changes of every number launch."""
         for _ in range(2):
             size = FEWEST_CHANGES
             while size <= MOST_CHANGES:
-                self._launch(array("q", (-1,)) * (CHANGE_WIDTH * size))
+                self._launch(nobody := array("q", (-1,)) * size, nobody)
                 size *= 4
         self._ticks.zero_()
         self._next = 0
 
-    def _launch(self, words: array[int]) -> None:
+    def _launch(self, places: array[int], owners: array[int]) -> None:
         most = FEWEST_CHANGES
-        while CHANGE_WIDTH * most < len(words):
+        while most < len(places):
             most *= 4
+        padding = PADDING[: 8 * (most - len(places))]
         self._next = (self._next + 1) % LINES
-        first, size, room = self._next * WIDTH * 8, len(words) * 8, CHANGE_WIDTH * most * 8
-        self._line_bytes[first : first + room] = words.tobytes() + PADDING[: room - size]
+        first, room = self._next * WIDTH * 8, CHANGE_WIDTH * most * 8
+        self._line_bytes[first : first + room] = b"".join((places.tobytes(), padding, owners.tobytes(), padding))
         again = self._again.get(most) or functools.partial(
             self._replays.run, most, functools.partial(self._grant, most)
         )
@@ -183,6 +191,6 @@ class BlockOwners:
     def _grant(self, most: int) -> None:
         width = CHANGE_WIDTH * most
         self._ops.fetch(self._lines, self._ticks, self._words, width=width, cells=self._cells)
-        changes = self._words[:width].view(most, CHANGE_WIDTH)
+        changes = self._words[:width].view(CHANGE_WIDTH, most)
         for number, (own, size) in enumerate(zip(self.of, self.block_sizes, strict=True)):
             self._ops.grant(changes, own.slots, group=number, block_size=size)

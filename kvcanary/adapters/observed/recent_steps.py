@@ -73,8 +73,9 @@ class RecentSteps:
             resumed = getattr(cached, "resumed_req_ids", NONE)
             given = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
             granted += [(name, own, length if name in resumed else None) for name, own, length in given if own]
-        for name, blocks, length in granted:  # the engine goes on using its lists
-            self._events.append((GRANTED, name, tuple(map(tuple, blocks or ())), length))
+        for name, blocks, length in granted:  # the engine goes on using lists of all blocks of a request
+            held = blocks if length is None else tuple(map(tuple, blocks or ()))
+            self._events.append((GRANTED, name, held, length))
         return granted
 
     def moved(self, kind: str, group: Group, *facts: Any) -> None:

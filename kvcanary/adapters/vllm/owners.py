@@ -12,21 +12,35 @@ whoever is given one has it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED
+from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED, block_of, place_of
 from kvcanary.adapters.vllm.block_pool import ATTRIBUTE, FREED, GRANTED, HASHED, TOUCHED, read
 
 BY_WORKER, BY_SCHEDULER = "the worker's own ledger", "the scheduler's block pool"
 FED_BY = {BY_WORKER: frozenset({"R7", "R8", "W2"}), BY_SCHEDULER: frozenset({"R7", "R8", "W2", "W3"})}
 UNHEARD = "steps before which the scheduler's block pool was not heard"
 NULL_BLOCK = 0
-#: What happened to a block, and to whom.
-GRANTED_TO, SHARED_WITH, FULL = "granted to {}", "shared with {}", "full and in the prefix cache"
+#: What happened to blocks, and to whom.
+GRANTED_TO, SHARED_WITH, FULL, GIVEN_BACK = (
+    "granted to {}", "shared with {}", "full and in the prefix cache", "given back",
+)  # fmt: skip
+MOST_EVENTS, MOST_TOLD = 1 << 14, 3  # that are kept of requests that have ended, and told of one block
 #: A request, by group blocks that it was given, and how many entries it had; None: they follow what it had before.
 Given = tuple[str, Sequence[Sequence[int]], int | None]
+
+
+class Happened(NamedTuple):
+    """serial: in the order of all;  what: with a place for the request's name;  blocks: as `place_of` names them"""
+
+    serial: int
+    what: str
+    name: str
+    step: int
+    blocks: tuple[int, ...]
 
 
 class BlockLedger:
@@ -51,9 +65,10 @@ class BlockLedger:
         self.owners.forget()
         self._fresh: dict[int, bool] = {}  # granted by the pool and no row's yet; whether others may read it
         self._full = set[int]()  # hashed, once the step has run in which they become full
-        self._blocks: dict[str, list[tuple[int, int]]] = {}  # by request, groups and blocks that it was given
-        self._holders: dict[tuple[int, int], set[str]] = {}  # requests that run and were given a block
-        self._history: dict[tuple[int, int], tuple[tuple[str, str, int], ...]] = {}
+        self._holders: dict[int, str | set[str]] = {}  # the request that runs and was given a block, or several
+        self._given: dict[str, list[Happened]] = {}  # by request that runs, what it was given
+        self._events: deque[Happened] = deque(maxlen=MOST_EVENTS)
+        self._num_events = 0
 
     # a step
 
@@ -75,31 +90,27 @@ class BlockLedger:
         """Blocks that rows are given in this step: those that they will write first, for others may read them too."""
         self._follow(BY_WORKER if getattr(output, ATTRIBUTE, None) is None else BY_SCHEDULER)
         take = self._take_own if self.fed_by == BY_WORKER else self._take_fresh
-        is_any_new = False
-        for name, _, length in given:
-            if length is not None:  # all its blocks, once more
-                is_any_new = True
-                self._left(name)
-        for is_old in (False, True) if is_any_new else (False,):
-            claimed = [(one[0], place) for one in given for place in self._places(one, is_old)]
-            for name, place in claimed:
-                take(name, place, is_old)
-            for _, (_, block) in claimed:
-                self._fresh.pop(block, None)
+        anew = [one for one in given if one[2] is not None]  # all its blocks, once more
+        for name, _, _ in anew:
+            self._left(name)
+        for some, is_old in ((given, False), (anew, True)):
+            claimed = [(one[0], self._places(one, is_old)) for one in some]
+            for name, places in claimed:
+                if places:
+                    take(name, places, is_old)
+            if self._fresh:
+                for _, places in claimed:
+                    for place in places:
+                        self._fresh.pop(block_of(place), None)
 
-    def _places(self, given: Given, is_old: bool) -> Iterable[tuple[int, int]]:
-        """Groups and blocks whose entries the request has already (is_old), or has not all of them."""
+    def _places(self, given: Given, is_old: bool) -> list[int]:
+        """Blocks whose entries the request has already (is_old), or has not all of them."""
         _, blocks, length = given
-        if length is None and len(blocks) == 1:
-            return [(0, block) for block in blocks[0] if block != NULL_BLOCK]
-        return self._places_of_all(blocks, length or 0, is_old)
-
-    def _places_of_all(self, blocks: Sequence[Sequence[int]], length: int, is_old: bool) -> Iterator[tuple[int, int]]:
+        places: list[int] = []
         for group, own in enumerate(blocks):
-            old = length // self.owners.block_sizes[group]
-            for block in own[:old] if is_old else own[old:]:
-                if block != NULL_BLOCK:
-                    yield group, block
+            old = length // self.owners.block_sizes[group] if length else 0
+            places += [place_of(group, block) for block in (own[:old] if is_old else own[old:]) if block != NULL_BLOCK]
+        return places
 
     def _follow(self, feed: str) -> None:
         if feed != self.fed_by:
@@ -108,24 +119,32 @@ class BlockLedger:
 
     # by what workers are told anyway
 
-    def _take_own(self, name: str, place: tuple[int, int], is_old: bool) -> None:
-        """A block that nobody has filled is this request's alone; the others are a prefix cache's, or were loaded."""
-        if is_old:
-            self._holders.setdefault(place, set()).add(name)
-            self._give(place, UNJUDGED, SHARED_WITH, name)
-        else:
-            self._holders[place] = {name}
-            self._give(place, self._uids.get(name, UNJUDGED), GRANTED_TO, name)
-        self._blocks.setdefault(name, []).append(place)
+    def _take_own(self, name: str, places: Sequence[int], is_old: bool) -> None:
+        """Blocks that nobody has filled are this request's alone; the others are a prefix cache's, or were loaded."""
+        if not is_old:
+            self._holders.update(dict.fromkeys(places, name))
+            self._grant(name, places, self._uids.get(name, UNJUDGED), GRANTED_TO)
+            return
+        for place in places:
+            held = self._holders.setdefault(place, name)
+            if isinstance(held, set):
+                held.add(name)
+            elif held != name:
+                self._holders[place] = {held, name}
+        self._grant(name, places, UNJUDGED, SHARED_WITH)
 
     def _left(self, name: str) -> None:
         """A request has ended: what nobody else was given is free."""
-        for place in self._blocks.pop(name, ()):
-            holders = self._holders.get(place, set())
-            if name in holders:  # else it was given away meanwhile, as windows let blocks go
-                holders.remove(name)
-                if not holders:
-                    self._give(place, FREE, "given back")
+        free = []
+        for event in self._given.pop(name, ()):
+            for place in event.blocks:
+                held = self._holders.get(place)  # another, where it was given away meanwhile, as windows let blocks go
+                if isinstance(held, set):
+                    held.discard(name)
+                if held == name or held == set():
+                    del self._holders[place]
+                    free.append(place)
+        self._give(free, FREE, GIVEN_BACK)
 
     # by what the scheduler's pool did
 
@@ -137,10 +156,8 @@ class BlockLedger:
         self._serial = serial
         self._follow(BY_SCHEDULER)
         if self._full:
-            full, self._full = self._full, set()
-            for place in self._known(full):
-                if self.owners.owner(*place) not in (FREE, UNJUDGED):
-                    self._give(place, SHARED, FULL)
+            full, self._full = self._known(self._full), set()
+            self._give([place for place in full if self.owners.owner(place) != FREE], SHARED, FULL)
         for kind, blocks in events:
             self._happened(kind, blocks)
 
@@ -151,44 +168,51 @@ class BlockLedger:
             self._full.update(blocks)
         elif kind == TOUCHED:
             self._fresh.update({block: True for block in blocks if block in self._fresh})
-            for place in self._known(blocks):
-                self._share(place)
+            self._share(self._known(blocks))
         else:
             self._full.difference_update(blocks)
             for block in blocks if kind == FREED else ():
                 self._fresh.pop(block, None)
-            for place in self._known(blocks):
-                self._give(place, *((FREE, "given back") if kind == FREED else (UNJUDGED, "not loaded")))
+            self._give(self._known(blocks), *((FREE, GIVEN_BACK) if kind == FREED else (UNJUDGED, "not loaded")))
 
-    def _share(self, place: tuple[int, int]) -> None:
-        """Others may read a block; who was granted it goes on writing until it is full."""
-        owner = self.owners.owner(*place)
-        if owner == FREE or owner > 0:
-            self._give(place, SHARED_WRITER - owner if owner else SHARED, "shared")
+    def _share(self, places: Sequence[int]) -> None:
+        """Others may read these; who was granted one goes on writing until it is full."""
+        owners = {place: self.owners.owner(place) for place in places}
+        self._give([place for place, owner in owners.items() if owner == FREE], SHARED, "shared")
+        for place, owner in owners.items():
+            if owner > 0:
+                self._give([place], SHARED_WRITER - owner, "shared")
 
-    def _take_fresh(self, name: str, place: tuple[int, int], is_old: bool) -> None:
-        """A block that the pool has granted is who writes it first; what it has not granted stays whose it is."""
-        is_shared = self._fresh.get(place[1])
-        if is_shared is not None:
-            uid = self._uids.get(name)
-            owner = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
-            self._give(place, owner, GRANTED_TO, name)
+    def _take_fresh(self, name: str, places: Sequence[int], is_old: bool) -> None:
+        """Blocks that the pool has granted are who writes them first; what it has not granted stays whose it is."""
+        uid = self._uids.get(name)
+        for is_shared in (False, True):
+            own = [place for place in places if self._fresh.get(block_of(place)) is is_shared]
+            if own:
+                owner = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
+                self._grant(name, own, owner, GRANTED_TO)
 
     # helpers
 
-    def _known(self, blocks: Sequence[int] | set[int]) -> Iterator[tuple[int, int]]:
-        """Groups and blocks of which something is known; the pool does not say for which group it granted a block."""
-        for block in blocks:
-            for group in range(len(self.owners.of)):
-                if self.owners.owner(group, block) != UNJUDGED:
-                    yield group, block
+    def _known(self, blocks: Iterable[int]) -> list[int]:
+        """Of which something is known, in every group; the pool does not say for which it granted a block."""
+        owner, groups = self.owners.owner, range(len(self.owners.of))
+        places = [place_of(group, block) for block in blocks for group in groups]
+        return [place for place in places if owner(place) != UNJUDGED]
 
-    def _give(self, place: tuple[int, int], owner: int, what: str, name: str = "") -> None:
-        self.owners.give(place, owner)
-        self._history[place] = (*self._history.get(place, ())[-2:], (what, name, self.canary.step + 1))
+    def _grant(self, name: str, places: Sequence[int], owner: int, what: str) -> None:
+        self._give(places, owner, what, name)
+        self._given.setdefault(name, []).append(self._events[-1])
+
+    def _give(self, places: Sequence[int], owner: int, what: str, name: str = "") -> None:
+        if places:
+            self.owners.give(places, owner)
+            self._num_events += 1
+            self._events.append(Happened(self._num_events, what, name, self.canary.step + 1, tuple(places)))
 
     def _told_of(self, group: int, slot: int) -> tuple[str, ...]:
         """For a finding: the last that happened to the block of a slot."""
         block = slot // self.owners.block_sizes[group]
-        told = self._history.get((group, block), ())
-        return tuple(f"block {block} was {what.format(repr(name))} in step {step}" for what, name, step in told)
+        place, running = place_of(group, block), (event for own in self._given.values() for event in own)
+        events = sorted({event for event in (*self._events, *running) if place in event.blocks})
+        return tuple(f"block {block} was {e.what.format(repr(e.name))} in step {e.step}" for e in events[-MOST_TOLD:])

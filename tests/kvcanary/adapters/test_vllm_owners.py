@@ -11,6 +11,7 @@ import torch
 
 from kvcanary import KVCorruptionError
 from kvcanary.adapters import vllm as plugin
+from kvcanary.adapters.observed.owners import place_of
 from kvcanary.adapters.vllm.owners import BY_SCHEDULER, BY_WORKER, FED_BY, UNHEARD
 
 from .served import BLOCK, Served, go_on, load, without
@@ -225,7 +226,7 @@ def test_a_block_is_given_away_while_a_step_in_flight_reads_it(serve) -> None:
     block = request_of(served, "a").blocks[1]
     served.pool.free_blocks([served.pool.blocks[block]])  # behind the step in flight: told with the next
     assert int(canary.groups[0].owners.slots[block * BLOCK]) != 0
-    assert ledger.owners.owner(0, block) != 0
+    assert ledger.owners.owner(place_of(0, block)) != 0
     assert served.wrapper.kvcanary_report()["findings"] == []
     with pytest.raises(KVCorruptionError):
         served.step()
@@ -328,3 +329,17 @@ def test_a_request_that_nobody_admitted_is_unjudged(serve) -> None:
     assert served.wrapper.kvcanary_report()["findings"] == []
     assert isinstance(served.pool.blocks, list)
     assert torch.is_tensor(served.wrapper.worker.kvcanary.canary.groups[0].owners.slots)
+
+
+def test_a_block_that_a_row_is_given_beside_an_arrival_is_its_own(serve) -> None:
+    """The worker's ledger, in a step in which another request begins: the row that grows owns its new block."""
+    served = running(serve, is_heard=False)
+    owners, grown = served.wrapper.worker.kvcanary.canary.groups[0].owners.slots, 0
+    for number in range(BLOCK):
+        blocks = len(request_of(served, "a").blocks)
+        served.ask(f"c{number}", [40 + number, 7, 9], 2)
+        go_on(served, 1)
+        if len(own := request_of(served, "a").blocks) > blocks:
+            assert int(owners[own[-1] * BLOCK]) > 0
+            grown += 1
+    assert grown
