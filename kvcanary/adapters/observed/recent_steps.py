@@ -98,6 +98,8 @@ class RecentSteps:
         self._times += 1
         if self._events:
             self._own[number], self._events = self._events, []
+            if len(self._own) > self._most:
+                del self._own[next(iter(self._own))]
 
     def _fold(self) -> None:
         """The step that ran last came once more so often: every row by one entry, without anything new."""
@@ -105,8 +107,6 @@ class RecentSteps:
         if times and self._runs:  # a ring of no steps keeps none
             step, before = self._runs[-1]
             self._runs[-1] = step, before + times
-            for number in [number for number in self._own if number < self._runs[0][0].number]:
-                del self._own[number]
 
     @property
     def steps(self) -> list[RecentStep]:

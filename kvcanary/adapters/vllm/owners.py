@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED, block_of, place_of
@@ -33,14 +33,9 @@ MOST_EVENTS, MOST_TOLD = 1 << 14, 3  # that are kept of requests that have ended
 Given = tuple[str, Sequence[Sequence[int]], int | None]
 
 
-class Happened(NamedTuple):
-    """serial: in the order of all;  what: with a place for the request's name;  blocks: as `place_of` names them"""
-
-    serial: int
-    what: str
-    name: str
-    step: int
-    blocks: tuple[int, ...]
+#: In the order of all, what happened (with a place for the request's name), the name, the step, and to which blocks;
+#: a plain tuple of these is nothing that the garbage collector has to look at again.
+Happened = tuple[int, str, str, int, tuple[int, ...]]
 
 
 class BlockLedger:
@@ -137,7 +132,7 @@ class BlockLedger:
         """A request has ended: what nobody else was given is free."""
         free = []
         for event in self._given.pop(name, ()):
-            for place in event.blocks:
+            for place in event[-1]:
                 held = self._holders.get(place)  # another, where it was given away meanwhile, as windows let blocks go
                 if isinstance(held, set):
                     held.discard(name)
@@ -208,11 +203,11 @@ class BlockLedger:
         if places:
             self.owners.give(places, owner)
             self._num_events += 1
-            self._events.append(Happened(self._num_events, what, name, self.canary.step + 1, tuple(places)))
+            self._events.append((self._num_events, what, name, self.canary.step + 1, tuple(places)))
 
     def _told_of(self, group: int, slot: int) -> tuple[str, ...]:
         """For a finding: the last that happened to the block of a slot."""
         block = slot // self.owners.block_sizes[group]
         place, running = place_of(group, block), (event for own in self._given.values() for event in own)
-        events = sorted({event for event in (*self._events, *running) if place in event.blocks})
-        return tuple(f"block {block} was {e.what.format(repr(e.name))} in step {e.step}" for e in events[-MOST_TOLD:])
+        told = sorted({event for event in (*self._events, *running) if place in event[-1]})[-MOST_TOLD:]
+        return tuple(f"block {block} was {what.format(repr(name))} in step {step}" for _, what, name, step, _ in told)

@@ -6,6 +6,7 @@ import json
 import re
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,23 @@ def test_steps_are_kept_within_bounds() -> None:
         for step in range(5):
             recent.ran((step, ("decode", 0), ["a"], np.array([0]), 1), np.array([step]), 0)
         assert [step["step"] for step in recent.told()] == list(range(5))[5 - most :]
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_what_happened_before_steps_that_repeat_the_last_is_kept_within_bounds(most: int) -> None:
+    """A decode that goes on for ever, with a block for a row in every step: of the last steps alone."""
+    recent = RecentSteps(most)
+    recent.ran((0, ("decode", 0), ["a"], np.array([0]), 1), np.array([1]), 0)
+    cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[1])
+    for step in range(1, 40):
+        cached.new_block_ids = [([step],)]
+        output = SimpleNamespace(finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=[])
+        output.scheduled_cached_reqs = cached
+        recent.scheduled(output)
+        recent.goes_on(step)
+    recent.ratios = [1]
+    assert len(recent._own) <= most
+    assert [step["events"][0][2] for step in recent.told()] == [[[step]] for step in range(40)][40 - most :]
 
 
 def test_a_row_that_another_request_has_taken_is_not_shown_as_its_own() -> None:
