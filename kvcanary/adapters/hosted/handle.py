@@ -12,7 +12,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import structlog
@@ -57,7 +57,6 @@ class HostHandle(ABC):
         self.guard = Guard(self.host, config.mode, self._stopped, rank=rank, pool=self.role)
         self.replaced = Replacements(self.guard)
         self._is_running = False  # a forward that was read is on its way
-        self._count: Callable[[], int] = int
         self._seen = 0
         self._uncollected = deque[int](maxlen=RING - 1)
         self.sampled: SampledByRanks | None = None  # where several workers sample the same
@@ -171,30 +170,29 @@ class HostHandle(ABC):
         self.canary.wrote()
         if self.canary.step % metrics.COUNTED_STEPS == 0:
             metrics.ran(self.canary.memory.device, self.rank)
-        self._count = self.canary.count_to_host()
         return True
 
     def _hold(self, result: Any) -> Any:
         """Look at the counter before tokens leave: now, or when the engine asks for an output that is on its way."""
         if self._is_running and self.canary is not None:
             self._is_running = False
-            look = functools.partial(self._look, self._count, self.canary.step)
+            look = functools.partial(self.guard.run, self._look, self.canary, self.canary.step)
             comes_later = hasattr(result, "get_output")
             if not self._is_collected:
                 self._uncollected.append(self.canary.step)
                 if self.sampled is not None:
                     (self.sampled.compare_later if comes_later else self.sampled.compare)(self.canary.step, result)
             elif comes_later:
-                hold_back(result, functools.partial(self.guard.run, look))
+                hold_back(result, look)
             else:
-                look(result)
+                self._look(self.canary, self.canary.step, result)
         return result
 
-    def _look(self, count: Callable[[], int], step: int, result: Any) -> None:
+    def _look(self, canary: PagedCanary, step: int, result: Any) -> None:
         """Before the tokens of a step leave: are they those of all ranks, and did nothing fire?"""
         if self.sampled is not None:
             self.sampled.compare(step, result)
-        self._look_at(count(), step)
+        self._look_at(canary.count_at(step), step)
 
     def _compare_ranks(self, canary: PagedCanary, group: Any) -> None:
         """A canary is made; from now on with what the workers of this gloo group sample, which nobody else uses.

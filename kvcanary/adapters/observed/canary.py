@@ -319,14 +319,11 @@ class PagedCanary:
         self.memory.forget()
         self.restart()
 
-    def count_to_host(self) -> Callable[[], int]:
-        """What gives the counter of findings as it was after `wrote`.
+    def count_at(self, step: int) -> int:
+        """The counter of findings as it was after `wrote` of one of the last steps.
 
         It is there when anything is that was launched later; asked for before, it waits for the device.
         """
-        return functools.partial(self._count_at, self.step)
-
-    def _count_at(self, step: int) -> int:
         total = self.launches.count_of(step)
         if total is None:
             self.waits += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,11 +137,10 @@ class BlockOwners:
         """Who has a block: a uid, FREE, SHARED, SHARED_WRITER - uid where that row alone may write, or UNJUDGED."""
         return self._now.get(place, UNJUDGED)
 
-    def give(self, places: Sequence[int], owner: int) -> None:
-        """Blocks are somebody's from the next forward on; places: as `place_of` says."""
-        given = dict.fromkeys(places, owner)
-        self._now.update(given)
-        self._changed.update(given)
+    def give(self, owners: Mapping[int, int]) -> None:
+        """Blocks are somebody's from the next forward on; owners by place, as `place_of` says."""
+        self._now.update(owners)
+        self._changed.update(owners)
 
     @property
     def is_told(self) -> bool:

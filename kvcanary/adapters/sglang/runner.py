@@ -115,10 +115,10 @@ class WatchedRunner(HostHandle):
 
     def sent(self) -> Callable[[], None]:
         """What looks at the counter of findings as it is now, when the step's tokens are there."""
-        return functools.partial(self._counted, self.canary.count_to_host(), self.canary.step)
+        return functools.partial(self._counted, self.canary.step)
 
-    def _counted(self, count: Callable[[], int], step: int) -> None:
-        self._look_at(count(), step)
+    def _counted(self, step: int) -> None:
+        self._look_at(self.canary.count_at(step), step)
 
     def leave(self, request: Any) -> None:
         """A request gives its row back, or loses it."""

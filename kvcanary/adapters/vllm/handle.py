@@ -56,6 +56,7 @@ class Handle(HostHandle):
         self.identities = Identities()
         self._scheduled: Any = None  # what the step that runs was told
         self._given: list[Any] = []  # blocks that it gives to requests
+        self._moves = False  # blocks are zeroed or copied for it, which the canary was not told yet
         self._hook(worker, WORKER_HOOKS)
         self._hook(self.runner, self.hooks)
         self.replaced.put(worker, "kvcanary", self)
@@ -149,6 +150,7 @@ class Handle(HostHandle):
 
     def _moved(self, scheduler_output: Any) -> None:
         """Blocks were zeroed or copied for this step."""
+        self._moves = False
         zeroed, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
         if self.canary is None:
             return
@@ -165,18 +167,19 @@ class Handle(HostHandle):
         self._scheduled = scheduler_output
         self.identities.told(scheduler_output)
         if self.is_armed and self.canary is not None:
-            if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
-                self._ended(scheduler_output)
             self._given = self.canary.recent.scheduled(scheduler_output)
             if self._ledger is not None:
                 self._ledger.begin(scheduler_output)
+            self._told(scheduler_output)
         result = method(scheduler_output, *args, **kwargs)
+        if self._moves:  # for no forward
+            self._moved(scheduler_output)
         if self._wrote() and self._loads is not None:
             self._loads.name()
         return result
 
-    def _ended(self, scheduler_output: Any) -> None:
-        """Requests have ended or are preempted, as the step that is next is told."""
+    def _told(self, scheduler_output: Any) -> None:
+        """What the scheduler says of the step that is next, before anything of it is done."""
 
     def _read_again(self) -> bool:
         """The last forward comes once more, each row by one entry; False: it is to be read as any other."""

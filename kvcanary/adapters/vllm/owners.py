@@ -28,14 +28,12 @@ NULL_BLOCK = 0
 GRANTED_TO, SHARED_WITH, FULL, GIVEN_BACK = (
     "granted to {}", "shared with {}", "full and in the prefix cache", "given back",
 )  # fmt: skip
-MOST_EVENTS, MOST_TOLD = 1 << 14, 3  # that are kept of requests that have ended, and told of one block
+MOST_EVENTS, MOST_TOLD = 1 << 12, 3  # that are kept, and told of one block
 #: A request, by group blocks that it was given, and how many entries it had; None: they follow what it had before.
 Given = tuple[str, Sequence[Sequence[int]], int | None]
-
-
-#: In the order of all, what happened (with a place for the request's name), the name, the step, and to which blocks;
-#: a plain tuple of these is nothing that the garbage collector has to look at again.
-Happened = tuple[int, str, str, int, tuple[int, ...]]
+#: What happened (with a place for a request's name), the step, and to which blocks, each with that name. All that a
+#: step gives is one of these: an object a block is as much more for the garbage collector, and for cold caches.
+Happened = tuple[str, int, dict[int, str]]
 
 
 class BlockLedger:
@@ -61,9 +59,8 @@ class BlockLedger:
         self._fresh: dict[int, bool] = {}  # granted by the pool and no row's yet; whether others may read it
         self._full = set[int]()  # hashed, once the step has run in which they become full
         self._holders: dict[int, str | set[str]] = {}  # the request that runs and was given a block, or several
-        self._given: dict[str, list[Happened]] = {}  # by request that runs, what it was given
+        self._given: dict[str, list[int]] = {}  # by request that runs, the blocks that it was given
         self._events: deque[Happened] = deque(maxlen=MOST_EVENTS)
-        self._num_events = 0
 
     # a step
 
@@ -88,24 +85,20 @@ class BlockLedger:
         anew = [one for one in given if one[2] is not None]  # all its blocks, once more
         for name, _, _ in anew:
             self._left(name)
-        for some, is_old in ((given, False), (anew, True)):
-            claimed = [(one[0], self._places(one, is_old)) for one in some]
-            for name, places in claimed:
-                if places:
-                    take(name, places, is_old)
-            if self._fresh:
-                for _, places in claimed:
-                    for place in places:
-                        self._fresh.pop(block_of(place), None)
+        take(self._claimed(given, is_old=False), is_old=False)
+        if anew:
+            take(self._claimed(anew, is_old=True), is_old=True)
 
-    def _places(self, given: Given, is_old: bool) -> list[int]:
-        """Blocks whose entries the request has already (is_old), or has not all of them."""
-        _, blocks, length = given
-        places: list[int] = []
-        for group, own in enumerate(blocks):
-            old = length // self.owners.block_sizes[group] if length else 0
-            places += [place_of(group, block) for block in (own[:old] if is_old else own[old:]) if block != NULL_BLOCK]
-        return places
+    def _claimed(self, given: Sequence[Given], is_old: bool) -> list[tuple[int, str]]:
+        """Blocks whose entries their request has already (is_old), or has not all of them; each with its name."""
+        claimed = []
+        for name, blocks, length in given:
+            for group, own in enumerate(blocks):
+                if length is not None:
+                    old = length // self.owners.block_sizes[group]
+                    own = own[:old] if is_old else own[old:]
+                claimed += [(place_of(group, block), name) for block in own if block != NULL_BLOCK]
+        return claimed
 
     def _follow(self, feed: str) -> None:
         if feed != self.fed_by:
@@ -114,31 +107,37 @@ class BlockLedger:
 
     # by what workers are told anyway
 
-    def _take_own(self, name: str, places: Sequence[int], is_old: bool) -> None:
-        """Blocks that nobody has filled are this request's alone; the others are a prefix cache's, or were loaded."""
-        if not is_old:
-            self._holders.update(dict.fromkeys(places, name))
-            self._grant(name, places, self._uids.get(name, UNJUDGED), GRANTED_TO)
-            return
-        for place in places:
-            held = self._holders.setdefault(place, name)
-            if isinstance(held, set):
-                held.add(name)
-            elif held != name:
-                self._holders[place] = {held, name}
-        self._grant(name, places, UNJUDGED, SHARED_WITH)
+    def _take_own(self, claimed: Sequence[tuple[int, str]], is_old: bool) -> None:
+        """Blocks that nobody has filled are one request's alone; the others are a prefix cache's, or were loaded."""
+        if is_old:
+            for place, name in claimed:
+                self._hold(place, name)
+            self._put({place: UNJUDGED for place, _ in claimed}, SHARED_WITH, dict(claimed))
+        else:
+            uids = self._uids
+            self._holders.update(claimed)
+            self._put({place: uids.get(name, UNJUDGED) for place, name in claimed}, GRANTED_TO, dict(claimed))
+        for place, name in claimed:
+            self._given.setdefault(name, []).append(place)
+
+    def _hold(self, place: int, name: str) -> None:
+        """One more request has this block."""
+        held = self._holders.setdefault(place, name)
+        if isinstance(held, set):
+            held.add(name)
+        elif held != name:
+            self._holders[place] = {held, name}
 
     def _left(self, name: str) -> None:
         """A request has ended: what nobody else was given is free."""
         free = []
-        for event in self._given.pop(name, ()):
-            for place in event[-1]:
-                held = self._holders.get(place)  # another, where it was given away meanwhile, as windows let blocks go
-                if isinstance(held, set):
-                    held.discard(name)
-                if held == name or held == set():
-                    del self._holders[place]
-                    free.append(place)
+        for place in self._given.pop(name, ()):
+            held = self._holders.get(place)  # another, where it was given away meanwhile, as windows let blocks go
+            if isinstance(held, set):
+                held.discard(name)
+            if held == name or held == set():
+                del self._holders[place]
+                free.append(place)
         self._give(free, FREE, GIVEN_BACK)
 
     # by what the scheduler's pool did
@@ -173,19 +172,20 @@ class BlockLedger:
     def _share(self, places: Sequence[int]) -> None:
         """Others may read these; who was granted one goes on writing until it is full."""
         owners = {place: self.owners.owner(place) for place in places}
-        self._give([place for place, owner in owners.items() if owner == FREE], SHARED, "shared")
-        for place, owner in owners.items():
-            if owner > 0:
-                self._give([place], SHARED_WRITER - owner, "shared")
+        shared = {place: SHARED_WRITER - own if own else SHARED for place, own in owners.items() if own >= FREE}
+        self._put(shared, "shared", dict.fromkeys(shared, ""))
 
-    def _take_fresh(self, name: str, places: Sequence[int], is_old: bool) -> None:
+    def _take_fresh(self, claimed: Sequence[tuple[int, str]], is_old: bool) -> None:
         """Blocks that the pool has granted are who writes them first; what it has not granted stays whose it is."""
-        uid = self._uids.get(name)
-        for is_shared in (False, True):
-            own = [place for place in places if self._fresh.get(block_of(place)) is is_shared]
-            if own:
-                owner = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
-                self._grant(name, own, owner, GRANTED_TO)
+        owners, names = {}, {}
+        for place, name in claimed:
+            is_shared, uid = self._fresh.get(block_of(place)), self._uids.get(name)
+            if is_shared is not None:
+                owners[place] = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
+                names[place] = name
+        self._put(owners, GRANTED_TO, names)
+        for place, _ in claimed:
+            self._fresh.pop(block_of(place), None)
 
     # helpers
 
@@ -195,19 +195,19 @@ class BlockLedger:
         places = [place_of(group, block) for block in blocks for group in groups]
         return [place for place in places if owner(place) != UNJUDGED]
 
-    def _grant(self, name: str, places: Sequence[int], owner: int, what: str) -> None:
-        self._give(places, owner, what, name)
-        self._given.setdefault(name, []).append(self._events[-1])
+    def _give(self, places: Sequence[int], owner: int, what: str) -> None:
+        self._put(dict.fromkeys(places, owner), what, dict.fromkeys(places, ""))
 
-    def _give(self, places: Sequence[int], owner: int, what: str, name: str = "") -> None:
-        if places:
-            self.owners.give(places, owner)
-            self._num_events += 1
-            self._events.append((self._num_events, what, name, self.canary.step + 1, tuple(places)))
+    def _put(self, owners: dict[int, int], what: str, names: dict[int, str]) -> None:
+        if owners:
+            self.owners.give(owners)
+            self._events.append((what, self.canary.step + 1, names))
 
     def _told_of(self, group: int, slot: int) -> tuple[str, ...]:
         """For a finding: the last that happened to the block of a slot."""
         block = slot // self.owners.block_sizes[group]
-        place, running = place_of(group, block), (event for own in self._given.values() for event in own)
-        told = sorted({event for event in (*self._events, *running) if place in event[-1]})[-MOST_TOLD:]
-        return tuple(f"block {block} was {what.format(repr(name))} in step {step}" for _, what, name, step, _ in told)
+        place = place_of(group, block)
+        told = [(what, names[place], step) for what, step, names in self._events if place in names]
+        return tuple(
+            f"block {block} was {what.format(repr(name))} in step {step}" for what, name, step in told[-MOST_TOLD:]
+        )

@@ -26,10 +26,12 @@ class HandleV2(Handle):
 
     _pending: Forward | None = None  # until an external load is there
     _rows, _places = b"", list[int]()  # of the last forward, where each row had one token; and where its tensors lay
-    hooks = ("execute_model", "update_requests", "prepare_attn", "sample_tokens")
+    hooks = ("execute_model", "prepare_attn", "sample_tokens")
 
-    def _ended(self, scheduler_output: Any) -> None:
-        self._leave(scheduler_output)
+    def _told(self, scheduler_output: Any) -> None:
+        if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+            self._leave(scheduler_output)
+        self._moves = self._moving(scheduler_output)
 
     def _leave(self, scheduler_output: Any) -> None:
         """Requests end or are preempted."""
@@ -51,14 +53,9 @@ class HandleV2(Handle):
         if self._loads is not None:
             self._loads.expect(new)
 
-    def _update_requests(self, method: Any, scheduler_output: Any) -> Any:
-        moves = self.is_armed and self._moving(scheduler_output)
-        result = method(scheduler_output)
-        if moves:
-            self._moved(scheduler_output)
-        return result
-
     def _prepare_attn(self, method: Any, input_batch: Any) -> Any:
+        if self._moves:
+            self._moved(self._scheduled)
         result = method(input_batch)
         if self.is_armed:
             if self._scheduled.scheduled_new_reqs:

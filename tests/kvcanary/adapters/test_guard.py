@@ -103,7 +103,7 @@ def test_parts_stop_with_the_whole_and_not_the_other_way() -> None:
 
 # in the adapters
 
-OF_A_WORKER = ("canary.read", "canary.wrote", "canary.count_to_host", "canary.admit", "canary.leave", "_look_at")
+OF_A_WORKER = ("canary.read", "canary.wrote", "canary.count_at", "canary.admit", "canary.leave", "_look_at")
 
 
 def broken(*args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class Engine:
                 cache[own // BLOCK, own % BLOCK] = values.expand(-1, HEADS, DIM)
         self.canary.wrote()
         found = len(self.canary.log.findings)
-        if self.canary.count_to_host()():
+        if self.canary.count_at(self.canary.step):
             report_step(self.canary, self.canary.steps[-1])
         return [finding.code for finding in self.canary.log.findings[found:]]
 

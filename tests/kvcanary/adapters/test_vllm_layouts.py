@@ -240,7 +240,7 @@ def flipped_in(view: Any, names: list[str], number: int) -> tuple[str, int, str]
             words = view.rows.gather_layer(1, slot)
             words[0, piece.first + piece.words // 2] ^= 1 << 9
             view.rows.scatter_layer(1, slot, words)
-    assert canary.count_to_host()() == 1
+    assert canary.count_at(canary.step) == 1
     report_step(canary, canary.steps[-1])
     [found] = canary.log.findings
     assert (found.slot, found.position, found.reader) == (2 * SIZE + 5, 5, "a")
