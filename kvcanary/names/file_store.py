@@ -28,7 +28,11 @@ class FileNames:
         self.label, self._most = f"file {path}", most
         self._texts: dict[str, int] = {}
         self._open = sqlite3.connect(path, timeout=WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
-        self._open.executescript(_TABLES)
+        try:
+            self._open.executescript(_TABLES)
+        except BaseException:
+            self._open.close()
+            raise
 
     def put(self, space: str, by: str, names: Sequence[tuple[int, int]]) -> None:
         """As `NameStore` has it; one transaction."""

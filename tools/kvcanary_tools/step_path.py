@@ -9,8 +9,10 @@ since others re-read bytes or grant pages as well.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import kvcanary
 from kvcanary.native import loops
@@ -35,18 +37,48 @@ def _files_of_step(engine: Engine) -> set[str]:
     files: set[str] = set()
     entries = {id(getattr(loops, name)): made.py_func.__code__.co_filename for name, made in LOOPS.items()}
 
-    def called(frame: FrameType, event: str, function: object) -> None:
-        if event == "call":
-            files.add(frame.f_code.co_filename)
-        elif event == "c_call" and id(function) in entries:
+    def ran(code: CodeType, _: object = None) -> None:
+        files.add(code.co_filename)
+
+    def called(function: object) -> None:
+        if id(function) in entries:
             files.add(entries[id(function)])
 
-    sys.setprofile(called)
-    try:
+    with _heard(ran, called):
         engine.step()
+    return {str(path.relative_to(ROOT)) for path in map(Path, files) if path.is_relative_to(ROOT)}
+
+
+@contextmanager
+def _heard(ran: Callable[..., None], called: Callable[[object], None]) -> Iterator[None]:
+    """Every code that begins to run, and every function that is called; compiled loops with arrays are among the first.
+
+    Since Python 3.12 numba tells `sys.monitoring` of those, and no profiler.
+    """
+    if sys.version_info >= (3, 12):
+        watch, events = sys.monitoring, sys.monitoring.events
+        watch.use_tool_id(watch.PROFILER_ID, "step_path")
+        watch.register_callback(watch.PROFILER_ID, events.PY_START, ran)
+        watch.register_callback(watch.PROFILER_ID, events.CALL, lambda code, offset, function, first: called(function))
+        watch.set_events(watch.PROFILER_ID, events.PY_START | events.CALL)
+        try:
+            yield
+        finally:
+            watch.set_events(watch.PROFILER_ID, events.NO_EVENTS)
+            watch.free_tool_id(watch.PROFILER_ID)
+        return
+
+    def profiled(frame: FrameType, event: str, function: object) -> None:
+        if event == "call":
+            ran(frame.f_code)
+        elif event == "c_call":
+            called(function)
+
+    sys.setprofile(profiled)
+    try:
+        yield
     finally:
         sys.setprofile(None)
-    return {str(path.relative_to(ROOT)) for path in map(Path, files) if path.is_relative_to(ROOT)}
 
 
 def main() -> None:

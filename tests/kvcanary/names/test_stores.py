@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -60,18 +61,19 @@ def test_a_file_survives_its_writer_and_stays_small(tmp_path: Path) -> None:
     for start in range(0, 300, 50):
         store.put(SPACE, "one", [(chain, chain) for chain in range(start, start + 50)])
     store.close()
-    assert sorted(FileNames(path).get(SPACE, range(300))) == list(range(200, 300))
+    with closing(FileNames(path)) as store:
+        assert sorted(store.get(SPACE, range(300))) == list(range(200, 300))
 
 
 def test_a_transaction_that_is_undone_leaves_no_number_behind(tmp_path: Path) -> None:
     """Else a space that another process adds next would have the names of this one."""
     path = tmp_path / "names.sqlite"
-    one, two = FileNames(path), FileNames(path)
-    with pytest.raises(OverflowError):
-        one.put(SPACE, "one", [(1 << 70, 1)])  # no integer of SQLite's
-    two.put(OTHER, "two", [(5, 6)])
-    one.put(SPACE, "one", [(7, 8)])
-    assert (two.get(OTHER, [5, 7]), two.get(SPACE, [5, 7])) == ({5: {6: "two"}}, {7: {8: "one"}})
+    with closing(FileNames(path)) as one, closing(FileNames(path)) as two:
+        with pytest.raises(OverflowError):
+            one.put(SPACE, "one", [(1 << 70, 1)])  # no integer of SQLite's
+        two.put(OTHER, "two", [(5, 6)])
+        one.put(SPACE, "one", [(7, 8)])
+        assert (two.get(OTHER, [5, 7]), two.get(SPACE, [5, 7])) == ({5: {6: "two"}}, {7: {8: "one"}})
 
 
 @pytest.mark.parametrize(

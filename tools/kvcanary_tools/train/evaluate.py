@@ -34,10 +34,10 @@ TREE, CHAIN = TreeShape(4, 5, 16), TreeShape(1, 5, 6)
 def tokenizes(code: str) -> bool:
     """Whether Python's tokenizer reads the code to its end without an error."""
     try:
-        kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(code).readline)]
+        kinds = {token.exact_type for token in tokenize.generate_tokens(io.StringIO(code).readline)}
     except (tokenize.TokenError, SyntaxError):
         return False
-    return getattr(tokenize, "ERRORTOKEN", -1) not in kinds
+    return kinds.isdisjoint((tokenize.ERRORTOKEN, tokenize.OP))  # OP: a sign of no operator, since Python 3.12
 
 
 def physical_lines(code: str, prompt_len: int) -> str:
