@@ -101,6 +101,14 @@ def test_the_release_is_published_without_a_token(root: Path) -> None:
     assert jobs["try"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
 
 
+def test_every_change_is_tested_on_the_pythons_that_are_promised(root: Path) -> None:
+    """By the README's two commands."""
+    job = yaml.safe_load((root / ".github/workflows/ci.yml").read_text())["jobs"]["test"]
+    pythons = re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text(encoding="utf-8"))
+    assert job["strategy"]["matrix"]["python"] == pythons
+    assert {"make demo", "make test"} <= {step.get("run") for step in job["steps"]}
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CITATION.cff"])
 def test_the_papers_name_what_is_there(root: Path, page: str) -> None:
     """Files and commands that they speak of exist."""

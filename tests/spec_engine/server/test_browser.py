@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvcanary_tools.pages.browser import chromium
 from spec_engine.core import Batch, ForwardBatch
 from spec_engine.drafting.tree import Tree
 from spec_engine.engine import Engine
@@ -16,7 +16,7 @@ from spec_engine.engine import Engine
 from .conftest import KEY, wait_for
 from .test_corruption import Client, strike
 
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = chromium()
 
 pytestmark = [
     pytest.mark.browser,

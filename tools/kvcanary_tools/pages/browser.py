@@ -19,9 +19,14 @@ SCHEMES = ("light", "dark")
 SETTLE_MS = 1500  # for a page that asks its server first
 
 
+def chromium() -> str | None:
+    """The first Chromium on the PATH."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
 def why_not() -> str:
     """What is missing for a browser here, as a sentence; "" where there is one."""
-    if not any(map(shutil.which, NAMES)):
+    if chromium() is None:
         return "needs chromium on the PATH, and none is present"
     missing = [name for name in ("playwright", "axe_playwright_python", "PIL") if find_spec(name) is None]
     return f"needs the packages of kvcanary[browser], {', '.join(missing)} not installed" if missing else ""
@@ -34,9 +39,8 @@ def browser() -> Iterator[Browser]:
         raise RuntimeError(why_not())
     from playwright.sync_api import sync_playwright
 
-    path = next(path for name in NAMES if (path := shutil.which(name)))
     with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        started = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
         try:
             yield started
         finally:
