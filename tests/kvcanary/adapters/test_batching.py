@@ -284,3 +284,24 @@ def test_two_models_at_once(models, batch) -> None:
         batch(second)
         assert ours.certificate()["forwards"] == theirs.certificate()["forwards"] > 20
         assert not ours.findings + theirs.findings
+
+
+@pytest.mark.parametrize("at", [2, 16])
+def test_what_is_not_finite_is_told_where_it_was_stored(models, batch, at: int) -> None:
+    """NaN that the second layer's values take on in one entry of a batch: N1 of that layer, request and position."""
+    fed: list[dict[str, Any]] = []
+    model = models("Llama", batched=True)
+
+    def spoil(module: Any, arguments: Any, output: Any) -> Any:
+        if len(fed) == at:
+            output[0, -1, 3] = torch.nan
+        return output
+
+    with harming(model, CanaryConfig(content="write"), lambda cache, kwargs, step: fed.append(kwargs)):
+        hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(spoil)
+        with pytest.raises(KVCorruptionError) as caught:
+            batch(model)
+        hook.remove()
+    found = caught.value.findings[0]
+    assert (found.code, found.layer, found.position) == ("N1", 1, int(fed[at - 1]["position_ids"][0, -1]))
+    assert (found.readers, found.step) == ((found.writer,), at)

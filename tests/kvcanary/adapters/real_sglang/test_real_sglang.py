@@ -80,6 +80,13 @@ def test_a_slot_off_by_one_names_the_request_that_stores(scene) -> None:
     assert found["causes"][0]["text"] == ASTRAY
 
 
+def test_a_value_that_is_not_finite_names_request_layer_and_position(scene) -> None:
+    """NaN in what the last layer stores of one entry: N1, in the step that stores it."""
+    found, touched = first(scene("dense faults"), "not_finite")
+    assert (found["code"], found["writer"]) == ("N1", touched["request"])
+    assert {name: found[name] for name in ("position", "slot", "layer")}.items() <= touched.items()
+
+
 def test_no_token_of_a_wrong_step_leaves(scene) -> None:
     """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
     act = scene("dense faults")[-1]

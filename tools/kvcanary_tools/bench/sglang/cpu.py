@@ -106,7 +106,7 @@ QUICK = {
     ),
     "dense faults": Scene(
         (
-            *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one")),
+            *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one", "not_finite")),
             {"fault": "hook_error"},
             OFF,
             {"mode": "raise", "fault": "bit"},

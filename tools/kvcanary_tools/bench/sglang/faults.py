@@ -218,6 +218,27 @@ def late_write(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def not_finite(host: Any) -> Iterator[Touched]:
+    """NaN in V of the last entry of a forward, as the last layer stores it."""
+    runner, touched = host.scheduler.tp_worker.model_runner, Touched()
+    last = len(runner.token_to_kv_pool.v_buffer) - 1
+
+    def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not touched:
+            slot, position = int(batch.out_cache_loc[-1]), int(batch.positions[-1])
+            touched.update(request=batch.rids[-1], position=position, slot=slot)
+        return method(batch, *args, **kwargs)
+
+    def store(method: Any, layer: Any, loc: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> None:
+        if layer.layer_id == last and "layer" not in touched:
+            touched["layer"], v = last, v.clone()
+            v[-1] = float("nan")
+        method(layer, loc, k, v, *args, **kwargs)
+
+    with around(runner, "forward", forward), around(runner.token_to_kv_pool, "set_kv_buffer", store):
+        yield touched
+
+
 def state_bit(host: Any) -> Iterator[Touched]:
     """One bit of a recurrent state, of its last layer."""
     entry, windows = _state_of(_first(host)), host.scheduler.req_to_token_pool.mamba_pool.mamba_cache.conv[0]
@@ -300,8 +321,9 @@ FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
-        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, draft_scatter, verify_scatter,
-        chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped, state_freed, no_state_copy,
+        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite, draft_scatter,
+        verify_scatter, chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped, state_freed,
+        no_state_copy,
     )
 }  # fmt: skip
 LASTING = (
