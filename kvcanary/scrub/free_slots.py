@@ -55,6 +55,11 @@ class FreeSlots:
         """Slots [n] int64 are these rows' [n]."""
         self._told.append((slots, uids))
 
+    @property
+    def is_told(self) -> bool:
+        """Whether something waits for the next forward."""
+        return bool(self._told)
+
     def forget(self) -> None:
         """Nobody answers for the bytes any more."""
         self._told = []

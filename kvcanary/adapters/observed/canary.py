@@ -29,7 +29,7 @@ from kvcanary.adapters.observed.memory import Memory
 from kvcanary.adapters.observed.owners import BlockOwners, Owners
 from kvcanary.adapters.observed.prefix_hashes import Prefixes
 from kvcanary.adapters.observed.recent_steps import RecentSteps
-from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Step
+from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Layers, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.report.certificate import certificate
@@ -111,11 +111,17 @@ class PagedCanary:
         group = self.groups[0]
         self.owners = group.owners = owners = Owners(group.records.shape[0], self.memory.device, group.records)
         self.fed |= {"R7", "R8", "W2", "W3", "W7"}
-        if self.config.content == "full" and self.config.poison == "finite":
-            self.poison = FreeSlots([layers.rows for layers in group.layers], self.memory.device)
+        self.poison = self._poison_of(group)
+        if self.poison is not None:
             owners.on_freed, owners.on_granted = self.poison.freed, self.poison.granted
             self.fed |= {"P1"}
         return owners
+
+    def _poison_of(self, group: Group) -> FreeSlots | None:
+        """For what is free in a group; None where settings leave it alone."""
+        if self.config.content != "full" or self.config.poison != "finite":
+            return None
+        return FreeSlots([layers.rows for layers in _early(group)], self.memory.device)
 
     def follow_blocks(self, block_sizes: Sequence[int]) -> BlockOwners:
         """The engine tells of grants of blocks, in every group; which codes that feeds its adapter says in `fed`.
@@ -126,6 +132,8 @@ class PagedCanary:
         self.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
         for group, own in zip(self.groups, owners.of, strict=True):
             group.owners = own
+        if len(self.groups) == 1:  # blocks of several share memory, and nobody says whose a free one was
+            self.poison = self._poison_of(self.groups[0])
         return owners
 
     # rows of requests
@@ -174,7 +182,8 @@ class PagedCanary:
 
         empty: a forward of no rows
         """
-        if self._gone or self._new or (self.poison is not None and self.owners is not None and self.owners.is_told):
+        is_told = self.owners is not None and self.owners.is_told
+        if self._gone or self._new or (self.poison is not None and (is_told or self.poison.is_told)):
             fresh, self._fresh = self._fresh, []
             self.read(empty)
             self._fresh = fresh
@@ -220,7 +229,7 @@ class PagedCanary:
         for pool, slots, mismatch, uids in poison.apply(self.coverage):
             self.memory.total += (mismatch != 0).any(1).sum()
             row_of = functools.partial(_owner_of, self.writers, uids)
-            own = group.layers[pool], slots, mismatch, group
+            own = _early(group)[pool], slots, mismatch, group
             events.append(Event("P1", POISONED, *own, {}, by_record=False, row_of=row_of, site="grant"))
 
     def read_again(self) -> bool:
@@ -232,10 +241,12 @@ class PagedCanary:
         grown = self._grown + 1
         if not self._can_repeat or grown > GROWN or self._most + grown > self._room:
             return False
-        if self._new or self._gone or self._fresh or self.events or self.poison is not None:
+        if self._new or self._gone or self._fresh or self.events:
             return False
         if self.owners is not None:
             self.owners.apply()
+        if self.poison is not None and self.poison.is_told:
+            return False
         self.step += 1
         self._quiet, self._grown = self._quiet + 1, grown
         self.recent.goes_on(self.step)
@@ -406,6 +417,11 @@ class PagedCanary:
             if self.writers.get(held.request) == request and 0 <= own < len(slots):
                 return None if int(slots[own]) < 0 else int(slots[own])
         return None
+
+
+def _early(group: Group) -> list[Layers]:
+    """Layers that the target stores: a draft may store beyond what its row was granted, and takes that back."""
+    return [layers for layers in group.layers if not layers.is_late]
 
 
 def _owner_of(writers: Mapping[int, str], uids: Tensor, entry: int, slot: int) -> str | None:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED, block_of, place_of
 from kvcanary.adapters.vllm.block_pool import ATTRIBUTE, FREED, GRANTED, HASHED, TOUCHED, read
@@ -57,10 +59,13 @@ class BlockLedger:
         """Nothing is known of any block."""
         self.owners.forget()
         self._fresh: dict[int, bool] = {}  # granted by the pool and no row's yet; whether others may read it
+        self._private = set[int]()  # granted by the pool and not hashed since: nobody will find them in a prefix cache
         self._full = set[int]()  # hashed, once the step has run in which they become full
         self._holders: dict[int, str | set[str]] = {}  # the request that runs and was given a block, or several
         self._given: dict[str, list[int]] = {}  # by request that runs, the blocks that it was given
         self._events: deque[Happened] = deque(maxlen=MOST_EVENTS)
+        if self.canary.poison is not None:
+            self.canary.poison.forget()
 
     # a step
 
@@ -104,6 +109,8 @@ class BlockLedger:
         if feed != self.fed_by:
             self._begin_anew()
             self.fed_by, self.canary.fed = feed, self._fed | FED_BY[feed]
+            if self.canary.poison is not None and feed == BY_SCHEDULER:
+                self.canary.fed |= {"P1"}
 
     # by what workers are told anyway
 
@@ -156,6 +163,7 @@ class BlockLedger:
             self._happened(kind, blocks)
 
     def _happened(self, kind: int, blocks: Sequence[int]) -> None:
+        self._poison(kind, blocks)
         if kind == GRANTED:
             self._fresh.update(dict.fromkeys(blocks, False))
         elif kind == HASHED:
@@ -168,6 +176,25 @@ class BlockLedger:
             for block in blocks if kind == FREED else ():
                 self._fresh.pop(block, None)
             self._give(self._known(blocks), *((FREE, GIVEN_BACK) if kind == FREED else (UNJUDGED, "not loaded")))
+
+    def _poison(self, kind: int, blocks: Sequence[int]) -> None:
+        """What is free and will be granted before it is read again is filled, and looked at when it is granted."""
+        poison = self.canary.poison
+        if poison is None:
+            return
+        if kind == GRANTED:
+            slots = self._slots_of(blocks)
+            poison.granted(slots, torch.zeros_like(slots))
+            self._private.update(blocks)
+        elif kind == FREED:
+            poison.freed(self._slots_of([block for block in blocks if block in self._private]))
+        if kind in (FREED, HASHED):
+            self._private.difference_update(blocks)
+
+    def _slots_of(self, blocks: Sequence[int]) -> torch.Tensor:
+        size, device = self.owners.block_sizes[0], self.canary.memory.device
+        first = torch.tensor(blocks, dtype=torch.int64, device=device) * size
+        return (first[:, None] + torch.arange(size, device=device)).flatten()
 
     def _share(self, places: Sequence[int]) -> None:
         """Others may read these; who was granted one goes on writing until it is full."""

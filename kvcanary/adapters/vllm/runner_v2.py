@@ -32,6 +32,8 @@ class HandleV2(Handle):
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             self._leave(scheduler_output)
         self._moves = self._moving(scheduler_output)
+        if self._loads is not None:  # into blocks that were free until now
+            self._flush()
 
     def _leave(self, scheduler_output: Any) -> None:
         """Requests end or are preempted."""

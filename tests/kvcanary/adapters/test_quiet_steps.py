@@ -33,6 +33,12 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+@pytest.fixture(autouse=True)
+def _leaves_free_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that grants what was filled is no quiet one: these tests are of steps that nothing happens in."""
+    monkeypatch.setenv("KVCANARY_POISON", "off")
+
+
 def decoding(serve: Any, runner: str = "v2", steps: int = 12, **settings: Any) -> Served:
     """Requests that decode, whose last steps were quiet; one with runner V1, whose rows change places here."""
     served = serve(settings={"runner": runner}, **settings)

@@ -343,3 +343,49 @@ def test_a_block_that_a_row_is_given_beside_an_arrival_is_its_own(serve) -> None
             assert int(owners[own[-1] * BLOCK]) > 0
             grown += 1
     assert grown
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_write_into_a_free_block_is_told_when_it_is_granted(serve, runner: str) -> None:
+    """P1: a block that nobody will find in the prefix cache is filled when it is free, and looked at, before it is
+    zeroed or stored to.
+    """
+    served = running(serve, settings={"runner": runner}, zeroes=True)
+    served.ask("c", [40, 41, 42], 2)
+    go_on(served, 1)
+    [block] = request_of(served, "c").blocks
+    while any(request.name == "c" for request in served.running):
+        served.step()
+    served.free.remove(block)  # nobody is granted it meanwhile
+    go_on(served, 2)
+    cache, slot = served.caches["l0"], block * BLOCK + 3
+    entry = cache[slot // cache.shape[2], :, slot % cache.shape[2]].view(torch.int32)
+    assert served.wrapper.worker.kvcanary.canary.poison.filled[slot]
+    entry[..., 0] ^= 1 << 5
+    served.free.insert(0, block)
+    served.ask("d", [60 + n for n in range(6)], 2)
+    found = raised(served)
+    assert (found.code, found.slot, found.layers) == ("P1", slot, (0,))
+    assert "P1" in served.wrapper.kvcanary_report()["classes"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"), [({"is_heard": False}, "ledger"), ({"groups": (("l0",), ("w0",))}, "groups")]
+)
+def test_free_blocks_are_left_alone_where_nobody_says_which_are(serve, settings: dict[str, Any], why: str) -> None:
+    """By the worker's own ledger, and where groups share blocks: the certificate says that P1 is not fed."""
+    served = running(serve, **settings)
+    served.run()
+    assert "P1" in served.wrapper.kvcanary_report()["inactive_classes"], why
+
+
+def test_a_block_that_the_prefix_cache_keeps_is_not_filled(serve) -> None:
+    """It is free, and its bytes are there for the next request with this prefix."""
+    served = running(serve)
+    block = request_of(served, "a").blocks[0]
+    before = served.caches["l0"][block].clone()
+    served.run()
+    assert torch.equal(served.caches["l0"][block], before)
+    served.ask("again", [(3 * n) % 97 for n in range(30)], 4)
+    served.run()
+    assert served.wrapper.kvcanary_report()["findings"] == []

@@ -41,7 +41,8 @@ def test_a_sound_engine_is_silent(record) -> None:
     """Prefix cache, chunked prefill and preemption, attached by the entry point: no finding, and equal tokens."""
     clean = record["clean"]
     assert record["plugged_in"]
-    assert (clean["findings"], clean["fired"], clean["unchecked"]) == (0, {}, {})
+    assert (clean["findings"], clean["fired"]) == (0, {})
+    assert set(clean["unchecked"]) <= {UNPOISONED}
     assert clean["equal_tokens"]
     assert min(clean[name] for name in ("prefix_hits", "preemptions", "chunks")) >= 1
     assert clean["forwards"] == clean["steps"] > 50
