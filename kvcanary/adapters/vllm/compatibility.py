@@ -105,6 +105,7 @@ NEEDED_OF = {
         Needed(f"{_RUNNER}prepare_attn", ("self", "input_batch")),
         Needed(f"{_RUNNER}execute_model", ("self", "scheduler_output")),
         Needed(f"{_RUNNER}sample_tokens", ("self", "grammar_output")),
+        Needed(f"{_RUNNER}update_requests", ("self", "scheduler_output")),  # zeroes and copies, before prepare_attn
         Needed(
             f"{_V2}block_table:BlockTables",
             (),
