@@ -186,15 +186,16 @@ class BlockLedger:
             slots = self._slots_of(blocks)
             poison.granted(slots, torch.zeros_like(slots))
             self._private.update(blocks)
-        elif kind == FREED:
-            poison.freed(self._slots_of([block for block in blocks if block in self._private]))
+        elif kind == FREED and (free := [block for block in blocks if block in self._private]):
+            poison.freed(self._slots_of(free))
         if kind in (FREED, HASHED):
             self._private.difference_update(blocks)
 
     def _slots_of(self, blocks: Sequence[int]) -> torch.Tensor:
-        size, device = self.owners.block_sizes[0], self.canary.memory.device
-        first = torch.tensor(blocks, dtype=torch.int64, device=device) * size
-        return (first[:, None] + torch.arange(size, device=device)).flatten()
+        """Of the manager's blocks; no wait."""
+        size, memory = self.owners.block_sizes[0], self.canary.memory
+        slots = (torch.tensor(blocks)[:, None] * size + torch.arange(size)).flatten()
+        return (slots.pin_memory() if memory.is_cuda else slots).to(memory.device, non_blocking=True)
 
     def _share(self, places: Sequence[int]) -> None:
         """Others may read these; who was granted one goes on writing until it is full."""
