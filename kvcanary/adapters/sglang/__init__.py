@@ -8,6 +8,7 @@ plug-in and serves on without it, so what is raised here is SystemExit. docs/sgl
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -44,12 +45,12 @@ def _hook() -> None:
     """SGLang only logs where a hook cannot be applied, so its target is looked for here."""
     try:
         hooks, scheduler = import_module(HOOKS), import_module(SCHEDULER).Scheduler
-        registry, after = hooks.HookRegistry, hooks.HookType.AFTER
+        registry, around = hooks.HookRegistry, hooks.HookType.AROUND
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"kvcanary: nothing can be hooked into SGLang: {error}; {REMEDY}") from error
     if not hasattr(scheduler.__init__, "kvcanary_hooked"):
         scheduler.__init__.kvcanary_hooked = True
-        registry.register(f"{SCHEDULER}.Scheduler.__init__", _built, after)
+        registry.register(f"{SCHEDULER}.Scheduler.__init__", _build, around)
 
 
 def _is_there(module: str) -> bool:
@@ -60,11 +61,14 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _built(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _build(build: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """args: of the scheduler, the server's settings first."""
     from kvcanary.adapters.sglang.scheduler import attach
+    from kvcanary.adapters.sglang.step_trace import traced_graphs
 
+    with traced_graphs(args[0] if args else kwargs["server_args"]):
+        build(scheduler, *args, **kwargs)
     try:
         attach(scheduler)
     except KVCanaryError as error:
         raise SystemExit(f"kvcanary: {error}") from error
-    return result

@@ -10,6 +10,7 @@ from kvcanary.adapters.observed.capabilities import PAGED_FED
 __all__ = [
     "ANCHOR",
     "DRAFTS",
+    "DRAFT_GRAPH",
     "EVERY_SCHEDULER",
     "FED",
     "NEEDED",
@@ -55,6 +56,11 @@ _ALLOCATE = Needed(
     f"{_CACHE}allocation:alloc_for_spec_decode",
     ("tree_cache", "req_to_token_pool"),
     ("reqs", "cur_kv_lens_cpu", "nxt_kv_lens_cpu"),
+)
+#: In which the draft steps of a round run, captured.
+DRAFT_GRAPH = Needed(
+    f"{_SPECULATIVE}eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner",
+    attributes=("capture_one_shape", "model_runner", "speculative_num_steps", "max_num_token", "device"),
 )
 #: By path, the names that it uses; where those of drafts are gone, a scheduler that drafts is refused.
 NEEDED_OF = {
@@ -154,9 +160,8 @@ NEEDED_OF = {
             f"{_SPECULATIVE}eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute",
             ("self", "forward_batch"),
         ),
-        Needed(
-            f"{_SPECULATIVE}eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner.execute", ("self", "forward_batch")
-        ),
+        DRAFT_GRAPH,
+        Needed(f"{DRAFT_GRAPH.name}.execute", ("self", "forward_batch")),
         Needed(
             f"{_WORKER}EagleDraftWorker",
             attributes=(

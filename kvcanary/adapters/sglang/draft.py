@@ -14,9 +14,10 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed
 from kvcanary.adapters.sglang.fed import FedForward
 from kvcanary.adapters.sglang.runner import WatchedRunner
+from kvcanary.adapters.sglang.step_trace import TRACE, StepTrace
 from kvcanary.config import CanaryConfig
 
-#: Of steps in a graph of SGLang's: what each of them saw is gone when the graph has run.
+#: Of steps in a graph of SGLang's that was captured before the canary came: what each of them was fed is gone.
 WITHIN = "positions of single draft steps within a graph of SGLang's: what they leave behind is judged"
 
 
@@ -99,20 +100,27 @@ class WatchedDraft(WatchedRunner):
         return super().forward(method, batch, requests)
 
     def replayed(self, graph: Any, method: Any, batch: Any) -> Any:
-        """All draft steps of a round in one graph of SGLang's, which is judged behind it, by what it has read.
+        """All draft steps of a round in one graph of SGLang's, which is judged behind it, by what its steps were fed.
 
-        graph: whose `buffers` have the slots of all steps, [rows, topk, steps] flat, and positions, [rows, topk] flat.
-        Each step moves these on and the last one puts them back: a step too many or too few is left over behind it
+        graph: with a StepTrace, or, where it was captured before the canary came, with its `buffers` alone: the slots
+        of all steps, [rows, topk, steps] flat, and positions, [rows, topk] flat. Each step moves these on and the last
+        one puts them back: a step too many or too few is left over behind it.
         """
         self._flush()
         planned, count = self._plan(batch, range(self._steps - 1)), batch.batch_size * self._topk
         if self._page > 1 and self._topk > 1:
             self._judge_copies(planned)
         output = method(batch)
-        slots = graph.buffers.out_cache_loc[: count * self._steps].view(-1, self._topk, self._steps)[..., :-1]
-        first = graph.buffers.positions[:count].view(-1, 1, self._topk)
-        self._judge_drafts(planned, first + planned.numbers[:, None], slots.transpose(1, 2))
-        self.canary.coverage.skip(WITHIN, len(planned.steps))
+        trace: StepTrace | None = getattr(graph, TRACE, None)
+        if trace is not None:
+            by_row = (len(planned.steps), -1, self._topk)
+            positions, slots = (fed[:, :count].view(by_row).transpose(0, 1) for fed in (trace.positions, trace.slots))
+        else:
+            slots = graph.buffers.out_cache_loc[: count * self._steps].view(-1, self._topk, self._steps)
+            slots = slots[..., :-1].transpose(1, 2)
+            positions = graph.buffers.positions[:count].view(-1, 1, self._topk) + planned.numbers[:, None]
+            self.canary.coverage.skip(WITHIN, len(planned.steps))
+        self._judge_drafts(planned, positions, slots)
         return output
 
     def _draft_step(self, batch: Any) -> None:

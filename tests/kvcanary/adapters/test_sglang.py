@@ -78,7 +78,7 @@ def test_nothing_is_imported_where_the_mode_is_off(child) -> None:
 def test_the_scheduler_is_hooked_once(child) -> None:
     """The hook runs after its constructor; to register twice is harmless."""
     done = child(f"import {SCHEDULER}; {REGISTER}register(); register(){TOLD}")
-    assert done.stdout == f"[('{SCHEDULER}.Scheduler.__init__', 'AFTER')]\n", done.stderr
+    assert done.stdout == f"[('{SCHEDULER}.Scheduler.__init__', 'AROUND')]\n", done.stderr
 
 
 def test_a_process_without_a_scheduler_imports_none(child) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 from kvcanary import CanaryConfig, PoolView
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.sglang.compatibility import DRAFT_GRAPH
 from kvcanary.adapters.sglang.draft import WITHIN, WatchedDraft
+from kvcanary.adapters.sglang.step_trace import TRACE, traced_graphs
 
 
 class DraftGraph:
@@ -126,3 +130,88 @@ def test_draft_steps_one_by_one_are_judged_alike(draft) -> None:
         ("W5", name, ("draft", 1), length + 1, {"slot": int(own[1])}, {"slot": int(own[0])})
         for name, length, own in zip("ab", LENGTHS, first, strict=True)
     ]
+
+
+class EAGLEDraftCudaGraphRunner:
+    """SGLang's graph of draft steps as it comes into being: what its steps ran while it was captured, it runs again."""
+
+    def __init__(self, runner: Any) -> None:
+        self.model_runner, self.device = runner, "cpu"
+        self.speculative_num_steps, self.max_num_token = STEPS, 4 * TOPK
+        self.harm: Callable[[int, Any], None] = lambda step, fed: None
+        for size in (4, 2):
+            self.capture_one_shape(size)
+
+    def capture_one_shape(self, size: int) -> None:
+        self.captured = self.model_runner.forward
+        zeros = torch.zeros(size * TOPK).long()
+        for _warm_up in range(3):
+            for _step in range(STEPS - 1):
+                self.captured(SimpleNamespace(positions=zeros, out_cache_loc=zeros))
+
+    def execute(self, batch: Any) -> str:
+        """Padded to four rows, as what lies behind the batch's own is anything."""
+        padding = torch.full(((4 - batch.batch_size) * TOPK,), 63)
+        slots = batch.out_cache_loc.view(batch.batch_size, TOPK, STEPS)
+        for step in range(STEPS - 1):
+            own = batch.positions + step, slots[..., step].flatten()
+            positions, places = (torch.cat([fed, padding]) for fed in own)
+            fed = SimpleNamespace(positions=positions, out_cache_loc=places)
+            self.harm(step, fed)
+            self.captured(fed)
+        return "drafts"
+
+
+DRAFTING = SimpleNamespace(speculative_algorithm="EAGLE")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Such a graph, captured while the plug-in stands around the start of a server that drafts."""
+    module = ModuleType(DRAFT_GRAPH.name.partition(":")[0])
+    module.EAGLEDraftCudaGraphRunner = EAGLEDraftCudaGraphRunner
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with traced_graphs(DRAFTING):
+        return EAGLEDraftCudaGraphRunner(SimpleNamespace(forward=lambda batch: "logits"))
+
+
+def test_every_step_in_a_graph_is_judged_where_the_plug_in_was_there_first(draft, traced) -> None:
+    batch = round_of(draft)
+    assert draft.replayed(traced, traced.execute, batch) == "drafts"
+    assert told(draft) == []
+    assert draft.canary.coverage.unchecked == {}
+
+
+@pytest.mark.parametrize("step", range(STEPS - 1))
+def test_a_step_in_a_graph_that_is_off_and_put_right_again_is_found(draft, traced, step: int) -> None:
+    """Nothing is left over behind the graph: only its trace has what the step was fed."""
+
+    def harm(now: int, fed: Any) -> None:
+        if now == step:
+            fed.positions[TOPK:] -= 1  # of the second row
+            fed.out_cache_loc[0] = 11
+
+    traced.harm = harm
+    batch = round_of(draft)
+    draft.replayed(traced, traced.execute, batch)
+    first, second = LENGTHS
+    right = int(batch.out_cache_loc.view(2, TOPK, STEPS)[0, 0, step])
+    assert sorted(told(draft)) == [
+        ("W5", "a", ("draft", step), first + step, {"slot": right}, {"slot": 11}),
+        ("W5", "b", ("draft", step), second + step, {"position": second + step}, {"position": second + step - 1}),
+    ]
+
+
+def test_the_runner_and_the_class_are_as_before_when_the_server_is_built(traced) -> None:
+    assert hasattr(traced, TRACE)
+    assert traced.model_runner.forward(None) == "logits"
+    assert not hasattr(EAGLEDraftCudaGraphRunner.capture_one_shape, "kvcanary_replaces")
+    assert not hasattr(EAGLEDraftCudaGraphRunner(traced.model_runner), TRACE)
+
+
+@pytest.mark.parametrize("lacks", ["drafts", "names"])
+def test_without_drafts_or_without_the_names_nothing_is_captured(monkeypatch, lacks: str) -> None:
+    if lacks == "names":
+        monkeypatch.setitem(sys.modules, DRAFT_GRAPH.name.partition(":")[0], ModuleType("empty"))
+    with traced_graphs(DRAFTING if lacks == "names" else SimpleNamespace()):
+        assert not hasattr(EAGLEDraftCudaGraphRunner(SimpleNamespace(forward=lambda batch: 0)), TRACE)

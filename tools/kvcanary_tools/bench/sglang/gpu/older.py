@@ -114,6 +114,8 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
+    import transformers.audio_utils  # noqa: F401  (it asks for torchcodec's version where that can be found)
+
     sys.meta_path.insert(0, _Absent())
 
 

@@ -1,10 +1,11 @@
-"""``python -m kvcanary_tools.bench.sglang.gpu.run [eagle]``: 64 requests through a scheduler of SGLang 0.5.17 on a GPU.
+"""``python -m kvcanary_tools.bench.sglang.gpu.run [eagle|tree]``: 64 requests through SGLang 0.5.17 on a GPU.
 
-It is the newest release for torch 2.11. Needed beside torch are sglang 0.5.17 and sgl-kernel (sglang-kernel 0.4.5, its
-`common_ops` for the device at hand) with what they import; what is missing of the rest is stood in for, and the release
-answers to the names that the plug-in uses of 0.5.23 (`older`). The model has the shape of Llama-3-8B and random
-weights, decode steps run in SGLang's graphs, under its overlap schedule. Runs with the canary and without take turns
-over the same requests; the record has both speeds, whether the tokens are equal, and what was checked.
+Its scheduler runs in this process. It is the newest release for torch 2.11. Needed beside torch are sglang 0.5.17 and
+sgl-kernel (sglang-kernel 0.4.5, its `common_ops` for the device at hand) with what they import; what is missing of the
+rest is stood in for, and the release answers to the names that the plug-in uses of 0.5.23 (`older`). The model has the
+shape of Llama-3-8B and random weights, decode steps run in SGLang's graphs, under its overlap schedule. Runs with the
+canary and without take turns over the same requests; the record has both speeds, whether the tokens are equal, and what
+was checked. Trees of drafts run once more with each fault of `graphs` in SGLang's own graph of draft steps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from array import array
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -25,7 +27,7 @@ import torch
 from kvcanary_tools.bench import common
 from kvcanary_tools.bench.common import machine, save
 from kvcanary_tools.bench.gpu.device import device
-from kvcanary_tools.bench.sglang.gpu import older
+from kvcanary_tools.bench.sglang.gpu import graphs, older
 
 NAME, PAIRS, MOST_TURNS = "gpu_sglang", 4, 20_000
 WHAT = "tokens a second inside SGLang with the canary and without, in turns, and what was checked"
@@ -34,9 +36,10 @@ COUNTED = ("armed", "forwards", "slots_checked", "bytes_checked", "fired", "unch
 
 @dataclass(frozen=True)
 class Case:
-    """The model's shape, the requests, and SGLang's settings; eagle: drafts of a head, three a step, one branch."""
+    """The model's shape, the requests, and SGLang's settings; eagle: drafts of a head, three steps of `topk`."""
 
     eagle: bool = False
+    topk: int = 1
     layers: int = 32
     hidden: int = 4096
     heads: int = 32
@@ -47,6 +50,9 @@ class Case:
     prompt: int = 512
     answer: int = 128
     content: str = "rolling"
+
+
+CASES = {"dense": Case(), "eagle": Case(eagle=True), "tree": Case(eagle=True, topk=4, answer=64, content="full")}
 
 
 def save_model(case: Case, folder: Path) -> None:
@@ -121,8 +127,8 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
             "speculative_algorithm": "EAGLE",
             "speculative_draft_model_path": str(folder / "draft"),
             "speculative_num_steps": 3,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 4,
+            "speculative_eagle_topk": case.topk,
+            "speculative_num_draft_tokens": 4 if case.topk == 1 else 8,
         }
     return wanted
 
@@ -133,12 +139,15 @@ def build(case: Case, folder: Path) -> Any:
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    from kvcanary.adapters.sglang.step_trace import traced_graphs
+
     older.rename()
     save_model(case, folder)
     known = {own.name for own in fields(ServerArgs)}
     server = ServerArgs(**{name: value for name, value in settings(case, folder).items() if name in known})
     publish(server, role="scheduler")
-    scheduler = Scheduler(server, PortArgs.init_new(server), 0, 0, 0, 0, 0, 0, None)
+    with traced_graphs(server):
+        scheduler = Scheduler(server, PortArgs.init_new(server), 0, 0, 0, 0, 0, 0, None)
     target = scheduler.tp_worker.model_runner.model
     if case.eagle:
         draft = scheduler.draft_worker.draft_worker.draft_runner.model
@@ -215,15 +224,20 @@ def play(scheduler: Any, case: Case) -> tuple[float, dict[str, list[int]]]:
     return sum(map(len, outputs.values())) / seconds, outputs
 
 
-def pair(scheduler: Any, case: Case, is_first: bool) -> dict[str, Any]:
-    """One run without a canary, then one with it."""
+def attached(scheduler: Any, case: Case) -> Any:
     from kvcanary import CanaryConfig
     from kvcanary.adapters.sglang.scheduler import attach
 
-    bare, expected = play(scheduler, case)
     canary = attach(scheduler, CanaryConfig(mode="log", content=case.content, seed=3))
     if canary is None:
         raise RuntimeError("the canary has no turn: unset KVCANARY_SHARE")
+    return canary
+
+
+def pair(scheduler: Any, case: Case, is_first: bool) -> dict[str, Any]:
+    """One run without a canary, then one with it."""
+    bare, expected = play(scheduler, case)
+    canary = attached(scheduler, case)
     if is_first:
         play(scheduler, case)  # what is compiled and captured on the way
     held, outputs = play(scheduler, case)
@@ -239,6 +253,17 @@ def pair(scheduler: Any, case: Case, is_first: bool) -> dict[str, Any]:
     }
 
 
+def harmed_run(scheduler: Any, case: Case, off: torch.Tensor, fault: str) -> dict[str, Any]:
+    """One run with a fault in SGLang's graph of draft steps: its first finding."""
+    canary = attached(scheduler, case)
+    off[graphs.FAULTS[fault]] = 1
+    play(scheduler, case)
+    off.zero_()
+    told = [finding.to_dict() for finding in canary.findings]
+    canary.detach()
+    return {"fault": fault, "findings": len(told), "first": told[0] if told else None}
+
+
 def lines(record: dict[str, Any]) -> list[str]:
     """The table of docs/sglang.md."""
     shown = [
@@ -246,7 +271,7 @@ def lines(record: dict[str, Any]) -> list[str]:
         "slots checked |",
         "|---|---|---|---|---|---|",
     ]
-    for kind, what in (("dense", "none"), ("eagle", "EAGLE, 3 in a chain")):
+    for kind, what in (("dense", "none"), ("eagle", "EAGLE, 3 in a chain"), ("tree", "EAGLE, trees of 4 branches")):
         runs = record[kind]["runs"]
         ratios = [run["ratio"] for run in runs]
         speeds = [f"{median(run[name] for run in runs):,.0f}" for name in ("bare", "canary")]
@@ -266,14 +291,18 @@ def main(kinds: list[str] | None = None) -> None:
     older.install()
     import sglang
 
-    kind = "eagle" if "eagle" in (sys.argv[1:] if kinds is None else kinds) else "dense"
-    case = Case(eagle=kind == "eagle")
-    with tempfile.TemporaryDirectory() as folder:
+    [kind] = (sys.argv[1:] if kinds is None else kinds) or ["dense"]
+    case = CASES[kind]
+    is_tree = case.topk > 1
+    with tempfile.TemporaryDirectory() as folder, graphs.harmed_steps() if is_tree else nullcontext() as off:
         scheduler = build(case, Path(folder))
         play(scheduler, case)
         runs = [pair(scheduler, case, is_first=number == 0) for number in range(PAIRS)]
+        harmed = [harmed_run(scheduler, case, off, fault) for fault in graphs.FAULTS] if is_tree else []
     row = {"case": asdict(case), "machine": machine() | device(), "sglang": sglang.__version__, "runs": runs}
+    row |= {"harmed": harmed} if harmed else {}
     print(f"{kind}: ratios {[run['ratio'] for run in runs]}, equal {[run['equal_tokens'] for run in runs]}")
+    print(*harmed, sep="\n")
     path = common.RESULTS / f"{NAME}.json"
     held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"what": WHAT}
     save(NAME, held | {kind: row})
