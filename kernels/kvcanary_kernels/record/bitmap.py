@@ -21,8 +21,9 @@ def layers_at_once(num_layers: int) -> int:
 
 
 def bitmaps_of(by_layer: Iterable[Tensor]) -> Tensor:
-    """[n, 2] int64 from [n] bool of each layer; its columns: layers 0 to 63, 64 to 127."""
-    bits = torch.stack([is_so.to(torch.int64) << layer % 64 for layer, is_so in enumerate(by_layer)])
+    """[n, 2] int64 from [n] bool of each layer; its columns: layers 0 to 63, 64 to 127. No wait."""
+    own = torch.stack(tuple(by_layer)).to(torch.int64)
+    bits = own << torch.arange(len(own), device=own.device)[:, None] % 64
     return torch.stack((bits[:64].sum(0), bits[64:].sum(0)), 1)
 
 

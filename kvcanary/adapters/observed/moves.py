@@ -16,9 +16,10 @@ from kvcanary.dumps.watched_events import COPIED, LOADED, ZEROED
 from kvcanary.names.sums import weights_of
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import ops_for
+from kvcanary_kernels.content.fingerprint import fingerprint
+from kvcanary_kernels.record.bitmap import bitmaps_of
 from kvcanary_kernels.record.layout import CHAIN, SEAL
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
-from kvcanary_kernels.watch.reread import both_fingerprints
 from kvcanary_kernels.watch.walk import table_slots
 
 NO_NAMES = "entries loaded under a prefix that nobody wrote here"
@@ -50,7 +51,7 @@ def moved(
 
     src, dst: [n] slots; pairs within the null slots are padding; row_of: as an `Event` has it
     """
-    before = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
+    before = [fingerprints_of(layers, src) for layers in group.layers]
     move()
     _compare(canary, group, dst, before, dst >= group.null_slots, "a move of entries", row_of)
 
@@ -59,8 +60,15 @@ def expect_equal(
     canary: PagedCanary, group: Group, dst: Tensor, src: Tensor, judged: Tensor, what: str, row_of: RowOf | None = None
 ) -> None:
     """Slots [n] that should be copies of others, where `judged` [n] bool says so (T1); row_of: as an `Event` has it."""
-    wanted = [both_fingerprints(layers.rows, src, layers.keys) for layers in group.layers]
+    wanted = [fingerprints_of(layers, src) for layers in group.layers]
     _compare(canary, group, dst, wanted, judged, what, row_of)
+
+
+def fingerprints_of(layers: Layers, slots: Tensor) -> Tensor:
+    """[layers, n] int64: fingerprint a of every layer of slots [n] int64, by their bytes now; 0 outside the pool."""
+    own = torch.zeros(layers.rows.num_layers, len(slots), dtype=torch.int64, device=slots.device)
+    fingerprint(layers.rows, slots, layers.keys, fingerprint_a=own, launches=slots.is_cuda)
+    return own
 
 
 def _compare(
@@ -72,13 +80,10 @@ def _compare(
     what: str,
     row_of: RowOf | None,
 ) -> None:
-    """wanted: by pool of layers, [2, layers, n] fingerprints."""
+    """wanted: by pool of layers, [layers, n] fingerprints."""
     for layers, own in zip(group.layers, wanted, strict=True):
-        differs = ((both_fingerprints(layers.rows, slots, layers.keys) != own).any(0) & judged).T
-        numbers = torch.arange(differs.shape[1], device=slots.device)
-        bits = differs.to(torch.int64) << (numbers % 64)
-        mismatch = torch.stack([bits[:, numbers // 64 == half].sum(1) for half in (0, 1)], 1)
-        canary.memory.total += differs.any(1).sum()
+        mismatch = bitmaps_of((fingerprints_of(layers, slots) != own) & judged)
+        canary.memory.total += (mismatch != 0).any(1).sum()
         canary.events.append(
             Event("T1", what, layers, slots.clone(), mismatch, group, {}, by_record=False, row_of=row_of)
         )

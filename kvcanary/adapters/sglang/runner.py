@@ -83,6 +83,9 @@ class WatchedRunner(HostHandle):
     def arm(self) -> None:
         """Compile and capture what every forward launches; from now on forwards are judged."""
         self.canary.prepare(self._empty_forward())
+        for group in self.canary.groups:
+            for layers in group.layers:
+                paged_moves.fingerprints_of(layers, torch.zeros(1, dtype=torch.int64, device=layers.stamps.device))
         self._arm(self.canary)
 
     def forget(self) -> None:
@@ -139,13 +142,17 @@ class WatchedRunner(HostHandle):
         """
         if max(ends, default=0) > self.length:
             tell_outgrown(self.canary, list(self._outgrown(requests, ends)), self.length)
-        told = []
-        for request, begin, end in zip(requests, begins, ends, strict=True):
-            number = request.kv.req_pool_idx
-            if end > begin and number in self._uids:  # else it ran before there was a canary, and is not followed
-                told.append(np.stack(np.broadcast_arrays(number, np.arange(begin, end), self._uids[number])))
+        told = [  # what ran before there was a canary is not followed
+            (number, begin, end, self._uids[number])
+            for request, begin, end in zip(requests, begins, ends, strict=True)
+            if end > begin and (number := request.kv.req_pool_idx) in self._uids
+        ]
         if told:
-            rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.concatenate(told, 1)))
+            own = np.array(told)
+            new = own[:, 2] - own[:, 1]
+            numbers, first, _, uids = np.repeat(own, new, 0).T
+            places = first + np.arange(len(first)) - np.repeat(np.cumsum(new) - new, new)
+            rows, places, owners = self.canary.memory.upload(torch.from_numpy(np.stack((numbers, places, uids))))
             entries = (rows * self.length + places).clamp(max=self.rows.req_to_token.numel() - 1)
             self.owners.granted(self.rows.req_to_token.view(-1)[entries].to(torch.int64), owners)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, PoolView
+from kvcanary.adapters.observed import moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.sglang.compatibility import DRAFT_GRAPH
 from kvcanary.adapters.sglang.draft import WITHIN, WatchedDraft
@@ -215,3 +216,22 @@ def test_without_drafts_or_without_the_names_nothing_is_captured(monkeypatch, la
         monkeypatch.setitem(sys.modules, DRAFT_GRAPH.name.partition(":")[0], ModuleType("empty"))
     with traced_graphs(DRAFTING if lacks == "names" else SimpleNamespace()):
         assert not hasattr(EAGLEDraftCudaGraphRunner(SimpleNamespace(forward=lambda batch: 0)), TRACE)
+
+
+@pytest.mark.gpu
+def test_moves_and_copies_are_judged_without_a_wait() -> None:
+    """SGLang moves accepted nodes in every step: a wait there would end its overlap schedule."""
+    canary = PagedCanary(CanaryConfig(mode="log", seed=3), 4, 2, 16, "cuda")
+    group = canary.memory.add_group(0, 1, 64, null_slots=1)
+    keys, values = ([torch.randn(64, 1, 8, device="cuda")] for _ in range(2))
+    canary.memory.add_layers(group, PoolView("draft", keys, values, page_size=1), ["l0"])
+    src, dst, judged = (torch.tensor(own, device="cuda") for own in ([3, 4], [7, 8], [True, True]))
+    for _warm_up in range(2):
+        torch.cuda.set_sync_debug_mode("error" if _warm_up else "default")
+        try:
+            moves.moved(canary, group, src, dst, lambda: keys[0].index_copy_(0, dst, keys[0][src]))
+            moves.expect_equal(canary, group, dst, src, judged, "copies")
+            moves.copied(canary, group, src, dst, {})
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert int(canary.memory.total) == 4 + 4  # the values stayed where they were

@@ -52,7 +52,7 @@ class Case:
     content: str = "rolling"
 
 
-CASES = {"dense": Case(), "eagle": Case(eagle=True), "tree": Case(eagle=True, topk=4, answer=64, content="full")}
+CASES = {"dense": Case(), "eagle": Case(eagle=True), "tree": Case(eagle=True, topk=4)}
 
 
 def save_model(case: Case, folder: Path) -> None:
