@@ -218,20 +218,20 @@ def test_without_drafts_or_without_the_names_nothing_is_captured(monkeypatch, la
         assert not hasattr(EAGLEDraftCudaGraphRunner(SimpleNamespace(forward=lambda batch: 0)), TRACE)
 
 
-@pytest.mark.gpu
-def test_moves_and_copies_are_judged_without_a_wait() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_moves_and_copies_are_judged_without_a_wait(device: str) -> None:
     """SGLang moves accepted nodes in every step: a wait there would end its overlap schedule."""
-    canary = PagedCanary(CanaryConfig(mode="log", seed=3), 4, 2, 16, "cuda")
+    canary = PagedCanary(CanaryConfig(mode="log", seed=3), 4, 2, 16, device)
     group = canary.memory.add_group(0, 1, 64, null_slots=1)
-    keys, values = ([torch.randn(64, 1, 8, device="cuda")] for _ in range(2))
+    keys, values = ([torch.randn(64, 1, 8, device=device)] for _ in range(2))
     canary.memory.add_layers(group, PoolView("draft", keys, values, page_size=1), ["l0"])
-    src, dst, judged = (torch.tensor(own, device="cuda") for own in ([3, 4], [7, 8], [True, True]))
-    for _warm_up in range(2):
-        torch.cuda.set_sync_debug_mode("error" if _warm_up else "default")
+    src, dst, judged = (torch.tensor(own, device=device) for own in ([3, 4], [7, 8], [True, False]))
+    for is_compiled in (False, True):
+        torch.cuda.set_sync_debug_mode("error") if is_compiled and device == "cuda" else None
         try:
             moves.moved(canary, group, src, dst, lambda: keys[0].index_copy_(0, dst, keys[0][src]))
             moves.expect_equal(canary, group, dst, src, judged, "copies")
-            moves.copied(canary, group, src, dst, {})
         finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert int(canary.memory.total) == 4 + 4  # the values stayed where they were
+            torch.cuda.set_sync_debug_mode("default") if device == "cuda" else None
+    assert int(canary.memory.total) == 2 * (2 + 1), "the values stayed where they were"
+    assert [event.mismatch.tolist() for event in canary.events] == 2 * [[[1, 0], [1, 0]], [[1, 0], [0, 0]]]

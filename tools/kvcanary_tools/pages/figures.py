@@ -91,7 +91,7 @@ def vllm() -> Iterator[Line]:
 
 def sglang() -> Iterator[Line]:
     """Throughput inside SGLang."""
-    for kind, what in (("dense", "no drafts"), ("eagle", "EAGLE")):
+    for kind, what in (("dense", "no drafts"), ("eagle", "EAGLE"), ("tree", "EAGLE, trees of 4 branches")):
         own = record("gpu_sglang")[kind]
         ratio, bare = (median(run[key] for run in own["runs"]) for key in ("ratio", "bare"))
         case = f"SGLang {own['sglang']}, 8B shape, {own['case']['requests']} requests, {what} (H100)"
