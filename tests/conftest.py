@@ -38,42 +38,32 @@ LONG = (
 )
 
 
-#: Big grids: of so many cases of a test one is run on a CPU, the first and those that a hash of their name chooses;
-#: `make test-all`, and a GPU, run all.
+#: Big grids: of so many cases of a test in these files one is run on a CPU, the first and those that a hash of their
+#: name chooses; `make test-all`, and a GPU, run all.
 SAMPLED = {
-    "test_campaign.py": 4,
-    "test_finite.py": 4,
-    "test_shares.py": 4,
-    "test_drafting_grid.py": 3,
-    "test_equality_grid.py": 3,
-    "test_equality.py": 3,
-    "test_engine_acceptance.py": 3,
-    "test_modes.py": 3,
-    "test_one_flipped_bit.py": 3,
-    "test_rows.py": 3,
-    "test_stored.py": 3,
-    "test_walk.py": 3,
-    "test_backends.py": 2,
-    "test_drafted_ahead.py": 2,
-    "test_dumps.py": 2,
-    "test_each_check.py": 2,
-    "test_gpu_benches.py": 2,
-    "test_guard.py": 2,
-    "test_heal.py": 2,
-    "test_identities.py": 2,
-    "test_judged_behind.py": 2,
-    "test_quiet_steps.py": 2,
-    "test_reads.py": 2,
-    "test_splitting.py": 2,
-    "test_vllm_owners.py": 2,
+    8: "campaign dumps each_check equality finite modes poison stored",
+    6: (
+        "causes drafting_grid engine_acceptance equality_grid flood heal huge_pages lineage mixed_windows "
+        "one_flipped_bit reads seals splitting vllm_owners walk"
+    ),
+    4: (
+        "abort always_on_checks attention false_alarms faults guard judged_behind locate page_backends plan "
+        "pressure product requests shares sliding standalone_engine windows"
+    ),
+    3: (
+        "ahead announced_forwards batching cli compile content dump_replay index kernel_backends one_report "
+        "refusals rows seams_reenacted transformers vllm vllm_releases what_is_told"
+    ),
+    2: "backends drafted_ahead gpu_benches identities quiet_steps seams_named_runs",
 }
+ONE_OF = {f"test_{name}.py": number for number, names in SAMPLED.items() for name in names.split()}
 
 
 def leave_to_test_all(items: list[pytest.Item]) -> None:
     """Marks what `SAMPLED` leaves out as slow."""
     begun = set[str]()
     for item in items:
-        one_of = SAMPLED.get(item.path.name, 1)
+        one_of = ONE_OF.get(item.path.name, 1)
         name = item.nodeid.partition("[")[0]
         if name in begun and crc32(item.nodeid.encode()) % one_of:
             item.add_marker(pytest.mark.slow)

@@ -196,7 +196,7 @@ def run(examples: int, machine: type[Traffic] = Traffic) -> None:
 
 def test_any_order_of_actions_is_clean() -> None:
     """Pages add up after each action and at idle, no finding, outputs are those of plain decoding."""
-    run(50)
+    run(25)
     assert Traffic.num_retractions > 0
     assert Traffic.num_sharing > 0
 

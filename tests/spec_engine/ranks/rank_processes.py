@@ -29,7 +29,6 @@ from spec_engine.models.sharding import reduce_over
 
 SHAPE = {"hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 48}
 STRUCK: list[int] = []  # steps in which this rank went wrong
-STEPS = 200  # of a run without a fault
 FROM = 6  # the step from which the last rank is wrong
 PROMPTS = [[(i * 7 + j * 3) % 97 for j in range(5 + 9 * i)] for i in range(6)]
 
@@ -59,10 +58,10 @@ def make(
     return Engine(config, model=model, draft=draft, tokenizer=MockTokenizer(), ranks=group)
 
 
-def run_long(engine: Engine, temperature: float) -> list[list[int]]:
-    """Tokens of all prompts, again and again, in STEPS steps at least."""
+def run_long(engine: Engine, temperature: float, steps: int) -> list[list[int]]:
+    """Tokens of all prompts, again and again, in so many steps at least."""
     given = []
-    while engine._step_number < STEPS:
+    while engine._step_number < steps:
         given += run(engine, temperature)
     return given
 
@@ -265,10 +264,10 @@ def part_of_rank(rank: int, world: int) -> Decoder:
 
 def clean(group: Any, rank: int, world: int, *case: str) -> dict[str, Any]:
     """Tokens and steps of a run without a fault; mode raise would have stopped it at a finding."""
-    schedule, drafts, temperature, tokens = case
+    schedule, drafts, temperature, tokens, steps = case
     settings = {"drafts": drafts == "drafts", "max_total_tokens": int(tokens)}
     engine = make(part_of_rank(rank, world), group, schedule=schedule, **settings)
-    given = run_long(engine, float(temperature))
+    given = run_long(engine, float(temperature), int(steps))
     view = engine.pools["target"].view()
     return {
         "heads": [view.first_head, view.whole_heads],

@@ -14,10 +14,11 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo here")
 
 CLEAN = [
-    ("clean", "sync", "drafts", "0.8", "512"),
-    ("clean", "overlap", "drafts", "0.0", "512"),
-    ("clean", "overlap", "none", "0.8", "96"),  # so few slots that requests go to the host tier and come back
+    ("clean", "sync", "drafts", "0.8", "512", "200"),
+    ("clean", "overlap", "drafts", "0.0", "512", "60"),
+    ("clean", "overlap", "none", "0.8", "96", "60"),  # so few slots that requests go to the host tier and come back
 ]
+SHORT = ("clean", "sync", "drafts", "0.8", "512", "60")
 FAULTS = {
     "token/sync": ("X1", "tokens", "req-0"),
     "token/overlap": ("X1", "tokens", "req-0"),
@@ -56,7 +57,7 @@ def pair(rank_processes, tmp_path_factory) -> list[dict[str, Any]]:
 def triple(rank_processes, tmp_path_factory) -> list[dict[str, Any]]:
     return rank_processes.in_processes(
         3,
-        [CLEAN[0], *(("fault", *name.split("/")) for name in FAULTS), ("left",), LOST],
+        [SHORT, *(("fault", *name.split("/")) for name in FAULTS), ("left",), LOST],
         tmp_path_factory.mktemp("triple"),
     )
 
@@ -64,10 +65,10 @@ def triple(rank_processes, tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CLEAN, ids="/".join)
 def test_two_ranks_give_the_tokens_of_one(rank_processes, pair, case):
     """Greedy, sampled, with drafts, under both schedules and through the host tier, in as many steps, nothing found."""
-    _, schedule, drafts, temperature, tokens = case
+    _, schedule, drafts, temperature, tokens, steps = case
     settings = {"schedule": schedule, "drafts": drafts == "drafts", "max_total_tokens": int(tokens)}
     engine = rank_processes.make(rank_processes.target(2), **settings)
-    expected = rank_processes.run_long(engine, float(temperature))
+    expected = rank_processes.run_long(engine, float(temperature), int(steps))
     for told in pair:
         assert told["/".join(case)]["tokens"] == expected
         assert told["/".join(case)]["steps"] == engine._step_number
@@ -83,9 +84,9 @@ def test_a_layer_is_that_of_torchs_tensor_parallel_tensors(pair):
 
 def test_three_ranks_share_a_kv_head(rank_processes, triple):
     """Where ranks outnumber KV heads each holds a copy, and gives the tokens of one rank."""
-    expected = rank_processes.run_long(rank_processes.make(rank_processes.target(3)), 0.8)
-    assert [told["/".join(CLEAN[0])]["tokens"] for told in triple] == [expected] * 3
-    assert [told["/".join(CLEAN[0])]["heads"] for told in triple] == [[0, 1]] * 3
+    expected = rank_processes.run_long(rank_processes.make(rank_processes.target(3)), 0.8, int(SHORT[-1]))
+    assert [told["/".join(SHORT)]["tokens"] for told in triple] == [expected] * 3
+    assert [told["/".join(SHORT)]["heads"] for told in triple] == [[0, 1]] * 3
 
 
 @pytest.mark.parametrize("fault", FAULTS)
