@@ -32,6 +32,7 @@ from kvcanary.adapters.observed.recent_steps import RecentSteps
 from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Layers, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
+from kvcanary.report.causes.watched import TAKEN_BACK
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
@@ -81,6 +82,8 @@ class PagedCanary:
         self.poison: FreeSlots | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
+        self.taken_back: dict[str, str] = {}  # by request that runs, what the engine did to its row
+        self._roots: dict[int, tuple[int, int]] = {}  # by row: the chain of none, and who writes
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
         self.recent, self.dumps = RecentSteps(config.ring), IncidentDumps(config, functools.partial(source_of, own))
         evidence = WatchedEvidence(self.writers, functools.partial(block_history, own))
@@ -151,6 +154,7 @@ class PagedCanary:
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
             root, self._longest = self.prefixes.root(identity), max(self._longest, length)
+            self._roots[number] = root, self._uid
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
                 self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, root
@@ -163,11 +167,18 @@ class PagedCanary:
             self._new[number] = number, length, 1, root, self._uid, tail
         return list(range(first, self._uid + 1))
 
+    def take_back(self, number: int, request: str, before: int, now: int) -> None:
+        """The engine, which has all tokens on the device, computes a row again from an entry before its last one."""
+        root, uid = self._roots[number]
+        self._new[number] = number, now, 1, root, uid, root
+        self.taken_back[request] = f"{TAKEN_BACK} from entry {before} to {now} before step {self.step + 1}"
+
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
         self._tell_quiet()
         is_read, room = self.config.content != "write", self.num_rows - len(self._gone)
         for number, request in zip(numbers, requests, strict=True):
+            self.taken_back.pop(request, None)
             end, self._ends[number] = int(self._ends[number]) + self._grown, 0
             self._live -= end
             if is_read and room > 0:

@@ -65,6 +65,8 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 if stored not in (None, slot):
                     violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
                 violation.notes = (_place(group, violation.slot), *_owner(canary, group, violation.slot, code))
+                if violation.request_id in canary.taken_back:
+                    violation.notes += (canary.taken_back[violation.request_id],)
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)

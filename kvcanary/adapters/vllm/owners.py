@@ -27,8 +27,8 @@ FED_BY = {BY_WORKER: frozenset({"R7", "R8", "W2"}), BY_SCHEDULER: frozenset({"R7
 UNHEARD = "steps before which the scheduler's block pool was not heard"
 NULL_BLOCK = 0
 #: What happened to blocks, and to whom.
-GRANTED_TO, SHARED_WITH, FULL, GIVEN_BACK = (
-    "granted to {}", "shared with {}", "full and in the prefix cache", "given back",
+GRANTED_TO, SHARED_WITH, FULL, GIVEN_BACK, TAKEN_BACK = (
+    "granted to {}", "shared with {}", "full and in the prefix cache", "given back", "to be computed again for {}",
 )  # fmt: skip
 MOST_EVENTS, MOST_TOLD = 1 << 12, 3  # that are kept, and told of one block
 #: A request, by group blocks that it was given, and how many entries it had; None: they follow what it had before.
@@ -93,6 +93,13 @@ class BlockLedger:
         take(self._claimed(given, is_old=False), is_old=False)
         if anew:
             take(self._claimed(anew, is_old=True), is_old=True)
+
+    def taken_back(self, name: str, lines: Sequence[Sequence[int]]) -> None:
+        """The scheduler has a row computed again: it writes these blocks once more, by group, which others may read."""
+        uid = self._uids.get(name)
+        if uid is not None and self.fed_by == BY_SCHEDULER:
+            places = [place_of(group, block) for group, own in enumerate(lines) for block in own if block != NULL_BLOCK]
+            self._put(dict.fromkeys(places, SHARED_WRITER - uid), TAKEN_BACK, dict.fromkeys(places, name))
 
     def _claimed(self, given: Sequence[Given], is_old: bool) -> list[tuple[int, str]]:
         """Blocks whose entries their request has already (is_old), or has not all of them; each with its name."""

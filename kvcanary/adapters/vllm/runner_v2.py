@@ -7,7 +7,7 @@ slots), an external load, the forward, sample_tokens (which lets a draft propose
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,30 @@ class HandleV2(Handle):
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             self._leave(scheduler_output)
         self._moves = self._moving(scheduler_output)
-        if self._loads is not None:  # into blocks that were free until now
-            self._flush()
+        if self._loads is not None:
+            self._flush()  # loads are into blocks that were free until now
+            self._look_back(scheduler_output.scheduled_cached_reqs)
+
+    def _look_back(self, cached: Any) -> None:
+        """Rows that the scheduler has computed again from an earlier entry: of their loads, some failed."""
+        states = self.runner.req_states
+        held = getattr(states, "num_computed_tokens_np", None)
+        if self.canary is None or held is None or self._max_new > 1:  # rejected drafts take rows back in every step
+            return
+        numbers = [states.req_id_to_index[name] for name in cached.req_ids]
+        for place in np.flatnonzero(held[numbers] > cached.num_computed_tokens).tolist():
+            name, number, now = cached.req_ids[place], numbers[place], cached.num_computed_tokens[place]
+            before = int(held[number])
+            self.canary.take_back(number, name, before, now)
+            if self._ledger is not None:
+                blocks = [own[now // size : -(-before // size)] for size, own in self._blocks(number)]
+                self._ledger.taken_back(name, blocks)
+
+    def _blocks(self, number: int) -> Iterator[tuple[int, list[int]]]:
+        """Of a row, by group: entries of a block, and the manager's blocks. It waits for the device."""
+        for group, line in enumerate(self._lines()):
+            size, ratio = self._table_block(group)
+            yield size * ratio, [block // ratio for block in line[number, ::ratio].tolist()]
 
     def _leave(self, scheduler_output: Any) -> None:
         """Requests end or are preempted."""

@@ -9,6 +9,7 @@ from kvcanary.report.finding import Cause
 
 READ_BEFORE = "its row has read what is not finite"  # begins a note that says what, and who stored it
 GRANTED_ANEW = "the slot was granted again since"  # begins a note that says what lay there before, and whose it is now
+TAKEN_BACK = "the scheduler took the row back"  # begins a note that says from which entry to which
 LAST_ENTRY = "the last entry that the row writes in this forward"  # a note of those who compare what was fed
 
 
@@ -29,6 +30,14 @@ def not_finite_before(facts: Evidence) -> Cause | None:
     if not evidence:
         return None
     return Cause("numerics", "computed from an entry that was not finite before", "derived", evidence)
+
+
+def taken_back(facts: Evidence) -> Cause | None:
+    """The scheduler has a row computed again from an earlier entry, and the forward goes on where the row was."""
+    evidence = tuple(note for note in facts.violation.notes if note.startswith(TAKEN_BACK))
+    if not evidence:
+        return None
+    return Cause("lengths", "the row was taken back, and the model runner went on behind it", "derived", evidence)
 
 
 def stored_elsewhere(facts: Evidence) -> Cause | None:

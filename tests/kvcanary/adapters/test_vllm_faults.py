@@ -367,3 +367,39 @@ def test_runner_v1_names_faults_too(serve, monkeypatch, harm: str) -> None:
     else:
         assert found.code == "W5"
     assert "W6" in served.wrapper.worker.kvcanary.canary.certificate()["inactive_classes"]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_row_that_is_taken_back_is_silent_where_the_runner_goes_back_with_it(serve, follows: bool) -> None:
+    """vllm#49250: a block failed to load, the scheduler has the row computed again, the runner goes on behind it."""
+    served = serve(settings={"connector": Connector()})
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 60)
+    go_on(served, 4)
+    request, states = served.running[0], served.runner.req_states
+    number, update = states.req_id_to_index["a"], served.runner.update_requests
+    request.computed = BLOCK
+
+    def update_requests(output: Any) -> None:
+        before = int(states.num_computed_tokens_np[number]) + 1
+        update(output)
+        if not follows:
+            states.num_computed_tokens_np[number] = before
+
+    def make_batch(output: Any) -> Any:
+        states.total_len.gpu[number] += 40  # what lies behind a row's tokens is read as well
+        try:
+            return make(output)
+        finally:
+            states.total_len.gpu[number] -= 40
+
+    served.runner.update_requests = update_requests
+    if follows:
+        go_on(served, 6)
+        assert served.wrapper.worker.kvcanary.report()["fired"] == {}
+        return
+    make, served.runner.make_batch = served.runner.make_batch, make_batch
+    with pytest.raises(KVCorruptionError) as caught:
+        go_on(served, 2)
+    cause = caught.value.findings[0].causes[0]
+    assert cause.text == "the row was taken back, and the model runner went on behind it"
+    assert cause.evidence[0].startswith("the scheduler took the row back from entry 31 to 8 before step")

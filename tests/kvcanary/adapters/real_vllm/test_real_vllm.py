@@ -193,6 +193,28 @@ def test_a_restart_between_store_and_load(tmp_path) -> None:
     assert told["equal_tokens"]
 
 
+@pytest.mark.slow
+def test_a_recovery_that_goes_on_behind_the_row_is_found(tmp_path) -> None:
+    """vllm#49250, in vLLM as it is: a load fails, and runner V2 does not take the row back with the scheduler."""
+    expect_recovery_found(run("loads.recovery", tmp_path / "record.json"))
+
+
+def test_the_record_of_a_recovery() -> None:
+    """The same, as it is committed."""
+    record = ROOT / "tools/kvcanary_tools/bench/results/cpu_vllm_recovery.json"
+    expect_recovery_found(json.loads(record.read_text()))
+
+
+def expect_recovery_found(told: dict[str, Any]) -> None:
+    """All tokens are wrong without a canary, none leaves with one; the first cause says what happened to which row."""
+    assert told["equal_when_loaded"]
+    assert told["wrong_tokens"] == {"off": 32, "log": 32, "raise": 0}
+    assert told["raise"]["stopped_by"] == "W6"
+    first = told["raise"]["findings"][0]["causes"][0]
+    assert first["text"] == "the row was taken back, and the model runner went on behind it"
+    assert re.match(r"the scheduler took the row back from entry 128 to 32 before step \d+", first["evidence"][0])
+
+
 @pytest.mark.parametrize("record", ["vllm_loads", "cpu_vllm_loads"])
 def test_the_record_of_a_restart(record: str) -> None:
     """The same on a GPU and on a CPU, as it is committed."""

@@ -1,0 +1,113 @@
+"""What vLLM's own recovery from a failed load does: ``python -m kvcanary_tools.bench.vllm.loads.recovery --out FILE``.
+
+A connector reports one block of every load as failed, and vLLM is set to compute such blocks again
+(`kv_load_failure_policy=recompute`). Tokens must be those of loads that do not fail. Runner V2, eager, on the device
+that there is; without a canary, and in modes log and raise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, INTERPRETED, interpret, machine
+from kvcanary_tools.bench.vllm.loads.restart import BLOCK, COUNT, KIND, TOKENS
+from kvcanary_tools.bench.vllm.model import SHAPES, make_prompts, write_model
+
+MODES = ("off", "log", "raise")
+
+
+def serve(folder: Path) -> dict[str, Any]:
+    """One process: prompts are stored, loaded, and loaded while loads fail."""
+    import torch
+
+    if not torch.cuda.is_available():
+        interpret()
+    from vllm import LLM, SamplingParams
+
+    from kvcanary import KVCorruptionError
+    from kvcanary_tools.bench.vllm.loads.failing import FailingConnector
+
+    transfer = {
+        "kv_connector": FailingConnector.__name__, "kv_connector_module_path": FailingConnector.__module__,
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "store")},
+    }  # fmt: skip
+    llm = LLM(
+        model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
+        max_num_seqs=8, seed=0, block_size=BLOCK, num_gpu_blocks_override=64, enable_prefix_caching=True,
+        gpu_memory_utilization=0.3, kv_transfer_config=transfer,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    prompts, engine = make_prompts(COUNT, seed=5, kind=KIND), llm.llm_engine
+
+    def run(phase: str) -> list[list[int]]:
+        llm.reset_prefix_cache()
+        given: list[list[int]] = []
+        for number, prompt in enumerate(prompts):  # one by one: a step loads for one request
+            engine.add_request(f"{phase}-{number}", {"prompt_token_ids": prompt}, params)
+            given.append([])
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    given[-1] = list(output.outputs[0].token_ids)
+        return given
+
+    told: dict[str, Any] = {"stored": run("stored"), "loaded": run("loaded"), "failed": [], "stopped_by": None}
+    FailingConnector.fails = True
+    try:
+        told["failed"] = run("failed")
+    except KVCorruptionError as error:
+        told["stopped_by"] = error.findings[0].code
+    canary = getattr(engine.engine_core.engine_core.model_executor.driver_worker.worker, "kvcanary", None)
+    if canary is not None:
+        report = canary.report()
+        names = ("code", "reader", "position", "site", "expected", "found", "causes")
+        told |= {name: report[name] for name in ("fired", "loads_checked")}
+        told["findings"] = [{name: entry[name] for name in names} for entry in report["findings"][:3]]
+    return told | {"machine": machine()}
+
+
+@click.command(help=__doc__)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="where to write the record")
+@click.option("--folder", type=click.Path(path_type=Path), hidden=True)
+def main(out: Path, folder: Path | None) -> None:
+    """A process for each mode."""
+    if folder is not None:
+        out.write_text(json.dumps(serve(folder)))
+        return
+    told = {mode: _process(mode) for mode in MODES}
+    record: dict[str, Any] = {"machine": told["off"]["machine"], "equal_when_loaded": True, "wrong_tokens": {}}
+    for mode, own in told.items():
+        record["equal_when_loaded"] &= own["stored"] == own["loaded"]
+        pairs = zip(own["failed"], own["stored"], strict=False)
+        wrong = sum(one != other for gave, right in pairs for one, other in zip(gave, right, strict=False))
+        record["wrong_tokens"][mode] = wrong
+        record[mode] = {name: own[name] for name in ("stopped_by", "fired", "loads_checked", "findings") if name in own}
+    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"wrong tokens: {record['wrong_tokens']}; found: {record['log']['fired']}")
+
+
+def _process(mode: str) -> dict[str, Any]:
+    import torch
+
+    device = {} if torch.cuda.is_available() else INTERPRETED
+    own = {"VLLM_USE_V2_MODEL_RUNNER": "1", "KVCANARY_MODE": mode}
+    with tempfile.TemporaryDirectory() as made:
+        folder, out = Path(made), Path(made) / "told.json"
+        write_model(folder / "model", SHAPES["tiny"])
+        command = [sys.executable, "-m", "kvcanary_tools.bench.vllm.loads.recovery", "--out", str(out)]
+        environment = {**ENVIRONMENT, **device, **os.environ, **own}
+        subprocess.run([*command, "--folder", str(folder)], env=environment, check=True, timeout=550)
+        told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
+if __name__ == "__main__":
+    main()
