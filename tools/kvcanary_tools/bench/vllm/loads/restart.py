@@ -113,7 +113,7 @@ def serve(folder: Path, phase: str) -> dict[str, Any]:
         return given
 
     tokens = run()
-    told: dict[str, Any] = {"tokens": tokens, "report": _kept(worker.kvcanary.report())}
+    told: dict[str, Any] = {"tokens": tokens, "report": kept(worker.kvcanary.report())}
     if phase == "store":
         worker.kvcanary.detach()  # names that are on their way arrive
         return told
@@ -139,14 +139,14 @@ def _harmed(
     llm.reset_prefix_cache()
     attach(worker, CanaryConfig.from_env(mode="log"))
     tokens = run()
-    return {"tokens": tokens, **_kept(worker.kvcanary.report())}
+    return {"tokens": tokens, **kept(worker.kvcanary.report())}
 
 
 def _layer(path: Path) -> int:
     return next(int(part) for part in path.name.split(".") if part.isdigit())
 
 
-def _kept(report: dict[str, Any]) -> dict[str, Any]:
+def kept(report: dict[str, Any]) -> dict[str, Any]:
     names = ("connector", "loads_checked", "fired", "unchecked")
     found = [
         {name: entry[name] for name in ("code", "reader", "position", "layers", "found")}
