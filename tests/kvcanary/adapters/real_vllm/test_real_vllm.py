@@ -222,9 +222,11 @@ def test_the_record_of_a_restart(record: str) -> None:
     expect_named(json.loads((ROOT / "tools/kvcanary_tools/bench/results" / f"{record}.json").read_text()))
 
 
-def test_the_record_of_lmcache_in_a_real_vllm() -> None:
+@pytest.mark.parametrize(("record", "release"), [("cpu_vllm_lmcache", "0.5.6"), ("cpu_vllm_lmcache_older", "0.5.2")])
+def test_the_record_of_lmcache_in_a_real_vllm(record: str, release: str) -> None:
     """A restart behind LMCache's server: right loads are silent and all compared, each wrong copy is T1 by its kind."""
-    told = json.loads((ROOT / "tools/kvcanary_tools/bench/results/cpu_vllm_lmcache.json").read_text())
+    told = json.loads((ROOT / "tools/kvcanary_tools/bench/results" / f"{record}.json").read_text())
+    assert told["machine"]["lmcache"] == release
     assert told["equal_tokens"]
     assert (told["report"]["loads_checked"], told["report"]["fired"]) == (416, {})
     first = {harm.__name__: told[harm.__name__]["found"][0] for harm in lmcache.HARMS}
