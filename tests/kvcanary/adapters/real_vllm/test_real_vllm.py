@@ -209,7 +209,8 @@ def test_the_record_of_a_recovery() -> None:
 def expect_recovery_found(told: dict[str, Any]) -> None:
     """All tokens are wrong without a canary, none leaves with one; the first cause says what happened to which row."""
     assert told["equal_when_loaded"]
-    assert told["wrong_tokens"] == {"off": 32, "log": 32, "raise": 0}
+    assert told["wrong_tokens"] == {"off": 32, "log": 32, "raise": 0, "mended": 0}
+    assert (told["mended"]["stopped_by"], told["mended"]["fired"]) == (None, {})
     assert told["raise"]["stopped_by"] == "W6"
     first = told["raise"]["findings"][0]["causes"][0]
     assert first["text"] == "the row was taken back, and the model runner went on behind it"
