@@ -83,7 +83,7 @@ class PagedCanary:
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
         self.taken_back: dict[str, str] = {}  # by request that runs, what the engine did to its row
-        self._roots: dict[int, tuple[int, int]] = {}  # by row: the chain of none, and who writes
+        self._roots: dict[int, tuple[int, int]] = {}  # by row that is followed: the chain of none, and who writes
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
         self.recent, self.dumps = RecentSteps(config.ring), IncidentDumps(config, functools.partial(source_of, own))
         evidence = WatchedEvidence(self.writers, functools.partial(block_history, own))
@@ -154,11 +154,12 @@ class PagedCanary:
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
             root, self._longest = self.prefixes.root(identity), max(self._longest, length)
-            self._roots[number] = root, self._uid
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
                 self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, root
+                self._roots.pop(number, None)
                 continue
+            self._roots[number] = root, self._uid
             tail = root
             if length:
                 tail = root if self._has_tokens else self.prefixes.end(tokens[:length], identity)
@@ -169,8 +170,9 @@ class PagedCanary:
 
     def take_back(self, number: int, request: str, before: int, now: int) -> None:
         """The engine, which has all tokens on the device, computes a row again from an entry before its last one."""
-        root, uid = self._roots[number]
-        self._new[number] = number, now, 1, root, uid, root
+        if number in self._roots:
+            root, uid = self._roots[number]
+            self._new[number] = number, now, 1, root, uid, root
         self.taken_back[request] = f"{TAKEN_BACK} from entry {before} to {now} before step {self.step + 1}"
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:

@@ -403,3 +403,16 @@ def test_a_row_that_is_taken_back_is_silent_where_the_runner_goes_back_with_it(s
     cause = caught.value.findings[0].causes[0]
     assert cause.text == "the row was taken back, and the model runner went on behind it"
     assert cause.evidence[0].startswith("the scheduler took the row back from entry 31 to 8 before step")
+
+
+def test_a_row_that_is_taken_back_and_was_never_followed_stays_so(serve) -> None:
+    """It ran before there was a canary, or nobody knows its tokens."""
+    served = serve(settings={"connector": Connector()})
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 60)
+    go_on(served, 4)
+    canary = served.wrapper.worker.kvcanary.canary
+    canary._roots.clear()
+    canary.take_back(served.runner.req_states.req_id_to_index["a"], "a", 31, BLOCK)
+    assert canary._new == {}
+    go_on(served, 3)
+    assert served.wrapper.worker.kvcanary.report()["fired"] == {}
