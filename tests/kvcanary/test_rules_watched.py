@@ -202,6 +202,17 @@ SAID = [
             ("decode, step 9 was to store position 35 of 'other' there",),
         ),
     ),
+    (watched.taken_back, watching(a_violation(code="W6", notes=("group 0",))), None),
+    (
+        watched.taken_back,
+        watching(a_violation(code="W6", notes=("group 0", f"{watched.TAKEN_BACK} from entry 9 to 4 before step 7"))),
+        Cause(
+            "lengths",
+            "the row was taken back, and the model runner went on behind it",
+            "derived",
+            (f"{watched.TAKEN_BACK} from entry 9 to 4 before step 7",),
+        ),
+    ),
     (watched.not_finite_before, watching(a_violation(code="N1", notes=("group 0",))), None),
     (
         watched.not_finite_before,

@@ -117,6 +117,7 @@ def test_log_serves_on_and_says_so(start) -> None:
 def test_a_client_that_goes_away_frees_its_pages(start) -> None:
     """Streaming or waiting, alone or several sequences: what nobody reads is not computed on."""
     server = start(canary="abort", prefix_cache=False)
+    server.server.worker.before_step = lambda: time.sleep(0.01)  # else it may be done before the client has read a line
     body = {"model": "toy", "prompt": PROMPTS[0], "max_tokens": 450, "n": 2, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.stream(

@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, INTERPRETED, interpret, machine
+from kvcanary_tools.bench.vllm.loads import failing
 from kvcanary_tools.bench.vllm.loads.restart import BLOCK, COUNT, KIND, TOKENS
 from kvcanary_tools.bench.vllm.model import SHAPES, make_prompts, write_model
 
@@ -52,10 +53,9 @@ def serve(folder: Path, is_mended: bool) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from kvcanary import KVCorruptionError
-    from kvcanary_tools.bench.vllm.loads.failing import FailingConnector
 
     transfer = {
-        "kv_connector": FailingConnector.__name__, "kv_connector_module_path": FailingConnector.__module__,
+        "kv_connector": failing.NAME, "kv_connector_module_path": failing.__name__,
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "store")},
     }  # fmt: skip
@@ -82,7 +82,7 @@ def serve(folder: Path, is_mended: bool) -> dict[str, Any]:
     if is_mended:
         mend(worker.model_runner)
     told: dict[str, Any] = {"stored": run("stored"), "loaded": run("loaded"), "failed": [], "stopped_by": None}
-    FailingConnector.fails = True
+    failing.FailingConnector.fails = True
     try:
         told["failed"] = run("failed")
     except KVCorruptionError as error:
