@@ -25,7 +25,7 @@ def test_the_page_shows_the_record() -> None:
 def test_sound_runs_are_silent_and_equal(kind: str) -> None:
     """Every pool was watched to the end, no draft step was left out; the median of the ratios is the goal's."""
     for own in RECORD[kind]["runs"]:
-        assert own["pools"].keys() == {"target"} if kind == "dense" else {"target", "draft"}
+        assert own["pools"].keys() == ({"target"} if kind == "dense" else {"target", "draft"})
         assert all(pool["armed"] and pool["slots_checked"] > 4_000_000 for pool in own["pools"].values())
         assert all(pool["unchecked"] == {} for pool in own["pools"].values())
         assert own["equal_tokens"]
@@ -58,3 +58,9 @@ def test_every_request_has_a_prompt_of_its_own(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(SystemExit, match="measures a CUDA device, and there is none here"):
         run.main([])
+
+
+@pytest.mark.parametrize("arguments", [["chain"], ["dense", "eagle"]])
+def test_what_is_not_measured_is_a_sentence(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=f"must be one of dense, eagle, tree, got '{' '.join(arguments)}'"):
+        run.main(arguments)

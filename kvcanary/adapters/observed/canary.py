@@ -32,7 +32,6 @@ from kvcanary.adapters.observed.recent_steps import RecentSteps
 from kvcanary.adapters.observed.state import RING, Event, Forward, Group, Layers, Step
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
-from kvcanary.report.causes.watched import TAKEN_BACK
 from kvcanary.report.certificate import certificate
 from kvcanary.report.describe import Describer
 from kvcanary.report.respond import Response
@@ -82,7 +81,7 @@ class PagedCanary:
         self.poison: FreeSlots | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
-        self.taken_back: dict[str, str] = {}  # by request that runs, what the engine did to its row
+        self._taken_back: dict[str, tuple[int, int]] = {}  # since the last forward, as in Step
         self._roots: dict[int, tuple[int, int]] = {}  # by row that is followed: the chain of none, and who writes
         own = weakref.proxy(self)  # pools are freed with the last user of a canary
         self.recent, self.dumps = RecentSteps(config.ring), IncidentDumps(config, functools.partial(source_of, own))
@@ -173,14 +172,13 @@ class PagedCanary:
         if number in self._roots:
             root, uid = self._roots[number]
             self._new[number] = number, now, 1, root, uid, root
-        self.taken_back[request] = f"{TAKEN_BACK} from entry {before} to {now} before step {self.step + 1}"
+        self._taken_back[request] = before, now
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
         self._tell_quiet()
         is_read, room = self.config.content != "write", self.num_rows - len(self._gone)
         for number, request in zip(numbers, requests, strict=True):
-            self.taken_back.pop(request, None)
             end, self._ends[number] = int(self._ends[number]) + self._grown, 0
             self._live -= end
             if is_read and room > 0:
@@ -228,6 +226,7 @@ class PagedCanary:
         self._steps.append(step)
         self._last = step
         if n:
+            step.taken_back, self._taken_back = self._taken_back, {}
             ran = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
             self.recent.ran(ran, self._measured, self._grown)
             self._ran(1, forward.num_tokens)

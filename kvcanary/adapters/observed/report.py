@@ -19,7 +19,7 @@ from kvcanary.pools.launch_site import unpack_site
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
 from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.state import PoolState
-from kvcanary.report.causes.watched import GRANTED_ANEW, READ_BEFORE
+from kvcanary.report.causes.watched import GRANTED_ANEW, READ_BEFORE, TAKEN_BACK
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
@@ -65,8 +65,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 if stored not in (None, slot):
                     violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
                 violation.notes = (_place(group, violation.slot), *_owner(canary, group, violation.slot, code))
-                if violation.request_id in canary.taken_back:
-                    violation.notes += (canary.taken_back[violation.request_id],)
+                violation.notes += _taken_back(step, violation)
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
@@ -169,6 +168,12 @@ def _owner(canary: PagedCanary, group: Group, slot: int, code: str) -> tuple[str
     name = canary.writers.get(uid if uid > 0 else SHARED_WRITER - uid, "a request that is forgotten")
     also = "" if uid > 0 else ", and others may read it"
     return f"the slot was granted to {name!r}{also}", *told
+
+
+def _taken_back(step: Step, violation: Violation) -> tuple[str, ...]:
+    """Where the row was taken back before this very forward; what goes wrong later has other causes."""
+    ends = step.taken_back.get(violation.request_id or "")
+    return () if ends is None else (f"{TAKEN_BACK} from entry {ends[0]} to {ends[1]} before step {step.number}",)
 
 
 def _granted_anew(canary: PagedCanary, group: Group, slot: int) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ class Step:
 
     reread:  requests whose rows were read whole in this step, look by look
     in_place: as in Forward
+    taken_back: by request that is computed again from an entry before its last one: the entries it had, and has
     """
 
     number: int
@@ -93,6 +94,7 @@ class Step:
     count: int = 0
     in_place: bool = False
     is_reported: bool = False
+    taken_back: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class ContentNames(Protocol):

@@ -84,7 +84,7 @@ class WatchedRunner(HostHandle):
         """Compile and capture what every forward launches; from now on forwards are judged."""
         self.canary.prepare(self._empty_forward())
         for group in self.canary.groups:
-            for layers in group.layers:
+            for layers in group.layers:  # compiled before SGLang moves entries
                 paged_moves.fingerprints_of(layers, torch.zeros(1, dtype=torch.int64, device=layers.stamps.device))
         self._arm(self.canary)
 

@@ -39,8 +39,8 @@ class StepTrace:
 def traced_graphs(settings: Any) -> Iterator[None]:
     """While a scheduler is built: graphs of its draft steps get a StepTrace, as `kvcanary_trace`.
 
-    settings: of the server. One that does not draft has no such graphs; of a release that does not have the names that
-    are needed, single steps are not judged, and the certificate says so.
+    settings: of the server. One that does not draft has no such graphs; a release that does not have the names that are
+    needed is built as it is, and refused by `attach`.
     """
     replaced = Replacements(Guard("sglang", "raise"))
     if getattr(settings, "speculative_algorithm", None) is not None and not missing([DRAFT_GRAPH]):

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has 
 
 CLEAN = [
     ("clean", "sync", "drafts", "0.8", "512", "200"),
-    ("clean", "overlap", "drafts", "0.0", "512", "60"),
-    ("clean", "overlap", "none", "0.8", "96", "60"),  # so few slots that requests go to the host tier and come back
+    ("clean", "overlap", "drafts", "0.0", "512", "200"),
+    ("clean", "overlap", "none", "0.8", "96", "200"),  # so few slots that requests go to the host tier and come back
 ]
 SHORT = ("clean", "sync", "drafts", "0.8", "512", "60")
 FAULTS = {

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -285,13 +286,15 @@ def lines(record: dict[str, Any]) -> list[str]:
     return shown
 
 
-def main(kinds: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] = ()) -> None:
+    kind = arguments[0] if arguments else "dense"
+    if kind not in CASES or len(arguments) > 1:
+        sys.exit(f"what is measured must be one of {', '.join(CASES)}, got {' '.join(arguments)!r}")
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.sglang.gpu.run measures a CUDA device, and there is none here")
     older.install()
     import sglang
 
-    [kind] = (sys.argv[1:] if kinds is None else kinds) or ["dense"]
     case = CASES[kind]
     is_tree = case.topk > 1
     with tempfile.TemporaryDirectory() as folder, graphs.harmed_steps() if is_tree else nullcontext() as off:
@@ -311,4 +314,4 @@ def main(kinds: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
