@@ -125,16 +125,19 @@ class PagedCanary:
             return None
         return FreeSlots([layers.rows for layers in _early(group)], self.memory.device)
 
-    def follow_blocks(self, block_sizes: Sequence[int]) -> BlockOwners:
+    def follow_blocks(self, block_sizes: Sequence[int], are_shared: bool = False) -> BlockOwners:
         """The engine tells of grants of blocks, in every group; which codes that feeds its adapter says in `fed`.
 
         block_sizes: by group, slots of a block as the engine counts blocks
+        are_shared:  their memory is that of other blocks too, of which nobody tells
         """
         num_slots = [group.records.shape[0] for group in self.groups]
         self.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
         for group, own in zip(self.groups, owners.of, strict=True):
             group.owners = own
-        if len(self.groups) == 1:  # blocks of several share memory, and nobody says whose a free one was
+        if (
+            len(self.groups) == 1 and not are_shared
+        ):  # blocks of several share memory, and nobody says whose a free one was
             self.poison = self._poison_of(self.groups[0])
         return owners
 

@@ -46,13 +46,18 @@ class RecentStep(NamedTuple):
 
 
 class RecentSteps:
-    """The last steps; `ratios`: by group, blocks of the tables that a block of the manager has."""
+    """The last steps.
+
+    groups: which of the manager's groups have entries; None: all
+    ratios: by group of these, blocks of the tables that a block of the manager has
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._runs: deque[tuple[RecentStep, int]] = deque(maxlen=most)  # and how often each was repeated
         self._times = 0  # and the last one since that was put down
         self._own: dict[int, list[tuple[Any, ...]]] = {}  # what happened before steps that were repeated ones
+        self.groups: Sequence[int] | None = None
         self.ratios: list[int] = []
         self._events: list[tuple[Any, ...]] = []
         self._told: tuple[int, list[dict[str, Any]]] = (0, [])  # the last step of them
@@ -156,20 +161,24 @@ class RecentSteps:
             "site": list(step.site),
             "tokens": step.num_tokens,
             "rows": [list(row) for row in step.rows],
-            "events": [_told(event, self._blocks) for event in step.events],
+            "events": [_told(event, self._granted) for event in step.events],
         }
+
+    def _granted(self, granted: Sequence[Sequence[int]]) -> list[list[int]]:
+        own = granted if self.groups is None else [granted[group] for group in self.groups]
+        return [self._blocks(group, blocks) for group, blocks in enumerate(own)]
 
     def _blocks(self, group: int, blocks: Sequence[int]) -> list[int]:
         ratio = self.ratios[group] if group < len(self.ratios) else 1
         return [block * ratio + part for block in blocks for part in range(ratio)]
 
 
-def _told(event: tuple[Any, ...], blocks_of: Callable[[int, Sequence[int]], list[int]]) -> list[Any]:
+def _told(event: tuple[Any, ...], blocks_of: Callable[[Sequence[Sequence[int]]], list[list[int]]]) -> list[Any]:
     """An event as plain JSON."""
     kind, *facts = event
     if kind == GRANTED:
         request, granted, length = facts
-        return [kind, request, [blocks_of(group, own) for group, own in enumerate(granted)], length]
+        return [kind, request, blocks_of(granted), length]
     if kind in (ENDED, PREEMPTED):
         return [kind, *facts]
     group, size, *moved = facts

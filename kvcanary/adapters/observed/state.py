@@ -43,13 +43,18 @@ class Layers:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What is watched: how many layers, and of which type and shape each part of an entry is."""
-        parts = {part.name: f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in self.view.parts}
-        return {"pool": self.view.name, "layers": len(self.names), "parts": parts}
+        """What is watched."""
+        return described(self.view)
 
     @property
     def entry_bytes(self) -> int:
         return self.rows.num_layers * self.rows.words_per_row * WORD_BYTES
+
+
+def described(view: PoolView) -> dict[str, Any]:
+    """How many layers, and of which type and shape each part of an entry is."""
+    parts = {part.name: f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in view.parts}
+    return {"pool": view.name, "layers": view.num_layers, "parts": parts}
 
 
 def all_layers(layers: Layers) -> Tensor:

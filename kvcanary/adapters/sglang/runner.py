@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.hosted.handle import HostHandle
+from kvcanary.adapters.hosted.states import WatchedStates
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
@@ -74,7 +75,7 @@ class WatchedRunner(HostHandle):
         unwatched = states.not_followed(self.rows, width > 1)
         self.not_watched = [] if unwatched is None else [unwatched]
         has_states = getattr(self.rows, "mamba_pool", None) is not None and not unwatched
-        self.states = states.WatchedStates(self.canary, self.rows) if has_states else None
+        self.states = WatchedStates(self.canary, states.view_of(self.rows.mamba_pool)) if has_states else None
         self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row

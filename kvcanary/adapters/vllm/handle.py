@@ -28,7 +28,9 @@ from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
+from kvcanary.adapters.vllm.states import STATES, BlockStates, StateGroup, group_of, is_state, not_followed, one_of
 from kvcanary.config import CanaryConfig
+from kvcanary.errors import AdapterError, PlanError
 
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
 #: Where weights and adapters are replaced, of those that a release has.
@@ -53,6 +55,10 @@ class Handle(HostHandle):
         self._loads: Loads | None = None
         self._ledger: BlockLedger | None = None
         self._contents: Contents | None = None
+        self._states: BlockStates | None = None
+        self._caches: list[int] | None = None  # vLLM's groups of K and V, where others keep states; None: all are
+        self._not_watched: list[str] = []
+        self._shown: Forward | None = None  # the forward that was read last
         self.identities = Identities()
         self._scheduled: Any = None  # what the step that runs was told
         self._given: list[Any] = []  # blocks that it gives to requests
@@ -76,7 +82,10 @@ class Handle(HostHandle):
         own = {"connector": getattr(transfer, "kv_connector", None), "loads_checked": loads_checked, "owners": owners}
         if self._published is not None:
             own["names"] = self._published.told
-        return {**super().report(), **own}
+        told = {**super().report(), **own, "not_watched": self._not_watched}
+        if self._states is not None and "watched" in told:
+            told["watched"] = [*told["watched"], *self._states.described]
+        return told
 
     # what the runners differ in
 
@@ -86,10 +95,18 @@ class Handle(HostHandle):
 
     @abstractmethod
     def _table_block(self, group: int) -> tuple[int, int]:
-        """Entries of a block of the block table, and how many of these a block of the manager has.
+        """Of vLLM's group, entries of a block of the block table, and how many of these a block of the manager has.
 
         A tensor may be cut in other pages: slots are the same numbers in both.
         """
+
+    @abstractmethod
+    def _drafts(self) -> bool:
+        """Whether requests have drafts."""
+
+    def _without_states(self, group: int) -> str | None:
+        """Why states of vLLM's group cannot be followed with this runner; None: they can."""
+        return None if self._table_block(group)[1] == 1 else f"{STATES}tables name parts of their blocks"
 
     @abstractmethod
     def _late_layers(self) -> Collection[str]:
@@ -161,6 +178,8 @@ class Handle(HostHandle):
             if copies:
                 src, dst = (self._slots_of(group, [pair[side] for pair in copies]) for side in (0, 1))
                 paged_moves.copied(self.canary, group, src, dst, requests)
+        if copies and self._states is not None:
+            self._states.copied(copies)
 
     def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
@@ -168,6 +187,8 @@ class Handle(HostHandle):
         self.identities.told(scheduler_output)
         if self.is_armed and self.canary is not None:
             self._given = self.canary.recent.scheduled(scheduler_output)
+            if self._states is not None:
+                self._states.given(self._given)
             if self._ledger is not None:
                 self._ledger.begin(scheduler_output)
             self._told(scheduler_output)
@@ -195,11 +216,14 @@ class Handle(HostHandle):
 
     def _bind(self) -> PagedCanary:
         """Read where everything lies now; the pools are new, or moved."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        self._caches, self._states = self._groups_of_caches(groups), None
         canary, late = self._adopt(self._new_canary()), self._late_layers()
         canary.dumps.environment |= {"version": engine_version(), "runner": type(self).__name__.removeprefix("Handle")}
         context = self.runner.compilation_config.static_forward_context
-        for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
-            size, ratio = self._table_block(number)
+        canary.recent.groups = self._caches
+        for number, spec in enumerate(self._of_caches(groups)):
+            size, ratio = self._block_of(number)
             canary.recent.ratios.append(ratio)
             layers = [(name, context[name]) for name in spec.layer_names]
             pools = pools_of(layers, spec.kv_cache_spec, late, null_slots=size * ratio)
@@ -208,10 +232,47 @@ class Handle(HostHandle):
             for view, names in pools:
                 canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))
         self._compare_ranks(canary, self._group_of_ranks())
-        blocks = map(self._table_block, range(len(canary.groups)))
-        self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks])
+        blocks = map(self._block_of, range(len(canary.groups)))
+        self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks], self._caches is not None)
         self._contents = Contents(canary)
+        if self._caches is not None:
+            self._states = self._bind_states(canary, groups)
         return canary
+
+    def _groups_of_caches(self, groups: Sequence[Any]) -> list[int] | None:
+        """vLLM's groups of K and V; None: all are. AdapterError where none is."""
+        own = [number for number, group in enumerate(groups) if not is_state(group.kv_cache_spec)]
+        if not own:
+            raise AdapterError(
+                "no layer of this model keeps K and V, and states are followed beside these: unset KVCANARY_MODE"
+            )
+        return None if len(own) == len(groups) else own
+
+    def _of_caches(self, by_group: Sequence[Any]) -> Sequence[Any]:
+        """Of what vLLM keeps by group, that of groups of K and V."""
+        return by_group if self._caches is None else [by_group[number] for number in self._caches]
+
+    def _block_of(self, group: int) -> tuple[int, int]:
+        """`_table_block` of the canary's group."""
+        return self._table_block(group if self._caches is None else self._caches[group])
+
+    def _bind_states(self, canary: PagedCanary, groups: Sequence[Any]) -> BlockStates | None:
+        """What happens to states is followed; None where `_not_watched` says why not."""
+        context, own = self.runner.compilation_config.static_forward_context, list[StateGroup]()
+        drafts, connector = self._drafts(), getattr(self.worker.vllm_config, "kv_transfer_config", None)
+        for number, group in enumerate(groups):
+            if is_state(group.kv_cache_spec):
+                why = not_followed(group.kv_cache_spec, drafts, connector is not None) or self._without_states(number)
+                try:
+                    if why is None:
+                        layers = [context[name] for name in group.layer_names]
+                        own.append(group_of(canary, number, len(own), group.kv_cache_spec, layers))
+                        continue
+                except PlanError as error:
+                    why = str(error)
+                self._not_watched = [why]
+                return None
+        return BlockStates(own, [one_of(group.kv_cache_spec).block_size for group in groups])
 
     def _shard_of_model(self) -> str:
         """Under which names of blocks are kept: the model, and which part of it this worker has."""
@@ -249,17 +310,29 @@ class Handle(HostHandle):
     def _read(self, forward: Forward) -> None:
         if self._contents is not None:
             self._contents.judge(self._lines_of)
+        self._shown = forward
         super()._read(forward)
+
+    def _take(self, tables: Sequence[torch.Tensor]) -> None:
+        """What was read, or read again, goes on from its rows' states; tables: of all groups, in batch order."""
+        if self._states is not None and self._is_running and self._shown is not None:
+            self._states.taken(self._shown, tables)
+
+    def _wrote(self) -> bool:
+        if self._states is not None:
+            self._states.left()
+        return super()._wrote()
 
     def _give(self, output: Any) -> None:
         """Rows are there: tell whose the blocks are that this step gives them."""
         given, self._given = self._given, []
         if given and self._ledger is not None:
-            self._ledger.given(output, given)
+            own = [(name, self._of_caches(blocks), length) for name, blocks, length in given]
+            self._ledger.given(output, own)
 
     def _table_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:
         """Of the manager's blocks."""
-        _, ratio = self._table_block(group)
+        _, ratio = self._block_of(group)
         return [block * ratio + part for block in blocks for part in range(ratio)]
 
     def _slots_of(self, group: Group, blocks: Iterable[int]) -> torch.Tensor:

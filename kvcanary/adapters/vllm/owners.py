@@ -44,11 +44,11 @@ class BlockLedger:
     fed_by: what all of it is known from; None until the first blocks are given
     """
 
-    def __init__(self, canary: PagedCanary, block_sizes: Sequence[int]) -> None:
-        """block_sizes: by group, slots of the manager's blocks"""
+    def __init__(self, canary: PagedCanary, block_sizes: Sequence[int], are_shared: bool = False) -> None:
+        """block_sizes: by group, slots of the manager's blocks;  are_shared: some of their blocks are states"""
         self.canary, self._fed = canary, canary.fed
         self.fed_by: str | None = None
-        self.owners = canary.follow_blocks(block_sizes)
+        self.owners = canary.follow_blocks(block_sizes, are_shared)
         for group, own in enumerate(self.owners.of):
             own.told_of = functools.partial(self._told_of, group)
         self._uids: dict[str, int] = {}

@@ -52,8 +52,10 @@ class HandleV1(Handle):
         result = method(*args, **kwargs)
         output, self._prepared = self._prepared, None
         is_forward = self.is_armed and output is not None and not kwargs.get("for_cudagraph_capture")
-        if is_forward and not self._goes_on(output):
-            self._read(self._forward_of(output))
+        if is_forward:
+            if not self._goes_on(output):
+                self._read(self._forward_of(output))
+            self._take(self._every_table())
         return result
 
     def _goes_on(self, output: Any) -> bool:
@@ -61,8 +63,7 @@ class HandleV1(Handle):
         runner, batch = self.runner, self.runner.input_batch
         names = batch.req_ids[: batch.num_reqs] if output.total_num_scheduled_tokens == batch.num_reqs else []
         used = runner.seq_lens, runner.query_start_loc.gpu, runner.input_ids.gpu, runner.positions
-        groups = [self._table(number) for number in range(len(runner.kv_cache_config.kv_cache_groups))]
-        lines = [line for table in groups for line in (table.block_table.gpu, table.slot_mapping.gpu)]
+        lines = [line for table in self._own_tables() for line in (table.block_table.gpu, table.slot_mapping.gpu)]
         places = [tensor.data_ptr() for tensor in (*used, *lines)]
         goes_on = bool(names) and names == self._names and places == self._places
         self._names, self._places = list(names), places
@@ -96,7 +97,7 @@ class HandleV1(Handle):
         self, names: Sequence[str], numbers: np.ndarray, site: tuple[str, int], num_tokens: int, lengths: torch.Tensor
     ) -> Forward:
         runner = self.runner
-        slots = [self._table(number).slot_mapping.gpu for number in range(len(self._tables()))]
+        slots = [table.slot_mapping.gpu for table in self._own_tables()]
         return Forward(
             names, numbers, site, lengths, num_tokens, self._tables(), runner.seq_lens, runner.query_start_loc.gpu,
             runner.input_ids.gpu, runner.positions, slots,
@@ -136,6 +137,18 @@ class HandleV1(Handle):
     def _table(self, group: int) -> Any:
         return self.runner.input_batch.block_table[group]
 
+    def _own_tables(self) -> Sequence[Any]:
+        """vLLM's, of groups of K and V."""
+        number = len(self.runner.kv_cache_config.kv_cache_groups)
+        return self._of_caches([self._table(group) for group in range(number)])
+
     def _tables(self) -> Sequence[torch.Tensor]:
+        return [table.block_table.gpu for table in self._own_tables()]
+
+    def _every_table(self) -> Sequence[torch.Tensor]:
+        """States' as well."""
         groups = self.runner.kv_cache_config.kv_cache_groups
         return [self._table(number).block_table.gpu for number in range(len(groups))]
+
+    def _drafts(self) -> bool:
+        return self._max_new > 1

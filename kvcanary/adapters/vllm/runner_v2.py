@@ -18,6 +18,7 @@ from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.handle import Handle
+from kvcanary.adapters.vllm.states import STATES
 from kvcanary.errors import AdapterError
 
 
@@ -25,6 +26,7 @@ class HandleV2(Handle):
     """The canary of a worker with runner V2."""
 
     _pending: Forward | None = None  # until an external load is there
+    _every_table: Sequence[torch.Tensor] = ()  # of the forward that is prepared, those of states as well
     _rows, _places = b"", list[int]()  # of the last forward, where each row had one token; and where its tensors lay
     hooks = ("execute_model", "prepare_attn", "sample_tokens")
 
@@ -54,7 +56,7 @@ class HandleV2(Handle):
     def _blocks(self, number: int) -> Iterator[tuple[int, list[int]]]:
         """Of a row, by group: entries of a block, and the manager's blocks. It waits for the device."""
         for group, line in enumerate(self._lines()):
-            size, ratio = self._table_block(group)
+            size, ratio = self._block_of(group)
             yield size * ratio, [block // ratio for block in line[number, ::ratio].tolist()]
 
     def _leave(self, scheduler_output: Any) -> None:
@@ -86,10 +88,20 @@ class HandleV2(Handle):
                 self._come(self._scheduled.scheduled_new_reqs)
             if self._given:
                 self._give(self._scheduled)
+            tables, slots = result
+            self._every_table, tables = tables, self._of_caches(tables)
             if self._loads is not None:
-                self._pending = self._forward_of(input_batch, *result)
-            elif not self._goes_on(input_batch, *result):
-                self._read(self._forward_of(input_batch, *result))
+                self._pending = self._forward_of(input_batch, tables, slots)
+            elif not self._goes_on(input_batch, tables, slots):
+                self._read(self._forward_of(input_batch, tables, slots))
+        return result
+
+    def _preprocess_state(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Behind `prepare_attn`: states were copied to where the forward goes on from them."""
+        result = method(*args, **kwargs)
+        tables, self._every_table = self._every_table, ()
+        if self.is_armed and tables:
+            self._take(tables)
         return result
 
     def _goes_on(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> bool:
@@ -122,7 +134,7 @@ class HandleV2(Handle):
 
     def _stored_layers(self) -> list[str]:
         """Layers that the target's forward stores, in its order."""
-        late, groups = self._late_layers(), self.runner.kv_cache_config.kv_cache_groups
+        late, groups = self._late_layers(), self._of_caches(self.runner.kv_cache_config.kv_cache_groups)
         pooled = {name for group in groups for name in group.layer_names}
         context = self.runner.compilation_config.static_forward_context
         return [name for name in context if name in pooled and name not in late]
@@ -146,7 +158,7 @@ class HandleV2(Handle):
 
     def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
         """By group, where this step writes: nearly always the rows of the runner's own buffer."""
-        return self._slots if slots.data_ptr() == self._slots_at else list(slots)
+        return self._slots if slots.data_ptr() == self._slots_at else self._of_caches(list(slots))
 
     def _bind(self) -> PagedCanary:
         self._rows = b""
@@ -155,6 +167,8 @@ class HandleV2(Handle):
         if speculator is not None and self._late_layers() and replaced_by(speculator, "propose") is None:
             self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
             self._hook(speculator, ("propose",))
+        if self._states is not None and replaced_by(runner.model_state, "preprocess_state") is None:
+            self._hook(runner.model_state, ("preprocess_state",))
         if connector is not None and hasattr(connector, "kv_connector"):
             inner = connector.kv_connector
             if replaced_by(connector, "pre_forward") is None:
@@ -171,7 +185,7 @@ class HandleV2(Handle):
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
-        self._slots, most = list(tables.slot_mappings), tables.slot_mappings.shape[1]
+        self._slots, most = self._of_caches(list(tables.slot_mappings)), tables.slot_mappings.shape[1]
         self._slots_at = tables.slot_mappings.data_ptr()
         self._tokens = states.all_token_ids.gpu, states.total_len.gpu
         self._starts = runner.input_buffers.query_start_loc
@@ -185,13 +199,21 @@ class HandleV2(Handle):
             return tables.block_sizes[group], 1
         return self.runner.kernel_block_sizes[group], ratios[group]
 
+    def _drafts(self) -> bool:
+        return self._max_new > 1
+
+    def _without_states(self, group: int) -> str | None:
+        if not hasattr(getattr(self.runner, "model_state", None), "preprocess_state"):
+            return f"{STATES}this release copies them where nobody hears of it"
+        return super()._without_states(group)
+
     def _late_layers(self) -> Collection[str]:
         return getattr(getattr(self.runner, "speculator", None), "draft_attn_layer_names", None) or ()
 
     def _empty_forward(self) -> Forward:
-        tables, held = self.runner.block_tables, self.runner.input_buffers
+        tables, held = self._of_caches(self.runner.block_tables.input_block_tables), self.runner.input_buffers
         return Forward(
-            (), np.empty(0, dtype=np.int64), ("decode", 0), torch.tensor([self._max_len]), 0, tables.input_block_tables,
+            (), np.empty(0, dtype=np.int64), ("decode", 0), torch.tensor([self._max_len]), 0, tables,
             held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots, self._tokens,
         )  # fmt: skip
 
@@ -202,7 +224,7 @@ class HandleV2(Handle):
         return [table[number] for table in self._lines()]
 
     def _lines(self) -> Sequence[torch.Tensor]:
-        return [table.gpu for table in self.runner.block_tables.block_tables]
+        return [table.gpu for table in self._of_caches(self.runner.block_tables.block_tables)]
 
 
 def connector_name(connector: Any) -> str:

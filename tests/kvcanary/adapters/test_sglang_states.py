@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary.adapters.sglang.states import WatchedStates, not_followed
+from kvcanary.adapters.hosted.states import WatchedStates
+from kvcanary.adapters.sglang.states import entries_of, not_followed, view_of
 from kvcanary.calls.coverage import Coverage
 from kvcanary_kernels.watch.walk import TAILS, Truth
 
@@ -59,7 +60,7 @@ class Host:
             writers={11: "a", 12: "b"},
         )  # fmt: skip
         self.rows = Rows()
-        self.states = WatchedStates(self.canary, self.rows)
+        self.states = WatchedStates(self.canary, view_of(self.rows.mamba_pool))
         self.states.granted(torch.tensor([1, 2]))
 
     def forward(self, *ends: int, chains: tuple[int, int] = (100, 200)) -> list[tuple[str, str | None, int]]:
@@ -72,7 +73,7 @@ class Host:
         truth.ends[:] = torch.tensor(ends)
         truth.tails[:, 0] = torch.tensor(chains) + truth.ends
         self.states.begin(["a", "b"], np.array([0, 1]), past, ("decode", 0))
-        self.states.taken()
+        self.states.taken(entries_of(self.rows, self.states.taking.rows))
         for tensor in (*self.rows.mamba_pool.mamba_cache.conv, self.rows.mamba_pool.mamba_cache.temporal):
             tensor[:, self.rows.index] += 1
         self.states.left()

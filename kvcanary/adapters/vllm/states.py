@@ -1,0 +1,128 @@
+"""vLLM's recurrent states: a block of such a group is one state, of a request or of a prefix in the prefix cache.
+
+In mode `none` a request has one block for all its tokens. In mode `align`, that of the prefix cache, columns of its
+table stand for positions: a forward goes on in the column of its last token, and where that is another than the one
+before it, the state is copied there first. What was left at the end of a full block is what a hit begins from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.hosted.states import WatchedStates
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.state import Forward, described
+from kvcanary.adapters.vllm.owners import NULL_BLOCK, Given
+from kvcanary.errors import PlanError
+from kvcanary.pools.state_views import StateView
+
+NONE, ALIGN = "none", "align"
+STATES = "states of linear attention, of which a request has one for all its tokens: "
+
+
+@dataclass(eq=False)
+class StateGroup:
+    """number: of vLLM's group;  block_size: tokens of a block;  is_aligned: columns of its table are positions"""
+
+    number: int
+    block_size: int
+    is_aligned: bool
+    watched: WatchedStates
+
+    def entries_at(self, table: Tensor, counts: Tensor) -> Tensor:
+        """[rows] where the states of rows lie that have absorbed `counts` tokens; table: [>= rows, columns]."""
+        columns = (counts - 1).clamp(min=0) // self.block_size if self.is_aligned else torch.zeros_like(counts)
+        return table[: len(counts)].gather(1, columns[:, None].to(torch.int64))[:, 0]
+
+
+class BlockStates:
+    """The states of one worker, in every group of them."""
+
+    def __init__(self, groups: Sequence[StateGroup], block_sizes: Sequence[int]) -> None:
+        """block_sizes: of all groups of vLLM, tokens of a block"""
+        self.groups, self._block_sizes = groups, block_sizes
+        for group in groups:
+            group.watched.prepare()
+
+    @property
+    def described(self) -> list[dict[str, Any]]:
+        """As the certificate says what is watched."""
+        return [described(group.watched.view.whole) for group in self.groups]
+
+    def given(self, given: Iterable[Given]) -> None:
+        """Requests are given blocks: those whose entries they do not have yet are no state that anybody left, in
+        whichever group.
+        """
+        blocks = {block for one in given for block in self._new(*one)}
+        for group in self.groups if blocks else ():
+            group.watched.granted(torch.tensor(sorted(blocks), device=group.watched.view.device))
+
+    def _new(self, _: str, blocks: Sequence[Sequence[int]], length: int | None) -> Iterator[int]:
+        for own, size in zip(blocks, self._block_sizes, strict=True):
+            yield from (block for block in own[(length or 0) // size :] if block != NULL_BLOCK)
+
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Blocks were copied, (from, to)."""
+        for group in self.groups:
+            sources, entries = torch.tensor(pairs, device=group.watched.view.device).unbind(1)
+            group.watched.copied(sources, entries)
+
+    def taken(self, forward: Forward, tables: Sequence[Tensor]) -> None:
+        """A forward that was read goes on from its rows' states; tables: by vLLM's group, in batch order."""
+        n = len(forward.numbers)
+        ends = forward.lengths[:n]
+        past = ends - forward.starts[: n + 1].diff()
+        for group in self.groups:
+            group.watched.begin(forward.requests, forward.numbers, past, forward.site)
+            table = tables[group.number]
+            group.watched.taken(group.entries_at(table, ends), group.entries_at(table, past))
+
+    def left(self) -> None:
+        """The forward has run."""
+        for group in self.groups:
+            group.watched.left()
+
+
+def is_state(spec: Any) -> bool:
+    """Whether what a group of layers keeps is a state, and not K and V."""
+    return hasattr(one_of(spec), "mamba_cache_mode")
+
+
+def one_of(spec: Any) -> Any:
+    """The spec of one layer, where a group's says them all."""
+    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+
+
+def not_followed(spec: Any, drafts: bool, connector: bool) -> str | None:
+    """Why the states of such a group are not watched; None: they are."""
+    mode = one_of(spec).mamba_cache_mode
+    if drafts or one_of(spec).num_speculative_blocks:
+        return f"{STATES}a server that drafts keeps several of each request"
+    if mode not in (NONE, ALIGN):
+        return f"{STATES}with --mamba-cache-mode {mode} kernels leave further ones within a forward"
+    if getattr(one_of(spec), "num_prefill_checkpoint_blocks", 0):
+        return f"{STATES}kernels of this model leave further ones within a forward, as checkpoints"
+    if connector:
+        return f"{STATES}a connector loads them, and tells which only in entries"
+    return None
+
+
+def group_of(canary: PagedCanary, number: int, place: int, spec: Any, layers: Sequence[Any]) -> StateGroup:
+    """The watched states of these layers. PlanError where they are no dense rows of whole words.
+
+    number: of vLLM's group;  place: of it among those of states
+    """
+    own = one_of(spec)
+    parts = list(zip(*(layer.kv_cache for layer in layers), strict=True))
+    names = ("conv", "ssm") if len(parts) == 2 else [f"state {part}" for part in range(len(parts))]
+    name = f"states {place}" if place else "states"
+    try:
+        view = StateView(name, dict(zip(names, map(list, parts), strict=True)))
+    except PlanError as error:
+        raise PlanError(f"{STATES}{error}") from error
+    return StateGroup(number, own.block_size, own.mamba_cache_mode == ALIGN, WatchedStates(canary, view, place))
