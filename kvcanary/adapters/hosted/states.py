@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -74,11 +75,21 @@ class Found:
             )  # fmt: skip
 
 
+class Left(NamedTuple):
+    """[n] states that a forward leaves: tokens absorbed, who writes, and the chain of these tokens."""
+
+    entries: Tensor
+    ends: Tensor
+    uids: Tensor
+    chains: Tensor
+
+
 @dataclass(eq=False)
 class Taking:
     """A forward that is about to take states: [n] of its rows.
 
     rows: their numbers among all rows of the engine;  past: tokens that each has absorbed before
+    between: states that it leaves on its way, beside the last of each row
     """
 
     requests: Sequence[str]
@@ -86,6 +97,7 @@ class Taking:
     past: Tensor
     site: tuple[str, int]
     entries: Tensor | None = None
+    between: list[Left] = field(default_factory=list)
 
 
 class WatchedStates:
@@ -183,13 +195,15 @@ class WatchedStates:
         taking, self.taking = self.taking, None
         if taking is None or taking.entries is None:
             return
-        entries, rows, truth = taking.entries, taking.rows, self.canary.memory.truth
-        site = self.canary.step & MASK_32 | pack_site(*taking.site) << 32
-        self._known[:, entries] = torch.stack((truth.ends[rows], truth.uids[rows], torch.full_like(rows, site)))
-        self._chains[entries] = truth.tails[rows, 0]
-        self._phases[entries] = self.canary.step % self._count
-        if self.canary.config.content != "write":
-            self._sums[:, self._slices(entries)] = self._fingerprints(entries)
+        truth, rows = self.canary.memory.truth, taking.rows
+        own = Left(taking.entries, truth.ends[rows], truth.uids[rows], truth.tails[rows, 0])
+        for entries, ends, uids, chains in (*taking.between, own):
+            site = self.canary.step & MASK_32 | pack_site(*taking.site) << 32
+            self._known[:, entries] = torch.stack((ends, uids, torch.full_like(ends, site)))
+            self._chains[entries] = chains
+            self._phases[entries] = self.canary.step % self._count
+            if self.canary.config.content != "write":
+                self._sums[:, self._slices(entries)] = self._fingerprints(entries)
 
     # bytes
 

@@ -260,13 +260,14 @@ class Handle(HostHandle):
         """What happens to states is followed; None where `_not_watched` says why not."""
         context, own = self.runner.compilation_config.static_forward_context, list[StateGroup]()
         drafts, connector = self._drafts(), getattr(self.worker.vllm_config, "kv_transfer_config", None)
+        alignment = getattr(self.worker.vllm_config.cache_config, "cache_hit_alignment_tokens", None) or 0
         for number, group in enumerate(groups):
             if is_state(group.kv_cache_spec):
                 why = not_followed(group.kv_cache_spec, drafts, connector is not None) or self._without_states(number)
                 try:
                     if why is None:
                         layers = [context[name] for name in group.layer_names]
-                        own.append(group_of(canary, number, len(own), group.kv_cache_spec, layers))
+                        own.append(group_of(canary, number, len(own), group.kv_cache_spec, layers, alignment))
                         continue
                 except PlanError as error:
                     why = str(error)

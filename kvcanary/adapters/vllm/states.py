@@ -2,7 +2,8 @@
 
 In mode `none` a request has one block for all its tokens. In mode `align`, that of the prefix cache, columns of its
 table stand for positions: a forward goes on in the column of its last token, and where that is another than the one
-before it, the state is copied there first. What was left at the end of a full block is what a hit begins from.
+before it, the state is copied there first. What was left at the end of a full block is what a hit begins from. Kernels
+of some models leave one more on their way through a prompt, in the last full block before its end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import WatchedStates
+from kvcanary.adapters.hosted.states import Left, WatchedStates
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, described
 from kvcanary.adapters.vllm.owners import NULL_BLOCK, Given
@@ -27,12 +28,31 @@ STATES = "states of linear attention, of which a request has one for all its tok
 
 @dataclass(eq=False)
 class StateGroup:
-    """number: of vLLM's group;  block_size: tokens of a block;  is_aligned: columns of its table are positions"""
+    """The states of one group of layers.
+
+    number: of vLLM's group;  block_size: tokens of a block;  is_aligned: columns of its table are positions
+    checkpoints: tokens of which a state that is left within a forward has absorbed a multiple; 0: none is left
+    """
 
     number: int
     block_size: int
     is_aligned: bool
+    checkpoints: int
     watched: WatchedStates
+
+    def leaves_between(self, table: Tensor, past: Tensor, ends: Tensor, starts: Tensor) -> None:
+        """The forward that takes states leaves others within its prompts, where its rows have a block for them."""
+        taking, canary = self.watched.taking, self.watched.canary
+        if taking is None:
+            return
+        counts = ((ends - 1) // self.checkpoints * self.checkpoints).to(torch.int64)
+        columns = (ends + self.block_size - 1) // self.block_size - 2
+        entries = table[: len(ends)].gather(1, columns.clamp(min=0)[:, None].to(torch.int64))[:, 0].to(torch.int64)
+        is_left = (counts > past) & (columns > (past - 1) // self.block_size) & (entries != NULL_BLOCK)
+        _, chains = canary.launches.stored_by(canary.steps[-1], canary.groups[0])
+        own = chains[(starts + counts - past - 1).clamp(0, len(chains) - 1)]
+        uids = canary.memory.truth.uids[taking.rows]
+        taking.between.append(Left(*(torch.where(is_left, value, 0) for value in (entries, counts, uids, own))))
 
     def entries_at(self, table: Tensor, counts: Tensor) -> Tensor:
         """[rows] where the states of rows lie that have absorbed `counts` tokens; table: [>= rows, columns]."""
@@ -81,6 +101,8 @@ class BlockStates:
             group.watched.begin(forward.requests, forward.numbers, past, forward.site)
             table = tables[group.number]
             group.watched.taken(group.entries_at(table, ends), group.entries_at(table, past))
+            if group.checkpoints and forward.num_tokens > n:
+                group.leaves_between(table, past, ends, forward.starts[:n])
 
     def left(self) -> None:
         """The forward has run."""
@@ -105,17 +127,17 @@ def not_followed(spec: Any, drafts: bool, connector: bool) -> str | None:
         return f"{STATES}a server that drafts keeps several of each request"
     if mode not in (NONE, ALIGN):
         return f"{STATES}with --mamba-cache-mode {mode} kernels leave further ones within a forward"
-    if getattr(one_of(spec), "num_prefill_checkpoint_blocks", 0):
-        return f"{STATES}kernels of this model leave further ones within a forward, as checkpoints"
     if connector:
         return f"{STATES}a connector loads them, and tells which only in entries"
     return None
 
 
-def group_of(canary: PagedCanary, number: int, place: int, spec: Any, layers: Sequence[Any]) -> StateGroup:
+def group_of(
+    canary: PagedCanary, number: int, place: int, spec: Any, layers: Sequence[Any], alignment: int
+) -> StateGroup:
     """The watched states of these layers. PlanError where they are no dense rows of whole words.
 
-    number: of vLLM's group;  place: of it among those of states
+    number: of vLLM's group;  place: of it among those of states;  alignment: of tokens that may be hit
     """
     own = one_of(spec)
     parts = list(zip(*(layer.kv_cache for layer in layers), strict=True))
@@ -125,4 +147,6 @@ def group_of(canary: PagedCanary, number: int, place: int, spec: Any, layers: Se
         view = StateView(name, dict(zip(names, map(list, parts), strict=True)))
     except PlanError as error:
         raise PlanError(f"{STATES}{error}") from error
-    return StateGroup(number, own.block_size, own.mamba_cache_mode == ALIGN, WatchedStates(canary, view, place))
+    is_aligned = own.mamba_cache_mode == ALIGN
+    checkpoints = alignment if is_aligned and getattr(own, "num_prefill_checkpoint_blocks", 0) else 0
+    return StateGroup(number, own.block_size, is_aligned, checkpoints, WatchedStates(canary, view, place))
