@@ -1,0 +1,101 @@
+"""States inside a real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.hybrids gdn --out FILE``.
+
+With the prefix cache (mode `align`) and without it (`none`): the same requests with and without the plug-in, with hits
+and preemption. Then one planted fault after the other under a canary that raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, REQUESTS, TOKENS, CpuBench, machine, told
+from kvcanary_tools.bench.vllm.hybrids.harms import HARMS, Harms
+from kvcanary_tools.bench.vllm.hybrids.models import HYBRIDS, randomise, write_hybrid
+from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
+
+BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
+KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
+KEPT = ("code", "pool", "entry", "step", "reader", "writer", "layers", "expected", "found", "history", "sentence")
+REPORTED = ("forwards", "states_checked", "slots_checked", "fired", "unchecked", "not_watched", "watched")
+
+
+class HybridBench(CpuBench):
+    """A hybrid in a vLLM of its own."""
+
+    def __init__(self, folder: Path, kind: str, **engine: Any) -> None:
+        model = write_hybrid(folder / "model", kind)
+        own = {"load_format": "dummy", "block_size": None, "num_gpu_blocks_override": BLOCKS[kind]}
+        super().__init__(folder, model, **own | engine)
+        randomise(self.runner.model)
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        return make_prompts(count, seed, KIND)
+
+
+def clean(bench: HybridBench) -> dict[str, Any]:
+    """The same requests with the plug-in, twice so that prefixes are hit, and without it."""
+    prompts = bench.prompts(REQUESTS, seed=3) * 2
+    with told(bench) as counts:
+        watched = [list(output.token_ids) for output in bench.run(prompts, TOKENS)[0]]
+    report = bench.worker.kvcanary.report()
+    bench.worker.kvcanary.detach()
+    bare = [list(output.token_ids) for output in bench.run(prompts, TOKENS)[0]]
+    own = {name: report[name] for name in REPORTED} | {"findings": len(report["findings"])}
+    return own | {"equal_tokens": watched == bare, "distinct": len({t for each in bare for t in each}), **counts}
+
+
+def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
+    """One fault: what was found first, and in mode raise how many tokens left from the step of the blow on."""
+    import torch
+
+    from kvcanary import KVCorruptionError
+
+    harms, given, struck = Harms(bench), dict[str, int](), dict[str, Any]()
+    number, left = 0, None
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        number += bool(scheduler_output.total_num_scheduled_tokens)
+        with torch.inference_mode():
+            if not struck and getattr(harms, name)(scheduler_output, number):
+                struck.update(step=number, request=harms.touched, block=harms.block, tokens=sum(given.values()))
+        return inner(scheduler_output, *args, **kwargs)
+
+    with bench.watched(mode=mode, content="full") as handle:
+        inner, bench.runner.execute_model = bench.runner.execute_model, execute_model
+        try:
+            for tokens in bench.steps():
+                given.update(tokens)
+        except KVCorruptionError:
+            left = sum(given.values()) - struck["tokens"]
+        finally:
+            bench.runner.execute_model = inner
+        log = handle.canary.log.findings
+    own = {key: getattr(log[0], key) for key in KEPT} | {"cause": log[0].causes[0].text} if log else None
+    return {"struck": struck, "found": own, "codes": sorted({found.code for found in log}), "left": left}
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(list(HYBRIDS)))
+@click.option("--no-cache", is_flag=True, help="Without the prefix cache: mode none, and no faults.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
+def main(kind: str, no_cache: bool, out: Path) -> None:
+    """Run everything over one hybrid in one vLLM on this CPU, with runner V1."""
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = HybridBench(Path(folder), kind, enable_prefix_caching=not no_cache)
+        record = {"kind": kind, "machine": machine(), "clean": clean(bench)}
+        if not no_cache:
+            record["faults"] = {name: attempt(bench, name) for name in HARMS}
+            record["raise"] = attempt(bench, HARMS[0], mode="raise")  # this engine answers nothing more
+    out.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Faults in the states of a running vLLM with runner V1, one at a time.
+
+Each harm is called before every step until it says that it has struck; some wait for what the step itself does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcanary_tools.bench.vllm.cpu import CpuBench
+
+HARMS = (
+    "bit",  # of a state at rest
+    "window_shifted",  # by one token
+    "block_zeroed",  # as for attention, while it is a state
+    "exchanged",  # two requests go on from each other's states
+    "taken_by_two",  # one goes on from the other's
+    "copy_left_out",  # where a row goes on in its next block
+    "copy_of_one_less",  # part of a layer
+    "copied_from_elsewhere",
+    "hit_of_another_prefix",
+    "cached_state_goes_on",  # in place: who hits it later gets one that has absorbed too much
+)
+FIRST_STEP = 12
+
+
+class Harms:
+    """state: of the group that is struck, by layer; touched: the request whose state it is"""
+
+    def __init__(self, bench: CpuBench) -> None:
+        from vllm.v1.worker import mamba_utils
+
+        self.bench, self.runner, self.copying = bench, bench.runner, mamba_utils
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        self.group = next(n for n, own in enumerate(groups) if hasattr(own.kv_cache_spec, "mamba_cache_mode"))
+        self.size = groups[self.group].kv_cache_spec.block_size
+        context = self.runner.compilation_config.static_forward_context
+        self.states = [context[name].kv_cache for name in groups[self.group].layer_names]
+        self.touched: str | None = None
+        self.block: int | None = None
+        self._hits: dict[int, int] = {}
+
+    # where things are
+
+    @property
+    def table(self) -> Any:
+        return self.runner.input_batch.block_table[self.group].block_table.np
+
+    def rows(self, output: Any, count: int, at_end: bool = False) -> list[tuple[str, int, int]]:
+        """So many requests of this step that decode and stay in their block, or leave it: name, row and column."""
+        cached, numbers, chosen = output.scheduled_cached_reqs, self.runner.input_batch.req_id_to_index, []
+        for name, length in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            is_there = output.num_scheduled_tokens[name] == 1 and length > self.size and name in numbers
+            if is_there and (length % self.size == 0) == at_end:
+                chosen.append((name, numbers[name], (length - 1) // self.size))
+        return chosen[:count] if len(chosen) >= count else []
+
+    def _strike(self, name: str, block: int) -> bool:
+        self.touched, self.block = name, int(block)
+        return True
+
+    # harms
+
+    def bit(self, output: Any, step: int) -> bool:
+        import torch
+
+        for name, row, column in self.rows(output, 1) if step >= FIRST_STEP else ():
+            block = self.table[row, column]
+            self.states[-1][1][block].view(torch.int16).view(-1)[77] ^= 1 << 6
+            return self._strike(name, block)
+        return False
+
+    def window_shifted(self, output: Any, step: int) -> bool:
+        for name, row, column in self.rows(output, 1) if step >= FIRST_STEP else ():
+            block = self.table[row, column]
+            window = self.states[0][0][block]
+            window.copy_(window.roll(1, 0))
+            return self._strike(name, block)
+        return False
+
+    def block_zeroed(self, output: Any, step: int) -> bool:
+        for name, row, column in self.rows(output, 1) if step >= FIRST_STEP else ():
+            block = self.table[row, column]
+            for layer in self.states:
+                for part in layer:
+                    part[block] = 0
+            return self._strike(name, block)
+        return False
+
+    def exchanged(self, output: Any, step: int) -> bool:
+        return self._mixed(output, step, both=True)
+
+    def taken_by_two(self, output: Any, step: int) -> bool:
+        return self._mixed(output, step, both=False)
+
+    def _mixed(self, output: Any, step: int, both: bool) -> bool:
+        chosen = self.rows(output, 2) if step >= FIRST_STEP else []
+        if not chosen:
+            return False
+        (name, row, column), (_, other, its) = chosen
+        own, block = self.table[row, column], self.table[other, its]
+        self.table[row, column] = block
+        if both:
+            self.table[other, its] = own
+        return self._strike(name, block)
+
+    def copy_left_out(self, output: Any, step: int) -> bool:
+        def copy(_: Callable[[Any], None], buffers: Any) -> None:
+            """None of this step."""
+
+        return self._at_copy(output, copy)
+
+    def copy_of_one_less(self, output: Any, step: int) -> bool:
+        def copy(right: Callable[[Any], None], buffers: Any) -> None:
+            buffers.offset -= 1
+            right(buffers)
+
+        return self._at_copy(output, copy)
+
+    def copied_from_elsewhere(self, output: Any, step: int) -> bool:
+        tensor = self.states[0][0]
+        stride, first = tensor.stride(0) * tensor.element_size(), tensor.data_ptr()
+
+        def copy(right: Callable[[Any], None], buffers: Any) -> None:
+            sources = buffers.src_ptrs.np[: buffers.offset]
+            is_low = int(sources.min()) < first + 3 * stride
+            sources[:] = sources.astype("int64") + (stride if is_low else -stride)
+            right(buffers)
+
+        return self._at_copy(output, copy)
+
+    def _at_copy(self, output: Any, copy: Callable[[Callable[[Any], None], Any], None]) -> bool:
+        """Do this in the place of the copy of states that this step makes."""
+        chosen = self.rows(output, 1, at_end=True)
+        if not chosen:
+            return False
+        right = self.copying.do_mamba_copy_block
+
+        def once(buffers: Any) -> None:
+            self.copying.do_mamba_copy_block = right
+            copy(right, buffers)
+
+        self.copying.do_mamba_copy_block = once
+        return self._strike(chosen[0][0], 0)
+
+    def hit_of_another_prefix(self, output: Any, step: int) -> bool:
+        """The cache gives the state behind as many tokens, but of others."""
+        pool = self.bench.scheduler.kv_cache_manager.block_pool
+        for data in output.scheduled_new_reqs:
+            column = data.num_computed_tokens // self.size - 1
+            if column < 0:
+                continue
+            own = data.block_ids[self.group][column]
+            before = self._hits.get(column)
+            if before not in (None, own) and pool.blocks[before].block_hash is not None:
+                data.block_ids[self.group][column] = before
+                return self._strike(data.req_id, before)
+            self._hits[column] = own
+        return False
+
+    def cached_state_goes_on(self, output: Any, step: int) -> bool:
+        for name, row, column in self.rows(output, 1, at_end=True):
+            cached: Sequence[int] = self.runner.requests[name].block_ids[self.group]
+            self.table[row, column + 1] = cached[column]
+            return self._strike(name, cached[column])
+        return False

@@ -1,0 +1,80 @@
+"""Tiny hybrids with random weights: their configuration alone is written, vLLM makes the parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_EVERY: dict[str, Any] = {
+    "torch_dtype": "bfloat16",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+#: Gated delta nets in three of four layers, as in Qwen3-Next; Mamba 2 and attention beside each other in every layer.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "gdn": _EVERY
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+    },
+    "mamba2": _EVERY
+    | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 16,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+
+def write_hybrid(folder: Path, kind: str) -> Path:
+    """The configuration of one of HYBRIDS."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(HYBRIDS[kind]))
+    return folder
+
+
+def randomise(model: Any) -> None:
+    """Let a model whose weights are dummies say something else for other tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+                weight.copy_((torch.randn(weight.shape, generator=generator) * scale).to(weight.dtype))
+            elif "norm" in name:
+                weight.fill_(0.0 if type(model).__name__.startswith("Qwen3Next") else 1.0)
