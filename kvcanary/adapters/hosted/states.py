@@ -28,7 +28,7 @@ from kvcanary_kernels.record.layout import MASK_32, make_keys
 
 #: What an entry has absorbed, where that is no number of tokens: nobody knows, nobody has it, nothing was left there.
 UNKNOWN, FREED, NOTHING = -1, -2, -3
-CODES = ("", "R7", "R12", "R8", "R4", "R6", "R9", "T1")
+CODES = ("", "R7", "R12", "R8", "R4", "R6", "R9", "T1", "W1", "W2", "W3")
 MOVED = pack_site("move", 0) << 32
 
 
@@ -158,17 +158,19 @@ class WatchedStates:
         rows = self.canary.memory.upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)))
         self.taking = Taking(requests, rows, past.to(torch.int64, copy=True), site)
 
-    def taken(self, entries: Tensor, sources: Tensor | None = None) -> None:
+    def taken(self, entries: Tensor, sources: Tensor | None = None, moves: Tensor | None = None) -> None:
         """It has cleared and copied states, and goes on from those in entries [n] of its rows.
 
         sources: [n] entries that these states were copied from for it, which keep them; the same where they were not
+        moves:   [n] whether there must have been a copy, since others may begin from where the state was left
         """
         taking = self.taking
         if taking is None:
             return
         self._apply()
-        taking.entries = entries = entries.to(torch.int64).clamp(0, self.view.num_entries - 1)
-        begins = taking.past == 0
+        entries, begins = entries.to(torch.int64), taking.past == 0
+        is_outside = (entries < 0) | (entries >= self.view.num_entries)
+        taking.entries = entries = torch.where(is_outside, 0, entries)
         sources = entries if sources is None else torch.where(begins, entries, sources.to(torch.int64))
         n, known, is_here = len(entries), self._known[:, sources], sources == entries
         absorbed = known[0]
@@ -185,6 +187,9 @@ class WatchedStates:
             ("R8", is_left & is_here & is_another & (known[2] >> 32 != MOVED >> 32)),
             ("R12", (absorbed == NOTHING) & ~begins),
             ("R7", absorbed == FREED),
+            ("W3", torch.zeros_like(begins) if moves is None else moves & is_here & ~begins),
+            ("W2", entries < self.view.null_entries),
+            ("W1", is_outside),
         ):
             codes.masked_fill_(is_wrong, CODES.index(code))
         self.canary.coverage.states_checked += n

@@ -47,17 +47,16 @@ class StateGroup:
             return
         counts = ((ends - 1) // self.checkpoints * self.checkpoints).to(torch.int64)
         columns = (ends + self.block_size - 1) // self.block_size - 2
-        entries = table[: len(ends)].gather(1, columns.clamp(min=0)[:, None].to(torch.int64))[:, 0].to(torch.int64)
+        entries = at(table, columns.clamp(min=0)).to(torch.int64)
         is_left = (counts > past) & (columns > (past - 1) // self.block_size) & (entries != NULL_BLOCK)
         _, chains = canary.launches.stored_by(canary.steps[-1], canary.groups[0])
         own = chains[(starts + counts - past - 1).clamp(0, len(chains) - 1)]
         uids = canary.memory.truth.uids[taking.rows]
         taking.between.append(Left(*(torch.where(is_left, value, 0) for value in (entries, counts, uids, own))))
 
-    def entries_at(self, table: Tensor, counts: Tensor) -> Tensor:
-        """[rows] where the states of rows lie that have absorbed `counts` tokens; table: [>= rows, columns]."""
-        columns = (counts - 1).clamp(min=0) // self.block_size if self.is_aligned else torch.zeros_like(counts)
-        return table[: len(counts)].gather(1, columns[:, None].to(torch.int64))[:, 0]
+    def columns_of(self, counts: Tensor) -> Tensor:
+        """[rows] where in tables the states of rows are that have absorbed `counts` tokens."""
+        return (counts - 1).clamp(min=0) // self.block_size if self.is_aligned else torch.zeros_like(counts)
 
 
 class BlockStates:
@@ -100,7 +99,8 @@ class BlockStates:
         for group in self.groups:
             group.watched.begin(forward.requests, forward.numbers, past, forward.site)
             table = tables[group.number]
-            group.watched.taken(group.entries_at(table, ends), group.entries_at(table, past))
+            first, last = group.columns_of(past), group.columns_of(ends)
+            group.watched.taken(at(table, last), at(table, first), first != last)
             if group.checkpoints and forward.num_tokens > n:
                 group.leaves_between(table, past, ends, forward.starts[:n])
 
@@ -108,6 +108,11 @@ class BlockStates:
         """The forward has run."""
         for group in self.groups:
             group.watched.left()
+
+
+def at(table: Tensor, columns: Tensor) -> Tensor:
+    """[rows] what a table [>= rows, columns] has there."""
+    return table[: len(columns)].gather(1, columns[:, None].to(torch.int64))[:, 0]
 
 
 def is_state(spec: Any) -> bool:

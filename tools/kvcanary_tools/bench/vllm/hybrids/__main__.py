@@ -21,7 +21,7 @@ from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 
 BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
 KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
-KEPT = ("code", "pool", "entry", "step", "reader", "writer", "layers", "expected", "found", "history", "sentence")
+KEPT = ("code", "pool", "entry", "reader", "layers", "expected", "found", "history", "sentence")
 REPORTED = ("forwards", "states_checked", "slots_checked", "fired", "unchecked", "not_watched", "watched")
 
 
@@ -57,7 +57,7 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
     from kvcanary import KVCorruptionError
 
     harms, given, struck = Harms(bench), dict[str, int](), dict[str, Any]()
-    number, left = 0, None
+    number, first, left = 0, None, None  # step; in which the first was found; tokens that left after the blow
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal number
@@ -72,13 +72,16 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
         try:
             for tokens in bench.steps():
                 given.update(tokens)
+                if first is None and handle.canary.log.findings:
+                    first = number
         except KVCorruptionError:
             left = sum(given.values()) - struck["tokens"]
         finally:
             bench.runner.execute_model = inner
         log = handle.canary.log.findings
     own = {key: getattr(log[0], key) for key in KEPT} | {"cause": log[0].causes[0].text} if log else None
-    return {"struck": struck, "found": own, "codes": sorted({found.code for found in log}), "left": left}
+    codes = sorted({found.code for found in log})
+    return {"struck": struck, "found_in": first, "found": own, "codes": codes, "left": left}
 
 
 @click.command()

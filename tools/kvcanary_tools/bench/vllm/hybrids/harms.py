@@ -5,7 +5,7 @@ Each harm is called before every step until it says that it has struck; some wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvcanary_tools.bench.vllm.cpu import CpuBench
@@ -20,7 +20,7 @@ HARMS = (
     "copy_of_one_less",  # part of a layer
     "copied_from_elsewhere",
     "hit_of_another_prefix",
-    "cached_state_goes_on",  # in place: who hits it later gets one that has absorbed too much
+    "full_block_goes_on",  # in place: who hits it later gets one that has absorbed too much
 )
 FIRST_STEP = 12
 
@@ -159,9 +159,15 @@ class Harms:
             self._hits[column] = own
         return False
 
-    def cached_state_goes_on(self, output: Any, step: int) -> bool:
-        for name, row, column in self.rows(output, 1, at_end=True):
-            cached: Sequence[int] = self.runner.requests[name].block_ids[self.group]
-            self.table[row, column + 1] = cached[column]
-            return self._strike(name, cached[column])
-        return False
+    def full_block_goes_on(self, output: Any, step: int) -> bool:
+        chosen = self.rows(output, 1, at_end=True)
+        if not chosen:
+            return False
+        name, row, column = chosen[0]
+        block = self.runner.requests[name].block_ids[self.group][column]
+
+        def copy(right: Callable[[Any], None], buffers: Any) -> None:
+            right(buffers)
+            self.runner.input_batch.block_table[self.group].block_table.gpu[row, column + 1] = block
+
+        return self._at_copy(output, copy) and self._strike(name, block)
