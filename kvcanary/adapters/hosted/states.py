@@ -169,9 +169,10 @@ class WatchedStates:
             return
         self._apply()
         entries, begins = entries.to(torch.int64), taking.past == 0
-        is_outside = (entries < 0) | (entries >= self.view.num_entries)
-        taking.entries = entries = torch.where(is_outside, 0, entries)
         sources = entries if sources is None else torch.where(begins, entries, sources.to(torch.int64))
+        is_outside = (torch.minimum(entries, sources) < 0) | (torch.maximum(entries, sources) >= self.view.num_entries)
+        sources, entries = (torch.where(is_outside, 0, own) for own in (sources, entries))
+        taking.entries = entries
         n, known, is_here = len(entries), self._known[:, sources], sources == entries
         absorbed = known[0]
         chains, is_known = self.canary.launches.seeds[:n].unbind(1)

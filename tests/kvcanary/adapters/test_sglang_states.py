@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 from kvcanary.adapters.hosted.states import WatchedStates
 from kvcanary.adapters.sglang.states import entries_of, not_followed, view_of
-from kvcanary.calls.coverage import Coverage
-from kvcanary_kernels.watch.walk import TAILS, Truth
+from tests.support.watching_canary import watching_canary
 
 ENTRIES, LAYERS = 8, 2
 
@@ -49,16 +47,7 @@ class Host:
     """States and what stands for a canary; `forward` runs one over both rows, to so many tokens each."""
 
     def __init__(self, content: str = "full") -> None:
-        truth = Truth(torch.zeros(2, TAILS + 2, dtype=torch.int64))
-        truth.uids[:], truth.ends[:] = torch.tensor([11, 12]), 0
-        memory = SimpleNamespace(
-            seed=3, truth=truth, total=torch.zeros(1, dtype=torch.int64), upload=lambda values: values
-        )
-        self.canary: Any = SimpleNamespace(
-            memory=memory, launches=SimpleNamespace(seeds=torch.zeros(2, 2, dtype=torch.int64)), step=0, events=[],
-            config=SimpleNamespace(content=content), coverage=Coverage(), groups=[0], steps=deque(maxlen=4),
-            writers={11: "a", 12: "b"},
-        )  # fmt: skip
+        self.canary = watching_canary(content)
         self.rows = Rows()
         self.states = WatchedStates(self.canary, view_of(self.rows.mamba_pool))
         self.states.granted(torch.tensor([1, 2]))

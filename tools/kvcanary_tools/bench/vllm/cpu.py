@@ -359,11 +359,14 @@ def main(out: Path | None, runner: str, keep: bool) -> None:
     print(f"vLLM {record['machine']['vllm']}: {record.get('error') or record['clean']['findings']}", file=sys.stderr)
 
 
-def interpret() -> None:
-    """Let vLLM find a driver of Triton for CPUs; kernels are interpreted, as Triton learns when it is loaded."""
+def interpret(module: str = "kvcanary_tools.bench.vllm.cpu") -> None:
+    """Let vLLM find a driver of Triton for CPUs; kernels are interpreted, as Triton learns when it is loaded.
+
+    module: that runs, which begins once more where Triton was not told
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         os.environ.update(INTERPRETED)
-        os.execv(sys.executable, [sys.executable, "-m", "kvcanary_tools.bench.vllm.cpu", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
     from triton.backends import backends
 
     driver: Any = SimpleNamespace(is_active=lambda: True)

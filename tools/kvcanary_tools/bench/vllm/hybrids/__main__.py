@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, REQUESTS, TOKENS, CpuBench, machine, told
+from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
 from kvcanary_tools.bench.vllm.hybrids.harms import HARMS, Harms
 from kvcanary_tools.bench.vllm.hybrids.models import HYBRIDS, randomise, write_hybrid
 from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
@@ -38,9 +38,9 @@ class HybridBench(CpuBench):
         return make_prompts(count, seed, KIND)
 
 
-def clean(bench: HybridBench) -> dict[str, Any]:
+def clean(bench: HybridBench, requests: int) -> dict[str, Any]:
     """The same requests with the plug-in, twice so that prefixes are hit, and without it."""
-    prompts = bench.prompts(REQUESTS, seed=3) * 2
+    prompts = bench.prompts(requests, seed=3) * 2
     with told(bench) as counts:
         watched = [list(output.token_ids) for output in bench.run(prompts, TOKENS)[0]]
     report = bench.worker.kvcanary.report()
@@ -86,15 +86,23 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
 
 @click.command()
 @click.argument("kind", type=click.Choice(list(HYBRIDS)))
-@click.option("--no-cache", is_flag=True, help="Without the prefix cache: mode none, and no faults.")
+@click.option("--no-cache", is_flag=True, help="Without the prefix cache, which is mode none of states, and no faults.")
+@click.option("--runner", type=click.Choice(["v1", "v2"]), default="v1", help="V2 runs interpreted, without faults.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
-def main(kind: str, no_cache: bool, out: Path) -> None:
-    """Run everything over one hybrid in one vLLM on this CPU, with runner V1."""
+def main(kind: str, no_cache: bool, runner: str, out: Path) -> None:
+    """Run everything over one hybrid in one vLLM on this CPU."""
     os.environ.update(ENVIRONMENT)
+    if runner == "v2":
+        interpret("kvcanary_tools.bench.vllm.hybrids")
     with tempfile.TemporaryDirectory() as folder:
         bench = HybridBench(Path(folder), kind, enable_prefix_caching=not no_cache)
-        record = {"kind": kind, "machine": machine(), "clean": clean(bench)}
-        if not no_cache:
+        record = {
+            "kind": kind,
+            "machine": machine(),
+            "runner": runner,
+            "clean": clean(bench, 3 if runner == "v2" else REQUESTS),
+        }
+        if not no_cache and runner == "v1":
             record["faults"] = {name: attempt(bench, name) for name in HARMS}
             record["raise"] = attempt(bench, HARMS[0], mode="raise")  # this engine answers nothing more
     out.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,24 @@
+"""What recurrent states see of the canary of a watched engine with two rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvcanary.calls.coverage import Coverage
+from kvcanary_kernels.watch.walk import TAILS, Truth
+
+
+def watching_canary(content: str) -> Any:
+    """Requests "a" and "b" have rows 0 and 1 and the numbers 11 and 12; nothing has been stored."""
+    truth = Truth(torch.zeros(2, TAILS + 2, dtype=torch.int64))
+    truth.uids[:], truth.ends[:] = torch.tensor([11, 12]), 0
+    memory = SimpleNamespace(seed=3, truth=truth, total=torch.zeros(1, dtype=torch.int64), upload=lambda values: values)
+    return SimpleNamespace(
+        memory=memory, launches=SimpleNamespace(seeds=torch.zeros(2, 2, dtype=torch.int64)), step=0, events=[],
+        config=SimpleNamespace(content=content), coverage=Coverage(), groups=[0], steps=deque(maxlen=4),
+        writers={11: "a", 12: "b"},
+    )  # fmt: skip
