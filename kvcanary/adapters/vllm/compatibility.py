@@ -213,8 +213,23 @@ RANKS_SIDE = (
     Needed(f"{PARALLEL}:GroupCoordinator", attributes=("ranks",)),
 )
 
+#: Of models with linear attention; where these are gone, K and V are watched alone.
+STATES = "recurrent states"
+STATES_SIDE = (
+    Needed(f"{_CACHE}MambaSpec", (), ("block_size", "mamba_cache_mode", "num_speculative_blocks")),
+    Needed(
+        f"{_V2}model_states.interface:ModelState.preprocess_state",
+        ("self", "input_batch", "block_tables", "kv_cache_config", "num_computed_tokens"),
+    ),
+)
 
-NEEDED = (*EVERY_RUNNER, *(need for needs in NEEDED_OF.values() for need in needs), *SCHEDULER_SIDE, *RANKS_SIDE)
+NEEDED = (
+    *EVERY_RUNNER,
+    *(need for needs in NEEDED_OF.values() for need in needs),
+    *SCHEDULER_SIDE,
+    *RANKS_SIDE,
+    *STATES_SIDE,
+)
 
 
 def check(version: str | None = None, runner: str | None = None) -> list[str]:
@@ -235,7 +250,7 @@ def check(version: str | None = None, runner: str | None = None) -> list[str]:
 def closed_paths() -> dict[str, str]:
     """By path, what is gone of its names, one sentence; those that are whole are left out."""
     gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
-    gone |= {OWNERS: missing(SCHEDULER_SIDE), RANKS: missing(RANKS_SIDE)}
+    gone |= {OWNERS: missing(SCHEDULER_SIDE), RANKS: missing(RANKS_SIDE), STATES: missing(STATES_SIDE)}
     return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 

@@ -23,12 +23,12 @@ from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, Group
-from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE
+from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE, STATES_SIDE
 from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
-from kvcanary.adapters.vllm.states import STATES, BlockStates, StateGroup, group_of, is_state, not_followed, one_of
+from kvcanary.adapters.vllm.states import STATES, BlockStates, is_state, not_followed, states_of
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, PlanError
 
@@ -103,10 +103,6 @@ class Handle(HostHandle):
     @abstractmethod
     def _drafts(self) -> bool:
         """Whether requests have drafts."""
-
-    def _without_states(self, group: int) -> str | None:
-        """Why states of vLLM's group cannot be followed with this runner; None: they can."""
-        return None if self._table_block(group)[1] == 1 else f"{STATES}tables name parts of their blocks"
 
     @abstractmethod
     def _late_layers(self) -> Collection[str]:
@@ -258,22 +254,27 @@ class Handle(HostHandle):
 
     def _bind_states(self, canary: PagedCanary, groups: Sequence[Any]) -> BlockStates | None:
         """What happens to states is followed; None where `_not_watched` says why not."""
-        context, own = self.runner.compilation_config.static_forward_context, list[StateGroup]()
-        drafts, connector = self._drafts(), getattr(self.worker.vllm_config, "kv_transfer_config", None)
+        context = self.runner.compilation_config.static_forward_context
         alignment = getattr(self.worker.vllm_config.cache_config, "cache_hit_alignment_tokens", None) or 0
-        for number, group in enumerate(groups):
-            if is_state(group.kv_cache_spec):
-                why = not_followed(group.kv_cache_spec, drafts, connector is not None) or self._without_states(number)
-                try:
-                    if why is None:
-                        layers = [context[name] for name in group.layer_names]
-                        own.append(group_of(canary, number, len(own), group.kv_cache_spec, layers, alignment))
-                        continue
-                except PlanError as error:
-                    why = str(error)
-                self._not_watched = [why]
-                return None
-        return BlockStates(own, [one_of(group.kv_cache_spec).block_size for group in groups])
+        reasons = [self._without_states(n, own.kv_cache_spec) for n, own in enumerate(groups)]
+        self._not_watched = [why for why in reasons if why is not None][:1]
+        try:
+            return None if self._not_watched else states_of(canary, groups, context, alignment)
+        except PlanError as error:
+            self._not_watched = [str(error)]
+            return None
+
+    def _without_states(self, group: int, spec: Any) -> str | None:
+        """Why states of vLLM's group cannot be followed; None: they can, or it has none."""
+        if not is_state(spec):
+            return None
+        gone = missing(STATES_SIDE)
+        if gone:
+            return f"{STATES}{'; '.join(gone)}"
+        if self._table_block(group)[1] > 1:
+            return f"{STATES}tables name parts of their blocks"
+        connector = getattr(self.worker.vllm_config, "kv_transfer_config", None)
+        return not_followed(spec, self._drafts(), connector is not None)
 
     def _shard_of_model(self) -> str:
         """Under which names of blocks are kept: the model, and which part of it this worker has."""

@@ -18,7 +18,6 @@ from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.handle import Handle
-from kvcanary.adapters.vllm.states import STATES
 from kvcanary.errors import AdapterError
 
 
@@ -201,11 +200,6 @@ class HandleV2(Handle):
 
     def _drafts(self) -> bool:
         return self._max_new > 1
-
-    def _without_states(self, group: int) -> str | None:
-        if not hasattr(getattr(self.runner, "model_state", None), "preprocess_state"):
-            return f"{STATES}this release copies them where nobody hears of it"
-        return super()._without_states(group)
 
     def _late_layers(self) -> Collection[str]:
         return getattr(getattr(self.runner, "speculator", None), "draft_attn_layer_names", None) or ()

@@ -8,7 +8,7 @@ of some models leave one more on their way through a prompt, in the last full bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,3 +155,13 @@ def group_of(
     is_aligned = own.mamba_cache_mode == ALIGN
     checkpoints = alignment if is_aligned and getattr(own, "num_prefill_checkpoint_blocks", 0) else 0
     return StateGroup(number, own.block_size, is_aligned, checkpoints, WatchedStates(canary, view, place))
+
+
+def states_of(canary: PagedCanary, groups: Sequence[Any], context: Mapping[str, Any], alignment: int) -> BlockStates:
+    """The states of all of vLLM's groups that keep some; context: layers by name, alignment as in `group_of`."""
+    own = list[StateGroup]()
+    for number, group in enumerate(groups):
+        if is_state(group.kv_cache_spec):
+            layers = [context[name] for name in group.layer_names]
+            own.append(group_of(canary, number, len(own), group.kv_cache_spec, layers, alignment))
+    return BlockStates(own, [one_of(group.kv_cache_spec).block_size for group in groups])

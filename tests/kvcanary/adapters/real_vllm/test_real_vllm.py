@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvcanary.scrub.free_slots import UNPOISONED
+from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm.loads import lmcache
 
 ROOT = Path(__file__).parents[4]
@@ -296,6 +297,18 @@ def test_a_fault_in_a_state_is_found_in_its_step(hybrid, name: str, codes: str) 
         assert fault["struck"]["block"] == fault["found"]["entry"] or name in ("exchanged", "hit_of_another_prefix")
     raised = hybrid["raise"]
     assert (raised["found"]["code"], raised["left"]) == ("R9", 0)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+def test_the_records_of_hybrids(kind: str) -> None:
+    """What docs/vllm.md quotes."""
+    record = json.loads((RESULTS / f"cpu_vllm_hybrid_{kind}.json").read_text(encoding="utf-8"))
+    clean = record["clean"]
+    assert (clean["findings"], clean["equal_tokens"], record["raise"]["left"]) == (0, True, 0)
+    assert f"{clean['states_checked']:,}" in (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    found = {name: fault["found"]["code"] for name, fault in record["faults"].items()}
+    assert found == CODES_OF_HARMS
+    assert all(fault["found_in"] == fault["struck"]["step"] for fault in record["faults"].values())
 
 
 @pytest.mark.slow

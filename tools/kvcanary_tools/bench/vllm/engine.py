@@ -41,14 +41,17 @@ class Bench:
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams
+        own = {"num_gpu_blocks_override": BLOCKS} | KINDS[kind].engine | engine
         self.llm = LLM(
             model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, max_model_len=2048,
-            max_num_seqs=256, max_num_batched_tokens=2048, num_gpu_blocks_override=BLOCKS, gpu_memory_utilization=0.5,
-            kv_cache_memory_bytes=POOL_BYTES, disable_log_stats=False, seed=0,
-            **speculative, **KINDS[kind].engine, **engine,
+            max_num_seqs=256, max_num_batched_tokens=2048, gpu_memory_utilization=0.5,
+            kv_cache_memory_bytes=POOL_BYTES, disable_log_stats=False, seed=0, **speculative, **own,
         )  # fmt: skip
         core = self.llm.llm_engine.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker
+        loaded = KINDS[kind].loaded
+        if loaded is not None:
+            loaded(self.worker.model_runner.model)
         self.runner, self.scheduler = self.worker.model_runner, core.scheduler
         self.is_plugged = hasattr(self.worker, "kvcanary")  # by the entry point, where KVCANARY_MODE asked for it
         self.say(f"engine with {type(self.runner).__module__}")

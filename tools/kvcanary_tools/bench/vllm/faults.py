@@ -48,9 +48,11 @@ class Faults:
         self.is_v1 = not hasattr(self.runner, "req_states")
         self.module = sys.modules[type(self.runner).__module__]
         groups = self.runner.kv_cache_config.kv_cache_groups  # whoever sees everything is struck
+        specs = [own.kv_cache_spec for own in groups]
         self.group = next(
-            n for n, own in enumerate(groups) if getattr(own.kv_cache_spec, "sliding_window", None) is None
-        )
+            n for n, own in enumerate(specs)
+            if getattr(own, "sliding_window", None) is None and not hasattr(own, "mamba_cache_mode")
+        )  # fmt: skip
         self.size = groups[self.group].kv_cache_spec.block_size
         self.names = set(groups[self.group].layer_names)
         self.touched: str | None = None  # whose bytes or blocks a fault struck

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcanary_tools.bench.vllm.hybrids.models import randomise, write_hybrid
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -31,6 +33,7 @@ SHAPES = {
 }
 REQUESTS, PREFIXES, PREFIX_TOKENS, OUTPUT_TOKENS = 256, 16, 240, 256
 BLOCKS = 3600  # of 16 tokens: fewer than the requests would fill
+STATE_BLOCKS = 800  # of hybrids, whose blocks are as large as a state
 POOL_BYTES = 16 << 30  # more than they take; said so that vLLM need not measure what it could have
 
 
@@ -193,10 +196,11 @@ WINDOW = 128  # entries, as in gpt-oss: every other layer sees no more
 
 
 class Kind(NamedTuple):
-    """write: a checkpoint of this size into a folder;  engine: options of vLLM."""
+    """write: a checkpoint of this size into a folder;  engine: options of vLLM;  loaded: called with the model."""
 
     write: Callable[[Path, str], Path]
     engine: dict[str, Any]
+    loaded: Callable[[Any], None] | None = None
 
 
 def _dense(folder: Path, size: str) -> Path:
@@ -213,9 +217,14 @@ def _windows(folder: Path, size: str) -> Path:
     return write_model(folder, shape | {"layer_types": layers, "sliding_window": WINDOW})
 
 
+def _hybrid(folder: Path, size: str) -> Path:
+    return write_hybrid(folder, "mamba2-1b")
+
+
 KINDS = {
     "dense": Kind(_dense, {}),
     "fp8": Kind(_dense, {"kv_cache_dtype": "fp8"}),
     "mla": Kind(_latent, {}),
     "windows": Kind(_windows, {}),
+    "hybrid": Kind(_hybrid, {"load_format": "dummy", "num_gpu_blocks_override": STATE_BLOCKS}, randomise),
 }

@@ -16,7 +16,7 @@ import click
 
 from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
 from kvcanary_tools.bench.vllm.hybrids.harms import HARMS, Harms
-from kvcanary_tools.bench.vllm.hybrids.models import HYBRIDS, randomise, write_hybrid
+from kvcanary_tools.bench.vllm.hybrids.models import randomise, write_hybrid
 from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 
 BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
@@ -85,11 +85,11 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(list(HYBRIDS)))
+@click.argument("kind", type=click.Choice(list(BLOCKS)))
 @click.option("--no-cache", is_flag=True, help="Without the prefix cache, which is mode none of states, and no faults.")
 @click.option("--runner", type=click.Choice(["v1", "v2"]), default="v1", help="V2 runs interpreted, without faults.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
-def main(kind: str, no_cache: bool, runner: str, out: Path) -> None:
+def command(kind: str, no_cache: bool, runner: str, out: Path) -> None:
     """Run everything over one hybrid in one vLLM on this CPU."""
     os.environ.update(ENVIRONMENT)
     if runner == "v2":
@@ -109,4 +109,4 @@ def main(kind: str, no_cache: bool, runner: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -1,4 +1,4 @@
-"""Tiny hybrids with random weights: their configuration alone is written, vLLM makes the parameters."""
+"""Hybrids with random weights: their configuration alone is written, vLLM makes the parameters."""
 
 from __future__ import annotations
 
@@ -57,6 +57,21 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
 }
+#: The same as large as a model of 1.5 B parameters.
+HYBRIDS["mamba2-1b"] = HYBRIDS["mamba2"] | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "mamba_d_ssm": 4096,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_chunk_size": 256,
+}
 
 
 def write_hybrid(folder: Path, kind: str) -> Path:
@@ -70,11 +85,12 @@ def randomise(model: Any) -> None:
     """Let a model whose weights are dummies say something else for other tokens."""
     import torch
 
-    generator = torch.Generator().manual_seed(5)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(5)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
-                weight.copy_((torch.randn(weight.shape, generator=generator) * scale).to(weight.dtype))
+                weight.copy_((torch.randn(weight.shape, device=device, generator=generator) * scale).to(weight.dtype))
             elif "norm" in name:
                 weight.fill_(0.0 if type(model).__name__.startswith("Qwen3Next") else 1.0)

@@ -16,6 +16,15 @@ class AttentionSpec:
     sliding_window: int | None = None
 
 
+@dataclass(frozen=True)
+class MambaSpec:
+    block_size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    mamba_cache_mode: str = "none"
+    num_speculative_blocks: int = 0
+
+
 @dataclass
 class KVCacheGroupSpec:
     layer_names: list[str]

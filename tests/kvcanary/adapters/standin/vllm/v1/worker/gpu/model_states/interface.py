@@ -1,0 +1,8 @@
+"""What runner V2 asks of a model's own state."""
+
+from __future__ import annotations
+
+
+class ModelState:
+    def preprocess_state(self, input_batch, block_tables, kv_cache_config, num_computed_tokens) -> None:
+        """States are copied to where the forward goes on from them."""
