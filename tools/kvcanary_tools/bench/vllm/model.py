@@ -226,5 +226,9 @@ KINDS = {
     "fp8": Kind(_dense, {"kv_cache_dtype": "fp8"}),
     "mla": Kind(_latent, {}),
     "windows": Kind(_windows, {}),
-    "hybrid": Kind(_hybrid, {"load_format": "dummy", "num_gpu_blocks_override": STATE_BLOCKS}, randomise),
+    "hybrid": Kind(
+        _hybrid,
+        {"load_format": "dummy", "num_gpu_blocks_override": STATE_BLOCKS, "mamba_cache_mode": "align"},
+        randomise,
+    ),
 }
