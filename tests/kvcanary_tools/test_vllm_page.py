@@ -19,6 +19,16 @@ def test_the_page_quotes_the_records() -> None:
     assert {path.stem for path in RESULTS.glob("vllm*.json")} <= shown | told
 
 
+def test_the_page_quotes_the_record_of_a_hybrid() -> None:
+    """States were watched, nothing was found, and no token differed."""
+    compared = json.loads((RESULTS / "gpu_vllm_hybrid.json").read_text(encoding="utf-8"))["compared"]
+    certificate, page = compared["certificate"], vllm_page.PAGE.read_text(encoding="utf-8")
+    assert (compared["findings"], certificate["not_watched"]) == (0, [])
+    assert min(pair["share"] for pair in compared["on_off"]) == 1
+    assert f"judged {certificate['states_checked']:,} states" in page
+    assert f"{100 * (1 - compared['throughput_ratio']):.1f} % lower (`gpu_vllm_hybrid.json`" in page
+
+
 @pytest.mark.parametrize("record", vllm_page.FIRST_NAN)
 def test_the_first_place_of_nan_was_always_named(record: str) -> None:
     """A hundred tries in captured steps; layer, request, position and step, and that it is N1 of a decode."""

@@ -146,7 +146,7 @@ class WatchedStates:
         sources, entries = sources.to(torch.int64), entries.to(torch.int64)
         known, is_kept = self._known[:, sources], self._known[0, sources] >= 0
         self._known[:2, entries], self._chains[entries] = known[:2], self._chains[sources]
-        self._known[2, entries] = self.canary.step & MASK_32 | MOVED
+        self._known[2].index_fill_(0, entries, self.canary.step & MASK_32 | MOVED)
         differs = self._differs(sources, entries) & is_kept
         codes = differs.any(0).to(torch.int64) * CODES.index("T1")
         self._tell(Found(codes, entries, known[0], known, differs, [None] * len(entries), self, ("move", 0)))
@@ -207,7 +207,7 @@ class WatchedStates:
             site = self.canary.step & MASK_32 | pack_site(*taking.site) << 32
             self._known[:, entries] = torch.stack((ends, uids, torch.full_like(ends, site)))
             self._chains[entries] = chains
-            self._phases[entries] = self.canary.step % self._count
+            self._phases.index_fill_(0, entries, self.canary.step % self._count)  # a number that is stored waits
             if self.canary.config.content != "write":
                 self._sums[:, self._slices(entries)] = self._fingerprints(entries)
 

@@ -24,11 +24,11 @@ def spec(mode: str = "align", **others: Any) -> SimpleNamespace:
     return SimpleNamespace(**own | others)
 
 
-def layers() -> list[Any]:
+def layers(device: str = "cpu") -> list[Any]:
     """Each with a window and a matrix a block, in one tensor that has more room a block."""
     made = []
     for _ in range(LAYERS):
-        whole = torch.randn(BLOCKS, 256, generator=GENERATOR)
+        whole = torch.randn(BLOCKS, 256, generator=GENERATOR).to(device)
         made.append(SimpleNamespace(kv_cache=(whole[:, :48].view(-1, 3, 16), whole[:, 64:192].view(-1, 2, 8, 8))))
     return made
 
@@ -190,6 +190,29 @@ def test_what_is_watched_needs_no_word() -> None:
     assert not_followed(spec(), False, False) is None
     assert is_state(SimpleNamespace(kv_cache_specs={"a": spec()}))
     assert not is_state(SimpleNamespace(block_size=16))
+
+
+@pytest.mark.gpu
+def test_states_are_judged_without_a_wait() -> None:
+    """Torch raises where the host waits for the device; the second forward has nothing to compile."""
+    canary, device = watching_canary("rolling", "cuda"), "cuda"
+    states = BlockStates([group_of(canary, 0, 0, spec(), layers(device), SIZE)], [SIZE])
+    table = torch.tensor([[1, 3], [2, 4]], dtype=torch.int32, device=device)
+    states.given([("a", [[1, 3]], 0), ("b", [[2, 4]], 0)])
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    ends = [torch.tensor([7 + n, 5 + n], dtype=torch.int32, device=device) for n in range(4)]
+    rows: Any = {"requests": ["a", "b"], "numbers": np.array([0, 1]), "site": ("decode", 0), "num_tokens": 2}
+    for number, lengths in enumerate(ends):
+        canary.step += 1
+        canary.steps.append(SimpleNamespace(events=[], number=canary.step))
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            made: Any = SimpleNamespace(lengths=lengths, starts=starts, **rows)
+            states.taken(made, [table])
+            states.left()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert canary.coverage.states_checked == 8
 
 
 def test_states_of_half_words_are_refused_by_name() -> None:

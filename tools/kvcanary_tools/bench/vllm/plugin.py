@@ -62,6 +62,7 @@ def command(
     if runner == "v1":  # vLLM takes the other one for this model
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     bench = Bench(work, size, eagle, deadline, kind, **GRAPHS[graphs])
+    runner = "v2" if hasattr(bench.runner, "req_states") else "v1"  # whatever was asked for
     result: dict[str, Any] = {"size": size, "kind": kind, "eagle": eagle, "runner": runner, "graphs": graphs}
     result |= machine() | {"attention": bench.attention}
     path = out / f"{name_of(size, kind, eagle, runner, graphs)}.json"
