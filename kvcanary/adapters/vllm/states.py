@@ -79,7 +79,7 @@ class BlockStates:
         """
         blocks = {block for one in given for block in self._new(*one)}
         for group in self.groups if blocks else ():
-            group.watched.granted(torch.tensor(sorted(blocks), device=group.watched.view.device))
+            group.watched.granted(group.watched.canary.memory.upload(torch.tensor(sorted(blocks))))
 
     def _new(self, _: str, blocks: Sequence[Sequence[int]], length: int | None) -> Iterator[int]:
         for own, size in zip(blocks, self._block_sizes, strict=True):
@@ -88,7 +88,7 @@ class BlockStates:
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks were copied, (from, to)."""
         for group in self.groups:
-            sources, entries = torch.tensor(pairs, device=group.watched.view.device).unbind(1)
+            sources, entries = group.watched.canary.memory.upload(torch.tensor(pairs)).unbind(1)
             group.watched.copied(sources, entries)
 
     def taken(self, forward: Forward, tables: Sequence[Tensor]) -> None:

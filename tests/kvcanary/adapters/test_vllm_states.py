@@ -207,6 +207,7 @@ def test_states_are_judged_without_a_wait() -> None:
         canary.steps.append(SimpleNamespace(events=[], number=canary.step))
         torch.cuda.set_sync_debug_mode("error" if number else "default")
         try:
+            states.given([("a", [[5 + number]], None)])
             made: Any = SimpleNamespace(lengths=lengths, starts=starts, **rows)
             states.taken(made, [table])
             states.left()
