@@ -55,7 +55,8 @@ class HandleV1(Handle):
         if is_forward:
             if not self._goes_on(output):
                 self._read(self._forward_of(output))
-            self._take(self._every_table())
+            if self._states is not None:
+                self._take(self._every_table())
         return result
 
     def _goes_on(self, output: Any) -> bool:
