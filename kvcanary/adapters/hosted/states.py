@@ -30,6 +30,8 @@ from kvcanary_kernels.record.layout import MASK_32, make_keys
 UNKNOWN, FREED, NOTHING = -1, -2, -3
 CODES = ("", "R7", "R12", "R8", "R4", "R6", "R9", "T1", "W1", "W2", "W3")
 MOVED = pack_site("move", 0) << 32
+#: What a certificate says of states that are not watched, before the reason.
+NOT_WATCHED = "states of linear attention, of which a request has one for all its tokens: "
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import WatchedStates
+from kvcanary.adapters.hosted.states import NOT_WATCHED, WatchedStates
 from kvcanary.errors import PlanError
 from kvcanary.pools.state_views import StateView
 
@@ -47,7 +47,7 @@ def not_followed(rows: Any, drafts: bool) -> str | None:
             view_of(rows.mamba_pool)
         except PlanError as error:
             why = str(error)
-    return why and f"states of linear attention, of which a request has one for all its tokens: {why}"
+    return why and f"{NOT_WATCHED}{why}"
 
 
 def follow(scheduler: Any, own: Any, replace: Callable[..., None]) -> None:

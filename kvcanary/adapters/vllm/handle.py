@@ -20,6 +20,7 @@ import torch.distributed as dist
 from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.hosted.loads import Loads
+from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, Group
@@ -28,7 +29,7 @@ from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
-from kvcanary.adapters.vllm.states import STATES, BlockStates, is_state, not_followed, states_of
+from kvcanary.adapters.vllm.states import BlockStates, is_state, not_followed, states_of
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, PlanError
 
@@ -270,9 +271,9 @@ class Handle(HostHandle):
             return None
         gone = missing(STATES_SIDE)
         if gone:
-            return f"{STATES}{'; '.join(gone)}"
+            return f"{NOT_WATCHED}{'; '.join(gone)}"
         if self._table_block(group)[1] > 1:
-            return f"{STATES}tables name parts of their blocks"
+            return f"{NOT_WATCHED}tables name parts of their blocks"
         connector = getattr(self.worker.vllm_config, "kv_transfer_config", None)
         return not_followed(spec, self._drafts(), connector is not None)
 

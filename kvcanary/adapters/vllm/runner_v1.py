@@ -56,7 +56,7 @@ class HandleV1(Handle):
             if not self._goes_on(output):
                 self._read(self._forward_of(output))
             if self._states is not None:
-                self._take(self._every_table())
+                self._take([table.block_table.gpu for table in self._every_table()])
         return result
 
     def _goes_on(self, output: Any) -> bool:
@@ -138,18 +138,16 @@ class HandleV1(Handle):
     def _table(self, group: int) -> Any:
         return self.runner.input_batch.block_table[group]
 
+    def _every_table(self) -> Sequence[Any]:
+        """vLLM's, by group, those of states as well."""
+        return [self._table(group) for group in range(len(self.runner.kv_cache_config.kv_cache_groups))]
+
     def _own_tables(self) -> Sequence[Any]:
-        """vLLM's, of groups of K and V."""
-        number = len(self.runner.kv_cache_config.kv_cache_groups)
-        return self._of_caches([self._table(group) for group in range(number)])
+        """Those of groups of K and V."""
+        return self._of_caches(self._every_table())
 
     def _tables(self) -> Sequence[torch.Tensor]:
         return [table.block_table.gpu for table in self._own_tables()]
-
-    def _every_table(self) -> Sequence[torch.Tensor]:
-        """States' as well."""
-        groups = self.runner.kv_cache_config.kv_cache_groups
-        return [self._table(number).block_table.gpu for number in range(len(groups))]
 
     def _drafts(self) -> bool:
         return self._max_new > 1

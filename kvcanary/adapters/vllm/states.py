@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import Left, WatchedStates
+from kvcanary.adapters.hosted.states import NOT_WATCHED, Left, WatchedStates
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, described
 from kvcanary.adapters.vllm.owners import NULL_BLOCK, Given
@@ -23,7 +23,6 @@ from kvcanary.errors import PlanError
 from kvcanary.pools.state_views import StateView
 
 NONE, ALIGN = "none", "align"
-STATES = "states of linear attention, of which a request has one for all its tokens: "
 
 
 @dataclass(eq=False)
@@ -48,7 +47,8 @@ class StateGroup:
         counts = ((ends - 1) // self.checkpoints * self.checkpoints).to(torch.int64)
         columns = (ends + self.block_size - 1) // self.block_size - 2
         entries = at(table, columns.clamp(min=0)).to(torch.int64)
-        is_left = (counts > past) & (columns > (past - 1) // self.block_size) & (entries != NULL_BLOCK)
+        is_block = (entries > NULL_BLOCK) & (entries < self.watched.view.num_entries)
+        is_left = is_block & (counts > past) & (columns > (past - 1) // self.block_size)
         _, chains = canary.launches.stored_by(canary.steps[-1], canary.groups[0])
         own = chains[(starts + counts - past - 1).clamp(0, len(chains) - 1)]
         uids = canary.memory.truth.uids[taking.rows]
@@ -129,11 +129,11 @@ def not_followed(spec: Any, drafts: bool, connector: bool) -> str | None:
     """Why the states of such a group are not watched; None: they are."""
     mode = one_of(spec).mamba_cache_mode
     if drafts or one_of(spec).num_speculative_blocks:
-        return f"{STATES}a server that drafts keeps several of each request"
+        return f"{NOT_WATCHED}a server that drafts keeps several of each request"
     if mode not in (NONE, ALIGN):
-        return f"{STATES}with --mamba-cache-mode {mode} kernels leave further ones within a forward"
+        return f"{NOT_WATCHED}with --mamba-cache-mode {mode} kernels leave further ones within a forward"
     if connector:
-        return f"{STATES}a connector loads them, and tells which only in entries"
+        return f"{NOT_WATCHED}a connector loads them, and tells which only in entries"
     return None
 
 
@@ -151,7 +151,7 @@ def group_of(
     try:
         view = StateView(name, dict(zip(names, map(list, parts), strict=True)))
     except PlanError as error:
-        raise PlanError(f"{STATES}{error}") from error
+        raise PlanError(f"{NOT_WATCHED}{error}") from error
     is_aligned = own.mamba_cache_mode == ALIGN
     checkpoints = alignment if is_aligned and getattr(own, "num_prefill_checkpoint_blocks", 0) else 0
     return StateGroup(number, own.block_size, is_aligned, checkpoints, WatchedStates(canary, view, place))

@@ -152,6 +152,14 @@ def test_what_a_kernel_leaves_within_a_prompt_can_be_hit() -> None:
         assert host.forward(int(host.canary.memory.truth.ends[0]) + 1, 10, chains=(100, chain)) == found
 
 
+def test_a_block_within_a_prompt_that_the_pool_does_not_have_is_nobodys() -> None:
+    """The column before the last names no block: what lies there is not looked at, the state itself is."""
+    host = Host(spec(num_prefill_checkpoint_blocks=1))
+    host.table[0, 0] = BLOCKS
+    assert host.forward(11, 3) == []
+    assert host.forward(12, 4) == []
+
+
 def test_without_a_prefix_cache_a_request_has_one_block() -> None:
     """Mode none: column 0, however long the request is."""
     host = Host(spec("none"))

@@ -288,15 +288,27 @@ def test_a_sound_hybrid_is_silent(hybrid) -> None:
 
 @pytest.mark.parametrize(("name", "codes"), CODES_OF_HARMS.items())
 def test_a_fault_in_a_state_is_found_in_its_step(hybrid, name: str, codes: str) -> None:
-    """Its request, or whoever was given the other's state, and the block; before any token of the step leaves."""
+    """And its request is named; where the last part of a step's copies is left out, that is another row's."""
     fault = hybrid["faults"][name]
-    assert fault["found"]["code"] == codes
-    assert fault["found_in"] == fault["struck"]["step"]
-    assert fault["found"]["pool"].startswith("states")
-    if fault["struck"]["block"]:
-        assert fault["struck"]["block"] == fault["found"]["entry"] or name in ("exchanged", "hit_of_another_prefix")
+    found, struck = fault["found"], fault["struck"]
+    assert (found["code"], found["pool"][:6], fault["found_in"]) == (codes, "states", struck["step"])
+    assert struck["request"] in (found["reader"], found["writer"]) or name in ("copy_of_one_less", "exchanged")
+
+
+@pytest.mark.parametrize("name", ["bit", "window_shifted", "block_zeroed", "taken_by_two", "full_block_goes_on"])
+def test_a_fault_in_a_state_names_its_block(hybrid, name: str) -> None:
+    fault = hybrid["faults"][name]
+    assert fault["found"]["entry"] == fault["struck"]["block"]
+
+
+def test_no_token_leaves_behind_a_state_that_is_wrong(hybrid) -> None:
+    """A flipped bit in mode raise."""
     raised = hybrid["raise"]
-    assert (raised["found"]["code"], raised["left"]) == ("R9", 0)
+    assert (raised["found"]["code"], raised["found"]["reader"], raised["left"]) == (
+        "R9",
+        raised["struck"]["request"],
+        0,
+    )
 
 
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from kvcanary.adapters.vllm.states import is_state
 from kvcanary_tools.bench.vllm.model import make_prompts
 
 if TYPE_CHECKING:
@@ -50,9 +51,8 @@ class Faults:
         groups = self.runner.kv_cache_config.kv_cache_groups  # whoever sees everything is struck
         specs = [own.kv_cache_spec for own in groups]
         self.group = next(
-            n for n, own in enumerate(specs)
-            if getattr(own, "sliding_window", None) is None and not hasattr(own, "mamba_cache_mode")
-        )  # fmt: skip
+            n for n, own in enumerate(specs) if getattr(own, "sliding_window", None) is None and not is_state(own)
+        )
         self.size = groups[self.group].kv_cache_spec.block_size
         self.names = set(groups[self.group].layer_names)
         self.touched: str | None = None  # whose bytes or blocks a fault struck

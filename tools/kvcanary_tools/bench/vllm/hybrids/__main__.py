@@ -1,7 +1,8 @@
 """States inside a real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.hybrids gdn --out FILE``.
 
 With the prefix cache (mode `align`) and without it (`none`): the same requests with and without the plug-in, with hits
-and preemption. Then one planted fault after the other under a canary that raises.
+and preemption. Then one planted fault after the other under a canary that logs, and the first once more under one that
+raises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 
 BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
 KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
-KEPT = ("code", "pool", "entry", "reader", "layers", "expected", "found", "history", "sentence")
+KEPT = ("code", "pool", "entry", "reader", "writer", "layers", "expected", "found", "history", "sentence")
 REPORTED = ("forwards", "states_checked", "slots_checked", "fired", "unchecked", "not_watched", "watched")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvcanary.adapters.vllm.states import is_state
 from kvcanary_tools.bench.vllm.cpu import CpuBench
 
 HARMS = (
@@ -26,14 +27,14 @@ FIRST_STEP = 12
 
 
 class Harms:
-    """state: of the group that is struck, by layer; touched: the request whose state it is"""
+    """states: of the group that is struck, by layer;  touched, block: whose state was struck, and where it lies"""
 
     def __init__(self, bench: CpuBench) -> None:
         from vllm.v1.worker import mamba_utils
 
         self.bench, self.runner, self.copying = bench, bench.runner, mamba_utils
         groups = self.runner.kv_cache_config.kv_cache_groups
-        self.group = next(n for n, own in enumerate(groups) if hasattr(own.kv_cache_spec, "mamba_cache_mode"))
+        self.group = next(n for n, own in enumerate(groups) if is_state(own.kv_cache_spec))
         self.size = groups[self.group].kv_cache_spec.block_size
         context = self.runner.compilation_config.static_forward_context
         self.states = [context[name].kv_cache for name in groups[self.group].layer_names]
