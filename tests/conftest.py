@@ -48,7 +48,7 @@ SAMPLED = {
     ),
     4: (
         "abort always_on_checks attention false_alarms faults guard judged_behind locate page_backends plan "
-        "pressure product requests shares sliding standalone_engine windows"
+        "pressure product requests shares sliding standalone_engine taken_states windows"
     ),
     3: (
         "ahead announced_forwards batching cli compile content dump_replay index kernel_backends one_report "

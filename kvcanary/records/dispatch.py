@@ -14,6 +14,7 @@ import torch
 
 from kvcanary_kernels.content.attest import attest
 from kvcanary_kernels.content.check import check_content
+from kvcanary_kernels.content.fingerprint import fingerprint
 from kvcanary_kernels.content.finite import finite_check
 from kvcanary_kernels.content.poison import poison_check, poison_fill
 from kvcanary_kernels.content.put import put
@@ -34,6 +35,7 @@ from kvcanary_kernels.watch.begin import begin
 from kvcanary_kernels.watch.fetch import fetch, keep, send
 from kvcanary_kernels.watch.grant import grant
 from kvcanary_kernels.watch.reread import reread, take
+from kvcanary_kernels.watch.states import leave_states, take_states
 from kvcanary_kernels.watch.walk import walk
 
 Operation = Callable[..., None]
@@ -71,11 +73,14 @@ class WatchOps:
     advance: Operation = advance_watched
     begin: Operation = begin
     fetch: Operation = fetch
+    fingerprint: Operation = fingerprint
     grant: Operation = grant
     keep: Operation = keep
+    leave_states: Operation = leave_states
     reread: Operation = reread
     send: Operation = send
     take: Operation = take
+    take_states: Operation = take_states
     walk: Operation = walk
 
 

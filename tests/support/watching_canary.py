@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from kvcanary.adapters.observed.state import RING
 from kvcanary.calls.coverage import Coverage
+from kvcanary.pools.launch_site import pack_site
 from kvcanary_kernels.watch.walk import TAILS, Truth
+
+
+class Launches:
+    """Every forward has both rows; `chains` are those of what each stores."""
+
+    def __init__(self, canary: Any, device: str) -> None:
+        self._canary, self.numbers = canary, torch.tensor([0, 1], device=device)
+        self._now = torch.zeros(6, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        self.chains = torch.zeros(RING, 64, dtype=torch.int64, device=device)
+
+    def read(self, site: tuple[str, int], num_tokens: int) -> None:
+        """The next forward is there."""
+        step = self._canary.step
+        words = torch.tensor([2, num_tokens, step, pack_site(*site), step % RING, 0])
+        self._now.copy_(words.pin_memory() if self._now.is_cuda else words, non_blocking=True)
+
+    def beside(self, _: Any, most_rows: int, launch: Callable[[Tensor, Tensor], None]) -> None:
+        launch(self._now, self.numbers[:most_rows])
+
+    def stored_chains(self, _: Any) -> Tensor:
+        return self.chains
 
 
 def watching_canary(content: str, device: str = "cpu") -> Any:
@@ -19,12 +45,20 @@ def watching_canary(content: str, device: str = "cpu") -> Any:
     truth = Truth(zeros(2, TAILS + 2))
     truth.uids[:], truth.ends[:] = torch.tensor([11, 12]), 0
     memory = SimpleNamespace(seed=3, truth=truth, total=zeros(1), upload=functools.partial(_upload, device))
-    return SimpleNamespace(
-        memory=memory, launches=SimpleNamespace(seeds=zeros(2, 2)), step=0, events=[],
-        config=SimpleNamespace(content=content), coverage=Coverage(), groups=[0], steps=deque(maxlen=4),
-        writers={11: "a", 12: "b"},
+    canary = SimpleNamespace(
+        memory=memory, step=0, events=[], beside=[], num_rows=2, config=SimpleNamespace(content=content),
+        coverage=Coverage(), groups=[0], steps=deque(maxlen=4), writers={11: "a", 12: "b"},
     )  # fmt: skip
+    canary.launches = Launches(canary, device)
+    return canary
 
 
-def _upload(device: str, values: torch.Tensor) -> torch.Tensor:
+def found_in(canary: Any) -> list[Any]:
+    """The violations of the last step."""
+    step = canary.steps[-1]
+    events = [found for event in step.events for found in event.violations(step.number)]
+    return events + [found for judge in canary.beside for found in judge.violations(step)]
+
+
+def _upload(device: str, values: Tensor) -> Tensor:
     return values if device == "cpu" else values.pin_memory().to(device, non_blocking=True)

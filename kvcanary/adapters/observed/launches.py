@@ -119,6 +119,23 @@ class Launches:
         """As `PagedCanary.launch_on_stored`."""
         self._replays.run((name, group.number, most), lambda: launch(*self._stored(group, most)))
 
+    def beside(self, key: Hashable, most_rows: int, launch: Callable[[Tensor, Tensor], None]) -> None:
+        """`launch(now, numbers)` of the forward that was read last, numbers [most_rows] of its rows.
+
+        key: what tells the launch apart, and all that it depends on which does not lie on the device
+        """
+        numbers = self._now[NOW_WIDTH : NOW_WIDTH + most_rows]
+        self._replays.run((key, most_rows), functools.partial(launch, self._now, numbers))
+
+    @property
+    def numbers(self) -> Tensor:
+        """[num_rows] of the rows of the forward that was read last; behind them lies something else."""
+        return self._now[NOW_WIDTH : NOW_WIDTH + self.num_rows]
+
+    def stored_chains(self, group: Group) -> Tensor:
+        """[RING, max_tokens] of what the last forwards stored."""
+        return self._entries[group.number][1]
+
     def take_now(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor) -> None:
         """Take the bytes of these slots [n] as they lie now."""
         now = torch.tensor([0, len(slots), 0, 0, 0], device=self.memory.device)

@@ -82,6 +82,8 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             yield from _of_event(canary, event, step.number)
         else:
             yield from event.violations(step.number)
+    for judge in canary.beside:
+        yield from judge.violations(step)
 
 
 def _not_finite(canary: PagedCanary, group: Group, layers: Layers, step: Step) -> Iterator[Violation]:

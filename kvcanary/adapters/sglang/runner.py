@@ -226,11 +226,10 @@ class WatchedRunner(HostHandle):
                 mapped.fill(self.canary.memory.upload(torch.from_numpy(numbers)), longest, fed.entries.slots)
         if self.tier is not None:
             self.tier.arrive(self._given.tables)
-        self._read(self._made(list(batch.rids), numbers, site, ends, total))
+        forward = self._made(list(batch.rids), numbers, site, ends, total)
+        self._read(forward)
         if self.states is not None:
-            n = len(numbers)
-            past = self._given.lengths[:n] - self._given.starts[: n + 1].diff()
-            self.states.begin(list(batch.rids), numbers, past, site)
+            self.states.begin(forward)
 
     def _wrote(self) -> bool:
         if self.tier is not None:

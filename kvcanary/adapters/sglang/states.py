@@ -72,8 +72,8 @@ def entries_of(table: Any, rows: Tensor) -> Tensor:
 
 def _initialised(table: Any, states: WatchedStates, method: Any, forward_batch: Any) -> None:
     method(forward_batch)
-    if states.taking is not None:
-        states.taken(entries_of(table, states.taking.rows))
+    if states.forward is not None:
+        states.taken_from(entries_of(table, states.rows))
 
 
 def _copied(states: WatchedStates, method: Any, src_indices: Tensor, dst_indices: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import NOT_WATCHED, Left, WatchedStates
+from kvcanary.adapters.hosted.states import NOT_WATCHED, WatchedStates
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, described
 from kvcanary.adapters.vllm.owners import NULL_BLOCK, Given
@@ -39,25 +39,6 @@ class StateGroup:
     checkpoints: int
     watched: WatchedStates
 
-    def leaves_between(self, table: Tensor, past: Tensor, ends: Tensor, starts: Tensor) -> None:
-        """The forward that takes states leaves others within its prompts, where its rows have a block for them."""
-        taking, canary = self.watched.taking, self.watched.canary
-        if taking is None:
-            return
-        counts = ((ends - 1) // self.checkpoints * self.checkpoints).to(torch.int64)
-        columns = (ends + self.block_size - 1) // self.block_size - 2
-        entries = at(table, columns.clamp(min=0)).to(torch.int64)
-        is_block = (entries > NULL_BLOCK) & (entries < self.watched.view.num_entries)
-        is_left = is_block & (counts > past) & (columns > (past - 1) // self.block_size)
-        _, chains = canary.launches.stored_by(canary.steps[-1], canary.groups[0])
-        own = chains[(starts + counts - past - 1).clamp(0, len(chains) - 1)]
-        uids = canary.memory.truth.uids[taking.rows]
-        taking.between.append(Left(*(torch.where(is_left, value, 0) for value in (entries, counts, uids, own))))
-
-    def columns_of(self, counts: Tensor) -> Tensor:
-        """[rows] where in tables the states of rows are that have absorbed `counts` tokens."""
-        return (counts - 1).clamp(min=0) // self.block_size if self.is_aligned else torch.zeros_like(counts)
-
 
 class BlockStates:
     """The states of one worker, in every group of them."""
@@ -65,8 +46,6 @@ class BlockStates:
     def __init__(self, groups: Sequence[StateGroup], block_sizes: Sequence[int]) -> None:
         """block_sizes: of all groups of vLLM, tokens of a block"""
         self.groups, self._block_sizes = groups, block_sizes
-        for group in groups:
-            group.watched.prepare()
 
     @property
     def described(self) -> list[dict[str, Any]]:
@@ -93,26 +72,15 @@ class BlockStates:
 
     def taken(self, forward: Forward, tables: Sequence[Tensor]) -> None:
         """A forward that was read goes on from its rows' states; tables: by vLLM's group, in batch order."""
-        n = len(forward.numbers)
-        ends = forward.lengths[:n]
-        past = ends - forward.starts[: n + 1].diff()
         for group in self.groups:
-            group.watched.begin(forward.requests, forward.numbers, past, forward.site)
-            table = tables[group.number]
-            first, last = group.columns_of(past), group.columns_of(ends)
-            group.watched.taken(at(table, last), at(table, first), first != last)
-            if group.checkpoints and forward.num_tokens > n:
-                group.leaves_between(table, past, ends, forward.starts[:n])
+            group.watched.begin(forward)
+            block_size = group.block_size if group.is_aligned else 0
+            group.watched.taken(tables[group.number], block_size, group.checkpoints)
 
     def left(self) -> None:
         """The forward has run."""
         for group in self.groups:
             group.watched.left()
-
-
-def at(table: Tensor, columns: Tensor) -> Tensor:
-    """[rows] what a table [>= rows, columns] has there."""
-    return table[: len(columns)].gather(1, columns[:, None].to(torch.int64))[:, 0]
 
 
 def is_state(spec: Any) -> bool:

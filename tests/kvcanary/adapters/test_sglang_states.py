@@ -11,7 +11,7 @@ import torch
 
 from kvcanary.adapters.hosted.states import WatchedStates
 from kvcanary.adapters.sglang.states import entries_of, not_followed, view_of
-from tests.support.watching_canary import watching_canary
+from tests.support.watching_canary import found_in, watching_canary
 
 ENTRIES, LAYERS = 8, 2
 
@@ -56,18 +56,22 @@ class Host:
         """Each row's chain grows by its length; gives code, request and entry of what was found."""
         canary, truth = self.canary, self.canary.memory.truth
         canary.step += 1
-        canary.steps.append(SimpleNamespace(events=canary.events))
+        site = "decode", 0
+        canary.steps.append(SimpleNamespace(events=canary.events, number=canary.step, requests=["a", "b"], site=site))
         canary.events, past = [], truth.ends.clone()
+        canary.launches.read(site, 2)
         canary.launches.seeds[:, 0], canary.launches.seeds[:, 1] = torch.tensor(chains) + past, 1
         truth.ends[:] = torch.tensor(ends)
         truth.tails[:, 0] = torch.tensor(chains) + truth.ends
-        self.states.begin(["a", "b"], np.array([0, 1]), past, ("decode", 0))
-        self.states.taken(entries_of(self.rows, self.states.taking.rows))
+        lengths = truth.ends.clone()
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), (lengths - past).cumsum(0)))
+        made: Any = SimpleNamespace(lengths=lengths, starts=starts, num_tokens=2, numbers=np.array([0, 1]))
+        self.states.begin(made)
+        self.states.taken_from(entries_of(self.rows, self.states.rows))
         for tensor in (*self.rows.mamba_pool.mamba_cache.conv, self.rows.mamba_pool.mamba_cache.temporal):
             tensor[:, self.rows.index] += 1
         self.states.left()
-        found = [own for event in canary.steps[-1].events for own in event.violations(canary.step)]
-        return [(own.code, own.request_id, own.slot) for own in found]
+        return [(own.code, own.request_id, own.slot) for own in found_in(canary)]
 
 
 @pytest.fixture(params=["full", "rolling"])
@@ -88,10 +92,10 @@ def test_states_that_go_on_are_silent(host: Host) -> None:
 
 def test_changed_bytes_name_the_layers(host: Host) -> None:
     """R9 of every slice under `full`; under `rolling` of the one that was taken."""
-    phase = int(host.states._phases[1])
+    phase = int(host.states._states.phases[1])
     host.rows.mamba_pool.mamba_cache.conv[0][1, 1].view(-1)[phase] += 1
     assert host.forward(6, 7) == [("R9", "a", 1)]
-    [found] = next(iter(host.canary.steps[-1].events)).violations(2)
+    [found] = found_in(host.canary)
     assert found.layers == (1,)
     assert host.forward(7, 8) == []
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvcanary.adapters.observed.state import RING
 from kvcanary.adapters.vllm.states import BlockStates, group_of, is_state, not_followed
 from kvcanary.errors import PlanError
-from tests.support.watching_canary import watching_canary
+from tests.support.watching_canary import found_in, watching_canary
 
 BLOCKS, LAYERS, SIZE = 12, 2, 8
 GENERATOR = torch.Generator().manual_seed(2)
@@ -50,27 +51,27 @@ class Host:
         canary, truth, now = self.canary, self.canary.memory.truth, torch.tensor(ends, dtype=torch.int32)
         past, new = truth.ends.clone(), now - truth.ends
         canary.step += 1
-        canary.steps.append(SimpleNamespace(events=canary.events, number=canary.step))
+        site = "prefill", 0
+        canary.steps.append(SimpleNamespace(events=canary.events, number=canary.step, requests=["a", "b"], site=site))
         canary.events = []
+        canary.launches.read(site, int(new.sum()))
         canary.launches.seeds[:, 0], canary.launches.seeds[:, 1] = torch.tensor(chains) + past, 1
         own = [chain + 1 + n for row, chain in enumerate(chains) for n in range(int(past[row]), ends[row])]
-        canary.launches.stored_by = lambda step, group: (None, torch.tensor(own))
+        canary.launches.chains[canary.step % RING, : len(own)] = torch.tensor(own)
         truth.ends[:], truth.tails[:, 0] = now, torch.tensor(chains) + now
         starts = torch.cat((torch.zeros(1), new.cumsum(0))).to(torch.int32)
         for row, (first, last) in enumerate(zip(past.tolist(), ends, strict=True)):
             source, entry = self.entry(row, first), self.entry(row, last)
             if first and source != entry and self.copies:
                 self._each(entry, lambda part, at=entry, source=source: part[at].copy_(part[source]))
-        rows = {"requests": ["a", "b"], "numbers": np.array([0, 1]), "site": ("prefill", 0)}
-        made: Any = SimpleNamespace(lengths=now, starts=starts, num_tokens=int(new.sum()), **rows)
+        made: Any = SimpleNamespace(lengths=now, starts=starts, num_tokens=int(new.sum()), numbers=np.array([0, 1]))
         self.states.taken(made, [self.table])
         for row, last in enumerate(ends):
             entry = self.entry(row, last)
             self._each(entry if entry < BLOCKS else 0, lambda part, at=entry: part[at].add_(1))
         self._each(between, lambda part: part[between].add_(3))
         self.states.left()
-        found = [own for event in canary.steps[-1].events for own in event.violations(canary.step)]
-        return [(own.code, own.request_id, own.slot) for own in found]
+        return [(own.code, own.request_id, own.slot) for own in found_in(canary)]
 
     def entry(self, row: int, count: int) -> int:
         return int(self.table[row, max(count - 1, 0) // SIZE if self.is_aligned else 0])
@@ -209,14 +210,13 @@ def test_states_are_judged_without_a_wait() -> None:
     states.given([("a", [[1, 3]], 0), ("b", [[2, 4]], 0)])
     starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     ends = [torch.tensor([7 + n, 5 + n], dtype=torch.int32, device=device) for n in range(4)]
-    rows: Any = {"requests": ["a", "b"], "numbers": np.array([0, 1]), "site": ("decode", 0), "num_tokens": 2}
     for number, lengths in enumerate(ends):
         canary.step += 1
-        canary.steps.append(SimpleNamespace(events=[], number=canary.step))
         torch.cuda.set_sync_debug_mode("error" if number else "default")
         try:
             states.given([("a", [[5 + number]], None)])
-            made: Any = SimpleNamespace(lengths=lengths, starts=starts, **rows)
+            canary.launches.read(("decode", 0), 2)
+            made: Any = SimpleNamespace(lengths=lengths, starts=starts, numbers=np.array([0, 1]), num_tokens=2)
             states.taken(made, [table])
             states.left()
         finally:

@@ -73,16 +73,22 @@ class CpuBench(Bench):
         return make_prompts(count, seed, KIND)
 
     def steps(self) -> Iterator[dict[str, int]]:
-        """Tokens that each request has got, after every step of the engine, from an empty prefix cache."""
+        """Tokens that each request has got, after every step of the engine, from an empty prefix cache; requests of
+        whom nobody wants to know more are aborted.
+        """
         self.llm.reset_prefix_cache()
         params = self.sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         engine, given = self.llm.llm_engine, dict[str, int]()
         for number, prompt in enumerate(self.prompts(REQUESTS, seed=5)):
             engine.add_request(f"step-{number}", {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                given[output.request_id] = len(output.outputs[0].token_ids)
-            yield dict(given)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    given[output.request_id] = len(output.outputs[0].token_ids)
+                yield dict(given)
+        except GeneratorExit:
+            engine.abort_request([f"step-{number}" for number in range(REQUESTS)])
+            raise
 
 
 class CpuFaults(Faults):

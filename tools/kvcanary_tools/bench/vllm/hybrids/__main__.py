@@ -26,6 +26,9 @@ KEPT = ("code", "pool", "entry", "reader", "writer", "layers", "expected", "foun
 REPORTED = ("forwards", "states_checked", "slots_checked", "fired", "unchecked", "not_watched", "watched")
 
 
+AFTERWARDS = 3  # steps that a fault is followed for once it was found
+
+
 class HybridBench(CpuBench):
     """A hybrid in a vLLM of its own."""
 
@@ -75,6 +78,8 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
                 given.update(tokens)
                 if first is None and handle.canary.log.findings:
                     first = number
+                if first is not None and number == first + AFTERWARDS:
+                    break
         except KVCorruptionError:
             left = sum(given.values()) - struck["tokens"]
         finally:
