@@ -47,7 +47,8 @@ class Forwards:
         self.numbers = torch.randperm(MOST, generator=self.generator)[:ROWS].to(device)
         self.past, self.total = self.any(0, 6, (ROWS,)), torch.zeros(1, dtype=torch.int64, device=device)
         self.table = torch.randperm(ENTRIES + 2, generator=self.generator)[: ROWS * 5].view(ROWS, 5).to(device) - 1
-        self.table[0, 1] = self.table[0, 0]
+        self.table[self.table == NEVER_LEFT] = -1  # two rows with one entry write it in any order
+        self.table[0, 1], self.past[0] = self.table[0, 0], 1
         self.table[1], self.past[1], self.states.known[0, NEVER_LEFT] = NEVER_LEFT, 3, NOTHING.value
         self.stored = self.any(0, 3, (RING, 200)).to(device)
 
