@@ -71,14 +71,24 @@ def probe_pages(page_size: int) -> int:
     return 2 * _row_pages(page_size) + 1
 
 
+def least_budget(page_size: int) -> int:
+    """Entries of its longest forward, where the rows of the first have one each."""
+    return _first(page_size)
+
+
 def probe_forwards(
-    pages: Sequence[int], page_size: int, paths: Collection[str] = PATHS, null_pages: int = 0
+    pages: Sequence[int],
+    page_size: int,
+    paths: Collection[str] = PATHS,
+    null_pages: int = 0,
+    most: int | None = None,
 ) -> list[ProbeForward]:
     """In order: each goes on from what those before it wrote, as the rows of an engine do; the first is a prefill.
 
     pages: `probe_pages(page_size)` distinct ones that nobody owns; two rows take them in turns and from the last on,
            so that neither lies in the pool's order. A third row is in it: the pool's first `null_pages`, and the first
            of these pages, which who ignores a row's table is likely to read.
+    most:  entries of a forward: where the rows of the first are more together, each has one of its own
     PlanError for a path that there is not, or too few pages.
     """
     needed, given = probe_pages(page_size), sorted(set(pages))
@@ -92,7 +102,8 @@ def probe_forwards(
     first = _first(page_size)
     lens = [first - 1, first // 2 + 1]
     starts = *(tuple(row[:length]) for row, length in zip(rows, lens, strict=True)), beside
-    forwards = [ProbeForward("prefill", starts, tuple(map(len, starts)))]
+    is_split = most is not None and sum(map(len, starts)) > most
+    forwards = [ProbeForward("prefill", own, tuple(map(len, own))) for own in (zip(starts) if is_split else [starts])]
     for path in (path for path in PATHS[1:] if path in paths):
         lens = [length + new for length, new in zip(lens, _NEW[path], strict=True)]
         slots = tuple(tuple(row[:length]) for row, length in zip(rows, lens, strict=True))

@@ -84,7 +84,7 @@ class Answer:
             return "uninitialised", "attention gives NaN or infinities over entries that are finite"
         if abs(float(self._got.sum()) - self.total) > NEAR:
             return "addressing", "attention read slots that are not the row's, and that the probe has not written"
-        if foreign and self.missing:
+        if self.missing and (foreign or (self.extra and self.forward.mask is None)):
             return "addressing", f"attention ignores the row's table: it read {_slots(self.extra)}"
         if foreign:
             return "addressing", f"attention read slots of another row as well: {_slots(foreign)}"
@@ -101,6 +101,8 @@ class Answer:
         ratio = (self._got / self._wanted)[self._wanted > 0]
         times = float(ratio.mean())
         is_even = float((ratio - times).abs().max()) <= NEAR * times
+        if abs(self.total) < FAINT:
+            return "lengths", "attention read no entry at all"
         if self.total < 1 - NEAR:
             return "addressing", "attention read slots besides those of the row, or in their place"
         if is_even and times > 1 + NEAR:

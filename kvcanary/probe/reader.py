@@ -30,15 +30,19 @@ def probe_pool(
     paths: Collection[str] = PATHS,
     scale: float | None = None,
     dtype: torch.dtype | None = None,
+    window: int | None = None,
+    most: int | None = None,
 ) -> tuple[ProbeForward, int, Misread] | None:
     """What the first forward that reads something else than its plan has read, its layer too; None: all is right.
 
     Bytes of the pages are put back as they were.
 
     pages: that nobody owns, `probe_pages(view.page_size)` of them; num_heads: query heads of the model
-    scale: of the softmax, None: 1 / sqrt(head_dim); dtype: of q, k and v, None: the pool's
+    scale: of the softmax, None: 1 / sqrt(head_dim); dtype: of q, k and v, None: the pool's; window: None: the pool's
+    most: entries of a forward; None: any number
     """
-    forwards = probe_forwards(pages, view.page_size, paths, min(1, view.null_slots // view.page_size))
+    window = view.window if window is None else window
+    forwards = probe_forwards(pages, view.page_size, paths, min(1, view.null_slots // view.page_size), most)
     slots = dict.fromkeys(slot for forward in forwards for slot in forward.written)
     known = Known(tuple(slots), num_heads, view.kv_heads, view.head_dim, scale or softmax_scale(view.head_dim))
     ask = Asked(attend, forwards, known, dtype or view.dtype)
@@ -47,8 +51,8 @@ def probe_pool(
         for layer in layers:
             sketch = ask.outputs(layer, SKETCH)
             answers = zip(forwards, sketch, strict=True)
-            if not all(is_right(forward, known, output, near, view.window) for forward, output in answers):
-                return ask.named(layer, view.window)
+            if not all(is_right(forward, known, output, near, window) for forward, output in answers):
+                return ask.named(layer, window)
     return None
 
 

@@ -122,7 +122,7 @@ def _firsts(
         if uid not in canary.launches.not_finite:
             notes.append(_read_before(canary, group, layers, request, position, step))
         yield Violation(
-            "N1", _pool(canary, group, layers), slot, position, request,
+            "N1", pool_state(canary, group, layers), slot, position, request,
             ("draft", 0) if layers.is_late else step.site, step.number, layers=by_slot[slot],
             notes=tuple(note for note in notes if note),
         )  # fmt: skip
@@ -231,7 +231,7 @@ def _of_event(canary: PagedCanary, event: Event, step: int) -> Iterator[Violatio
 
 def _of_load(canary: PagedCanary, event: Event, load: Load, step: int) -> Iterator[Violation]:
     """T1 of the first wrong entry of a load, with what the connector did to it."""
-    group, layers, pool = event.group, event.layers, _pool(canary, event.group, event.layers)
+    group, layers, pool = event.group, event.layers, pool_state(canary, event.group, event.layers)
     arrival = arrival_of(pool, group, layers, load, canary.writers)
     [own] = arrival.pools
     place, entry = first_wrong(own, load, group)
@@ -270,7 +270,7 @@ def _of_bytes(
     where = torch.tensor([slot], device=layers.fingerprints.device)
     differs = both_fingerprints(layers.rows, where, layers.keys)[:, :, 0] - layers.fingerprints[:, :, slot]
     wrong = tuple(differs[0].nonzero()[:, 0].tolist()) if by_record else ()
-    pool, shown = _pool(canary, group, layers), wrong or seen
+    pool, shown = pool_state(canary, group, layers), wrong or seen
     fits = fitting_changes(pool, slot, wrong[0], *differs[:, wrong[0]].tolist()) if len(wrong) == 1 else []
     notes: tuple[str, ...] = (_place(group, slot, [layers.names[n] for n in shown]),)
     if not wrong and code == "R9":
@@ -281,10 +281,10 @@ def _of_bytes(
 
 def pool_of(canary: PagedCanary, group: Group) -> PoolState:
     """What stands for the first pool of a group."""
-    return _pool(canary, group, group.layers[0])
+    return pool_state(canary, group, group.layers[0])
 
 
-def _pool(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
+def pool_state(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
     """What stands for the pool of layers that are alike."""
     name, stored = pool_name(canary, group, layers), layers.fingerprints[0]
     return WatchedPool.of(layers.view, group.number, group.records, layers.keys, name, stored)

@@ -223,12 +223,23 @@ STATES_SIDE = (
     ),
 )
 
+#: Of probes of what attention reads; where these are gone, nobody asks.
+PROBES = "probes of attention"
+CONTEXT, BACKEND = "vllm.forward_context", "vllm.v1.attention.backend"
+COMMON = ("query_start_loc", "seq_lens", "num_actual_tokens", "block_table_tensor", "slot_mapping")
+PROBED_SIDE = (
+    Needed(f"{CONTEXT}:set_forward_context", ("attn_metadata", "vllm_config")),
+    Needed(f"{BACKEND}:CommonAttentionMetadata", (), COMMON),
+    Needed(f"{BACKEND}:AttentionMetadataBuilder.build", ("self", "common_prefix_len", "common_attn_metadata")),
+)
+
 NEEDED = (
     *EVERY_RUNNER,
     *(need for needs in NEEDED_OF.values() for need in needs),
     *SCHEDULER_SIDE,
     *RANKS_SIDE,
     *STATES_SIDE,
+    *PROBED_SIDE,
 )
 
 
@@ -251,6 +262,7 @@ def closed_paths() -> dict[str, str]:
     """By path, what is gone of its names, one sentence; those that are whole are left out."""
     gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
     gone |= {OWNERS: missing(SCHEDULER_SIDE), RANKS: missing(RANKS_SIDE), STATES: missing(STATES_SIDE)}
+    gone[PROBES] = missing(PROBED_SIDE)
     return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 

@@ -24,6 +24,7 @@ from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, Group
+from kvcanary.adapters.vllm.attention_probe import probe_layers
 from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE, STATES_SIDE
 from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
@@ -140,8 +141,17 @@ class Handle(HostHandle):
             self.canary.prepare(self._empty_forward())
         result = method(*args, **kwargs)
         if self.canary is not None:
+            self.probe_reader()
             self._arm(self.canary)
         return result
+
+    def probe_reader(self) -> None:
+        """Ask the worker's attention what it reads, over blocks that nobody has: before it serves. KVCorruptionError in
+        mode raise.
+        """
+        if self.canary is not None:
+            groups = self._of_caches(self.runner.kv_cache_config.kv_cache_groups)
+            probe_layers(self.canary, self.runner, self.worker.vllm_config, groups)
 
     def _sleep(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self.is_armed = self._is_running = False
@@ -150,6 +160,7 @@ class Handle(HostHandle):
     def _wake_up(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         self.canary = self._bind()
+        self.probe_reader()
         self._arm(self.canary)
         return result
 

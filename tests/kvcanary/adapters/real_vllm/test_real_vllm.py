@@ -146,6 +146,25 @@ def test_no_token_of_a_wrong_step_leaves(record) -> None:
     assert raised["delivered"] > 0
 
 
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("as_it_is", None),
+        ("sorts_table", "attention ignores the row's table"),
+        ("shifts_rows", "attention read slots that are not the row's, and that the probe has not written"),
+        ("scales_twice", "entries weigh otherwise than K and the query say"),
+    ],
+)
+def test_attention_is_asked_what_it_reads(record, harm: str, said: str | None) -> None:
+    """Before the worker serves, and here once more with a fault in attention itself: R8, and what it did instead."""
+    assert record["clean"]["reader_probes"] == 1
+    told = record["probe"][harm]
+    assert told["probes"] == 1
+    assert [(one["code"], one["cause"].partition(":")[0]) for one in told["found"]] == [("R8", said)] * (
+        said is not None
+    )
+
+
 @pytest.mark.slow
 def test_two_workers_are_compared(tmp_path) -> None:
     """A worker that draws another token is X1 in that step; one bit in one worker, or in both, is R9 of those."""

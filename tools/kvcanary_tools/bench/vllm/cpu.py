@@ -8,6 +8,7 @@ it does not look for there: ``--runner v2`` shows it Triton's interpreter.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import platform
@@ -239,6 +240,7 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
         "unchecked": report["unchecked"],
         "inactive": sorted(report["inactive_classes"]),
         "owners": report["owners"],
+        "reader_probes": report["reader_probes"],
         "forwards": report["forwards"],
         "slots_checked": report["slots_checked"],
         "bytes_checked": report["bytes_checked"],
@@ -253,7 +255,8 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
         tried[name]["block"] = faults.block
         faults.repair()
     tried["none"] = faults.attempt(lambda: faults.fault(lambda output, step: False))
-    return {"clean": clean, "salts": tenants, "faults": tried, "raise": raised(bench, faults)}
+    own = {"clean": clean, "salts": tenants, "faults": tried, "probe": probes(bench)}
+    return own | {"raise": raised(bench, faults)}
 
 
 def salts(bench: CpuBench) -> dict[str, Any]:
@@ -283,6 +286,43 @@ def salts(bench: CpuBench) -> dict[str, Any]:
             found = [{own: entry[own] for own in ("code", "position")} for entry in handle.report()["findings"]]
             found_by[name] = {"found": found, "prefix_hits": counts["prefix_hits"]}
     return found_by
+
+
+def probes(bench: CpuBench) -> dict[str, Any]:
+    """What is found when the engine's attention is asked what it reads: as it is, and with three faults in it."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    def as_it_is(query: Any, metadata: Any) -> Any:
+        return query
+
+    def sorts_table(query: Any, metadata: Any) -> Any:
+        metadata.block_table = metadata.block_table.sort(1)[0]
+        return query
+
+    def shifts_rows(query: Any, metadata: Any) -> Any:
+        metadata.block_table = metadata.block_table.roll(1, 0)
+        return query
+
+    def scales_twice(query: Any, metadata: Any) -> Any:
+        return query * 2
+
+    right, told = cpu_attn.CPUAttentionBackendImpl.forward, {}
+    for harm in as_it_is, sorts_table, shifts_rows, scales_twice:
+
+        def forward(impl: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *args: Any,
+                    harm: Any = harm, **kwargs: Any) -> Any:  # fmt: skip
+            metadata = copy.copy(metadata)
+            return right(impl, layer, harm(query, metadata), key, value, cache, metadata, *args, **kwargs)
+
+        with bench.watched(mode="log") as handle:
+            cpu_attn.CPUAttentionBackendImpl.forward = forward
+            try:
+                handle.probe_reader()
+            finally:
+                cpu_attn.CPUAttentionBackendImpl.forward = right
+            found = [{"code": one.code, "cause": one.causes[0].text} for one in handle.canary.log.findings]
+            told[harm.__name__] = {"probes": handle.canary.coverage.reader_probes, "found": found}
+    return told
 
 
 def raised(bench: CpuBench, faults: CpuFaults) -> dict[str, Any]:

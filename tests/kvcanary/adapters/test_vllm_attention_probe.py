@@ -1,0 +1,181 @@
+"""Probes of what attention inside vLLM reads, over a layer of plain torch: right, and wrong in six ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.vllm.attention_probe import probe_layers
+from kvcanary.pools.views import PoolView
+
+BLOCKS, SIZE, HEADS, DIM = 12, 8, 2, 16
+NAME = "layers.0.attn"
+
+
+class Layer:
+    """One layer of attention as vLLM has them: it stores, and reads what its metadata say."""
+
+    num_heads, num_kv_heads, head_size = 2 * HEADS, HEADS, DIM
+
+    def __init__(self, window: int = 0) -> None:
+        self.kv_cache = torch.zeros(2, BLOCKS * SIZE, HEADS, DIM)
+        self.impl, self.window = SimpleNamespace(scale=DIM**-0.5, sinks=None), window
+        self.harm: Callable[[Any], None] = lambda metadata: None
+        self.times, self.seen = 1.0, 0
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        from vllm.forward_context import now
+
+        metadata, slots = now.attn_metadata[NAME], now.slot_mapping[NAME]
+        own = SimpleNamespace(**vars(metadata))
+        own.block_table_tensor, own.seq_lens = own.block_table_tensor.clone(), own.seq_lens.clone()
+        self.harm(own)
+        self.kv_cache[0, slots] = key.view(-1, HEADS, DIM)
+        self.kv_cache[1, slots] = value.view(-1, HEADS, DIM) * self.times
+        out, starts = torch.zeros(len(query), self.num_heads, DIM), own.query_start_loc.tolist()
+        for row, length in enumerate(own.seq_lens.tolist()):
+            places = torch.arange(length)
+            entries = own.block_table_tensor[row, places // SIZE].long() * SIZE + places % SIZE
+            for place in range(starts[row], starts[row + 1]):
+                end = length - (starts[row + 1] - place) + 1
+                seen = entries[max(0, end - self.window) if self.window else 0 : end]
+                k, v = (part[seen].repeat_interleave(2, 1) for part in self.kv_cache)
+                q = query[place].view(self.num_heads, DIM)
+                weights = (torch.einsum("hd,nhd->hn", q, k) * self.impl.scale).softmax(-1)
+                out[place] = torch.einsum("hn,nhd->hd", weights, v)
+        return out.flatten(1)
+
+
+class Worker:
+    """A canary over that layer, and what else a probe asks for."""
+
+    def __init__(self, window: int = 0, mode: str = "log", **scheduler: int) -> None:
+        from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+        self.layer, self.canary = Layer(window), PagedCanary(CanaryConfig(mode=mode), 4, 1, 64, "cpu")
+        cache = self.layer.kv_cache
+        group = self.canary.memory.add_group(0, SIZE, BLOCKS * SIZE, window, null_slots=SIZE)
+        view = PoolView("target", [cache[0]], [cache[1]], SIZE, null_slots=SIZE)
+        self.canary.memory.add_layers(group, view, [NAME])
+        self.builder = AttentionMetadataBuilder(SIZE)
+        own = SimpleNamespace(layer_names=[NAME], get_metadata_builder=lambda: self.builder)
+        context = SimpleNamespace(static_forward_context={NAME: self.layer})
+        self.runner = SimpleNamespace(attn_groups=[[own]], compilation_config=context)
+        limits = {"max_num_batched_tokens": 512, "max_num_seqs": 4} | scheduler
+        self.config = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32),
+            scheduler_config=SimpleNamespace(**limits), parallel_config=SimpleNamespace(data_parallel_size=1),
+        )  # fmt: skip
+
+    def probe(self) -> list[tuple[str, str]]:
+        """Code and first cause of what is found."""
+        groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace())]
+        probe_layers(self.canary, self.runner, self.config, groups)
+        return [(found.code, found.causes[0].text) for found in self.canary.log.findings]
+
+    @property
+    def not_probed(self) -> str:
+        assert self.probe() == []
+        assert self.canary.coverage.reader_probes == 0
+        return self.canary.coverage.not_probed
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(0, 512), (5, 512), (0, 2 * SIZE)])
+def test_right_attention_is_silent_and_its_bytes_are_put_back(host, window: int, tokens: int) -> None:
+    """With a window too, and where a step has no room for the rows of a prompt together."""
+    worker = Worker(window, max_num_batched_tokens=tokens)
+    held = worker.layer.kv_cache.normal_().clone()
+    assert worker.probe() == []
+    assert worker.canary.coverage.reader_probes == 1
+    assert torch.equal(worker.layer.kv_cache, held)
+
+
+def sorts_table(metadata: Any) -> None:
+    metadata.block_table_tensor = metadata.block_table_tensor.sort(1)[0]
+
+
+def leaves_out_the_last(metadata: Any) -> None:
+    metadata.seq_lens -= 1
+
+
+def takes_the_row_before(metadata: Any) -> None:
+    metadata.block_table_tensor = metadata.block_table_tensor.roll(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (sorts_table, "attention ignores the row's table"),
+        (takes_the_row_before, "attention ignores the row's table"),
+        (leaves_out_the_last, "attention read no entry at all"),
+    ],
+)
+def test_what_attention_read_instead_is_named(host, harm: Callable[[Any], None], said: str) -> None:
+    worker = Worker()
+    worker.layer.harm = harm
+    [(code, cause)] = worker.probe()
+    assert code == "R8"
+    assert said in cause
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"scale": 1.0}, "weigh otherwise than K and the query say"), ({"times": 2.0}, "a scale of V is missing")],
+)
+def test_a_scale_that_is_another_is_named(host, changes: dict[str, float], said: str) -> None:
+    worker = Worker()
+    worker.layer.impl.scale, worker.layer.times = DIM**-0.5, changes.get("times", 1.0)
+    if "scale" in changes:
+        inner = worker.layer.harm
+
+        def harm(metadata: Any) -> None:
+            inner(metadata)
+            worker.layer.impl.scale = changes["scale"]
+
+        worker.layer.harm = harm
+    [(code, cause)] = worker.probe()
+    assert code == "R8"
+    assert said in cause
+
+
+def test_a_window_that_attention_forgets_is_named(host) -> None:
+    worker = Worker(window=5)
+    worker.layer.window = 0
+    [(code, _)] = worker.probe()
+    assert code == "R8"
+
+
+def test_in_mode_raise_the_worker_does_not_serve(host) -> None:
+    worker = Worker(mode="raise")
+    worker.layer.harm = sorts_table
+    with pytest.raises(KVCorruptionError, match="ignores the row's table"):
+        worker.probe()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda worker: setattr(worker.layer.impl, "sinks", torch.zeros(4)), "its layers have sinks"),
+        (lambda worker: setattr(worker.layer, "calculate_kv_scales", True), "take their scales from what they see"),
+        (lambda worker: setattr(worker.layer, "head_size_v", 8), "K and V differ in size"),
+        (lambda worker: setattr(worker.builder.kv_cache_spec, "block_size", 16), "larger than the pages of the pool"),
+        (
+            lambda worker: setattr(worker.config.parallel_config, "data_parallel_size", 2),
+            "all workers of data parallel",
+        ),
+        (lambda worker: setattr(worker.config.scheduler_config, "max_num_seqs", 2), "more than this worker has room"),
+        (lambda worker: setattr(worker.config.model_config, "max_model_len", 16), "more than this worker has room"),
+        (lambda worker: setattr(worker, "runner", SimpleNamespace()), "AttributeError"),
+    ],
+)
+def test_layers_that_cannot_be_asked_are_named(host, change: Callable[[Worker], None], said: str) -> None:
+    """The certificate says why; nothing is found."""
+    worker = Worker()
+    change(worker)
+    assert said in worker.not_probed
