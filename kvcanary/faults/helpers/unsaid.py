@@ -84,16 +84,21 @@ def _views(target: Target) -> list[PoolView]:
 
 
 def _cached_prompt(target: Target) -> tuple[list[int], int]:
-    """A beginning of a running request whose pages are published, three tokens more, and how many are cached."""
+    """A beginning of a running request whose pages are published, three tokens more, and how many are cached.
+
+    The first of the three is another than the request's own, whose pages may be published until the prompt comes.
+    """
     ledger, size = target.canary.session.ledger, target.setup.page_size
     known = []
     for one in target.running():
         request = ledger.request(one.request_id)
         is_cached = [page >= 0 and ledger.pages.published[page] for page in request.pages[: request.final_pages]]
         count = [*is_cached, False].index(False)
-        tokens = request.tokens[: count * size + 3].tolist()
-        if count and len(tokens) == count * size + 3 and request.given is None:
-            known.append((tokens, count * size))
+        end = count * size
+        tokens = request.tokens[: end + 3].tolist()
+        others = [token for token in tokens if token != tokens[min(end, len(tokens) - 1)]]
+        if count and len(tokens) == end + 3 and others and request.given is None:
+            known.append(([*tokens[:end], others[0], *tokens[end + 1 :]], end))
     need(known)
     return target.rng.choice(known)
 
