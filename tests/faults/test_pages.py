@@ -37,14 +37,14 @@ def test_a_line_a_fault_and_the_sums(campaign):
     assert sums["dumps scored per fault, least and most"] == "19 and 20"
     assert sums["dumps in which `explain` names the right cause first"] == "1,990 of 2,000"
     assert sums["dumps in which `replay` reproduces the finding"] == "1,999 of 2,000"
-    assert sums["faults run again after a fix to the fault or to a check"] == "0"
+    assert sums["faults run later: new ones, or again after a fix to the fault or to a check"] == "0"
 
 
 def test_a_fault_run_again_twice_is_one(campaign):
     """The record says how many of its faults are younger than the rest."""
     again = [{"faults": ["hooks.wrong_substep", "bits.flip"]}, {"faults": ["bits.flip"]}]
     lines = list(pages.summary_lines(campaign | {"meta": campaign["meta"] | {"rerun": again}}, DUMPS))
-    assert "| faults run again after a fix to the fault or to a check | 2 |" in lines
+    assert "| faults run later: new ones, or again after a fix to the fault or to a check | 2 |" in lines
 
 
 def test_they_go_between_their_marks(campaign, tmp_path):

@@ -19,6 +19,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang import states
+from kvcanary.adapters.sglang.attention_probe import probe_layers
 from kvcanary.adapters.sglang.fed import FedForward, Given, are_named, identity_of, tokens_of
 from kvcanary.adapters.sglang.layout import parts_of
 from kvcanary.calls.violation import NO_SLOT
@@ -87,7 +88,15 @@ class WatchedRunner(HostHandle):
         for group in self.canary.groups:
             for layers in group.layers:  # compiled before SGLang moves entries
                 paged_moves.fingerprints_of(layers, torch.zeros(1, dtype=torch.int64, device=layers.stamps.device))
+        self.probe_reader()
         self._arm(self.canary)
+
+    def probe_reader(self) -> None:
+        """Ask the target's attention what it reads, over slots that nobody has: before it serves. KVCorruptionError in
+        mode raise.
+        """
+        if self.role == "target":
+            probe_layers(self.canary, self.runner, self.runner.server_args)
 
     def forget(self) -> None:
         """Nobody answers for the bytes any more."""

@@ -7,6 +7,7 @@ kernel, its scales. What comes out says which entries were read (kvcanary/probe/
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib import import_module
@@ -17,18 +18,79 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.compatibility import missing
+from kvcanary.adapters.hosted.probing import PATHS, Found, ask, free_pages, is_given, too_large
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.report import pool_state
 from kvcanary.adapters.vllm.compatibility import BACKEND, COMMON, CONTEXT, PROBED_SIDE
 from kvcanary.pools.views import PoolView
-from kvcanary.probe.forwards import ProbeForward, least_budget, probe_pages
-from kvcanary.probe.misread import Misread
-from kvcanary.probe.reader import misread_violation, probe_pool
+from kvcanary.probe.forwards import ProbeForward
+from kvcanary.probe.reader import probe_pool
 
-PATHS = ("prefill", "chunk", "decode")
-ROWS, ROWS_APART = 3, 2  # of its largest forward, and those that have pages in no order
 #: What makes attention of a layer another function: of its implementation.
 OTHERWISE = ("sinks", "alibi_slopes", "logits_soft_cap")
+_GIVEN = {*COMMON, "query_start_loc_cpu", "num_reqs", "max_query_len", "max_seq_len"}
+
+
+def probe_layers(canary: PagedCanary, runner: Any, vllm_config: Any, groups: Sequence[Any]) -> None:
+    """Ask the layers of every pool that the target stores. KVCorruptionError in mode raise.
+
+    groups: vLLM's, as the canary's are numbered
+    """
+    for group, own in zip(canary.groups, groups, strict=True):
+        for pool in [pool for pool in group.layers if not pool.is_late]:
+            make = functools.partial(
+                _Asked, runner, vllm_config, pool.names, pool.view, own.kv_cache_spec, group.window
+            )
+            ask(canary, group, pool, make)
+
+
+class _Asked:
+    """Layers of one pool.
+
+    names: of the layers;  spec: of vLLM's group;  window: of it, 0: none
+    """
+
+    def __init__(
+        self, runner: Any, vllm_config: Any, names: Sequence[str], view: PoolView, spec: Any, window: int
+    ) -> None:
+        context = runner.compilation_config.static_forward_context
+        self._layers, self._view, self._spec = {name: context[name] for name in names}, view, spec
+        own = next(own for groups in runner.attn_groups for own in groups if names[0] in own.layer_names)
+        self._window = window
+        self._builder, self._vllm_config = own.get_metadata_builder(), vllm_config
+        self._budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def why_not(self) -> str | None:
+        """Why they cannot be asked; None: they can."""
+        view, spec, config = self._view, type(self._spec).__name__, self._vllm_config
+        if gone := missing(PROBED_SIDE):
+            return "; ".join(gone)
+        if not view.v:
+            return "its layers keep no K and V of their own"
+        if "Chunked" in spec or "Cross" in spec:
+            return f"what layers of a {spec} see was not tried"
+        for layer in self._layers.values():
+            odd = [name for name in OTHERWISE if is_given(getattr(layer.impl, name, None))]
+            if odd:
+                return f"its layers have {odd[0]}"
+            if getattr(layer, "calculate_kv_scales", False):
+                return "its layers take their scales from what they see first"
+            size_v = getattr(layer, "head_size_v", layer.head_size)
+            if (layer.num_kv_heads, layer.head_size, size_v) != (view.kv_heads, view.head_dim, view.head_dim):
+                return "K and V differ in size"
+        if view.page_size % self._builder.kv_cache_spec.block_size:
+            return "its blocks are larger than the pages of the pool"
+        if config.parallel_config.data_parallel_size > 1:
+            return "a forward asks all workers of data parallelism"
+        unknown = _required() - _GIVEN
+        if unknown:
+            return f"its metadata ask for {', '.join(sorted(unknown))}"
+        return too_large(view, self._budget, config.model_config.max_model_len, config.scheduler_config.max_num_seqs)
+
+    def probe(self) -> Found | None:
+        """What the first forward that reads something else than its row has read."""
+        attend, first = ProbedLayers(self._layers, self._builder, self._vllm_config), next(iter(self._layers.values()))
+        own = float(first.impl.scale), self._vllm_config.model_config.dtype, self._window or None, self._budget
+        return probe_pool(self._view, attend, free_pages(self._view), first.num_heads, PATHS, *own)
 
 
 class ProbedLayers:
@@ -50,7 +112,7 @@ class ProbedLayers:
         metadata = self._builder.build(common_prefix_len=0, common_attn_metadata=self._common(forward, slots))
         values = [value.flatten(1).to(device) for value in (q, k, v)]
         with self._within({name: metadata}, self._vllm_config, slot_mapping={name: slots}):
-            return own(*values).view(q.shape)
+            return own(*values).view(q.shape)  # type: ignore[no-any-return]
 
     def _common(self, forward: ProbeForward, slots: Tensor) -> Any:
         """vLLM's metadata of such a batch."""
@@ -67,100 +129,10 @@ class ProbedLayers:
             "max_seq_len": max(lens), "slot_mapping": slots, "causal": True,
             "positions": torch.tensor(forward.positions(), device=slots.device),
         }  # fmt: skip
-        return self._metadata_of(**{name: own for name, own in given.items() if name in _names(self._metadata_of)})
-
-
-def _names(kind: Any) -> set[str]:
-    return {one.name for one in fields(kind)}
-
-
-def why_not(layers: Sequence[Any], view: PoolView, spec: Any, builder: Any, vllm_config: Any) -> str | None:
-    """Why layers of a pool cannot be asked; None: they can.
-
-    layers: the first and the last of the view;  spec: of vLLM's group;  builder: of their metadata
-    """
-    if not view.v:
-        return "its layers keep no K and V of their own"
-    if "Chunked" in type(spec).__name__ or "Cross" in type(spec).__name__:
-        return f"what layers of a {type(spec).__name__} see was not tried"
-    for layer in layers:
-        odd = [name for name in OTHERWISE if _is_given(getattr(layer.impl, name, None))]
-        if odd:
-            return f"its layers have {odd[0]}"
-        if getattr(layer, "calculate_kv_scales", False):
-            return "its layers take their scales from what they see first"
-        shape = layer.num_kv_heads, layer.head_size
-        if shape != (view.kv_heads, view.head_dim) or getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
-            return "K and V differ in size"
-    if view.page_size % builder.kv_cache_spec.block_size:
-        return "its blocks are larger than the pages of the pool"
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        return "a forward asks all workers of data parallelism"
-    scheduler, num_pages = vllm_config.scheduler_config, probe_pages(view.page_size)
-    longest = view.page_size * (num_pages // ROWS_APART)
-    has_room = scheduler.max_num_batched_tokens >= least_budget(view.page_size)
-    has_room &= vllm_config.model_config.max_model_len >= longest
-    if not has_room or scheduler.max_num_seqs < ROWS or view.num_pages < _first_page(view) + num_pages:
-        return f"two rows of {longest} entries in blocks of {view.page_size} are more than this worker has room for"
-    unknown = _required() - _GIVEN
-    return f"its metadata ask for {', '.join(sorted(unknown))}" if unknown else None
-
-
-_GIVEN = {*COMMON, "query_start_loc_cpu", "num_reqs", "max_query_len", "max_seq_len"}
+        names = {one.name for one in fields(self._metadata_of)}
+        return self._metadata_of(**{name: own for name, own in given.items() if name in names})
 
 
 def _required() -> set[str]:
     kind = import_module(BACKEND).CommonAttentionMetadata
     return {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and not (isinstance(value, int | float) and not value)
-
-
-def _first_page(view: PoolView) -> int:
-    """The first that is not the null block's."""
-    return -(-view.null_slots // view.page_size)
-
-
-def probe_layers(canary: PagedCanary, runner: Any, vllm_config: Any, groups: Sequence[Any]) -> None:
-    """Ask the layers of every pool that the target stores, and tell what is wrong. KVCorruptionError in mode raise.
-
-    groups: vLLM's, as the canary's are numbered
-    """
-    gone, coverage = missing(PROBED_SIDE), canary.coverage
-    for group, own in zip(canary.groups, groups, strict=True):
-        for pool in [pool for pool in group.layers if not pool.is_late]:
-            try:
-                layers = {name: runner.compilation_config.static_forward_context[name] for name in pool.names}
-                ends = [*layers.values()][:: max(len(layers) - 1, 1)]
-                builder = _builder_of(runner, pool.names[0])
-                reason = "; ".join(gone) or why_not(ends, pool.view, own.kv_cache_spec, builder, vllm_config)
-                found = None if reason else probe(layers, pool.view, builder, group.window, vllm_config)
-            except Exception as error:  # of a backend that was not made for such a batch
-                reason, found = f"{type(error).__name__}: {error}", None
-            coverage.reader_probes += not reason
-            coverage.not_probed = reason or coverage.not_probed
-            if found is not None:
-                violation = misread_violation(pool_state(canary, group, pool), canary.step, *found)
-                canary.response.answer([violation], canary.step, coverage)
-
-
-def _builder_of(runner: Any, layer: str) -> Any:
-    """Who makes the metadata of a layer."""
-    own = next(own for groups in runner.attn_groups for own in groups if layer in own.layer_names)
-    return own.get_metadata_builder()
-
-
-def probe(
-    layers: Mapping[str, Any], view: PoolView, builder: Any, window: int, vllm_config: Any
-) -> tuple[ProbeForward, int, Misread] | None:
-    """What the first forward that reads something else than its row has read; None: all is right.
-
-    layers: by name, of which `why_not` says nothing;  builder: of their metadata;  window: of the group, 0: none
-    """
-    attend, first = ProbedLayers(layers, builder, vllm_config), next(iter(layers.values()))
-    pages = range(_first_page(view), _first_page(view) + probe_pages(view.page_size))
-    scale, most = float(first.impl.scale), int(vllm_config.scheduler_config.max_num_batched_tokens)
-    kind = vllm_config.model_config.dtype
-    return probe_pool(view, attend, pages, first.num_heads, PATHS, scale, kind, window or None, most)

@@ -76,7 +76,7 @@ def summary_lines(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> Iter
     yield f"| dumps in which `explain` names the right cause first | {worth['cause_first']:,} of {worth['dumps']:,} |"
     yield f"| dumps in which `replay` reproduces the finding | {worth['replayed']:,} of {worth['dumps']:,} |"
     rerun = {name for each in meta.get("rerun", ()) for name in each["faults"]}
-    yield f"| faults run again after a fix to the fault or to a check | {len(rerun)} |"
+    yield f"| faults run later: new ones, or again after a fix to the fault or to a check | {len(rerun)} |"
     yield f"| minutes on 2 cores | {meta['cpu_seconds'] / 120:.0f} |"
 
 

@@ -40,6 +40,7 @@ def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
         assert ("P1" in report["classes"]) == (report["content"] == "full")
         assert report["untold_incidents"] == 0
         assert report["slots_checked"] > least
+    assert act["reports"]["target"]["reader_probes"] == 1
     assert bare["mode"] == "off"
     assert "reports" not in bare
 
@@ -87,6 +88,22 @@ def test_a_value_that_is_not_finite_names_request_layer_and_position(scene) -> N
     assert {name: found[name] for name in ("position", "slot", "layer")}.items() <= touched.items()
 
 
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("rows_shifted", "attention ignores the row's table"),
+        ("one_less", "attention left out entries of the row"),
+        ("scaled_twice", "entries weigh otherwise than K and the query say"),
+    ],
+)
+def test_attention_is_asked_what_it_reads(scene, harm: str, said: str) -> None:
+    """While the canary attaches: R8 of the first forward that reads otherwise, and what it read."""
+    [act] = [act for act in scene("dense faults") if act["misreading"] == harm]
+    [found] = act["findings"]
+    assert (found["code"], found["pool"]) == ("R8", "target")
+    assert found["causes"][0]["text"].startswith(said)
+
+
 def test_no_token_of_a_wrong_step_leaves(scene) -> None:
     """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
     act = scene("dense faults")[-1]
@@ -112,7 +129,7 @@ def test_a_hook_that_fails_ends_no_request(scene) -> None:
 
 def first(acts: Acts, fault: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first finding of the act with this fault in mode log, and what was touched; every incident was told."""
-    [act] = [act for act in acts if (act["fault"], act["mode"]) == (fault, "log")]
+    [act] = [act for act in acts if (act["fault"], act["mode"], act["misreading"]) == (fault, "log", "")]
     assert all(report["untold_incidents"] == 0 for report in act["reports"].values())
     return act["findings"][0], act["touched"]
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import click
 
+from kvcanary_tools.bench.sglang.misreading import MISREADINGS
+
 ROOT = Path(__file__).parents[4]
 PINS = ROOT / "tests" / "kvcanary" / "adapters" / "real_sglang" / "sglang.txt"
 RESULTS = Path(__file__).parents[1] / "results" / "sglang_cpu.json"
@@ -109,6 +111,7 @@ QUICK = {
             *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one", "not_finite")),
             {"fault": "hook_error"},
             OFF,
+            *({"misreading": harm, "new": 2} for harm in MISREADINGS),
             {"mode": "raise", "fault": "bit"},
         )
     ),

@@ -17,6 +17,7 @@ from typing import Any
 from kvcanary_tools.bench.sglang import host as sglang_host
 from kvcanary_tools.bench.sglang.events import EVENTS
 from kvcanary_tools.bench.sglang.faults import FAULTS, LASTING, Touched
+from kvcanary_tools.bench.sglang.misreading import misreading as misread
 
 PROMPTS = {
     "a": [1, 5, 9, 13],
@@ -38,6 +39,7 @@ OF_AN_ACT = (
     "dump",
     "between",
     "prefix",
+    "misreading",
 )
 
 
@@ -72,6 +74,7 @@ def play(
     dump: str = "",
     between: tuple[str, ...] | list[str] = (),
     prefix: int = 0,
+    misreading: str = "",
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
@@ -80,17 +83,22 @@ def play(
     dump:  a folder for dumps
     between: of EVENTS, what happens before each further wave of the first four
     prefix: how many tokens all of these begin with
+    misreading: of MISREADINGS, what attention does while it is asked what it reads
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
-    said: dict[str, Any] = {"mode": mode, "fault": fault, "plugged_in": host.canary is not None}
+    said: dict[str, Any] = {
+        "mode": mode,
+        "fault": fault,
+        "misreading": misreading,
+        "plugged_in": host.canary is not None,
+    }
     if mode != "off" and host.canary is None:
         from kvcanary import CanaryConfig
         from kvcanary.adapters.sglang.scheduler import attach
 
-        attach(
-            host.scheduler,
-            CanaryConfig(mode=mode, content=content, poison=poison, seed=3, dump_dir=Path(dump) if dump else None),
-        )
+        dumps = Path(dump) if dump else None
+        with misread(host, misreading):
+            attach(host.scheduler, CanaryConfig(mode=mode, content=content, poison=poison, seed=3, dump_dir=dumps))
     elif mode == "off" and host.canary is not None:
         host.canary.detach()
     before = host.begin()

@@ -1,0 +1,71 @@
+"""A host's attention is asked what it reads before it serves, as far as it can be: one pool after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.report import pool_state
+from kvcanary.adapters.observed.state import Group, Layers
+from kvcanary.pools.views import PoolView
+from kvcanary.probe.forwards import ProbeForward, least_budget, probe_pages
+from kvcanary.probe.misread import Misread
+from kvcanary.probe.reader import misread_violation
+
+PATHS = ("prefill", "chunk", "decode")
+ROWS, ROWS_APART = 3, 2  # of its largest forward, and those whose pages lie in no order
+Found = tuple[ProbeForward, int, Misread]
+
+
+class Asked(Protocol):
+    """Layers of one pool."""
+
+    def why_not(self) -> str | None:
+        """Why they cannot be asked; None: they can."""
+        ...
+
+    def probe(self) -> Found | None:
+        """What the first forward that reads something else than its row has read."""
+        ...
+
+
+def ask(canary: PagedCanary, group: Group, layers: Layers, make: Callable[[], Asked]) -> None:
+    """Probe one pool, unless there is a reason not to, and tell what is wrong. KVCorruptionError in mode raise."""
+    coverage = canary.coverage
+    try:
+        asked = make()
+        reason = asked.why_not()
+        found = None if reason else asked.probe()
+    except Exception as error:  # of a backend that was not made for such a batch
+        reason, found = f"{type(error).__name__}: {error}", None
+    coverage.reader_probes += not reason
+    coverage.not_probed = reason or coverage.not_probed
+    if found is not None:
+        violation = misread_violation(pool_state(canary, group, layers), canary.step, *found)
+        canary.response.answer([violation], canary.step, coverage)
+
+
+def too_large(view: PoolView, budget: int, longest_row: int, num_rows: int) -> str | None:
+    """Why a host has no room for a probe of this pool: entries of a step, of a row, and rows; None: it has."""
+    num_pages = probe_pages(view.page_size)
+    longest = view.page_size * (num_pages // ROWS_APART)
+    is_within = budget >= least_budget(view.page_size) and longest_row >= longest and num_rows >= ROWS
+    if is_within and view.num_pages >= first_page(view) + num_pages:
+        return None
+    return f"two rows of {longest} entries in blocks of {view.page_size} are more than this worker has room for"
+
+
+def first_page(view: PoolView) -> int:
+    """The first that is not padding's."""
+    return -(-view.null_slots // view.page_size)
+
+
+def free_pages(view: PoolView) -> range:
+    """Those that a probe takes, before anybody has one."""
+    return range(first_page(view), first_page(view) + probe_pages(view.page_size))
+
+
+def is_given(value: Any) -> bool:
+    """Whether a setting of attention is one that changes it."""
+    return value is not None and not (isinstance(value, int | float) and not value)
