@@ -46,7 +46,7 @@ def watching_canary(content: str, device: str = "cpu") -> Any:
     truth.uids[:], truth.ends[:] = torch.tensor([11, 12]), 0
     memory = SimpleNamespace(seed=3, truth=truth, total=zeros(1), upload=functools.partial(_upload, device))
     canary = SimpleNamespace(
-        memory=memory, step=0, events=[], beside=[], num_rows=2, config=SimpleNamespace(content=content),
+        memory=memory, step=0, events=[], beside=set(), num_rows=2, config=SimpleNamespace(content=content),
         coverage=Coverage(), groups=[0], steps=deque(maxlen=4), writers={11: "a", 12: "b"},
     )  # fmt: skip
     canary.launches = Launches(canary, device)

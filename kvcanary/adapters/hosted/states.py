@@ -88,7 +88,7 @@ class WatchedStates:
         self._told: list[tuple[Tensor, int]] = []
         self.forward: Forward | None = None  # that is about to take states
         self._leaving: tuple[int, bool] | None = None  # of how many rows, and whether others are left as well
-        canary.beside.append(self)
+        canary.beside.add(self)
         self.forget()
 
     def forget(self) -> None:

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.probing import PATHS, ROWS, Found, ask, free_pages, is_given, too_large
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.sglang.compatibility import BATCH, CONTEXT, NEEDED_OF, PROBES
 from kvcanary.pools.views import PoolView
 from kvcanary.probe.forwards import ProbeForward
 from kvcanary.probe.reader import probe_pool
 
-_BATCH, _CONTEXT = "sglang.srt.model_executor.forward_batch_info", "sglang.srt.model_executor.forward_context"
 #: What makes attention of a layer another function.
 OTHERWISE = ("logit_cap", "is_cross_attention", "use_irope")
 
@@ -46,6 +47,8 @@ class _Asked:
     def why_not(self) -> str | None:
         """Why they cannot be asked; None: they can."""
         view = self._view
+        if gone := missing(NEEDED_OF[PROBES]):
+            return "; ".join(gone)
         if not view.v:
             return "its layers keep no K and V of their own"
         for layer in self._layers:
@@ -74,7 +77,7 @@ class ProbedLayers:
 
     def __init__(self, layers: Sequence[Any], runner: Any) -> None:
         self._layers, self._runner = layers, runner
-        self._batch, self._context = import_module(_BATCH), import_module(_CONTEXT)
+        self._batch, self._context = import_module(BATCH), import_module(CONTEXT)
         self._names = {one.name for one in fields(self._batch.ForwardBatch)}
 
     def __call__(self, forward: ProbeForward, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

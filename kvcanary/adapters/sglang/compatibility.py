@@ -28,6 +28,8 @@ FED = PAGED_FED | {"R7", "R8", "W2", "W3", "W7"}  # grants and frees are told he
 #: What the plug-in hooks: once it has run, the scheduler and all of its runners are there.
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS, WITHOUT_MODEL = "every scheduler", "drafts of a model", "drafts without a model"
+PROBES = "probes of attention"  # where its names are gone, nobody asks what attention reads
+BATCH, CONTEXT = "sglang.srt.model_executor.forward_batch_info", "sglang.srt.model_executor.forward_context"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {
     "disaggregation_mode": "null",
@@ -42,14 +44,13 @@ NOT_FOLLOWED = {
     "dllm_algorithm": None,
     "pp_size": 1,
     "dcp_size": 1,
-    "speculative_adaptive": False,
 }
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _CACHE = "sglang.srt.mem_cache."
 _MEMORY, _REQUEST = f"{_CACHE}memory_pool:", "sglang.srt.managers.schedule_batch:"
-_FORWARD, _RESULT = "sglang.srt.model_executor.forward_batch_info:", "sglang.srt.managers.utils:GenerationBatchResult"
+_FORWARD, _RESULT = f"{BATCH}:", "sglang.srt.managers.utils:GenerationBatchResult"
 _SPECULATIVE = "sglang.srt.speculative."
 _WORKER, _NGRAM = f"{_SPECULATIVE}eagle_worker_v2:", f"{_SPECULATIVE}ngram_worker:NGRAMWorker"
 _ALLOCATE = Needed(
@@ -179,6 +180,11 @@ NEEDED_OF = {
         Needed(_NGRAM, attributes=("draft_worker",)),
         Needed(f"{_NGRAM}.forward_batch_generation", ("self", "batch")),
         Needed(f"{_SPECULATIVE}spec_utils:move_accept_tokens_to_target_kvcache", ("batch", "accept_index")),
+    ),
+    PROBES: (
+        Needed(f"{_FORWARD}ForwardBatch", (), ("forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc")),
+        Needed(f"{CONTEXT}:ForwardContext", (), ("attn_backend",)),
+        Needed(f"{CONTEXT}:forward_context", ("ctx",)),
     ),
 }
 NEEDED = tuple(need for needs in NEEDED_OF.values() for need in needs)

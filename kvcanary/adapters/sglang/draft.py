@@ -67,6 +67,10 @@ class WatchedDraft(WatchedRunner):
         self._round, self._step = None, 0
         self._sampled: Tensor | None = None
 
+    def adapted(self, nodes: int, steps: int) -> None:
+        super().adapted(nodes, steps)
+        self._steps = steps
+
     def prefill(
         self, method: Any, batch: Any, target_hidden_states: Any, next_token_ids: Tensor, *args: Any, **kwargs: Any
     ) -> Any:

@@ -55,7 +55,7 @@ class WatchedRunner(HostHandle):
     name_offset: ClassVar[int] = 0  # and has the name of that of p + offset
 
     def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int) -> None:
-        """width: nodes of a tree that is verified; 1: nobody drafts"""
+        """width: nodes of a tree that is verified, at most; 1: nobody drafts"""
         ranks = import_module("sglang.srt.runtime_context").get_parallel()
         super().__init__(config, ranks.tp_rank, ranks.tp_size == 1)
         self.runner, self.rows, self.nodes = runner, runner.req_to_token_pool, width
@@ -97,6 +97,12 @@ class WatchedRunner(HostHandle):
         """
         if self.role == "target":
             probe_layers(self.canary, self.runner, self.runner.server_args)
+        else:
+            self.canary.coverage.not_probed = "that of a draft is not asked"
+
+    def adapted(self, nodes: int, steps: int) -> None:
+        """From the next round on trees have so many nodes, behind so many draft steps; at most as many as `width`."""
+        self.nodes = nodes
 
     def forget(self) -> None:
         """Nobody answers for the bytes any more."""

@@ -9,6 +9,7 @@ was looked at.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ class Handle:
             replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved, own.guard)
         if self.draft is not None:
             replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
-            self._follow_drafts(scheduler.draft_worker.draft_worker, self.draft, replace)
+            replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)
+            self._follow_graphs(scheduler.draft_worker, self.draft, replace)
         elif scheduler.draft_worker is not None:
             replace(scheduler.draft_worker, "forward_batch_generation", self._generated, self.target.guard)
             self.replaced.replace_function(SPECULATION, MOVE, self._accept_tokens)
@@ -97,14 +99,29 @@ class Handle:
         states.follow(scheduler, self.target, replace)
         self.guard.is_serving = True
 
-    def _follow_drafts(self, worker: Any, draft: WatchedDraft, replace: Any) -> None:
-        """SGLang's graphs of a draft bypass its runner: both are followed, of an extend and of draft steps."""
-        replace(worker, PREFILL, draft.prefill, draft.guard)
-        extends, steps = worker.cuda_graph_runner_for_draft_extend, worker.cuda_graph_runner
-        if extends is not None:
-            replace(extends, "execute", functools.partial(self._forward, draft), draft.guard)
-        if steps is not None:
-            replace(steps, "execute", functools.partial(draft.replayed, steps), draft.guard)
+    def _follow_graphs(self, worker: Any, draft: WatchedDraft, replace: Any) -> None:
+        """SGLang's graphs of a draft bypass its runner: both are followed, of an extend and of draft steps. A server
+        that adapts its steps has both for each number of them.
+        """
+        followed = set[int]()
+        for own in (worker.draft_worker, *states_of(worker).values()):
+            extends, steps = own.cuda_graph_runner_for_draft_extend, own.cuda_graph_runner
+            hooks = (
+                (extends, functools.partial(self._forward, draft)),
+                (steps, functools.partial(draft.replayed, steps)),
+            )
+            for graph, hook in hooks:
+                if graph is not None and id(graph) not in followed:
+                    followed.add(id(graph))
+                    replace(graph, "execute", hook, draft.guard)
+        if states_of(worker):
+            replace(worker, "apply_runtime_state", self._adapted, self.target.guard)
+
+    def _adapted(self, method: Any, state: Any) -> Any:
+        """Between two rounds."""
+        result = method(state)
+        self._tell("adapted", state.speculative_num_draft_tokens, state.speculative_num_steps)
+        return result
 
     def report(self) -> dict[str, Any]:
         """The certificate of this scheduler, by the model whose pool it is."""
@@ -230,10 +247,20 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
             f"speculative_algorithm {scheduler.server_args.speculative_algorithm!r} drafts by {kind}, which is not "
             f"followed: {why}; only {', '.join(FOLLOWED_DRAFTS)} are; unset KVCANARY_MODE to serve without a canary"
         )
-    width, watch = worker.speculative_num_draft_tokens, FOLLOWED_DRAFTS[kind]
+    now, watch = worker.speculative_num_draft_tokens, FOLLOWED_DRAFTS[kind]
+    width = max([now, *(state.speculative_num_draft_tokens for state in states_of(worker).values())])
     most = max(most, scheduler.max_running_requests * width)
     target, drafts = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width), worker.draft_worker
     if watch is None:
         return target, None
-    topk, steps = drafts.topk, drafts.speculative_num_steps
-    return target, watch(drafts.draft_runner, config, most, width, topk, steps, target=target)
+    steps = drafts.speculative_num_steps
+    draft = watch(drafts.draft_runner, config, most, width, drafts.topk, steps, target=target)
+    for own in target, draft:
+        own.adapted(now, steps)
+    return target, draft
+
+
+def states_of(worker: Any) -> Mapping[int, Any]:
+    """By number of draft steps, what a worker that adapts it runs them by; empty: it has one number."""
+    controller = getattr(worker, "adaptive_controller", None)
+    return {} if controller is None else controller._states

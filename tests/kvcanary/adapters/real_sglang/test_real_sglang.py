@@ -10,6 +10,11 @@ import pytest
 from kvcanary.scrub.free_slots import UNPOISONED
 from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, SCENES, TREES, folder_of, pinned, played, served
 
+#: Attention of a latent pool, and of pages that are too large for the context.
+NOT_PROBED = (
+    "attention not probed: its layers keep no K and V of their own",
+    "attention not probed: two rows of 192 entries in blocks of 64 are more than this worker has room for",
+)
 GIVEN_BACK = "the slot was given back while the row still reads it"
 ASTRAY = "the forward stores an entry where its row has another one"
 INSTALLED = folder_of(pinned())
@@ -40,7 +45,7 @@ def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
         assert ("P1" in report["classes"]) == (report["content"] == "full")
         assert report["untold_incidents"] == 0
         assert report["slots_checked"] > least
-    assert act["reports"]["target"]["reader_probes"] == 1
+    assert act["reports"]["target"]["reader_probes"] in (1, *NOT_PROBED)
     assert bare["mode"] == "off"
     assert "reports" not in bare
 
@@ -234,6 +239,15 @@ def test_more_sound_schedulers_are_silent(scene, name: str) -> None:
     """Pages of one slot; drafts of one branch and of several, with pages of one slot and of four: both pools."""
     act, bare = scene(name)[:2]
     expect_sound(act, bare, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [1, 4])
+def test_draft_steps_that_change_are_followed(scene, page: int) -> None:
+    """From 3 to 1, 2 and none, and back: between rounds, in both pools."""
+    act, *_ = scene(f"adaptive, page {page}")
+    assert act["counts"]["adapted"] >= 5
+    assert act["reports"].keys() == {"target", "draft"}
 
 
 def struck(scene, fault: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:

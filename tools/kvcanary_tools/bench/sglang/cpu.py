@@ -122,6 +122,20 @@ WIDE: Json = {"context_length": 256, "max_total_tokens": 1280, "chunked_prefill_
 EVENTFUL: Json = {"between": ["flush", "sleep", "reload", "reload_and_flush"]}
 
 
+#: Rows of a batch decide how many steps there are, and what was accepted last: none too, which is no draft at all.
+BY_ROWS: Json = {
+    "1": {"candidate_steps": [1, 3], "update_interval": 1, "warmup_batches": 1},
+    "2": {"candidate_steps": [2]},
+    "4": {"candidate_steps": [0, 3], "update_interval": 1, "warmup_batches": 2},
+}
+
+
+def adapted(page: int, *faults: str) -> Scene:
+    """Draft steps that change between rounds: sound, without a canary, and each fault in turn."""
+    settings = {"eagle": True, "topk": 1, "nodes": 4, "steps": 3, "page_size": page, "adaptive": BY_ROWS}
+    return Scene(({"new": 24}, {**OFF, "new": 24}, *({"fault": fault, "new": 24} for fault in faults)), settings)
+
+
 def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
     """Some class of pools: sound, without a canary, and each fault in turn."""
     return Scene((act, {**OFF, **act}, *({"fault": fault} for fault in faults)), settings)
@@ -190,6 +204,8 @@ TREES = {
         ),
         {"eagle": True, "algorithm": "NGRAM", "nodes": 6, "page_size": 1},
     ),
+    "adaptive, page 1": adapted(1, "one_too_long", "draft_bit"),
+    "adaptive, page 4": adapted(4, "one_too_long"),
     "at the context's end": AT_THE_END,
     "without 25015": reverted(25015, trees(1, 4)),
     "without 26329": reverted(26329, trees(1, 4)),

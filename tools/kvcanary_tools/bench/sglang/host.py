@@ -110,11 +110,13 @@ class Host:
         graphs: bool = False,
         kind: str = "",
         tier: bool = False,
+        adaptive: dict[str, Any] | None = None,
         **settings: Any,
     ):
         """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads
         algorithm: of those that draft;  graphs: a draft's extends run as from SGLang's graph of them
         kind:   of models.py; empty: a Llama;  tier: entries go to host memory and come back
+        adaptive: by rows of a batch, how the number of draft steps is adapted, as SGLang's file says it
         """
         import torch
 
@@ -150,6 +152,10 @@ class Host:
                 "speculative_draft_model_path": str(folder / DRAFTS[algorithm]),
                 "speculative_num_steps": steps, "speculative_eagle_topk": topk,
             }  # fmt: skip
+        if adaptive is not None:
+            told = folder / "adaptive.json"
+            told.write_text(json.dumps(adaptive), encoding="utf-8")
+            wanted |= {"speculative_adaptive": True, "speculative_adaptive_config": str(told)}
         if tier:
             host_tier.stand_in()
             wanted |= host_tier.SETTINGS
@@ -168,6 +174,9 @@ class Host:
         self._count(self.scheduler, "_add_request_to_queue", self._asked)
         self._count(self.scheduler, "run_batch", self._ran)
         self._count(self.scheduler.tree_cache, "evict_for_alloc", self._evicted)
+        if getattr(self.scheduler.draft_worker, "adaptive_controller", None) is not None:
+            self._drafted = self.scheduler.draft_worker.speculative_num_steps
+            self._count(self.scheduler.draft_worker, "apply_runtime_state", self._adapted)
 
     def _count(self, owner: Any, name: str, told: Callable[..., None]) -> None:
         """Let `told(result, ...)` hear of every call; a canary that is attached later wraps this in turn."""
@@ -182,6 +191,10 @@ class Host:
 
     def _asked(self, result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         self.requests[request.rid] = request
+
+    def _adapted(self, result: Any, state: Any) -> None:
+        self._add("adapted", state.speculative_num_steps != self._drafted)
+        self._drafted = state.speculative_num_steps
 
     def _ran(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         self._add("steps", 1)
