@@ -156,15 +156,32 @@ def test_tokens_of_a_request_are_those_of_prompt_and_answer(start: int, end: int
 
 
 def test_graphs_of_sglangs_draft_are_followed() -> None:
-    """That of draft steps is told which graph it is; an extend in one is followed as any other."""
-    draft = SimpleNamespace(guard=object(), prefill=None, replayed=lambda graph, method, batch: graph)
-    worker = type("Worker", (), {"cuda_graph_runner": object(), "cuda_graph_runner_for_draft_extend": object()})()
-    handle, hooked = SimpleNamespace(_forward=lambda own, method, batch: own), dict[Any, Any]()
-    Handle._follow_drafts(handle, worker, draft, lambda owner, name, hook, guard: hooked.update({owner: (name, hook)}))
-    name, hook = hooked.pop(worker.cuda_graph_runner)
-    assert (name, hook(None, "batch")) == ("execute", worker.cuda_graph_runner)
-    name, hook = hooked.pop(worker.cuda_graph_runner_for_draft_extend)
-    assert (name, hook(None, "batch")) == ("execute", draft)
+    """That of draft steps is told which graph it is; an extend in one is followed as any other. Where the number of
+    steps is adapted, so are those of the others, each once, and what switches between them.
+    """
+    made = lambda: SimpleNamespace(cuda_graph_runner=Graph(), cuda_graph_runner_for_draft_extend=Graph())  # noqa: E731
+    draft = SimpleNamespace(guard=object(), replayed=lambda graph, method, batch: graph)
+    now, other = made(), made()
+    worker = Worker(draft_worker=now, adaptive_controller=SimpleNamespace(_states={3: now, 1: other}))
+    own: Any = SimpleNamespace(_forward=lambda own, method, batch: own, _adapted=None, target=SimpleNamespace(guard=0))
+    hooked: list[tuple[Any, str, Any]] = []
+    Handle._follow_graphs(own, worker, draft, lambda owner, name, hook, guard: hooked.append((owner, name, hook)))
+    hooks = {id(owner): (name, hook) for owner, name, hook in hooked}
+    assert len(hooks) == len(hooked) == 5
+    for state in now, other:
+        name, hook = hooks[id(state.cuda_graph_runner)]
+        assert (name, hook(None, "batch")) == ("execute", state.cuda_graph_runner)
+        name, hook = hooks[id(state.cuda_graph_runner_for_draft_extend)]
+        assert (name, hook(None, "batch")) == ("execute", draft)
+    assert hooks[id(worker)][0] == "apply_runtime_state"
+
+
+class Graph:
+    """One of SGLang's."""
+
+
+class Worker(SimpleNamespace):
+    """One that drafts."""
 
 
 def test_places_of_a_content_must_hold_its_names() -> None:

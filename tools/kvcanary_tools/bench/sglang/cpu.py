@@ -204,8 +204,8 @@ TREES = {
         ),
         {"eagle": True, "algorithm": "NGRAM", "nodes": 6, "page_size": 1},
     ),
-    "adaptive, page 1": adapted(1, "one_too_long", "draft_bit"),
-    "adaptive, page 4": adapted(4, "one_too_long"),
+    "adaptive, page 1": adapted(1, "draft_bit"),
+    "adaptive, page 4": adapted(4),
     "at the context's end": AT_THE_END,
     "without 25015": reverted(25015, trees(1, 4)),
     "without 26329": reverted(26329, trees(1, 4)),
@@ -305,14 +305,14 @@ def summed(acts: list[Json]) -> Iterator[Json]:
     for act in acts:
         if act["mode"] == "off":
             continue
-        kept = ("mode", "fault", "touched", "plugged_in", "counts", "raised", "left")
+        kept = ("mode", "fault", "misreading", "touched", "plugged_in", "counts", "raised", "left")
         own = {name: act[name] for name in kept if act.get(name) not in (None, "")}
         names = ("forwards", "slots_checked", "bytes_checked", "fired", "untold_incidents")
         own["pools"] = {role: {name: told[name] for name in names} for role, told in act["reports"].items()}
         if act["peer"]:
             own["peer"] = [line.splitlines()[0] for line in act["peer"]][:4]
         own["findings"] = [shown(finding) for finding in act["findings"]]
-        if not act["fault"] and bare is not None:
+        if not act["fault"] and not act["misreading"] and bare is not None:
             own["equal_tokens"] = act["outputs"] == bare
         yield own
 

@@ -67,7 +67,8 @@ def judged(act: Record) -> str:
 def fault_of(act: Record, scene: Record) -> str:
     """The name of a fault; a mend of SGLang that was taken back; where nothing was struck, that."""
     reverted = scene["environ"].get("SGLANG_DEBUG_REVERT_PR")
-    name = f"`{act['fault']}`" if act.get("fault") else f"`SGLANG_DEBUG_REVERT_PR={reverted}`"
+    fault = act.get("fault") or act.get("misreading")
+    name = f"`{fault}`" if fault else f"`SGLANG_DEBUG_REVERT_PR={reverted}`"
     struck = act.get("touched")
     return f"{name} (nothing to strike)" if struck is not None and not any(struck.values()) else name
 
