@@ -94,4 +94,4 @@ class JsonFile:
     def write(self, value: Any) -> None:
         """One indented object; nothing where no file is named."""
         if self.path is not None:
-            write_text(self.path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+            write_text(self.path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -34,9 +34,11 @@ def ask(canary: PagedCanary, group: Group, layers: Layers, make: Callable[[], As
     """Probe one pool, unless there is a reason not to, and tell what is wrong. KVCorruptionError in mode raise."""
     coverage = canary.coverage
     try:
-        asked = make()
-        reason = asked.why_not()
-        found = None if reason else asked.probe()
+        reason, found = "R8 is disabled" if "R8" in canary.config.disable else None, None
+        if not reason:
+            asked = make()
+            reason = asked.why_not()
+            found = None if reason else asked.probe()
     except Exception as error:  # of a backend that was not made for such a batch
         reason, found = f"{type(error).__name__}: {error}", None
     coverage.reader_probes += not reason

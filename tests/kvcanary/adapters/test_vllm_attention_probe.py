@@ -16,6 +16,7 @@ from kvcanary.pools.views import PoolView
 
 BLOCKS, SIZE, HEADS, DIM = 12, 8, 2, 16
 NAME = "layers.0.attn"
+NONE = frozenset[str]()
 
 
 class Layer:
@@ -55,10 +56,11 @@ class Layer:
 class Worker:
     """A canary over that layer, and what else a probe asks for."""
 
-    def __init__(self, window: int = 0, mode: str = "log", **scheduler: int) -> None:
+    def __init__(self, window: int = 0, mode: str = "log", disable: frozenset[str] = NONE, **scheduler: int) -> None:
         from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-        self.layer, self.canary = Layer(window), PagedCanary(CanaryConfig(mode=mode), 4, 1, 64, "cpu")
+        config = CanaryConfig(mode=mode, disable=disable)
+        self.layer, self.canary = Layer(window), PagedCanary(config, 4, 1, 64, "cpu")
         cache = self.layer.kv_cache
         group = self.canary.memory.add_group(0, SIZE, BLOCKS * SIZE, window, null_slots=SIZE)
         view = PoolView("target", [cache[0]], [cache[1]], SIZE, null_slots=SIZE)
@@ -179,3 +181,10 @@ def test_layers_that_cannot_be_asked_are_named(host, change: Callable[[Worker], 
     worker = Worker()
     change(worker)
     assert said in worker.not_probed
+
+
+def test_a_disabled_code_asks_nobody(host) -> None:
+    """R8 is what a probe finds: who has switched it off is told of none, whatever attention reads."""
+    worker = Worker(disable=frozenset({"R8"}))
+    worker.layer.harm = sorts_table
+    assert worker.not_probed == "R8 is disabled"

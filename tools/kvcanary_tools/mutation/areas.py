@@ -27,7 +27,7 @@ AREAS: dict[str, tuple[str, ...]] = {
             "content/fingerprint", "content/finite", "watch/grant", "engine/index", "engine/layers",
             "engine/likeliest", "judge/move", "judge/plan", "content/poison", "judge/post", "engine/product",
             "content/put", "content/reads", "engine/relay", "watch/reread", "engine/scatter", "record/seal",
-            "judge/settle", "content/store", "judge/verify", "watch/advance", "watch/walk",
+            "judge/settle", "content/store", "judge/verify", "watch/advance", "watch/states", "watch/walk",
         )
     ),
 }  # fmt: skip
