@@ -77,7 +77,7 @@ def test_a_folder_that_is_made_is_told_where_it_cannot_be(tmp_path: Path) -> Non
         make_folder(str(tmp_path / "file" / "dumps"))
 
 
-@pytest.mark.parametrize(("name", "out", "err"), [("-", '{\n  "a": "é"\n}\n', "told\n"), (None, "told\n", "")])
+@pytest.mark.parametrize(("name", "out", "err"), [("-", '{\n "a": "é"\n}\n', "told\n"), (None, "told\n", "")])
 def test_json_on_stdout_stands_alone(capsys, name: str | None, out: str, err: str) -> None:
     """With `-` people are told on stderr; without a file there is no JSON."""
     file = JsonFile(None if name is None else Path(name))
