@@ -175,32 +175,45 @@ def take_states(
     own = torch.where(is_outside, -1, entries), truth.ends[numbers], truth.uids[numbers], truth.tails[numbers, 0]
     left[:, :n] = torch.stack(own)
     if checkpoints and stored is not None:
-        counts = (ends - 1) // checkpoints * checkpoints
-        columns, before = columns_of(ends, block_size) - 1, torch.where(begins, -1, first)
-        between = entry_at(rows.table, columns.clamp(min=0))
-        is_block = (between >= states.null_entries) & (between < states.known.shape[1])
-        is_between = is_block & (counts > past) & (columns > before)
-        at = (rows.starts[:n].long() + counts - past - 1).clamp(min=0)
-        own = torch.where(is_between, between, -1), counts, truth.uids[numbers], stored[place, at] * is_between
-        others[:, :n] = torch.stack(own)
+        others[:, :n] = _left_between(states, live, truth, ends, block_size, checkpoints, stored[place])
     differs = torch.zeros(layers, n, dtype=torch.int64, device=entries.device)
     if compared:
-        every = torch.arange(states.slices, device=entries.device).expand(n, -1)
-        phases = every if states.compared == states.slices else states.phases[sources, None]
-        kept = states.sums[:, sources[:, None] * states.slices + phases]
-        chosen = torch.where(is_outside[:, None], -1, entries[:, None] * states.slices + phases)
-        slices.fill_(-1).view(size, -1)[:n] = chosen
-        fingerprint(states.rows, slices, states.keys, fingerprint_a=found, launches=False)
-        arrived = found.view(layers, size, -1)[:, :n]
-        differs[:] = ((arrived != kept).any(2) & is_left & ~is_outside).to(torch.int64)
-        if states.compared == 1:
-            states.phases[entries] = phases[:, 0]
-        states.sums[:, chosen[~is_outside]] = kept[:, ~is_outside]
+        differs[:] = _differ(states, slices, found, sources, torch.where(is_outside, -1, entries)) & is_left
     by_bytes = torch.full_like(codes, T1.value).masked_fill_(is_here, R9.value)
     codes = torch.where((codes == 0) & differs.any(0), by_bytes, codes)
     total += codes.count_nonzero()
     said = torch.full_like(entries, step), codes, entries, sources, past, absorbed, writers, sites
     taken.cells[place, :, :n], taken.mismatch[place, :, :n] = torch.stack(said), differs
+
+
+def _left_between(
+    states: States, rows: Rows, truth: Truth, ends: Tensor, block_size: int, checkpoints: int, stored: Tensor
+) -> Tensor:
+    """[LEFT_WIDTH, n] what rows leave within their prompts; ends: [n] their tokens;  stored: [tokens] chains."""
+    past, numbers = context_lengths(rows), rows.numbers.long()
+    counts, columns = (ends - 1) // checkpoints * checkpoints, columns_of(ends, block_size) - 1
+    entries = entry_at(rows.table, columns.clamp(min=0))
+    is_block = (entries >= states.null_entries) & (entries < states.known.shape[1])
+    is_left = is_block & (counts > past) & (columns > torch.where(past == 0, -1, columns_of(past, block_size)))
+    at = (rows.starts[: len(numbers)].long() + counts - past - 1).clamp(min=0)
+    return torch.stack((torch.where(is_left, entries, -1), counts, truth.uids[numbers], stored[at] * is_left))
+
+
+def _differ(states: States, slices: Tensor, found: Tensor, sources: Tensor, entries: Tensor) -> Tensor:
+    """[layers, n] bool: the bytes of entries [n] are not those that sources [n] were left with, as they are to be from
+    now on. Entry -1: nothing is compared. slices, found: as in `Taken`, of n rows and padding
+    """
+    n, is_inside = len(entries), entries >= 0
+    every = torch.arange(states.slices, device=entries.device).expand(n, -1)
+    phases = every if states.compared == states.slices else states.phases[sources, None]
+    kept = states.sums[:, sources[:, None] * states.slices + phases]
+    chosen = torch.where(is_inside[:, None], entries[:, None] * states.slices + phases, -1)
+    slices.fill_(-1).view(-1, states.compared)[:n] = chosen
+    fingerprint(states.rows, slices, states.keys, fingerprint_a=found, launches=False)
+    if states.compared == 1:
+        states.phases[entries[is_inside]] = phases[is_inside, 0]
+    states.sums[:, chosen[is_inside]] = kept[:, is_inside]
+    return (found.view(len(found), -1, states.compared)[:, :n] != kept).any(2) & is_inside
 
 
 take_states_torch = partial(take_states, launches=False)

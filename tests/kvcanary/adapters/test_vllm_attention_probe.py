@@ -126,21 +126,22 @@ def test_what_attention_read_instead_is_named(host, harm: Callable[[Any], None],
     assert said in cause
 
 
+def scales_scores(worker: Worker) -> None:
+    """Once the probe has asked for the scale."""
+    worker.layer.harm = lambda metadata: setattr(worker.layer.impl, "scale", 1.0)
+
+
+def scales_values(worker: Worker) -> None:
+    worker.layer.times = 2.0
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [({"scale": 1.0}, "weigh otherwise than K and the query say"), ({"times": 2.0}, "a scale of V is missing")],
+    ("change", "said"),
+    [(scales_scores, "weigh otherwise than K and the query say"), (scales_values, "a scale of V is missing")],
 )
-def test_a_scale_that_is_another_is_named(host, changes: dict[str, float], said: str) -> None:
+def test_a_scale_that_is_another_is_named(host, change: Callable[[Worker], None], said: str) -> None:
     worker = Worker()
-    worker.layer.impl.scale, worker.layer.times = DIM**-0.5, changes.get("times", 1.0)
-    if "scale" in changes:
-        inner = worker.layer.harm
-
-        def harm(metadata: Any) -> None:
-            inner(metadata)
-            worker.layer.impl.scale = changes["scale"]
-
-        worker.layer.harm = harm
+    change(worker)
     [(code, cause)] = worker.probe()
     assert code == "R8"
     assert said in cause
