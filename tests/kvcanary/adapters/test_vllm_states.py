@@ -134,6 +134,15 @@ def test_a_state_of_nobody_and_a_null_block_are_told(host: Host) -> None:
     assert host.forward(9, 8) == [("W2", "b", 0)]
 
 
+def test_what_was_found_is_not_told_of_a_later_step_without_states(host: Host) -> None:
+    """Cells of a step lie in a ring: a step that no state was taken in finds those of one long ago there."""
+    host.table[1, 0] = 0
+    assert host.forward(8, 7) == [("W2", "b", 0)]
+    step = host.canary.steps[-1]
+    host.canary.steps.append(SimpleNamespace(**vars(step) | {"number": step.number + RING, "events": []}))
+    assert found_in(host.canary) == []
+
+
 def test_a_table_that_names_no_block_is_told(host: Host) -> None:
     host.table[1, 0] = BLOCKS
     assert [code for code, *_ in host.forward(8, 7)] == ["W1"]
