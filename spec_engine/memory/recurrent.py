@@ -6,7 +6,10 @@ ones, and the state of the node accepted last is committed afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,10 +17,8 @@ from torch import Tensor
 from kvcanary import StateView
 from kvcanary.faults import seam
 from kvcanary.invariants import check_state_commit, check_state_settled
+from kvcanary_kernels.engine.delta_shape import DeltaShape, DeltaWeights, Span
 from spec_engine.memory.pools.recurrent_watch import StateWatch
-
-Advance = Callable[..., tuple[Tensor, Tensor]]
-
 
 class RecurrentPool:
     """``states [layers, rows + 1, size]``, by request-table row; row 0 is the null state, always zero.
@@ -61,20 +62,48 @@ class RecurrentPool:
         if self.watch is not None:
             self.watch.reset(row)
 
-    def chain(self, rows: Sequence[int], lens: Sequence[int]) -> ChainStates:
+    def chain(self, rows: Sequence[int], lens: Sequence[int]) -> SpanStates:
         """The states of a forward in which row r goes on by ``lens[r]`` tokens for good: prefill or decode."""
         self._check_settled(rows)
-        return ChainStates(self, rows, lens)
+        parents = [token - 1 for n in lens for token in range(n)]
+        firsts = [first for n, first in zip(lens, accumulate((0, *lens)), strict=False) for _ in range(n)]
+        parents = [first + parent if parent >= 0 else -1 for first, parent in zip(firsts, parents, strict=True)]
+        targets = [-1] * len(parents)
+        for end, n, row in zip(accumulate(lens), lens, rows, strict=True):
+            if n and row:
+                targets[end - 1] = row * self.entries_per_row
+        return self._span(rows, lens, torch.tensor(parents, dtype=torch.int64), targets)
 
-    def tree(self, rows: Sequence[int], parents: Tensor, columns: Sequence[int] | None = None) -> TreeStates:
+    def tree(self, rows: Sequence[int], parents: Tensor, columns: Sequence[int] | None = None) -> SpanStates:
         """The states of a verify of ``parents [len(rows), N] int64``, -1 for roots; commit or reset each row after.
 
         ``columns``: where the states of nodes go; None: node n's to n
         """
         self._check_settled(rows)
+        num_nodes = parents.shape[1]
+        self.open_verify(rows, num_nodes)
+        columns = range(num_nodes) if columns is None else columns
+        first = torch.arange(len(rows), device=parents.device)[:, None] * num_nodes
+        flat = torch.where(parents < 0, -1, parents + first).flatten()
+        targets = [self.node_entry(row, column) if row else -1 for row in rows for column in columns]
+        return self._span(rows, [num_nodes] * len(rows), flat, targets)
+
+    def open_verify(self, rows: Sequence[int], num_nodes: int) -> None:
+        """Each of these rows has to be committed, or reset, before its next forward."""
         for row in rows:
-            self._pending[row] = parents.shape[1] if row else 0
-        return TreeStates(self, rows, parents, range(parents.shape[1]) if columns is None else columns)
+            self._pending[row] = num_nodes if row else 0
+
+    def node_entry(self, row: int, node: int) -> int:
+        """Where the state after this node of the row's tree lies."""
+        return row * self.entries_per_row + 1 + node
+
+    def _span(self, rows: Sequence[int], lens: Sequence[int], parents: Tensor, targets: Sequence[int]) -> SpanStates:
+        self.states[:, seam("states.null_row", 0, rows=rows, live=self.live)] = 0  # what padding goes on from
+        starts, sources = list(accumulate((0, *lens))), [row * self.entries_per_row for row in rows]
+        device = self.entries.device
+        numbers = (torch.tensor(own, dtype=torch.int64, device=device) for own in (starts, sources, list(targets)))
+        starts_on, sources_on, targets_on = numbers
+        return SpanStates(self, Span(starts_on, parents.to(device), sources_on, targets_on))
 
     def commit(self, rows: Sequence[int], nodes: Sequence[int]) -> None:
         """Row r goes on from ``nodes[r]``, its last accepted node; RecurrentStateError where it has no such node."""
@@ -98,11 +127,6 @@ class RecurrentPool:
             return
         self.states[:, to] = self.nodes[:, at, chosen]
 
-    def store(self, layer: int, rows: Tensor, states: Tensor) -> None:
-        """Write one layer's ``states [n, size]`` at ``rows [n]``; those of row 0 come to nothing."""
-        self.states[layer, rows] = states
-        self.states[layer, seam("states.null_row", 0, rows=rows, live=self.live)] = 0
-
     @property
     def live(self) -> list[int]:
         """Rows in which requests have left states, as far as a canary was told."""
@@ -113,59 +137,26 @@ class RecurrentPool:
             check_state_settled(row, self._pending[row])
 
 
-class ChainStates:
-    """One forward's access to the states, for rows of consecutive tokens of any number."""
+class SpanStates:
+    """One forward's access to the states of its layers, from entry to entry."""
 
-    def __init__(self, pool: RecurrentPool, rows: Sequence[int], lens: Sequence[int]) -> None:
-        self.pool = pool
-        device = pool.states.device
-        self.rows, counts = torch.tensor(rows, device=device), torch.tensor(lens, device=device)
-        first = counts.cumsum(0) - counts
-        going = [(counts > step).nonzero().flatten() for step in range(max(lens, default=0))]
-        self.steps = [(rows_on, first[rows_on] + step) for step, rows_on in enumerate(going)]
+    def __init__(self, pool: RecurrentPool, span: Span) -> None:
+        self._pool, self._span = pool, span
 
-    def recur(self, layer: int, decay: Tensor, update: Tensor) -> Tensor:
-        """State after each token: ``decay * state before + update``, all [n, size]; the last of a row stays."""
-        return self.scan(layer, _gated, decay, update)
-
-    def scan(self, layer: int, advance: Advance, *inputs: Tensor) -> Tensor:
-        """``advance(state [m, size], *inputs [m, ...])`` gives the state after a token, and an output; all [n, ...]."""
-        state, out = self.pool.states[layer, self.rows], inputs[0].new_empty(0)
-        for going, tokens in self.steps:
-            after, given = advance(state[going], *(own[tokens] for own in inputs))
-            out = given.new_zeros(len(inputs[0]), *given.shape[1:]) if not len(out) else out
-            state[going], out[tokens] = after, given
-        self.pool.store(layer, self.rows, state)
+    def advance(
+        self, layer: int, x: Tensor, gates: Tensor, weights: DeltaWeights, shape: DeltaShape, eps: float
+    ) -> Tensor:
+        """As `StateAccess` has it."""
+        entries, n = self._pool.entries[layer], len(x)
+        mixed, out = x.new_empty(n, shape.channels), x.new_empty(n, shape.values)
+        run = _operations().gated_delta if x.is_cuda and entries.dtype is torch.float32 else _operations().gated_delta_torch
+        run(entries, self._span, x, gates, weights, shape, mixed=mixed, out=out, eps=eps)
         return out
 
 
-class TreeStates:
-    """One verify's access to the states: each node starts from its parent's, roots from the committed one."""
+@cache
+def _operations() -> ModuleType:
+    """An engine whose model has attention alone loads none."""
+    from kvcanary_kernels.engine import delta
 
-    def __init__(self, pool: RecurrentPool, rows: Sequence[int], parents: Tensor, columns: Sequence[int]) -> None:
-        self.pool = pool
-        self.rows, self.parents = torch.tensor(rows, device=pool.states.device), parents
-        self.columns = torch.tensor(list(columns), device=pool.states.device)
-
-    def recur(self, layer: int, decay: Tensor, update: Tensor) -> Tensor:
-        """State after each node ``[rows * N, size]``, parents before children; committed states stay as they are."""
-        return self.scan(layer, _gated, decay, update)
-
-    def scan(self, layer: int, advance: Advance, *inputs: Tensor) -> Tensor:
-        """As of `ChainStates`, after each node, [rows * N, ...]."""
-        bs, num_nodes = self.parents.shape
-        committed, batch = self.pool.states[layer, self.rows], torch.arange(bs, device=self.rows.device)
-        inputs = tuple(own.unflatten(0, (bs, num_nodes)) for own in inputs)
-        after, out = committed.new_zeros(bs, num_nodes, committed.shape[1]), []
-        for node in range(num_nodes):
-            parent = self.parents[:, node]
-            before = torch.where(parent[:, None] < 0, committed, after[batch, parent.clamp_min(0)])
-            after[:, node], given = advance(before, *(own[:, node] for own in inputs))
-            out.append(given)
-        self.pool.nodes[layer, self.rows[:, None], self.columns] = after
-        return torch.stack(out, 1).flatten(0, 1)
-
-
-def _gated(state: Tensor, decay: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-    state = decay * state + update
-    return state, state
+    return delta

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary import KVCanaryError
+from kvcanary_kernels.engine.delta_shape import DeltaShape
 
+HYBRID_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TARGET_ARCHITECTURES += HYBRID_ARCHITECTURES
 EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle",)
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3",)
 LAYER_TYPES = ("full_attention", "sliding_attention")
+DELTA_LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 class CheckpointError(KVCanaryError, ValueError):
@@ -51,6 +55,10 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None  # tokens that a layer sees, the reader's own included; None: all
     full_layers: tuple[int, ...] = ()  # layers that see everything beside those with a window
+    rotary_dim: int = 0  # numbers of a head that are rotated; 0: all
+    output_gate: bool = False  # what attention gives is gated by the layer's input
+    delta: DeltaShape | None = None  # of layers with a gated delta net instead of attention
+    delta_layers: tuple[int, ...] = ()  # which these are
     eos_token_ids: tuple[int, ...] = ()
     # Draft heads only.
     draft_vocab_size: int = 0
@@ -80,8 +88,14 @@ class ModelConfig:
                 "num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise CheckpointError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.head_dim % 2 or self.rotary_dim % 2:
+            sizes = f"{self.head_dim}" + (f" of which {self.rotary_dim} are rotated" if self.rotary_dim else "")
+            raise CheckpointError(f"head_dim must be even for rotary embeddings, got {sizes}")
+        if self.delta is not None and (min(self.delta) < 1 or self.delta.v_heads % self.delta.k_heads):
+            raise CheckpointError(
+                "value heads of a gated delta net must be a multiple of its key heads, and all sizes positive, "
+                f"got {self.delta}"
+            )
 
     @property
     def window_layers(self) -> tuple[int, ...]:
@@ -94,6 +108,8 @@ class ModelConfig:
 
         Where ranks outnumber KV heads, several hold the same one. CheckpointError where something does not divide.
         """
+        if self.delta is not None:
+            raise CheckpointError("a model with layers of a gated delta net must run on one rank, got more")
         if self.num_ranks != 1 or not 0 <= rank < num_ranks:
             raise CheckpointError(f"a whole model is cut into ranks 0 to {num_ranks - 1}, got rank {rank} of {self}")
         for name in ("num_heads", "intermediate_size"):
@@ -190,7 +206,9 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
     known = TARGET_ARCHITECTURES + EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
     if architecture not in known:
         raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
-    _refuse_unsupported(raw)
+    is_hybrid = architecture in HYBRID_ARCHITECTURES
+    raw = raw | raw.get("text_config", {}) if is_hybrid else raw
+    _refuse_unsupported(raw, is_hybrid)
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     window, full_layers = _parse_window(raw, architecture)
     return ModelConfig(
@@ -215,7 +233,32 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
         target_hidden_size=raw.get("target_hidden_size") or hidden,
         tap_layers=_parse_taps(raw),
+        **_parse_delta(raw) if is_hybrid else {},
     )
+
+
+def _parse_delta(raw: dict[str, Any]) -> dict[str, Any]:
+    """What a hybrid has beside the rest."""
+    layers, rope, every = raw["num_hidden_layers"], raw.get("rope_parameters") or {}, raw.get("full_attention_interval", 4)
+    kinds = raw.get("layer_types") or [DELTA_LAYER_TYPES[(layer + 1) % every == 0] for layer in range(layers)]
+    strange = [kind for kind in kinds if kind not in DELTA_LAYER_TYPES]
+    if strange or len(kinds) != layers:
+        names = " or ".join(DELTA_LAYER_TYPES)
+        raise CheckpointError(f"layer_types must be {names} for each of {layers} layers, got {kinds}")
+    sizes = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
+    partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.25
+    return {
+        "rotary_dim": int(raw["head_dim"] * partial),
+        "output_gate": True,
+        "delta": DeltaShape(*(raw[size] for size in sizes)),
+        "delta_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == DELTA_LAYER_TYPES[0]),
+    }
 
 
 def _parse_rope(raw: dict[str, Any]) -> RopeScaling:
@@ -246,7 +289,7 @@ def _parse_taps(raw: dict[str, Any]) -> tuple[int, ...]:
     return tuple(tap + 1 for tap in taps) if taps[:1] == (1,) else taps
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
+def _refuse_unsupported(raw: dict[str, Any], is_hybrid: bool) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act must be silu, got {raw['hidden_act']}")
     if raw.get("mlp_bias"):
@@ -257,7 +300,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
             f"weights must not be quantized, got quantization method {method}; load the original checkpoint"
         )
     partial = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor") or 1
-    if partial != 1:
+    if partial != 1 and not is_hybrid:
         raise CheckpointError(f"partial_rotary_factor must be 1, got {partial}")
 
 

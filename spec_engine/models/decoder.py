@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         self.lm_head_weight = (
             self.embed_weight if config.tie_word_embeddings else _weight(config.vocab_size, config.hidden_size)
         )
-        self.rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings)
+        self.rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings, config.rotary_dim)
 
     def forward(
         self,
@@ -84,40 +84,65 @@ class Decoder(nn.Module):
         """Parameter name -> the tensors of a Hugging Face checkpoint, with their rows, that it stacks."""
         config = self.config
         names = {"embed_weight": [("model.embed_tokens.weight", config.vocab_size)]}
-        for layer in self.layers:
-            names |= layer.hf_names(f"layers.{layer.layer}.", f"model.layers.{layer.layer}.")
+        for number, layer in enumerate(self.layers):
+            names |= layer.hf_names(f"layers.{number}.", f"model.layers.{number}.")
         names["norm_weight"] = [("model.norm.weight", config.hidden_size)]
         if not config.tie_word_embeddings:
             names["lm_head_weight"] = [("lm_head.weight", config.vocab_size)]
         return names
 
 
-class DecoderLayer(nn.Module):
-    """One layer. q, k, v are one product and so are gate and up: on a CPU the calls cost more than the arithmetic."""
+class MixingLayer(nn.Module):
+    """What every layer has around what mixes its tokens: the norm before, output product, residuals, norm and MLP."""
 
-    def __init__(self, config: ModelConfig, layer: int, input_size: int | None = None, input_norm: bool = True) -> None:
+    def __init__(self, config: ModelConfig, layer: int, input_norm: bool = True) -> None:
         super().__init__()
-        self.config = config
-        self.layer = layer
-        hidden, heads_size = config.hidden_size, config.num_heads * config.head_dim
-        self.eps = config.rms_norm_eps
-        self.norm_shape = (hidden,)
-        self.head_split = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
-        self.qk_split = (config.num_heads, config.num_kv_heads)
-        self.num_heads_all = config.num_heads + 2 * config.num_kv_heads
-        self.half_dim = config.head_dim // 2
-        self.input_norm_weight = _weight(hidden) if input_norm else None
-        self.qkv_weight = _weight(config.qkv_size, input_size or hidden)
-        self.qkv_bias = _weight(config.qkv_size) if config.qkv_bias else None
-        self.q_norm_weight = _weight(config.head_dim) if config.qk_norm else None
-        self.k_norm_weight = _weight(config.head_dim) if config.qk_norm else None
-        self.o_weight = _weight(hidden, heads_size)
+        self.config, self.layer, self.eps = config, layer, config.rms_norm_eps
+        self.norm_shape = (config.hidden_size,)
+        self.input_norm_weight = _weight(config.hidden_size) if input_norm else None
+        #: Sums a product over all ranks, in place, where each holds a part of the layer.
+        self.reduce: Callable[[Tensor], object] | None = None
+
+    def add_output(self, mixed_size: int) -> None:
+        """The weights behind what mixes, of which a token has so many numbers."""
+        config, hidden = self.config, self.config.hidden_size
+        self.o_weight = _weight(hidden, mixed_size)
         self.o_bias = _weight(hidden) if config.o_bias else None
         self.post_norm_weight = _weight(hidden)
         self.gate_up_weight = _weight(2 * config.intermediate_size, hidden)
         self.down_weight = _weight(hidden, config.intermediate_size)
-        #: Sums a product over all ranks, in place, where each holds a part of the layer.
-        self.reduce: Callable[[Tensor], object] | None = None
+
+    def finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """Output product, residual, norm, MLP, residual; mixed: [n, ...] of mixed_size numbers."""
+        if is_fused(mixed):
+            return _kernels().finish(self, hidden, mixed)
+        hidden = hidden + self._summed(F.linear(mixed.flatten(1), self.o_weight, self.o_bias))
+        x = F.rms_norm(hidden, self.norm_shape, self.post_norm_weight, self.eps)
+        gate, up = F.linear(x, self.gate_up_weight).chunk(2, -1)
+        return hidden + self._summed(F.linear(F.silu(gate) * up, self.down_weight))
+
+    def _summed(self, product: Tensor) -> Tensor:
+        if self.reduce is not None:
+            self.reduce(product)
+        return product
+
+
+class DecoderLayer(MixingLayer):
+    """Attention. q, k, v are one product and so are gate and up: on a CPU the calls cost more than the arithmetic."""
+
+    def __init__(self, config: ModelConfig, layer: int, input_size: int | None = None, input_norm: bool = True) -> None:
+        super().__init__(config, layer, input_norm)
+        hidden, heads_size = config.hidden_size, config.num_heads * config.head_dim
+        self.head_split = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
+        self.qk_split = (config.num_heads, config.num_kv_heads)
+        self.num_heads_all = config.num_heads + 2 * config.num_kv_heads
+        self.half_dim = config.head_dim // 2
+        self.qkv_weight = _weight(config.qkv_size, input_size or hidden)
+        self.qkv_bias = _weight(config.qkv_size) if config.qkv_bias else None
+        self.q_norm_weight = _weight(config.head_dim) if config.qk_norm else None
+        self.k_norm_weight = _weight(config.head_dim) if config.qk_norm else None
+        self.add_output(heads_size)
+        self.gate_weight = _weight(heads_size, hidden) if config.output_gate else None
 
     def forward(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv: KVAccess, wanted: Tensor | None = None
@@ -125,6 +150,9 @@ class DecoderLayer(nn.Module):
         """hidden [n, size] -> the same of every token, or of those ``wanted`` [m]; all keys and values are stored."""
         q, k, v = self.project(hidden, rotation)
         attention = kv.attend(self.layer, q, k, v)
+        if self.gate_weight is not None and self.input_norm_weight is not None:
+            x = rms_norm(hidden, self.input_norm_weight, self.eps)
+            attention = attention * F.linear(x, self.gate_weight).sigmoid().view_as(attention)
         if wanted is not None:
             hidden, attention = hidden[wanted], attention[wanted]
         return self.finish(hidden, attention)
@@ -144,20 +172,6 @@ class DecoderLayer(nn.Module):
         q, k = qk.split_with_sizes(self.qk_split, 1)
         return q, k, v
 
-    def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
-        """Output product, residual, norm, MLP, residual."""
-        if is_fused(attention):
-            return _kernels().finish(self, hidden, attention)
-        hidden = hidden + self._summed(F.linear(attention.flatten(1), self.o_weight, self.o_bias))
-        x = F.rms_norm(hidden, self.norm_shape, self.post_norm_weight, self.eps)
-        gate, up = F.linear(x, self.gate_up_weight).chunk(2, -1)
-        return hidden + self._summed(F.linear(F.silu(gate) * up, self.down_weight))
-
-    def _summed(self, product: Tensor) -> Tensor:
-        if self.reduce is not None:
-            self.reduce(product)
-        return product
-
     def _normed(self, qk: Tensor) -> Tensor:
         q, k = qk.split_with_sizes(self.qk_split, 1)
         shape = (2 * self.half_dim,)
@@ -174,6 +188,7 @@ class DecoderLayer(nn.Module):
             "qkv_bias": [(f"self_attn.{p}_proj.bias", rows) for p, rows in (("q", q), ("k", kv), ("v", kv))],
             "q_norm_weight": [("self_attn.q_norm.weight", config.head_dim)],
             "k_norm_weight": [("self_attn.k_norm.weight", config.head_dim)],
+            "gate_weight": [("self_attn.gate_proj.weight", q)],
             "o_weight": [("self_attn.o_proj.weight", hidden)],
             "o_bias": [("self_attn.o_proj.bias", hidden)],
             "post_norm_weight": [("post_attention_layernorm.weight", hidden)],
@@ -197,10 +212,12 @@ class RotaryTable(nn.Module):
 
     table: Tensor  # [max_positions, 2 * head_dim]
 
-    def __init__(self, rope: RopeScaling, head_dim: int, max_positions: int) -> None:
+    def __init__(self, rope: RopeScaling, head_dim: int, max_positions: int, rotary_dim: int = 0) -> None:
+        """``rotary_dim``: numbers of a head that are rotated, the first half of them those of its first half; 0: all"""
         super().__init__()
         self.head_dim = head_dim
-        self.register_buffer("table", _rotary_table(rope, head_dim, max_positions), persistent=False)
+        table = _rotary_table(rope, head_dim, rotary_dim or head_dim, max_positions)
+        self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.clamp_max(len(self.table) - 1)
@@ -227,9 +244,11 @@ def _kernels() -> ModuleType:
     return fused
 
 
-def _rotary_table(rope: RopeScaling, head_dim: int, max_positions: int) -> Tensor:
+def _rotary_table(rope: RopeScaling, head_dim: int, rotary_dim: int, max_positions: int) -> Tensor:
     # float32 angles, as transformers computes them, whatever the model's dtype.
-    frequencies = torch.tensor(rope_frequencies(rope, head_dim), dtype=torch.float32, device="cpu")
+    turned = rope_frequencies(rope, rotary_dim)
+    still = [0.0] * (head_dim // 2 - len(turned))
+    frequencies = torch.tensor([*turned, *still], dtype=torch.float32, device="cpu")
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos, -sin, sin), -1)

@@ -85,6 +85,7 @@ def check_fits(config: ModelConfig, target: Decoder) -> None:
 def own_rotary(config: ModelConfig, target: Decoder) -> RotaryTable | None:
     """The head's angles for every position of the target, None where they are the target's own."""
     theirs = target.config
-    if (config.rope, config.head_dim) == (theirs.rope, theirs.head_dim):
+    own, targets = ((one.rope, one.head_dim, one.rotary_dim) for one in (config, theirs))
+    if own == targets:
         return None
-    return RotaryTable(config.rope, config.head_dim, theirs.max_position_embeddings)
+    return RotaryTable(config.rope, config.head_dim, theirs.max_position_embeddings, config.rotary_dim)

@@ -22,6 +22,8 @@ from spec_engine.models.decoder import Decoder
 from spec_engine.models.eagle import Eagle
 from spec_engine.models.eagle3 import Eagle3, marks
 from spec_engine.models.files import read_tensors
+from spec_engine.models.hybrid import HybridDecoder
+from spec_engine.models.qwen3_5 import as_ours
 from spec_engine.models.sharding import part_of, without_others
 from spec_engine.models.standalone import Standalone
 
@@ -47,8 +49,10 @@ def load_target(
     if shard != (0, 1):
         config = config.shard(*shard)
     tensors = without_others(read_tensors(folder, part_of(config)), config)
+    if config.delta is not None:
+        tensors = as_ours(tensors, config)
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder(config) if config.delta is None else HybridDecoder(config)
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # some checkpoints store the tied matrix twice
     return _filled(model, tensors, folder, dtype, device)

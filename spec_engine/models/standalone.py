@@ -38,7 +38,7 @@ class Standalone(nn.Module):
         self.model = model
         if config.max_position_embeddings < theirs.max_position_embeddings:
             # Past its own context a draft guesses worse, which costs acceptance and nothing else.
-            table = RotaryTable(config.rope, config.head_dim, theirs.max_position_embeddings)
+            table = RotaryTable(config.rope, config.head_dim, theirs.max_position_embeddings, config.rotary_dim)
             model.rotary = table.to(model.embed_weight.device, model.embed_weight.dtype)
 
     def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KVAccess) -> Tensor:

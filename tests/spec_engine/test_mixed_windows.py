@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.replay.replayer import replay
+from kvcanary_kernels.engine.delta_shape import DeltaShape
 from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.memory.pools.pool import KVPool
@@ -290,4 +293,4 @@ def test_the_report_covers_the_window_pool_of_a_mixed_model():
 def test_a_recurrent_model_with_mixed_windows_is_refused():
     """Its attention layers are counted apart from the model's."""
     with pytest.raises(CheckpointError, match=r"must have one window or none, layers \[1\] see everything beside"):
-        HybridDecoder(parse_config(RAW), {0}, 8)
+        HybridDecoder(replace(parse_config(RAW), delta=DeltaShape(1, 1, 4, 4, 2), delta_layers=(0,)))

@@ -8,6 +8,7 @@ import pytest
 import structlog
 
 from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary_kernels.engine.delta_shape import DeltaShape
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
 from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.mock import MockTokenizer, with_random_weights
@@ -15,15 +16,16 @@ from spec_engine.models.config import ModelConfig
 from spec_engine.models.eagle import Eagle
 from spec_engine.models.hybrid import HybridDecoder
 
-CONFIG = ModelConfig("LlamaForCausalLM", 16, 24, 4, 2, 1, 8, 50, 128, target_hidden_size=16)
+HEAD = ModelConfig("LlamaForCausalLM", 16, 24, 1, 2, 1, 8, 50, 128, target_hidden_size=16)
+CONFIG = replace(HEAD, num_layers=4, delta=DeltaShape(1, 2, 3, 4, 3), delta_layers=(0, 2))
 PROMPTS = [[3, 14, 15, 9, 26], [5, 35, 8], list(range(40, 19, -1))]
 GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
 
 
 def hybrid_engine(monkeypatch: pytest.MonkeyPatch, drafts: bool = True, **settings) -> Engine:
     """Two of four layers are recurrent; the draft is a random EAGLE head."""
-    target = with_random_weights(HybridDecoder(CONFIG, (0, 2), 12), seed=5)
-    head = with_random_weights(Eagle(replace(CONFIG, num_layers=1), target), seed=6)
+    target = with_random_weights(HybridDecoder(CONFIG), seed=6)
+    head = with_random_weights(Eagle(HEAD, target), seed=6)
     defaults = {"dtype": "float64", "max_total_tokens": 1024, "prefill_chunk_tokens": 8, "page_size": 4}
     defaults |= {"canary": CanaryConfig(mode="raise", content="full"), "draft": "auto" if drafts else "none"}
     config = EngineConfig(**defaults | settings)

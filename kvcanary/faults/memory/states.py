@@ -66,9 +66,9 @@ def _clears_another(row: int, *, live: Sequence[int]) -> int:
     return next((other for other in live if other != row), row)
 
 
-def _live_row(row: int, *, rows: Any, live: Sequence[int]) -> int:
+def _live_row(row: int, *, rows: Sequence[int], live: Sequence[int]) -> int:
     """A row that a request has and that is not in this forward; else row 0, as is right."""
-    return next((other for other in live if other not in rows.tolist()), row)
+    return next((other for other in live if other not in rows), row)
 
 
 def _one_fewer(lens: Sequence[int], *, kind: str) -> list[int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvcanary.invariants import RecurrentStateError
-from spec_engine.memory.recurrent import RecurrentPool
+from kvcanary_kernels.engine.delta_shape import DeltaShape, DeltaWeights
+from spec_engine.memory.recurrent import RecurrentPool, SpanStates
 from spec_engine.mock import with_random_weights
 from spec_engine.models import CheckpointError
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.hybrid import HybridDecoder
 
-CONFIG = ModelConfig("LlamaForCausalLM", 16, 24, 4, 2, 1, 8, 50, 128)
+DELTA = DeltaShape(1, 2, 3, 4, 3)
+CONFIG = ModelConfig("LlamaForCausalLM", 16, 24, 4, 2, 1, 8, 50, 128, delta=DELTA, delta_layers=(0, 2))
 PROMPTS = [[3, 14, 15, 9, 26], [5, 35, 8]]
 PARENTS = [[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 2, 0, 4, 5]]
 NODES = [[7, 11, 12, 13, 14, 15, 16], [8, 21, 22, 23, 24, 25, 26]]
@@ -48,8 +52,8 @@ class Runner:
     """A hybrid model, its states and its dense K/V, for the requests in rows 2 and 1."""
 
     def __init__(self) -> None:
-        self.model = with_random_weights(HybridDecoder(CONFIG, (0, 2), 12), seed=5)
-        settings = {"num_layers": self.model.num_state_layers, "size": 12, "dtype": torch.float64}
+        self.model = with_random_weights(HybridDecoder(CONFIG), seed=5)
+        settings = {"num_layers": self.model.num_state_layers, "size": DELTA.size, "dtype": torch.float64}
         self.pool = RecurrentPool(num_rows=3, max_nodes=8, device=torch.device("cpu"), **settings)
         self.rows, self.lens, self.stored = [2, 1], [0, 0], [{}, {}]
 
@@ -118,25 +122,33 @@ def test_a_prompt_in_chunks_leaves_the_state_of_the_whole() -> None:
 
 
 def pool_of(rows: int = 2, nodes: int = 3) -> RecurrentPool:
-    shape = {"num_layers": 1, "num_rows": rows, "max_nodes": nodes, "size": 2}
+    shape = {"num_layers": 1, "num_rows": rows, "max_nodes": nodes, "size": DELTA.size}
     return RecurrentPool(**shape, dtype=torch.float64, device=torch.device("cpu"))
+
+
+def run(states: SpanStates, n: int) -> None:
+    """One layer over so many tokens, all alike."""
+    ones = lambda *size: torch.ones(*size, dtype=torch.float64)  # noqa: E731
+    heads, x, gates = DELTA.v_heads, ones(n, DELTA.channels), ones(n, DELTA.values + 2 * DELTA.v_heads)
+    weights = DeltaWeights(ones(DELTA.channels, DELTA.width), ones(heads), ones(heads), ones(DELTA.v_dim))
+    states.advance(0, x, gates, weights, DELTA, 1e-6)
 
 
 def test_the_null_state_stays_zero() -> None:
     """Padding rows run through every forward and leave row 0 as it was."""
-    pool, ones = pool_of(), torch.ones(3, 2, dtype=torch.float64)
-    pool.chain([1, 0, 0], [1, 1, 1]).recur(0, ones, ones)
-    assert pool.states[0].tolist() == [[0, 0], [1, 1], [0, 0]]
-    pool.tree([0], torch.tensor([[-1, 0, 1]])).recur(0, ones, ones)
-    assert pool.states[0, 0].eq(0).all()
-    pool.chain([0], [1]).recur(0, ones[:1], ones[:1])  # and no commit is owed for it
+    pool = pool_of()
+    run(pool.chain([1, 0, 0], [1, 1, 1]), 3)
+    assert pool.states[0].any(1).tolist() == [False, True, False]
+    run(pool.tree([0], torch.tensor([[-1, 0, 1]])), 3)
+    assert pool.states[0, 0].eq(0).all() and pool.nodes[0, 0].eq(0).all()
+    run(pool.chain([0], [1]), 1)  # and no commit is owed for it
 
 
 def test_a_new_request_begins_at_zero() -> None:
     """Reset forgets the state and the open verify of the request before."""
-    pool, ones = pool_of(), torch.ones(3, 2, dtype=torch.float64)
-    pool.chain([1], [3]).recur(0, ones, ones)
-    pool.tree([1], torch.tensor([[-1, 0, 1]])).recur(0, ones, ones)
+    pool = pool_of()
+    run(pool.chain([1], [3]), 3)
+    run(pool.tree([1], torch.tensor([[-1, 0, 1]])), 3)
     pool.reset(1)
     assert pool.states.eq(0).all()
     pool.chain([1], [1])
@@ -161,6 +173,8 @@ def test_what_an_open_verify_forbids() -> None:
 def test_recurrent_layers_lie_within_the_model() -> None:
     """A layer that the model does not have is refused; attention and recurrence are counted apart."""
     with pytest.raises(CheckpointError, match=r"must lie within the model's 4, got \[1, 4\]"):
-        HybridDecoder(CONFIG, (1, 4), 12)
-    model = HybridDecoder(CONFIG, (1,), 12)
+        HybridDecoder(replace(CONFIG, delta_layers=(1, 4)))
+    with pytest.raises(CheckpointError, match=r"must have layers with a gated delta net, got DeltaShape.* in \(\)"):
+        HybridDecoder(replace(CONFIG, delta_layers=()))
+    model = HybridDecoder(replace(CONFIG, delta_layers=(1,)))
     assert (model.num_kv_layers, model.num_state_layers) == (3, 1)

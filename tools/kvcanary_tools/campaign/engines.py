@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.faults.target import Setup
+from kvcanary_kernels.engine.delta_shape import DeltaShape
 from spec_engine import Engine, EngineConfig
 from spec_engine.loading import Models, load_models
 from spec_engine.mock import KnownDraft, KnownText, MockTokenizer, known_text, random_model, with_random_weights
@@ -20,7 +21,7 @@ from spec_engine.models.embedded import load_excerpts
 from spec_engine.models.hybrid import HybridDecoder
 
 NUM_TEXTS = 6
-STATE_SIZE = 12
+DELTA = DeltaShape(k_heads=1, v_heads=2, k_dim=3, v_dim=4, width=3)
 SPREAD = 8  # tokens by which prompts of one setup may be longer
 SURE = 20.0  # logit scale at which the random model's greedy choice is never close
 DRAFTING = ("topk", "num_steps", "num_draft_tokens", "attend")
@@ -116,7 +117,7 @@ def _known(
     windowed = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     model = random_model(0, logit_scale=SURE, max_position_embeddings=2048, **windowed)
     if is_hybrid:
-        model = with_random_weights(HybridDecoder(model.config, (0,), STATE_SIZE), seed=5)
+        model = with_random_weights(HybridDecoder(replace(model.config, delta=DELTA, delta_layers=(0,))), seed=5)
         model.lm_head_weight.data *= SURE
     generator = torch.Generator().manual_seed(prompt_len)
     vocab_size = model.config.vocab_size
