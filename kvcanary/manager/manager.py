@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcanary.captured.accepted_tokens import CapturedAcceptance
 from kvcanary.captured.in_flight import InFlight
 from kvcanary.captured.registry import SubstepRegistry
+from kvcanary.captured.states import CapturedStates
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.checks.tokens import Oracle, TokenOf
 from kvcanary.config import CanaryConfig
@@ -85,6 +86,7 @@ class CanaryManager:
         if declared:
             known = session.ledger, session.checks.violations, session.coverage, config, lambda: session.step
             self.states, session.has_states = states_of(declared, state, seed, *known), True
+        self._seed = seed
         self._copies: Copies | None = None  # of other ranks
         self._expected, self._num_untold = forwards.expected, 0  # steps that have ended since one was collected
 
@@ -164,6 +166,22 @@ class CanaryManager:
     def num_bytes(self) -> int:
         """Bytes of device memory that records, fingerprints and page states take; they never grow."""
         return self.session.state.num_bytes
+
+    def capture_states(self, name: str, rows: int, nodes: int = 0) -> CapturedStates:
+        """The states of this view are judged on the device, with captured forwards: before `arm()`, for good.
+
+        rows: most of one forward;  nodes: most of a tree of a verify, 0: none
+        """
+        if self.is_armed:
+            raise HookOrderError(f"capture_states() must come before arm(): states {name!r} are late")
+        own, pools = self.states[name], self.session.state.pools
+        pool = next((pool for pool in pools if not pool.view.token_offset), pools[0])
+        shared = self._ledger, self.session.coverage, self.config
+        captured = CapturedStates(
+            self.registry, pool, own.view, own.pool.pool_id, self._seed, rows, nodes, *shared
+        )
+        self._checks.captured_states.append(captured)
+        return captured
 
     def arm(self) -> None:
         """After warm-up and capture, before the first request: from now on everything is checked."""

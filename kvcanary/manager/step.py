@@ -17,6 +17,7 @@ from kvcanary.calls.violation_log import ViolationBatch, ViolationGroup, Violati
 from kvcanary.captured.in_flight import InFlight, Marks
 from kvcanary.captured.launch_group import Launched
 from kvcanary.captured.moves import DESTINATIONS
+from kvcanary.captured.states import CapturedStates
 from kvcanary.captured.step import CapturedStep, SentStep
 from kvcanary.captured.substep import CapturedSubstep
 from kvcanary.checks.fast_path import Prover, Unproved
@@ -79,6 +80,7 @@ class StepChecks:
         self.window_eviction = WindowEviction(state, ledger, record_store, coverage)
 
         self.captured: CapturedStep | None = None
+        self.captured_states: list[CapturedStates] = []
         self.collecting: Callable[[int | None], None] = lambda step: None
         self._flights: deque[InFlight] = deque()
         self._marks = Marks(state.records.device)
@@ -181,6 +183,8 @@ class StepChecks:
                 and (self.is_full or not captured.collect_quiet(sent, self.record_store, proves))
             ):
                 self._learn(captured, sent, violations, proves)
+            for states in self.captured_states:
+                violations += states.violations(flight.turn)
             if flight.rereads is not None:
                 violations += flight.rereads.violations()
             flight.is_collected = True

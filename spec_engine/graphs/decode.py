@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.results import Results
+from spec_engine.graphs.states import StateSource, StaticStates
 from spec_engine.graphs.step import SECTIONS, StepProgram
 from spec_engine.step.verify import Accepted
 
@@ -36,13 +37,16 @@ class DecodeProgram(StepProgram):
         table: RequestTable,
         relay: Relay,
         recorder: Recorder,
+        states: StateSource | None = None,
     ) -> None:
+        """``states``: of a model with recurrent layers"""
         sizes = {"rows": size, **dict.fromkeys(SECTIONS, 1), **forwards.sections("decode", size)}
         super().__init__(size, Feed(sizes, table.table.device), relay)
         self._model, self._forwards, self._table = model, forwards, table.table
         forward = StaticForward.allocate("decode", 0, self._table, requests=size, new=1)
         self._hooked = forwards.hook(forward, forwards.rows(self._feed, "decode", "live"))
         self._launches = forwards.together([self._hooked])
+        self._states = None if states is None else StaticStates(states, self._hooked)
         self._hidden = torch.zeros(
             size, model.config.hidden_size, dtype=forwards.pool.dtype, device=forward.slots.device
         )
@@ -60,6 +64,8 @@ class DecodeProgram(StepProgram):
         live = len(batch)
         self._feed.set(rows=[request.row for request in batch.requests], live=[live], decides=[decides])
         self._launches.launch(batch.ids, [1] * live, [sum(batch.lens) + live])
+        if self._states is not None:
+            self._states.launch(batch.ids)
         self._feed.send()
         self._run()
         return self._hidden[:live]
@@ -72,8 +78,14 @@ class DecodeProgram(StepProgram):
         forward.tokens.copy_(self._bonus)
         forward.positions.copy_(self._lens)
         forward.read(self._table, rows, self._lens, forward.slots[:, None], self._forwards.pool.num_slots)
+        own: tuple[Any, ...] = ()
+        if self._states is not None:
+            self._states.begin(rows, self._lens)
+            own = (), self._states.access
         with self._forwards.open(self._hooked) as attention:
-            self._hidden.copy_(self._model(forward.tokens, forward.positions, attention).hidden)
+            self._hidden.copy_(self._model(forward.tokens, forward.positions, attention, *own).hidden)
+        if self._states is not None:
+            self._states.end()
         self._chosen.copy_(greedy_tokens(self._model.logits(self._hidden)))
         counts = {"num_live": self._feed["live"], "decides": self._feed["decides"]}
         leave_rows(rows, relay.lens, relay.bonus, lens=self._lens, chosen=self._chosen, **counts)

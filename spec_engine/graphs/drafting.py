@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward, slots_at
 from spec_engine.graphs.hooks import Hooked, StaticForwards
 from spec_engine.graphs.results import Results
+from spec_engine.graphs.states import StateSource, StaticStates
 from spec_engine.graphs.step import SECTIONS, StepProgram
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.step.verify import Accepted, accepted_of, owners_of, results_of
@@ -63,8 +64,11 @@ class DraftProgram(StepProgram):
         relay: Relay,
         recorder: Recorder,
         is_followed: bool,
+        states: StateSource | None = None,
     ) -> None:
-        """``is_followed``: by an extend in every step that decides, which tells the canary of moves."""
+        """``is_followed``: by an extend in every step that decides, which tells the canary of moves; ``states``: of a
+        model with recurrent layers
+        """
         sizes = {"rows": size, "branches": 1, **dict.fromkeys(SECTIONS, 1)}
         sizes |= target.sections("verify", size) | drafts.sections("draft", size * drafter.topk)
         super().__init__(size, Feed(sizes, drafter.table.table.device), relay)
@@ -78,6 +82,7 @@ class DraftProgram(StepProgram):
         verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
         self._verify = target.hook(verify, target.rows(self._feed, "verify", "live"))
         self._launches = self._launches_deciding = target.together(self._draft_forwards, [self._verify])
+        self._states = None if states is None else StaticStates(states, self._verify)
         self._num_places = depth + 1
         self._results = Results({"results": (size, 1 + 4 * nodes + self._num_places + 2)}, self._table.device)
         self._move = self._target.hook_move(size * (depth + 1), self._feed) if self.compacts else None
@@ -117,6 +122,8 @@ class DraftProgram(StepProgram):
         (self._launches_deciding if decides else self._launches).launch(batch.ids, [*entries, *[nodes] * live], reads)
         if self._move is not None and decides:
             self._target.launch_move(self._move)
+        if self._states is not None:
+            self._states.launch(batch.ids)
         self._feed.send()
         self._run()
         return self.output.hidden[:written]
@@ -158,6 +165,8 @@ class DraftProgram(StepProgram):
         self._tree = replace(tree, num_seen=self._verify.forward.tree_mask.sum(-1))
         accepted = self._accept(tree)
         is_decided = self._commit(accepted)
+        if self._states is not None:
+            self._states.commit(accepted, is_decided)
         if self.compacts:
             self._moved = compact(self._target.pool, self.windows(self.size), accepted, is_decided)
             if not self._is_followed:
@@ -220,5 +229,11 @@ class DraftProgram(StepProgram):
         if self._draft_forwards:
             self._rows.advance()  # postponed as they are
         self._verify.rows.advance()
+        own: tuple[Any, ...] = (self._drafter.tap_layers,)
+        if self._states is not None:
+            self._states.begin(rows, lens)
+            own += (self._states.access,)
         with self._target.open(self._verify) as attention:
-            self.output = self._model(forward.tokens, forward.positions, attention, self._drafter.tap_layers)
+            self.output = self._model(forward.tokens, forward.positions, attention, *own)
+        if self._states is not None:
+            self._states.end()

@@ -17,14 +17,17 @@ from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.graphs.extend import ExtendProgram
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.program import Recorder
+from spec_engine.graphs.states import StateSource
+from spec_engine.memory.pools.recurrent_watch import StateWatch
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.step.runner import Part, Runner, StepResult, Verified
 from spec_engine.step.verify import Accepted
 
 if TYPE_CHECKING:
-    from kvcanary.captured import AcceptedTokens
+    from kvcanary.captured import AcceptedTokens, CapturedStates
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
+    from spec_engine.memory.recurrent import RecurrentPool
     from spec_engine.request import Request
     from spec_engine.scheduling.scheduler import Chunk
 
@@ -50,10 +53,20 @@ class GraphRunner(Runner):
         self._uncollected: dict[int, int] = {}  # by row, steps behind it that the host has not collected
         self._bucket: Bucket | None = None  # in which the current step runs
         self._decides = False  # whether its program does
+        self._state_source = None if self.states is None else StateSource(self.states, self._captured_states(self.states))
         recorder = Recorder(self.device)
         accepted_tokens = self._add_accepted_tokens(self.drafter)
         target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary, accepted_tokens)
         self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
+
+    def _captured_states(self, states: RecurrentPool) -> CapturedStates | None:
+        """Who judges them on the device, and is told of forwards that are not captured too."""
+        if self.canary is None:
+            return None
+        nodes = 0 if self.drafter is None else self.drafter.num_draft_tokens
+        captured = self.canary.capture_states("recurrent", len(self.table.table), nodes)
+        states.watch = StateWatch(captured, states.entries_per_row)
+        return captured
 
     def _add_accepted_tokens(self, drafter: Drafter | None) -> AcceptedTokens | None:
         """Where a canary keeps what steps accept, if the host goes ahead of that."""
@@ -90,12 +103,12 @@ class GraphRunner(Runner):
         return self._bucket_for(len(requests)) is not None and self._can_decide(requests)
 
     def _make_bucket(self, size: int, target: StaticForwards, recorder: Recorder) -> Bucket:
-        drafter = self.drafter
+        drafter, states = self.drafter, self._state_source
         if drafter is None:
-            return Bucket(DecodeProgram(size, self.model, target, self.table, self.relay, recorder))
+            return Bucket(DecodeProgram(size, self.model, target, self.table, self.relay, recorder, states))
         drafts = StaticForwards(drafter.forwards.pool, drafter.forwards.num_heads, self.canary, target.accepted_tokens)
         follows = self.lag > 0
-        step = DraftProgram(size, self.model, target, drafter, drafts, self.relay, recorder, follows)
+        step = DraftProgram(size, self.model, target, drafter, drafts, self.relay, recorder, follows, states)
         return Bucket(step, ExtendProgram(size, drafter, drafts, step, recorder, follows))
 
     # a step, in the order of its run
@@ -158,6 +171,8 @@ class GraphRunner(Runner):
         step, live = self._bucket.step, len(batch)
         self._check(batch, drafter, step)
         drafter.consume(batch)
+        if self.states is not None and not self._decides:
+            self.states.open_verify([request.row for request in batch.requests], drafter.num_draft_tokens)
         hidden = step(batch, self._decides)
         return Verified(step.tree(live), step.windows(live), DecoderOutput(hidden, None))
 
@@ -177,6 +192,11 @@ class GraphRunner(Runner):
         """Bring accepted nodes of the requests ``going`` to the front of their windows, unless the program did."""
         if not self._decides:
             super().compact(windows, accepted, going)
+
+    def commit_states(self, batch: Batch, tree: Tree, accepted: Sequence[Accepted]) -> None:
+        """Each row goes on from the state of its last accepted node, unless the program has seen to it."""
+        if not self._decides:
+            super().commit_states(batch, tree, accepted)
 
     def _publish(self, batch: Batch, lens: Sequence[int], bonus: Sequence[int]) -> None:
         self._lens.update(zip((request.row for request in batch.requests), lens, strict=True))

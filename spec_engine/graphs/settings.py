@@ -7,7 +7,6 @@ import torch
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
 from spec_engine.models.decoder import Decoder
-from spec_engine.models.hybrid import HybridDecoder
 from spec_engine.step.runner import Runner
 
 
@@ -25,7 +24,6 @@ def check_model(config: EngineConfig, model: Decoder, device: torch.device) -> N
     if config.graphs == "off":
         return
     for what, is_so in (
-        ("has recurrent layers", isinstance(model, HybridDecoder)),
         ("has a sliding window", model.config.sliding_window is not None),
         ("computes in float64 on a GPU", config.dtype == "float64" and device.type == "cuda"),
     ):

@@ -119,13 +119,19 @@ class RecurrentPool:
             self.watch.committed(rows, targets, nodes)
 
     def _copy(self, rows: Sequence[int], targets: Sequence[int], nodes: Sequence[int]) -> None:
-        device = self.states.device
         targets = seam("states.bytes_into_neighbour", targets)
-        at, to, chosen = (torch.tensor(own, dtype=torch.int64, device=device) for own in (rows, targets, nodes))
+        sources = [self.node_entry(row, node) for row, node in zip(rows, nodes, strict=True)]
+        entries = [row * self.entries_per_row for row in targets]
+        both = (torch.tensor(own, dtype=torch.int64, device=self.entries.device) for own in (sources, entries))
+        sources_on, entries_on = both
         if seam("states.copied_backwards", False):
-            self.nodes[:, at, chosen] = self.states[:, to]
-            return
-        self.states[:, to] = self.nodes[:, at, chosen]
+            sources_on, entries_on = entries_on, sources_on
+        self.copy(sources_on, entries_on)
+
+    def copy(self, sources: Tensor, entries: Tensor) -> None:
+        """Bytes of all layers, [n] each; entry -1: none. No entry is both. Within a program, too."""
+        copies = _copies()
+        (copies.copy_entries if self.entries.is_cuda else copies.copy_entries_torch)(self.entries, sources, entries)
 
     @property
     def live(self) -> list[int]:
@@ -160,3 +166,10 @@ def _operations() -> ModuleType:
     from kvcanary_kernels.engine import delta
 
     return delta
+
+
+@cache
+def _copies() -> ModuleType:
+    from kvcanary_kernels.engine import copies
+
+    return copies

@@ -212,8 +212,7 @@ class Runner:
         accepted = self._to_host(batch, tree, decision)
         going = [b for b, request_id in enumerate(batch.ids) if request_id not in aborted]
         self.compact(windows, accepted, going)
-        if self.states is not None:
-            self.states.commit(batch.rows.tolist(), last_nodes(tree, accepted))
+        self.commit_states(batch, tree, accepted)
         result = self._commit(batch, accepted, decision, aborted)
         if not going:
             return result
@@ -264,6 +263,11 @@ class Runner:
         rows, nodes, places = to_device(moves, self.device).unbind(1)
         source, destination = windows[rows, nodes], windows[rows, places]
         self.forwards.move(source, destination)
+
+    def commit_states(self, batch: Batch, tree: Tree, accepted: Sequence[Accepted]) -> None:
+        """Each row goes on from the state of its last accepted node."""
+        if self.states is not None:
+            self.states.commit(batch.rows.tolist(), last_nodes(tree, accepted))
 
     def _commit(
         self, batch: Batch, accepted: Sequence[Accepted], decision: Decision, aborted: frozenset[str]

@@ -60,6 +60,7 @@ class States(NamedTuple):
     compared: how many of them are: all, one, or none
     null_entries: the first so many are nobody's
     moved:    site of a state that was copied for nobody in particular, who may be anybody's
+    zeroed:   a row that begins goes on from what lies there, zeros of no token; else nobody reads that
     """
 
     rows: PoolRows
@@ -72,6 +73,7 @@ class States(NamedTuple):
     compared: int
     null_entries: int
     moved: int
+    zeroed: bool = False
 
 
 class Taken(NamedTuple):
@@ -135,15 +137,15 @@ def take_states(
             *states[2:6], *rows[:4], truth.lines, stored, seeds, now, taken.cells, taken.left, taken.slices, taken.kept,
             states.known.shape[1], rows.table.shape[1], rows.table.stride(0), truth.lines.shape[1], stored.stride(0),
             taken.cells.shape[2], states.sums.stride(0), taken.kept.stride(0), layers, block_size, checkpoints,
-            states.null_entries, states.moved, SLICES=states.slices, COMPARED=states.compared,
+            states.null_entries, states.moved, ZEROED=states.zeroed, SLICES=states.slices, COMPARED=states.compared,
             BLOCK_L=triton.next_power_of_2(layers),
         )  # fmt: skip
         if compared:
             fingerprint(states.rows, slices, states.keys, fingerprint_a=found)
         _judge_kernel[(size,)](
             states.phases, states.sums, now, total, taken.cells, taken.mismatch, taken.slices, taken.kept, taken.found,
-            taken.cells.shape[2], states.sums.stride(0), taken.kept.stride(0), layers, SLICES=states.slices,
-            COMPARED=states.compared, BLOCK_L=triton.next_power_of_2(layers),
+            taken.cells.shape[2], states.sums.stride(0), taken.kept.stride(0), layers, ZEROED=states.zeroed,
+            SLICES=states.slices, COMPARED=states.compared, BLOCK_L=triton.next_power_of_2(layers),
         )  # fmt: skip
         return
     _, _, step, *_ = now[:NOW_WIDTH].tolist()
@@ -156,7 +158,7 @@ def take_states(
     is_outside = (torch.minimum(entries, sources) < 0) | (torch.maximum(entries, sources) >= states.known.shape[1])
     sources, entries = (torch.where(is_outside, 0, own) for own in (sources, entries))
     absorbed, writers, sites = states.known[:, sources]
-    is_left, is_here = (absorbed >= 0) & ~begins, sources == entries
+    is_left, is_here = (absorbed >= 0) & (~begins | states.zeroed), sources == entries
     chains, is_known = seeds[:n].unbind(1)
     codes = torch.zeros_like(entries)
     for code, is_wrong in (
@@ -180,6 +182,7 @@ def take_states(
     if compared:
         differs[:] = _differ(states, slices, found, sources, torch.where(is_outside, -1, entries)) & is_left
     by_bytes = torch.full_like(codes, T1.value).masked_fill_(is_here, R9.value)
+    by_bytes.masked_fill_(is_here & (absorbed == 0), R12.value)
     codes = torch.where((codes == 0) & differs.any(0), by_bytes, codes)
     total += codes.count_nonzero()
     said = torch.full_like(entries, step), codes, entries, sources, past, absorbed, writers, sites
@@ -320,6 +323,7 @@ def _take_kernel(
     checkpoints,
     null_slots,
     site,
+    ZEROED: tl.constexpr,
     SLICES: tl.constexpr,
     COMPARED: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -360,7 +364,7 @@ def _take_kernel(
         writer = tl.load(known + num_entries + source)
         left_at = tl.load(known + 2 * num_entries + source)
         uid = tl.load(line + UID)
-        is_left = (absorbed >= 0) & (past != 0)
+        is_left = (absorbed >= 0) & ((past != 0) | ZEROED)
         is_here = source == entry
         is_known = tl.load(seeds + 2 * i_row + 1) != 0
         code = tl.where(is_left & is_known & (tl.load(chains + source) != tl.load(seeds + 2 * i_row)), R6, 0)
@@ -414,6 +418,7 @@ def _judge_kernel(
     sums_stride,
     kept_stride,
     num_layers,
+    ZEROED: tl.constexpr,
     SLICES: tl.constexpr,
     COMPARED: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -437,11 +442,13 @@ def _judge_kernel(
             tl.store(sums + o_l * sums_stride + slice_of, b_kept, mask=m_l)
             if COMPARED == 1:
                 tl.store(phases + entry, slice_of % SLICES)
-    is_left = (tl.load(cell + ABSORBED * most) >= 0) & (tl.load(cell + WANTED * most) != 0)
+    absorbed = tl.load(cell + ABSORBED * most)
+    is_left = (absorbed >= 0) & ((tl.load(cell + WANTED * most) != 0) | ZEROED)
     b_differs = tl.where(is_left, b_differs, 0)
     tl.store(mismatch + (place * num_layers + o_l) * most + i_row, b_differs.to(tl.int64), mask=m_l)
     if (code == 0) & (tl.max(b_differs) != 0):
-        code = tl.where(tl.load(cell + SOURCE * most) == entry, R9, T1).to(tl.int64)
+        code = tl.where(absorbed == 0, R12, R9)
+        code = tl.where(tl.load(cell + SOURCE * most) == entry, code, T1).to(tl.int64)
         tl.store(cell + CODE * most, code)
     if code != 0:
         tl.atomic_add(total, 1, sem="relaxed")

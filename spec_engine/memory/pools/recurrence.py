@@ -1,7 +1,7 @@
 """Models with recurrent layers in the engine: which settings they rule out, and the pool of their states.
 
-A state cannot be cut back to an earlier length, nor found by a prefix: the state of a verify's last accepted node is
-committed before the next forward is prepared, and nothing of a prompt is shared or comes back from the host.
+A state cannot be cut back to an earlier length, nor found by a prefix: nothing of a prompt is shared or comes back from
+the host.
 """
 
 from __future__ import annotations
@@ -19,29 +19,20 @@ from spec_engine.models.hybrid import HybridDecoder
 
 _events = structlog.get_logger("spec_engine")
 
-ROUTED = (
-    "the model has recurrent layers: it runs on the synchronous schedule without a prefix cache, since the state of "
-    "the last accepted token is committed before the next forward is prepared"
-)
+WITHOUT_PREFIXES = "the model has recurrent layers: it runs without a prefix cache, for no prefix has a state of its own"
 
 
 def settings_for(model: Decoder, config: EngineConfig) -> EngineConfig:
     """The settings with which this model runs; ConfigError for those that its recurrent layers rule out."""
     if not isinstance(model, HybridDecoder):
         return config
-    if config.schedule != "sync":
-        raise ConfigError(
-            f"schedule must be sync for a model with recurrent layers, got {config.schedule!r}: the state of the last "
-            "accepted token is committed before the next forward is prepared",
-            "use schedule sync",
-        )
     if config.host_pages:
         raise ConfigError(
             f"host_pages must be 0 for a model with recurrent layers, got {config.host_pages}: recurrent states have "
             "no pages that could wait on the host",
             "leave host_pages out",
         )
-    _events.info("spec_engine.schedule", schedule="sync", sentence=ROUTED)
+    _events.info("spec_engine.prefix_cache", is_on=False, sentence=WITHOUT_PREFIXES)
     return replace(config, prefix_cache=False)
 
 
@@ -53,7 +44,9 @@ def num_kv_layers(model: Decoder) -> int:
 def recurrent_pool(
     model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> RecurrentPool | None:
-    """The states of all rows and of every node of their verifies; None where the model has attention alone."""
+    """The states of all rows and of every node of their verifies, in float32 at least; None where there is attention
+    alone.
+    """
     if not isinstance(model, HybridDecoder):
         return None
     return RecurrentPool(
@@ -62,6 +55,6 @@ def recurrent_pool(
         max_nodes=config.num_draft_tokens or 1,
         size=model.state_size,
         parts=model.state_parts,
-        dtype=dtype,
+        dtype=dtype if dtype is torch.float64 else torch.float32,
         device=device,
     )

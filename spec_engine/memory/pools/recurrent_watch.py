@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvcanary import States
+    from kvcanary.captured import CapturedStates
 
 
 class StateWatch:
     """Entries of row r are [r * size, (r + 1) * size): its state, then those of its nodes."""
 
-    def __init__(self, states: States, entries_per_row: int) -> None:
+    def __init__(self, states: States | CapturedStates, entries_per_row: int) -> None:
         self.states, self._size = states, entries_per_row
         self._owners: dict[int, str] = {}  # by row
 
