@@ -56,6 +56,10 @@ class StaticStates:
         torch.mul(table_rows, self._pool.entries_per_row, out=self._sources)
         left = self._sources[:, None] + self._columns
         self._targets.copy_(torch.where(table_rows[:, None] > 0, left, -1).flatten())
+        self.judge(lens)
+
+    def judge(self, lens: Tensor) -> None:
+        """What the forward goes on from, before it does."""
         if self._canary is None or self._hook is None:
             return
         rows = self._hooked.rows
