@@ -85,7 +85,8 @@ class Assembly:
         )
         self._lay_out_pages()
         self._make_pools()
-        self.states = recurrent_pool(self.model, config, dtype_of(config), self.device)
+        nodes = 0 if head is None else config.most_nodes
+        self.states = recurrent_pool(self.model, nodes, config, dtype_of(config), self.device)
         self._watch()
         self._schedule()
         self.ranks: RankWatch | None = None
@@ -97,7 +98,7 @@ class Assembly:
             lag=self.lag,
             max_bs=self.sizes.num_rows,
             max_accept=self.sizes.max_accept,
-            max_nodes=0 if head is None else config.most_nodes,
+            max_nodes=nodes,
             num_sums=0 if self.ranks is None else self.ranks.num_sums,
         )
         self.relay = Relay(self.sizes.num_rows + 1, self.device)

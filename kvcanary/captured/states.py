@@ -184,8 +184,7 @@ class CapturedStates:
             _, number, entry, _, wanted, absorbed, uid, left = cells[:, row].tolist()
             kind, writer = unpack_site(left >> 32)[0] if left else "", self.ledger.name(uid) if uid > 0 else None
             lies = LyingState(max(absorbed, 0), 0, writer, uid, kind if writer else "", left & MASK_32)
-            history = (f"left by {kind} of {writer!r} at step {left & MASK_32}",) if writer else ()
-            facts = StateFacts(wanted, lies, writer, history=history)
+            facts = StateFacts(wanted, lies, writer)
             layers = tuple(mismatch[:, row].nonzero()[:, 0].tolist())
             yield Violation(
                 STATE_CODES[number], self.judged_in, entry, wanted, launched.requests[row], hook.site, launched.step,

@@ -63,8 +63,7 @@ class GraphRunner(Runner):
         """Who judges them on the device, and is told of forwards that are not captured too."""
         if self.canary is None:
             return None
-        nodes = 0 if self.drafter is None else self.drafter.num_draft_tokens
-        captured = self.canary.capture_states("recurrent", len(self.table.table), nodes)
+        captured = self.canary.capture_states("recurrent", len(self.table.table), states.entries_per_row - 1)
         states.watch = StateWatch(captured, states.entries_per_row)
         return captured
 

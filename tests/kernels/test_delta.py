@@ -91,3 +91,40 @@ def test_a_row_of_padding_leaves_nothing(device: str) -> None:
     wanted, moved = layer.run(alone, launches=True)
     assert torch.equal(out[:7], wanted) and torch.equal(states, moved)
     assert out.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["decode", "trees", "chains"])
+def test_the_published_shape(name: str) -> None:
+    """Heads as Qwen3.5-9B has them."""
+    span = span_of(*SPANS[name], "cuda")
+    layer = Layer(DeltaShape(16, 32, 128, 128, 4), len(span.parents), "cuda")
+    for got, wanted in zip(layer.run(span, launches=True), layer.run(span, launches=False), strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.gpu
+def test_a_captured_layer_replays() -> None:
+    """Entries and parents change between replays, and nothing is allocated."""
+    span = span_of(*SPANS["trees"], "cuda")
+    layer = Layer(SHAPES[1], len(span.parents), "cuda")
+    states, n = layer.states.clone(), len(layer.x)
+    mixed, out = layer.x.new_empty(n, layer.shape.channels), layer.x.new_empty(n, layer.shape.values)
+    fixed = layer.x, layer.gates, layer.weights, layer.shape
+
+    def run() -> None:
+        gated_delta(states, span, *fixed, mixed=mixed, out=out, eps=1e-6)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    places = [range(12, 19), range(5, 12)]
+    for rows, sources in (([TREE, TREE], [2, 4]), ([chain(7), [-1, 0, 1, 0, 3, 3, 5]], [1, 19])):
+        other = span_of(rows, sources, places, "cuda")
+        for own, new in zip(span, other, strict=True):
+            own.copy_(new)
+        states.copy_(layer.states)
+        graph.replay()
+        wanted, moved = layer.run(other, launches=True)
+        assert torch.equal(out, wanted) and torch.equal(states, moved)

@@ -108,27 +108,28 @@ def test_a_row_begins_at_zero(monkeypatch, expected):
     assert tokens_of(hybrid_engine(monkeypatch, max_running_requests=1)) == expected
 
 
-def test_a_hybrid_model_is_routed_to_the_synchronous_schedule(monkeypatch):
-    """One sentence says so; the prefix cache is off, since a prefix has no state of its own."""
+def test_a_hybrid_model_has_no_prefix_cache(monkeypatch):
+    """One sentence says so: a prefix has no state of its own."""
     with structlog.testing.capture_logs() as events:
         engine = hybrid_engine(monkeypatch)
-    assert next(event for event in events if event["event"] == "spec_engine.schedule")["sentence"].startswith(
-        "the model has recurrent layers: it runs on the synchronous schedule without a prefix cache"
-    )
+    [event] = [event for event in events if event["event"] == "spec_engine.prefix_cache"]
+    assert event["sentence"].startswith("the model has recurrent layers: it runs without a prefix cache")
     assert not engine.memory.caches_prefixes
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"schedule": "overlap"}, "schedule must be sync for a model with recurrent layers, got 'overlap'"),
-        ({"host_pages": 8}, "host_pages must be 0 for a model with recurrent layers, got 8"),
-    ],
-)
-def test_what_recurrent_layers_rule_out_is_refused(monkeypatch, settings, words):
+def test_pages_on_the_host_are_refused(monkeypatch):
     """A sentence that names the setting and why."""
-    with pytest.raises(ConfigError, match=words):
-        hybrid_engine(monkeypatch, **settings)
+    with pytest.raises(ConfigError, match="host_pages must be 0 for a model with recurrent layers, got 8"):
+        hybrid_engine(monkeypatch, host_pages=8)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_host_may_be_behind(monkeypatch, expected, drafts):
+    """The overlap schedule says the same, and judges as many states."""
+    engine = hybrid_engine(monkeypatch, drafts, schedule="overlap", topk=3, num_steps=3)
+    assert tokens_of(engine) == expected
+    certificate = engine.canary.certificate()
+    assert certificate["findings"] == [] and certificate["states_checked"] >= certificate["forwards"] // 5
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -42,17 +42,17 @@ def num_kv_layers(model: Decoder) -> int:
 
 
 def recurrent_pool(
-    model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    model: Decoder, max_nodes: int, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> RecurrentPool | None:
-    """The states of all rows and of every node of their verifies, in float32 at least; None where there is attention
-    alone.
+    """The states of all rows, and of ``max_nodes`` of their verifies, in float32 at least; None where the model has
+    attention alone.
     """
     if not isinstance(model, HybridDecoder):
         return None
     return RecurrentPool(
         num_layers=model.num_state_layers,
         num_rows=config.max_running_requests,
-        max_nodes=config.num_draft_tokens or 1,
+        max_nodes=max_nodes,
         size=model.state_size,
         parts=model.state_parts,
         dtype=dtype if dtype is torch.float64 else torch.float32,

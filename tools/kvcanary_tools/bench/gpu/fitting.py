@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from kvcanary_tools.bench.common import progress
+from spec_engine.memory.pools.recurrence import num_kv_layers
 from spec_engine.models.decoder import Decoder
+from spec_engine.models.hybrid import HybridDecoder
 
 SPARE = 8 << 30  # bytes for programs, logits, a prefill's activations, and what the allocator cannot use
 RECORDS = 1.06  # with what a canary keeps of a slot, and a head's pool, over the slot's own bytes
@@ -39,7 +41,7 @@ def fit(asked: int, engines: int, slots: int, model: Decoder, free: int | None =
     if free is None and not model.embed_weight.is_cuda:
         return Fit(asked, asked)
     free = torch.cuda.mem_get_info(model.embed_weight.device)[0] if free is None else free
-    a_request = engines * slots * slot_bytes(model) * RECORDS
+    a_request = engines * (slots * slot_bytes(model) * RECORDS + state_bytes(model))
     most = int((free - SPARE) // a_request)
     if most < 1:
         sys.exit(
@@ -55,4 +57,9 @@ def fit(asked: int, engines: int, slots: int, model: Decoder, free: int | None =
 def slot_bytes(model: Decoder) -> int:
     """K and V of a token in all layers."""
     config = model.config
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed_weight.itemsize
+    return 2 * num_kv_layers(model) * config.num_kv_heads * config.head_dim * model.embed_weight.itemsize
+
+
+def state_bytes(model: Decoder) -> int:
+    """What a request's layers without attention keep, in float32."""
+    return 4 * model.num_state_layers * model.state_size if isinstance(model, HybridDecoder) else 0

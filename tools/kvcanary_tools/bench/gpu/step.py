@@ -1,6 +1,6 @@
 """What the canary costs a captured decode step of an 8B model: ``python -m kvcanary_tools.bench.gpu.step``.
 
-Random weights of Llama-3-8B's shape in bf16, made on the device; 1 and 64 requests of 4,096 tokens, or as many as fit
+Random weights of Llama-3-8B's shape, or with ``--model Qwen3.5-9B`` of that hybrid's, in bf16, made on the device; 1 and 64 requests of 4,096 tokens, or as many as fit
 into the device's memory, the pool full, overlap schedule. An engine without a canary takes turns with one of
 ``content=write`` and one of the default rolling check, some rounds of STEPS steps each; a step is timed from the host,
 with the device idle before the first and after the last. Then they are made anew in another order, until each has had
@@ -33,11 +33,12 @@ from kvcanary_tools.bench.common import (
     spread,
 )
 from kvcanary_tools.bench.gpu.device import device, in_orders, read_ceiling
-from kvcanary_tools.bench.gpu.fitting import fit, slot_bytes
+from kvcanary_tools.bench.gpu.fitting import fit, slot_bytes, state_bytes
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder, RotaryTable
+from spec_engine.models.hybrid import HybridDecoder
 from spec_engine.models.loader import Draft
 
 LLAMA_8B = {
@@ -52,6 +53,26 @@ LLAMA_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
+QWEN_9B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False,
+}
+#: By its name: the record, and the shape.
+MODELS = {"Llama-3-8B": ("gpu_step", LLAMA_8B), "Qwen3.5-9B": ("gpu_step_hybrid", QWEN_9B)}
 PROMPT_LEN, PAGE_SIZE = 4096, 16
 BATCHES = (1, 64)
 ROUNDS, STEPS, WARM_STEPS = 3, 48, 8  # ROUNDS: unless others are asked for
@@ -63,14 +84,17 @@ CANARIES = {
 }
 
 
-def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = len(CANARIES)) -> None:
+def main(
+    batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = len(CANARIES), name: str = "Llama-3-8B"
+) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.gpu.step measures a CUDA device, and there is none here")
-    model = random_decoder(LLAMA_8B)
+    record, config = MODELS[name]
+    model = random_decoder(config)
     ceiling = read_ceiling() / 1e12
     rows = [measure(size, model, ceiling, rounds, places) for size in batches]
     result = {
-        "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
+        "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, {name}'s shape, bf16, overlap",
         "machine": machine() | device(),
         "read_tb_s": round(ceiling, 3),
         "rounds": rounds,
@@ -78,7 +102,7 @@ def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = l
         "steps": STEPS,
         "rows": rows,
     }
-    save("gpu_step", result)
+    save(record, result)
     for row in rows:
         own = f"batch {row['batch']}: off {row['off_ms']:.3f} ms, {row['over_floor']:.2f} x the floor"
         print(own + reported(row["over_off"]))
@@ -87,8 +111,9 @@ def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = l
 def random_decoder(config: dict, on: str = "cuda") -> Decoder:
     """A model of random bf16 weights, made on the device."""
     parsed = parse_config(config)
-    model = drawn(lambda: Decoder(parsed), on)
-    model.rotary = RotaryTable(parsed.rope, parsed.head_dim, parsed.max_position_embeddings).to(on, torch.bfloat16)
+    model = drawn(lambda: Decoder(parsed) if parsed.delta is None else HybridDecoder(parsed), on)
+    rotary = RotaryTable(parsed.rope, parsed.head_dim, parsed.max_position_embeddings, parsed.rotary_dim)
+    model.rotary = rotary.to(on, torch.bfloat16)
     return model
 
 
@@ -124,7 +149,8 @@ def measure(asked: int, model: Decoder, ceiling: float, rounds: int, places: int
     off = median(seconds["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
     watched = [name for name in CANARIES if name in certificates]
-    floor = (weights + size * PROMPT_LEN * slot_bytes(model)) / ceiling / 1e12
+    a_request = PROMPT_LEN * slot_bytes(model) + 2 * state_bytes(model)  # states are written, too
+    floor = (weights + size * a_request) / ceiling / 1e12
     return {
         "batch": size,
         **fits.as_dict(),
@@ -243,5 +269,6 @@ if __name__ == "__main__":
         "help": "by default one for each engine",
     }
     parser.add_argument("--places", type=int, **orders)
+    parser.add_argument("--model", choices=MODELS, default="Llama-3-8B", help="whose shape; by default Llama-3-8B's")
     arguments = parser.parse_args()
-    main(arguments.batch or BATCHES, arguments.rounds, arguments.places)
+    main(arguments.batch or BATCHES, arguments.rounds, arguments.places, arguments.model)
