@@ -185,6 +185,7 @@ class Assembly:
             is_drafting=self.head is not None,
             caches_prefixes=config.prefix_cache,
             tier=self._host_tier() if config.host_pages else None,
+            has_states=self.states is not None,
         )
         self.scheduler = Scheduler(
             self.memory,

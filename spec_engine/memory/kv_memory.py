@@ -43,15 +43,20 @@ class KVMemory:
         is_drafting: bool,
         caches_prefixes: bool,
         tier: HostTier | None = None,
+        has_states: bool = False,
     ) -> None:
-        """``tier``: where what retracted requests had computed is put away; None: it is computed again."""
+        """``tier``: where what retracted requests had computed is put away; None: it is computed again.
+
+        has_states: of rows, which a canary judges before it opens a forward
+        """
         self.allocator, self.table, self.tier = allocator, table, tier
         self._canary = canary
         self._unreported: deque[Callable[[], None]] = deque()
         self._granted: list[tuple[str, list[int]]] | None = None  # that are told together; None: each is told by itself
         self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.split = allocator if isinstance(allocator, SplitPool) else None
-        self.defers = table.table.is_cuda and self.windows is None and self.split is None and tier is None
+        waits = self.windows is not None or self.split is not None or tier is not None or has_states
+        self.defers = table.table.is_cuda and not waits
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
         self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
