@@ -1,4 +1,4 @@
-"""CapturedStates: recurrent states whose forwards are captured, or launched before the host knows the last one's tokens.
+"""CapturedStates: recurrent states whose forwards are captured, or launched ahead of what the host knows of tokens.
 
 What each entry has absorbed is known and judged on the device (kvcanary_kernels/watch/states.py). A state is compared
 with the chain of the K and V that its row has stored; so is what a forward leaves behind.
@@ -76,9 +76,10 @@ class CapturedStates:
             self._records, self.said = zeros(2, view.num_entries, 8), zeros(2)
             self.judged_in = PoolState(view.whole, number, 0, seed, *self._records)
             keys = make_keys(seed, layers, view.slices.words_per_row, device)
-            tables = zeros(3, view.num_entries), *zeros(2, view.num_entries), zeros(layers, view.num_entries * count)
-            own = count, compared, view.null_entries, CLEARED
-            self.known = States(view.slices, keys, *tables, *own, zeroed=True)
+            known, (chains, phases) = zeros(3, view.num_entries), zeros(2, view.num_entries)
+            sums = zeros(layers, view.num_entries * count)
+            own = keys, known, chains, phases, sums, count, compared, view.null_entries, CLEARED
+            self.known = States(view.slices, *own, zeroed=True)
             self.known.known[0].fill_(UNKNOWN.value)
             self._of_zeros = zeros(layers, 1)
             self.ops.fingerprint(view.slices, zeros(1), keys, fingerprint_a=self._of_zeros)
@@ -87,7 +88,7 @@ class CapturedStates:
         self._eager = {kind: self.add(kind, rows, sizes.get(kind, 1), self._step) for kind in SUBSTEP_KINDS}
 
     def add(self, kind: str, rows: int, new: int, step: Tensor) -> CapturedStateHook:
-        """For forwards of up to so many rows, each of which leaves ``new`` states; step: as of `SubstepRegistry.add`."""
+        """For forwards of up to so many rows, which leave ``new`` states each; step: as of `SubstepRegistry.add`."""
         return CapturedStateHook(self, kind, rows, new, step)
 
     def beside(self) -> AbstractContextManager[None]:
@@ -168,9 +169,10 @@ class CapturedStates:
         self._coverage.states_checked += judged - last
         planned = sum(len(one.requests) for one in launched)
         if judged - last != planned:
-            both = {"expected": {"states": planned}, "found": {"states": judged - last}}
-            where = launched[-1].hook.site, launched[-1].step
-            found.append(Violation("H1", self.judged_in, NO_SLOT, None, None, *where, **both))
+            site, step = launched[-1].hook.site, launched[-1].step
+            missing = Violation("H1", self.judged_in, NO_SLOT, None, None, site, step)
+            missing.expected, missing.found = {"states": planned}, {"states": judged - last}
+            found.append(missing)
         if errors != before:
             found += [violation for one in launched for violation in self._found(one)]
         return found
@@ -188,9 +190,8 @@ class CapturedStates:
             layers = tuple(mismatch[:, row].nonzero()[:, 0].tolist())
             yield Violation(
                 STATE_CODES[number], self.judged_in, entry, wanted, launched.requests[row], hook.site, launched.step,
-                layers, expected={"absorbed": wanted}, found={"absorbed": max(absorbed, 0)}, is_captured=True, state=facts,
+                layers, expected={"absorbed": wanted}, found={"absorbed": lies.absorbed}, is_captured=True, state=facts,
             )  # fmt: skip
-
 
     def _truth(self, request: Request, length: int) -> int | None:
         return self.ledger.truth(request, self.pool.pool_id, length)
@@ -220,7 +221,7 @@ class CapturedStateHook:
         self._states.launched.append(Launched(registry.turn, registry.now & MASK_32, self, requests))
 
     def take(self, live: Tensor, entries: Tensor, lens: Tensor, known: Tensor, chains: Tensor, uids: Tensor) -> None:
-        """The forward goes on from these entries [rows], of which ``live [1]`` are no padding; as `describe` has them."""
+        """The forward goes on from these entries [rows], of which ``live [1]`` are no padding; as of `describe`."""
         states, own, n = self._states, self._rows, len(entries)
         rows = Rows(own.rows.numbers[:n], *own.rows[1:])
         told = {"step": self._step, "live": live, "entries": entries, "lens": lens, "known": known, "chains": chains}

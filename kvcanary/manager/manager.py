@@ -177,9 +177,7 @@ class CanaryManager:
         own, pools = self.states[name], self.session.state.pools
         pool = next((pool for pool in pools if not pool.view.token_offset), pools[0])
         shared = self._ledger, self.session.coverage, self.config
-        captured = CapturedStates(
-            self.registry, pool, own.view, own.pool.pool_id, self._seed, rows, nodes, *shared
-        )
+        captured = CapturedStates(self.registry, pool, own.view, own.pool.pool_id, self._seed, rows, nodes, *shared)
         self._checks.captured_states.append(captured)
         return captured
 

@@ -53,7 +53,9 @@ class GraphRunner(Runner):
         self._uncollected: dict[int, int] = {}  # by row, steps behind it that the host has not collected
         self._bucket: Bucket | None = None  # in which the current step runs
         self._decides = False  # whether its program does
-        self._state_source = None if self.states is None else StateSource(self.states, self._captured_states(self.states))
+        self._state_source = (
+            None if self.states is None else StateSource(self.states, self._captured_states(self.states))
+        )
         recorder = Recorder(self.device)
         accepted_tokens = self._add_accepted_tokens(self.drafter)
         target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary, accepted_tokens)

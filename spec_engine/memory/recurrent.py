@@ -20,6 +20,7 @@ from kvcanary.invariants import check_state_commit, check_state_settled
 from kvcanary_kernels.engine.delta_shape import DeltaShape, DeltaWeights, Span
 from spec_engine.memory.pools.recurrent_watch import StateWatch
 
+
 class RecurrentPool:
     """``states [layers, rows + 1, size]``, by request-table row; row 0 is the null state, always zero.
 
@@ -155,7 +156,11 @@ class SpanStates:
         """As `StateAccess` has it."""
         entries, n = self._pool.entries[layer], len(x)
         mixed, out = x.new_empty(n, shape.channels), x.new_empty(n, shape.values)
-        run = _operations().gated_delta if x.is_cuda and entries.dtype is torch.float32 else _operations().gated_delta_torch
+        run = (
+            _operations().gated_delta
+            if x.is_cuda and entries.dtype is torch.float32
+            else _operations().gated_delta_torch
+        )
         run(entries, self._span, x, gates, weights, shape, mixed=mixed, out=out, eps=eps)
         return out
 

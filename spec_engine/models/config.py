@@ -239,7 +239,11 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
 
 def _parse_delta(raw: dict[str, Any]) -> dict[str, Any]:
     """What a hybrid has beside the rest."""
-    layers, rope, every = raw["num_hidden_layers"], raw.get("rope_parameters") or {}, raw.get("full_attention_interval", 4)
+    layers, rope, every = (
+        raw["num_hidden_layers"],
+        raw.get("rope_parameters") or {},
+        raw.get("full_attention_interval", 4),
+    )
     kinds = raw.get("layer_types") or [DELTA_LAYER_TYPES[(layer + 1) % every == 0] for layer in range(layers)]
     strange = [kind for kind in kinds if kind not in DELTA_LAYER_TYPES]
     if strange or len(kinds) != layers:

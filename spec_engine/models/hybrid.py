@@ -56,9 +56,7 @@ class HybridDecoder(Decoder):
         self.num_kv_layers = config.num_layers - self.num_state_layers
         kv_layers, state_layers = count(), count()
         self.layers = nn.ModuleList(
-            DeltaLayer(config, shape, next(state_layers))
-            if layer in layers
-            else DecoderLayer(config, next(kv_layers))
+            DeltaLayer(config, shape, next(state_layers)) if layer in layers else DecoderLayer(config, next(kv_layers))
             for layer in range(config.num_layers)
         )
 

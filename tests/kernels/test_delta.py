@@ -15,7 +15,10 @@ SHAPES = [DeltaShape(1, 1, 4, 4, 2), DeltaShape(2, 4, 6, 10, 4), DeltaShape(1, 3
 TREE = [-1, 0, 0, 1, 2, 2, 3]  # nodes that follow others than the one before them
 
 
-def span_of(rows: Sequence[Sequence[int]], sources: Sequence[int], targets: Sequence[Sequence[int]], device: str) -> Span:
+Numbers = Sequence[Sequence[int]]
+
+
+def span_of(rows: Numbers, sources: Sequence[int], targets: Numbers, device: str) -> Span:
     """By row the parents of its tokens, within the row; the entry it goes on from; and where each token's state goes."""
     starts = [0]
     for own in rows:
@@ -89,7 +92,8 @@ def test_a_row_of_padding_leaves_nothing(device: str) -> None:
     out, states = layer.run(padded, launches=True)
     layer.x, layer.gates = layer.x[:7], layer.gates[:7]
     wanted, moved = layer.run(alone, launches=True)
-    assert torch.equal(out[:7], wanted) and torch.equal(states, moved)
+    assert torch.equal(out[:7], wanted)
+    assert torch.equal(states, moved)
     assert out.isfinite().all()
 
 
@@ -127,4 +131,5 @@ def test_a_captured_layer_replays() -> None:
         states.copy_(layer.states)
         graph.replay()
         wanted, moved = layer.run(other, launches=True)
-        assert torch.equal(out, wanted) and torch.equal(states, moved)
+        assert torch.equal(out, wanted)
+        assert torch.equal(states, moved)

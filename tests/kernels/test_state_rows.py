@@ -106,7 +106,8 @@ def test_entries_are_copied(device: str, size: int, dtype: torch.dtype) -> None:
         sources, entries = (torch.tensor(own, device=device) for own in ([1, 5, 2], [4, -1, 7]))
         before = states.clone()
         operation(states[:, :, :size], sources, entries)
-        assert torch.equal(states[:, 4, :size], before[:, 1, :size]) and torch.equal(states[:, 5], before[:, 5])
+        assert torch.equal(states[:, 4, :size], before[:, 1, :size])
+        assert torch.equal(states[:, 5], before[:, 5])
         return [states]
 
     assert equal(run(copy_entries), run(copy_entries_torch))

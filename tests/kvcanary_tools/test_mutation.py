@@ -18,7 +18,10 @@ from kvcanary_tools.mutation.subset import LEFT_OUT, MOST_SECONDS, TESTS
 #: Than the record: the next whole run takes them in.
 NEWER = {
     f"kvcanary_kernels/{name}.py"
-    for name in ("judge/admit", "watch/advance", "watch/begin", "watch/grant", "watch/states", "content/reads")
+    for name in (
+        *("judge/admit", "watch/advance", "watch/begin", "watch/grant", "watch/states", "content/reads"),
+        *("watch/state_rows", "engine/copies", "engine/delta"),
+    )
 }
 #: Since the record: the next whole run has no mutants of them.
 GONE = {"kvcanary_kernels/content/finish.py"}

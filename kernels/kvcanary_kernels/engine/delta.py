@@ -10,6 +10,7 @@ Delta Networks", 2024, as Qwen3-Next and Qwen3.5 have it. Tokens of a row follow
 from __future__ import annotations
 
 from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -19,7 +19,9 @@ from spec_engine.models.hybrid import HybridDecoder
 
 _events = structlog.get_logger("spec_engine")
 
-WITHOUT_PREFIXES = "the model has recurrent layers: it runs without a prefix cache, for no prefix has a state of its own"
+WITHOUT_PREFIXES = (
+    "the model has recurrent layers: it runs without a prefix cache, for no prefix has a state of its own"
+)
 
 
 def settings_for(model: Decoder, config: EngineConfig) -> EngineConfig:

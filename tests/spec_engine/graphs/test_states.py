@@ -56,7 +56,8 @@ def test_tokens_are_those_of_plain_decoding(plain, drafting: dict, schedule: str
     engine = hybrid_engine(device, schedule=schedule, canary=canary, **drafting)
     assert tokens_of(engine) == expected
     certificate = engine.canary.certificate()
-    assert certificate["findings"] == [] and certificate["unchecked"] == {}
+    assert certificate["findings"] == []
+    assert certificate["unchecked"] == {}
     assert certificate["states_checked"] >= engine.metrics.verify_forwards
 
 
@@ -139,7 +140,8 @@ def test_a_wrong_state_is_found_in_its_step(monkeypatch: pytest.MonkeyPatch, nam
         tokens_of(engine)
     finding = caught.value.findings[0]
     assert finding.code in codes
-    assert finding.entry is not None and finding.pool == "recurrent"
+    assert finding.entry is not None
+    assert finding.pool == "recurrent"
     assert finding.reader is not None
 
 

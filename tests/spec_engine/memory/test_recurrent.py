@@ -140,7 +140,8 @@ def test_the_null_state_stays_zero() -> None:
     run(pool.chain([1, 0, 0], [1, 1, 1]), 3)
     assert pool.states[0].any(1).tolist() == [False, True, False]
     run(pool.tree([0], torch.tensor([[-1, 0, 1]])), 3)
-    assert pool.states[0, 0].eq(0).all() and pool.nodes[0, 0].eq(0).all()
+    assert pool.states[0, 0].eq(0).all()
+    assert pool.nodes[0, 0].eq(0).all()
     run(pool.chain([0], [1]), 1)  # and no commit is owed for it
 
 

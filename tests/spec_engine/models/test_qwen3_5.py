@@ -79,7 +79,7 @@ def test_logits_are_those_of_transformers(theirs: torch.nn.Module, folder: Path,
 
 
 def test_a_checkpoint_that_sees_is_read_for_its_text(theirs: torch.nn.Module, folder: Path, tmp_path: Path) -> None:
-    """As it is published: the text model's config is a part, and so are its tensors; what sees or drafts is left out."""
+    """As it is published: its config is a part, and its tensors are some of all; what sees or drafts is left out."""
     config = json.loads((folder / "config.json").read_text())
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
     (tmp_path / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": config["tie_word_embeddings"]}))

@@ -24,10 +24,12 @@ AREAS: dict[str, tuple[str, ...]] = {
         for name in (
             "judge/admit", "judge/advance", "engine/attention/merging", "engine/attention/paged", "content/attest",
             "watch/begin", "engine/candidates", "record/chain", "content/check", "judge/count", "watch/fetch",
-            "content/fingerprint", "content/finite", "watch/grant", "engine/index", "engine/layers",
+            "engine/copies", "engine/delta", "content/fingerprint", "content/finite", "watch/grant", "engine/index",
+            "engine/layers",
             "engine/likeliest", "judge/move", "judge/plan", "content/poison", "judge/post", "engine/product",
             "content/put", "content/reads", "engine/relay", "watch/reread", "engine/scatter", "record/seal",
-            "judge/settle", "content/store", "judge/verify", "watch/advance", "watch/states", "watch/walk",
+            "judge/settle", "content/store", "judge/verify", "watch/advance", "watch/state_rows",
+            "watch/states", "watch/walk",
         )
     ),
 }  # fmt: skip

@@ -1,10 +1,10 @@
 """What the canary costs a captured decode step of an 8B model: ``python -m kvcanary_tools.bench.gpu.step``.
 
-Random weights of Llama-3-8B's shape, or with ``--model Qwen3.5-9B`` of that hybrid's, in bf16, made on the device; 1 and 64 requests of 4,096 tokens, or as many as fit
-into the device's memory, the pool full, overlap schedule. An engine without a canary takes turns with one of
-``content=write`` and one of the default rolling check, some rounds of STEPS steps each; a step is timed from the host,
-with the device idle before the first and after the last. Then they are made anew in another order, until each has had
-every place in the device's memory.
+Random weights of Llama-3-8B's shape, or with ``--model Qwen3.5-9B`` of that hybrid's, in bf16, made on the device; 1
+and 64 requests of 4,096 tokens, or as many as fit into the device's memory, the pool full, overlap schedule. An engine
+without a canary takes turns with one of ``content=write`` and one of the default rolling check, some rounds of STEPS
+steps each; a step is timed from the host, with the device idle before the first and after the last. Then they are made
+anew in another order, until each has had every place in the device's memory.
 The floor is the bytes that a step must read over what a plain read of the same device reaches in the same run.
 """
 
