@@ -47,6 +47,7 @@ HOST = {
     "kvcanary.transfers.async_ops:AsyncOps.complete": "O1",
     "kvcanary.transfers.async_ops:AsyncOps.free": "O1",
     "kvcanary.captured.registry:SubstepRegistry._take": "H1",
+    "kvcanary.captured.states:CapturedStates.violations": "H1",
     "kvcanary.manager.substep:ExpectedForwards.missing": "H1",
     "kvcanary.manager.substep:ExpectedForwards.left_out": "H1",
     "kvcanary.manager.manager:CanaryManager.arm": "H2",

@@ -37,6 +37,7 @@ class StaticStates:
         self._pool, self._hooked, self._canary = pool, hooked, canary
         rows, device = forward.num_rows, forward.slots.device
         self._sources = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._copied, self._rows = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self._targets = torch.full((rows * forward.new,), -1, dtype=torch.int64, device=device)
         parents = self._targets.clone() if forward.parents is None else forward.parents
         self._columns = torch.arange(forward.new, device=device) + (forward.parents is not None)
@@ -83,9 +84,9 @@ class StaticStates:
     def commit(self, accepted: Acceptance, is_decided: Tensor) -> None:
         """The state of each row's last accepted node becomes the row's own, where that is decided."""
         last = accepted.nodes.gather(1, (accepted.lens - 1)[:, None])[:, 0]
-        nodes = self._sources + 1 + last
-        rows = torch.where(is_decided, self._sources, -1)
-        self._pool.copy(nodes, rows)
+        torch.add(self._sources + 1, last, out=self._copied)
+        self._rows.copy_(torch.where(is_decided, self._sources, -1))
+        self._pool.copy(self._copied, self._rows)
         if self._canary is not None and self._hook is not None:
-            with self._canary.beside():
-                self._hook.copied(nodes, rows)
+            with self._canary.beside():  # which reads tensors that stay: others may be given away before it does
+                self._hook.copied(self._copied, self._rows)

@@ -97,8 +97,7 @@ class DeltaLayer(MixingLayer):
 
     def forward(self, hidden: Tensor, states: StateAccess) -> Tensor:
         """hidden [n, size] -> the same of every token; the states move on."""
-        assert self.input_norm_weight is not None
-        x = rms_norm(hidden, self.input_norm_weight, self.eps)
+        x = hidden if self.input_norm_weight is None else rms_norm(hidden, self.input_norm_weight, self.eps)
         x, gates = F.linear(x, self.in_weight).split_with_sizes(self.in_split, 1)
         weights = DeltaWeights(self.conv_weight, self.decay_weight, self.shift_weight, self.read_norm_weight)
         return self.finish(hidden, states.advance(self.layer, x, gates, weights, self.shape, self.eps))

@@ -45,10 +45,16 @@ ATTENDED |= {name: "i32" for name in ("n", "num_rows", "num_slots", "num_indices
 ATTENDED |= {"q": "*bf16", "out": "*bf16"} | {name: "*fp8e4nv" if FLAGS else "*bf16" for name in ("k", "v")}
 ATTENDED |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale", "first_lse", "second_lse")}
 ATTENDED |= {name: "*bf16" for name in ("first", "second")}
+STATES = {name: "*fp32" for name in ("states", "conv", "decay", "shift", "norm")} | {"channels": "i32", "n": "i32"}
+STATES |= {name: "*bf16" for name in ("x", "mixed", "gates", "out")} | {"sources": "*i64", "targets": "*i64"}
+CONSTEXPRS |= {"K_HEADS": 2, "V_HEADS": 4, "V": 16, "WINDOW": 96, "WIDTH": 4, "BLOCK_V": 16, "COLUMN": 1}
+CONSTEXPRS |= {"ZEROED": FLAGS}
 
 def type_of(name, module):
     if "attention" in module and name in ATTENDED:
         return ATTENDED[name]
+    if module.rpartition(".")[2] in ("delta", "copies") and name in STATES:
+        return STATES[name]
     if name in ("values", "value_strides"):
         return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):

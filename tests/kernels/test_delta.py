@@ -19,7 +19,7 @@ Numbers = Sequence[Sequence[int]]
 
 
 def span_of(rows: Numbers, sources: Sequence[int], targets: Numbers, device: str) -> Span:
-    """By row the parents of its tokens, within the row; the entry it goes on from; and where each token's state goes."""
+    """By row the parents of its tokens, within the row; its entry; and where each token's state goes."""
     starts = [0]
     for own in rows:
         starts.append(starts[-1] + len(own))

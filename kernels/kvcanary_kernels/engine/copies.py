@@ -23,12 +23,14 @@ def copy_entries(states: Tensor, sources: Tensor, targets: Tensor, *, launches: 
     expect_int64(len(sources), sources=sources, targets=targets)
     if states.stride(2) != 1:
         raise ValueError(f"states must have whole entries, got strides {states.stride()}")
-    if launches and len(sources):
+    if len(sources) == 0:
+        return
+    if launches:
         grid = len(sources), layers, triton.cdiv(size, BLOCK)
         _copy_kernel[grid](states, sources, targets, *states.stride()[:2], size, BLOCK_N=BLOCK, num_warps=8)
-    elif not launches:
-        copied = targets >= 0
-        states[:, targets[copied]] = states[:, sources[copied]]
+        return
+    copied = targets >= 0
+    states[:, targets[copied]] = states[:, sources[copied]]
 
 
 copy_entries_torch = partial(copy_entries, launches=False)

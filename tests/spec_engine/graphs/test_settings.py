@@ -14,7 +14,6 @@ from kvcanary.invariants import IndexBufferError
 from spec_engine import ConfigError, EngineConfig, SamplingParams
 from spec_engine.graphs.settings import check_model
 from spec_engine.models.embedded import EMBEDDED_MODEL
-from spec_engine.models.hybrid import HybridDecoder
 from spec_engine.models.loader import load_target
 
 
@@ -24,12 +23,8 @@ def test_a_model_that_cannot_be_captured_is_refused():
     config, cpu, cuda = EngineConfig(graphs="on"), torch.device("cpu"), torch.device("cuda")
     check_model(config, model, cpu)
     window = SimpleNamespace(config=replace(model.config, sliding_window=32))
-    recurrent = HybridDecoder.__new__(HybridDecoder)
-    torch.nn.Module.__init__(recurrent)
-    recurrent.config = model.config
     for own, device, settings, words in (
         (window, cpu, {}, "has a sliding window"),
-        (recurrent, cpu, {}, "has recurrent layers"),
         (model, cuda, {"dtype": "float64"}, "computes in float64 on a GPU"),
     ):
         with pytest.raises(ConfigError, match=f"graphs must be off for a model that {words}: its step cannot be"):
