@@ -225,6 +225,13 @@ def small_steps(record: Record) -> str:
     )
 
 
+#: Of goals about states.
+HYBRID = (
+    "the step compares a 64th of every state before its forward, and reads another one behind it, about 50 MB each "
+    "time. Two launches do so, over slices of 34 KB, and keep the device busier than these bytes explain. Measured with "
+    "engines in one place of the device's memory."
+)
+
 BARS = (
     Bar("bytes fingerprinted a second over a device copy's", "gpu_kernels", slowest_rate("one lane"), least=0.9),
     Bar("bytes re-read and compared a second over a device copy's", "gpu_kernels", slowest_rate("check"), least=0.9),
@@ -397,6 +404,17 @@ BARS = (
             most=1.3,
             is_overhead=True,
         )
+    ),
+    *(
+        Bar(
+            f"overhead of {what} in a captured decode step of a hybrid of 9 B, 64 requests",
+            "gpu_step_hybrid",
+            over_off(name, batch=64),
+            most=1.01,
+            is_overhead=True,
+            reason=HYBRID,
+        )
+        for what, name in (("`content=write`", "write"), ("the default canary", "rolling"))
     ),
 )
 
