@@ -228,8 +228,8 @@ def small_steps(record: Record) -> str:
 #: Of goals about states.
 HYBRID = (
     "the step compares a 64th of every state before its forward, and reads another one behind it, about 50 MB each "
-    "time. Two launches do so, over slices of 34 KB, and keep the device busier than these bytes explain. Measured with "
-    "engines in one place of the device's memory."
+    "time. Two launches do so, over slices of 34 KB, and keep the device busier than these bytes explain. Measured "
+    "with engines in one place of the device's memory."
 )
 
 BARS = (
