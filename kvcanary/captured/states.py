@@ -49,7 +49,7 @@ class CapturedStates:
 
     It is told the same of forwards that are not captured, whose tokens the host knows; `add` is for those that are.
 
-    content: what is compared, as in `CanaryConfig`;  said: [2] int64, findings and states that were judged so far
+    said: [2] int64, findings and states that were judged so far
     """
 
     def __init__(
@@ -123,14 +123,15 @@ class CapturedStates:
         drafted: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """As `States.leave`; comes behind each `take`."""
-        requests, own = self.ledger.known(request_ids), list[int]()
+        requests, absorbed, chains = self.ledger.known(request_ids), list[int](), list[int]()
         for place, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             drafts = [] if drafted is None else list(map(int, drafted[place]))
-            base = self._truth(request, int(length) - len(drafts))
-            if drafts and base is not None:
-                base = chain_host(drafts, int(length) - len(drafts), base, self.pool.keys)[-1]
-            own.append(signed(base or 0))
-        left = entries, lengths, [request.uid for request in requests], own
+            chain = self._truth(request, int(length) - len(drafts))
+            if drafts and chain is not None:
+                chain = chain_host(drafts, int(length) - len(drafts), chain, self.pool.keys)[-1]
+            absorbed.append(UNKNOWN.value if chain is None else int(length))  # nobody could say whose tokens they are
+            chains.append(signed(chain or 0))
+        left = entries, absorbed, [request.uid for request in requests], chains
         self._eager[kind].launch(tuple(dict.fromkeys(request_ids)))
         self._eager[kind].left(self._on_device(left))
 

@@ -109,7 +109,7 @@ class ModelConfig:
         Where ranks outnumber KV heads, several hold the same one. CheckpointError where something does not divide.
         """
         if self.delta is not None:
-            raise CheckpointError("a model with layers of a gated delta net must run on one rank, got more")
+            raise CheckpointError(f"a model with layers of a gated delta net must run on one rank, got {num_ranks}")
         if self.num_ranks != 1 or not 0 <= rank < num_ranks:
             raise CheckpointError(f"a whole model is cut into ranks 0 to {num_ranks - 1}, got rank {rank} of {self}")
         for name in ("num_heads", "intermediate_size"):
@@ -207,7 +207,8 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
     if architecture not in known:
         raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
     is_hybrid = architecture in HYBRID_ARCHITECTURES
-    raw = raw | raw.get("text_config", {}) if is_hybrid else raw
+    if is_hybrid:  # one that sees has its text model's settings in a part of their own
+        raw = raw.get("text_config", {}) | {name: value for name, value in raw.items() if value is not None}
     _refuse_unsupported(raw, is_hybrid)
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     window, full_layers = _parse_window(raw, architecture)
@@ -239,11 +240,8 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
 
 def _parse_delta(raw: dict[str, Any]) -> dict[str, Any]:
     """What a hybrid has beside the rest."""
-    layers, rope, every = (
-        raw["num_hidden_layers"],
-        raw.get("rope_parameters") or {},
-        raw.get("full_attention_interval", 4),
-    )
+    layers, every = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
+    rope = raw.get("rope_parameters") or {}
     kinds = raw.get("layer_types") or [DELTA_LAYER_TYPES[(layer + 1) % every == 0] for layer in range(layers)]
     strange = [kind for kind in kinds if kind not in DELTA_LAYER_TYPES]
     if strange or len(kinds) != layers:

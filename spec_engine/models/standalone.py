@@ -31,6 +31,11 @@ class Standalone(nn.Module):
                 "a standalone draft's vocab_size must be the target's, "
                 f"got {config.vocab_size} and {theirs.vocab_size}: take a draft of the target's family"
             )
+        if config.delta is not None:
+            raise CheckpointError(
+                f"a standalone draft must have attention in all layers, got {config.architecture}: nobody keeps the "
+                "states of its others"
+            )
         self.config = config
         self.num_layers, self.num_kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
         self.tap_layers: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from kvcanary_kernels.engine.delta_shape import DeltaShape, DeltaWeights, Span
 from kvcanary_kernels.record.device import tl, triton
 
 BLOCK_CHANNELS = 128
-EPS = 1e-6  # of the norms of queries and keys
+EPS = tl.constexpr(1e-6)  # of the norms of queries and keys
 
 
 def gated_delta(
@@ -101,7 +101,7 @@ def _advance(
     m, keys, dtype = len(matrices), shape.k_heads * shape.k_dim, matrices.dtype
     q, k, v = mixed.to(dtype).split((keys, keys, shape.values), 1)
     q, k = (one.view(m, shape.k_heads, -1).repeat_interleave(shape.v_heads // shape.k_heads, 1) for one in (q, k))
-    q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + EPS) for one in (q, k))
+    q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + EPS.value) for one in (q, k))
     corrects, decays = gates[:, shape.values :].to(dtype).unflatten(1, (2, -1)).unbind(1)
     decay = (-weights.decay.to(dtype).exp() * F.softplus(decays + weights.shift.to(dtype))).exp()
     matrices = matrices * decay[..., None, None]
@@ -115,6 +115,14 @@ def _gated(read: Tensor, gates: Tensor, norm: Tensor, shape: DeltaShape, eps: fl
     """[m, v_heads * v_dim]: what each head has read, normed, times its gate."""
     normed = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + eps) * norm.to(read.dtype)
     return (normed * F.silu(gates[:, : shape.values].to(read.dtype).view_as(read))).flatten(1)
+
+
+@triton.jit
+def _step_back(parents, at, behind):
+    """From a token to the one it follows; behind: steps beyond the row's first one."""
+    parent = tl.load(parents + at)
+    follows = (behind == 0) & (parent >= 0)
+    return tl.where(follows, parent, at), tl.where(follows, 0, behind + 1)
 
 
 @triton.jit(do_not_specialize=["states_stride", "x_stride", "channels"])
@@ -147,14 +155,7 @@ def _convolve_kernel(
             of_row = tl.load(window + (WIDTH - 1 - behind) * channels, mask=m_c & (behind > 0), other=0)
             own = tl.load(x + at * x_stride + o_c, mask=m_c & (behind == 0), other=0).to(tl.float32)
             b_sum += weight * tl.where(behind > 0, of_row, own)
-            if behind == 0:
-                parent = tl.load(parents + at)
-                if parent >= 0:
-                    at = parent
-                else:
-                    behind = 1
-            else:
-                behind += 1
+            at, behind = _step_back(parents, at, behind)
         b_sum = b_sum / (1 + tl.exp(-b_sum))
         tl.store(mixed + token * channels + o_c, b_sum.to(mixed.dtype.element_ty), mask=m_c)
     # what a token leaves for its row is written when all have read what the row had: last first, oldest inputs first
@@ -166,14 +167,7 @@ def _convolve_kernel(
             for place in tl.static_range(WIDTH - 1):
                 at, behind = token, 0
                 for _ in tl.static_range(WIDTH - 2 - place):
-                    if behind == 0:
-                        parent = tl.load(parents + at)
-                        if parent >= 0:
-                            at = parent
-                        else:
-                            behind = 1
-                    else:
-                        behind += 1
+                    at, behind = _step_back(parents, at, behind)
                 of_row = tl.load(window + (WIDTH - 1 - behind) * channels, mask=m_c & (behind > 0), other=0)
                 own = tl.load(x + at * x_stride + o_c, mask=m_c & (behind == 0), other=0).to(tl.float32)
                 tl.store(left + place * channels, tl.where(behind > 0, of_row, own), mask=m_c)
@@ -230,8 +224,8 @@ def _delta_kernel(
         b_q = tl.load(at + i_key * K + o_k, mask=m_k, other=0).to(tl.float32)
         b_k = tl.load(at + (K_HEADS + i_key) * K + o_k, mask=m_k, other=0).to(tl.float32)
         b_v = tl.load(at + 2 * K_HEADS * K + i_head * V + o_v, mask=m_v, other=0).to(tl.float32)
-        b_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6) * (K**-0.5)
-        b_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+        b_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, 0) + EPS) * (K**-0.5)
+        b_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
         gate = gates + token * gates_stride
         corrects = tl.load(gate + V_HEADS * V + i_head).to(tl.float32)
         decays = tl.load(gate + V_HEADS * V + V_HEADS + i_head).to(tl.float32) + b_shift

@@ -19,7 +19,8 @@ def _drafting(setup: Setup) -> bool:
 
 
 def _sync(setup: Setup) -> bool:
-    return setup.schedule == "sync" and setup.pages is None and setup.window is None
+    """Steps that run as they come: what a captured one takes and keeps is decided on the device."""
+    return setup.schedule == "sync" and not setup.graphs and setup.pages is None and setup.window is None
 
 
 def _somewhere(value: Any, changed: Any, **where: Any) -> Mapping[str, Any]:

@@ -120,11 +120,11 @@ def of_nobody(accepted, is_decided):
 
 
 FAULTS = {
-    "another row's": (begins_with(rotated), {"R4", "R6", "R8"}, {"draft": "none"}),
-    "another row's, drafting": (begins_with(rotated), {"R4", "R6", "R8"}, {}),
-    "other bytes": (begins_with(flipped), {"R9"}, {}),
-    "the root's": (commits(of_the_root), {"R4"}, {}),
-    "not committed": (commits(of_nobody), {"R4"}, {}),
+    "another row's": (begins_with(rotated), "R8", {"draft": "none"}),
+    "another row's, drafting": (begins_with(rotated), "R8", {}),
+    "other bytes": (begins_with(flipped), "R9", {}),
+    "the root's": (commits(of_the_root), "R4", {}),
+    "not committed": (commits(of_nobody), "R4", {}),
 }
 
 
@@ -132,14 +132,14 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_state_is_found_in_its_step(monkeypatch: pytest.MonkeyPatch, name: str, schedule: str) -> None:
     """Which entry, how much it has absorbed and who wrote it; no token of the step leaves."""
-    changes, codes, settings = FAULTS[name]
+    changes, code, settings = FAULTS[name]
     for method, change in changes.items():
         monkeypatch.setattr(StaticStates, method, change)
     engine = hybrid_engine(schedule=schedule, **settings)
     with pytest.raises(KVCorruptionError) as caught:
         tokens_of(engine)
     finding = caught.value.findings[0]
-    assert finding.code in codes
+    assert finding.code == code
     assert finding.entry is not None
     assert finding.pool == "recurrent"
     assert finding.reader is not None

@@ -15,7 +15,8 @@ from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.mock import MockTokenizer
 from spec_engine.mock.known import DenseKV
 from spec_engine.models import CheckpointError, load_target
-from spec_engine.models.config import parse_config
+from spec_engine.models.config import load_config, parse_config
+from spec_engine.models.loader import load_standalone
 
 transformers = pytest.importorskip("transformers", minversion="5.2")
 
@@ -87,6 +88,20 @@ def test_a_checkpoint_that_sees_is_read_for_its_text(theirs: torch.nn.Module, fo
     named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     save_file(named | {"model.visual.x": torch.ones(1), "mtp.x": torch.ones(1)}, tmp_path / "model.safetensors")
     assert torch.equal(logits_of(tmp_path, [TOKENS]), logits_of(folder, [TOKENS]))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert load_config(tmp_path).eos_token_ids == (7, 8)
+
+
+def test_it_is_no_draft_of_another_model(folder: Path) -> None:
+    """A draft has no room for states."""
+    with pytest.raises(CheckpointError, match="a standalone draft must have attention in all layers, got Qwen3_5For"):
+        load_standalone(folder, load_target(folder))
+
+
+def test_it_runs_on_one_rank(folder: Path) -> None:
+    """Its layers are not cut."""
+    with pytest.raises(CheckpointError, match="must run on one rank, got 2"):
+        load_target(folder, shard=(0, 2))
 
 
 def test_an_engine_says_what_transformers_says(theirs: torch.nn.Module, folder: Path) -> None:
@@ -108,7 +123,7 @@ def test_an_engine_says_what_transformers_says(theirs: torch.nn.Module, folder: 
         ({"layer_types": ["mamba"] * 4}, "got .'mamba'"),
         ({"linear_num_value_heads": 3}, "value heads of a gated delta net must be a multiple of its key heads"),
         ({"linear_conv_kernel_dim": 0}, "all sizes positive"),
-        ({"linear_key_head_dim": None}, "config.json must hold values of the expected kinds"),
+        ({"linear_key_head_dim": "8"}, "config.json must hold values of the expected kinds"),
         ({"linear_num_key_heads": 0}, "all sizes positive"),
         ({"head_dim": 12}, "head_dim must be even for rotary embeddings, got 12 of which 3 are rotated"),
     ],
