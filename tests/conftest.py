@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -52,7 +53,7 @@ SAMPLED = {
     ),
     3: (
         "ahead announced_forwards batching cli compile content dump_replay index kernel_backends one_report "
-        "refusals rows seams_reenacted transformers vllm vllm_releases what_is_told"
+        "refusals rows seams_reenacted states transformers vllm vllm_releases what_is_told"
     ),
     2: "backends drafted_ahead gpu_benches identities quiet_steps seams_named_runs",
 }
@@ -81,6 +82,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in (marker.args[0] for marker in item.iter_markers("package")):
             if find_spec(name) is None:
                 item.add_marker(pytest.mark.skip(reason=f"needs the package {name}, which is not installed"))
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays, a million objects: nobody looks through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 LEFT_OUT = pytest.StashKey[int]()  # cases that were deselected

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from kvcanary.dumps.event_schema import FORMAT, VERSION
 from kvcanary.errors import DumpError
 
+FORMAT = "kvcanary-dump"
+VERSION = 8  # since 7 the manifest may have a kind
 MIB = 1 << 20
 MOST_NAME = 4096  # letters
 MOST_FILE_BYTES = 256 * MIB

@@ -103,8 +103,6 @@ def by_request(counts: Sequence[int], values: Sequence[int]) -> list[list[int]]:
 
 #: Events that are model calls: eager, and captured.
 FORWARDS = frozenset({"forward", "launch"})
-FORMAT = "kvcanary-dump"
-VERSION = 8  # since 7 the manifest may have a kind
 _SAFE = (
     "slot slot_map_of writes_in_forward layers position branch owner generation missing written_by_step "
     "written_in_step last_write layers_changed first_different_position length entries rows behind access runs "

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import kvcanary
-from kvcanary.dumps.event_schema import FORMAT, SAFE_VALUES, VERSION, WITHHELD
+from kvcanary.dumps.container import FORMAT, VERSION
+from kvcanary.dumps.event_schema import SAFE_VALUES, WITHHELD
 
 if TYPE_CHECKING:
     from kvcanary.captured.registry import SubstepRegistry

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary_kernels.engine.delta_shape import Span
 from spec_engine.graphs.hooks import STEP
 from spec_engine.memory.recurrent import RecurrentPool, SpanStates
@@ -54,7 +55,8 @@ class StaticStates:
 
     def begin(self, table_rows: Tensor, lens: Tensor) -> None:
         """Before the forward: rows of the request table, 0 for padding, and committed lengths, [rows] each."""
-        torch.mul(table_rows, self._pool.entries_per_row, out=self._sources)
+        rows = seam("states.rows_of_a_replay", table_rows)
+        torch.mul(rows, self._pool.entries_per_row, out=self._sources)
         left = self._sources[:, None] + self._columns
         self._targets.copy_(torch.where(table_rows[:, None] > 0, left, -1).flatten())
         self.judge(lens)
@@ -84,6 +86,7 @@ class StaticStates:
     def commit(self, accepted: Acceptance, is_decided: Tensor) -> None:
         """The state of each row's last accepted node becomes the row's own, where that is decided."""
         last = accepted.nodes.gather(1, (accepted.lens - 1)[:, None])[:, 0]
+        last, is_decided = seam("states.root_kept", last), seam("states.commit_of_nobody", is_decided)
         torch.add(self._sources + 1, last, out=self._copied)
         self._rows.copy_(torch.where(is_decided, self._sources, -1))
         self._pool.copy(self._copied, self._rows)

@@ -15,8 +15,6 @@ from spec_engine.server.worker import EngineWorker
 if TYPE_CHECKING:
     from kvcanary import HookClock
 
-#: Labels that every sample of the canary has, or has on a GPU.
-TARGET = frozenset({"model_name", "rank", "hostname", "gpu", "UUID", "pci_bus_id"})
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 CANARY_COUNTERS = {
     "forwards": "Forwards that the canary watched.",

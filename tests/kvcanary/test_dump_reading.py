@@ -19,8 +19,8 @@ from safetensors.numpy import load, save
 
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
 from kvcanary.captured.buffers import Batch, StaticBuffers
-from kvcanary.dumps.container import MEMBERS
-from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, OF_SEVERAL, VERSION
+from kvcanary.dumps.container import MEMBERS, VERSION
+from kvcanary.dumps.event_schema import ARGUMENTS, CALLS, OF_SEVERAL
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.manager.lifecycle import Lifecycle

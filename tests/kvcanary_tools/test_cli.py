@@ -60,6 +60,25 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
     assert child.stderr.strip() == "[]"
 
 
+@pytest.mark.parametrize("arguments", ["top URL --once", "inject bits.flip --url URL"])
+def test_what_asks_a_server_loads_no_torch(arguments: str) -> None:
+    """Whoever only talks to one answers in a fraction of a second."""
+    script = (
+        "import sys\n"
+        "from kvcanary_tools.cli import main\n"
+        "from kvcanary_tools.console import UsageFailure\n"
+        "try:\n"
+        f"    main({arguments.replace('URL', 'http://127.0.0.1:1').split()!r}, standalone_mode=False)\n"
+        "except UsageFailure as refused:\n"
+        "    print(refused)\n"
+        "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))\n"
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    refused, loaded = child.stdout.splitlines()[-2:]
+    assert "127.0.0.1:1" in refused
+    assert loaded == "[]"
+
+
 def test_version_is_shown(kvcanary) -> None:
     """`--version` names program and version."""
     assert kvcanary("--version").stdout == "kvcanary 0.2.0\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcanary.dumps.event_schema import VERSION
+from kvcanary.dumps.container import VERSION
 from kvcanary.dumps.watched_reading import WatchedDump, read_any
 from kvcanary.errors import DumpError
 

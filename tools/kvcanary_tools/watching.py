@@ -25,7 +25,7 @@ from rich.text import Text
 from kvcanary_tools.console import UsageFailure, numbered
 from kvcanary_tools.remote import server_at
 from spec_engine.html.sentences import sentences
-from spec_engine.server.exposition import TARGET
+from spec_engine.server.labels import TARGET
 
 TIMEOUT_SECONDS = 10
 TONES = {"good": "green", "bad": "bold red", "limit": "bright_black", "plain": ""}  # of sentences

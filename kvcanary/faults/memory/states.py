@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.target import Setup
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Paths = Sequence[Sequence[int]]
 _DRAFTS = {"model": "hybrid", "prefix_cache": False, "topk": 2, "num_draft_tokens": None}
 _PLAIN = {"model": "hybrid", "prefix_cache": False, "drafts": False}
+_CAPTURED = _DRAFTS | {"graphs": True}
 POOL = "recurrent"
 
 
 def _drafting(setup: Setup) -> bool:
     return _sync(setup) and setup.drafts
+
+
+def _captured(setup: Setup) -> bool:
+    return setup.graphs and setup.drafts and setup.pages is None and setup.window is None
 
 
 def _sync(setup: Setup) -> bool:
@@ -61,6 +69,16 @@ def _rotated(rows: Sequence[int]) -> list[int]:
 
 def _without_the_first(copies: tuple[list[int], list[int], list[int]]) -> tuple[list[int], ...]:
     return tuple(own[1:] for own in copies)
+
+
+def _rolled(rows: Tensor) -> Tensor:
+    """Of a captured batch, where 0 is padding: each row is the one before it, where that is live."""
+    before = rows.roll(1)
+    return before.where((rows > 0) & (before > 0), rows)
+
+
+def _nobody(value: Tensor) -> Tensor:
+    return value.new_zeros(value.shape)
 
 
 def _clears_another(row: int, *, live: Sequence[int]) -> int:
@@ -250,6 +268,46 @@ FAULTS = (
         perturb=_collide,
         place=_somewhere,
         cause="addressing",
+        quiet_needs={"drafts": False},
+    ),
+    Fault(
+        name="states.rows_of_a_replay",
+        story="A replay found the rows of states in another order than its batch has them: each request went on from "
+        "its neighbour's state.",
+        expected="R8",
+        also=("R4",),
+        applies_to="models with recurrent layers, in captured steps of several requests",
+        needs=_PLAIN | {"graphs": True, "batch": 3},
+        applies=lambda setup: setup.graphs and setup.pages is None and setup.window is None,
+        perturb=_rolled,
+        place=_somewhere,
+        cause="addressing",
+        alone="rows go on from each other's states",
+    ),
+    Fault(
+        name="states.root_kept",
+        story="A captured verify knew where drafts were accepted and kept the state of its first token all the same.",
+        expected="R4",
+        applies_to="models with recurrent layers, in captured steps with drafts",
+        needs=_CAPTURED,
+        applies=_captured,
+        perturb=_nobody,
+        place=_somewhere,
+        late=True,
+        cause="draft",
+        quiet_needs={"drafts": False},
+    ),
+    Fault(
+        name="states.commit_of_nobody",
+        story="Whether a request is decided was read behind the step that decides it: no state was kept.",
+        expected="R4",
+        applies_to="models with recurrent layers, in captured steps with drafts",
+        needs=_CAPTURED,
+        applies=_captured,
+        perturb=_nobody,
+        place=_somewhere,
+        late=True,
+        cause="transfer",
         quiet_needs={"drafts": False},
     ),
 )

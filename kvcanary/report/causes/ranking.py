@@ -172,6 +172,7 @@ STATE_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4",), states.other_column),
     (("R5",), states.other_node),
     (("R4", "R12"), states.not_copied),
+    (("R4",), states.not_kept),
     (("R4", "R5", "R6"), states.loaded_stale),
     (("R4",), states.looks_elsewhere),
     (("R4",), states.miscounted),

@@ -78,6 +78,26 @@ def not_copied(facts: Evidence) -> Cause | None:
     return Cause("transfer", f"the state was not copied from entry {state.elsewhere}", "derived", tuple(evidence))
 
 
+def not_kept(facts: Evidence) -> Cause | None:
+    """Of a captured step, whose device knows no more than how much the entry has absorbed, and since when."""
+    state, step = _known(facts), facts.violation.step
+    if not facts.violation.is_captured or state.wanted is None or state.lies.absorbed >= state.wanted:
+        return None
+    if not state.lies.kind or _is_anothers(facts):
+        return None
+    evidence = (
+        f"{facts.last_write} left what lies there: {state.lies.absorbed} tokens",
+        f"the forward of step {step} goes on at {state.wanted}",
+    )
+    if state.lies.kind == "move" and state.lies.step == step - 1:
+        return Cause("draft", "behind the verify the state of another accepted count was kept", "inferred", evidence)
+    if state.lies.step < step - 1:
+        return Cause(
+            "transfer", "the last verify's state was not copied to where its row goes on", "inferred", evidence
+        )
+    return None
+
+
 def looks_elsewhere(facts: Evidence) -> Cause | None:
     """The same evidence the other way round: the row names a wrong entry."""
     state = _known(facts)

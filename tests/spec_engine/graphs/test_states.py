@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary import CanaryConfig, Finding, KVCorruptionError
 from kvcanary_kernels.engine.delta_shape import DeltaShape
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.graphs.states import StaticStates
@@ -126,23 +126,37 @@ FAULTS = {
     "the root's": (commits(of_the_root), "R4", {}),
     "not committed": (commits(of_nobody), "R4", {}),
 }
+CAUSES = {
+    "the root's": "behind the verify the state of another accepted count was kept",
+    "not committed": "the last verify's state was not copied to where its row goes on",
+}
+
+
+def first_finding(monkeypatch: pytest.MonkeyPatch, name: str, schedule: str) -> Finding:
+    changes, _, settings = FAULTS[name]
+    for method, change in changes.items():
+        monkeypatch.setattr(StaticStates, method, change)
+    engine = hybrid_engine(schedule=schedule, **settings)
+    with pytest.raises(KVCorruptionError) as caught:
+        tokens_of(engine)
+    return caught.value.findings[0]
 
 
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_state_is_found_in_its_step(monkeypatch: pytest.MonkeyPatch, name: str, schedule: str) -> None:
     """Which entry, how much it has absorbed and who wrote it; no token of the step leaves."""
-    changes, code, settings = FAULTS[name]
-    for method, change in changes.items():
-        monkeypatch.setattr(StaticStates, method, change)
-    engine = hybrid_engine(schedule=schedule, **settings)
-    with pytest.raises(KVCorruptionError) as caught:
-        tokens_of(engine)
-    finding = caught.value.findings[0]
-    assert finding.code == code
+    finding = first_finding(monkeypatch, name, schedule)
+    assert finding.code == FAULTS[name][1]
     assert finding.entry is not None
     assert finding.pool == "recurrent"
     assert finding.reader is not None
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_what_was_kept_in_the_place_of_a_state_is_said(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From how much lies there, and since which step: the device has written over the rest."""
+    assert first_finding(monkeypatch, name, "sync").causes[0].text == CAUSES[name]
 
 
 def test_a_state_that_was_not_cleared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvcanary_tools.cli import main
 from kvcanary_tools.fleet.observability.alerts import ALERTS, OF_ADAPTERS
 from kvcanary_tools.fleet.observability.dashboards import ENGINE_PANELS, FLEET_PANELS
-from spec_engine.server.exposition import TARGET
+from spec_engine.server.labels import TARGET
 
 from .conftest import KEY, Running, wait_for
 

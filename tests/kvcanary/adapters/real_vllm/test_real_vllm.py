@@ -291,7 +291,7 @@ def expect_named(told: dict[str, Any]) -> None:
 @pytest.fixture(scope="module", params=["gdn", pytest.param("mamba2", marks=pytest.mark.slow)])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A model with linear attention and its prefix cache, with runner V1."""
-    return run("hybrids", tmp_path_factory.mktemp("hybrid") / "record.json", request.param)
+    return run("hybrids", tmp_path_factory.mktemp("hybrid") / "record.json", request.param, "--requests", "7")
 
 
 def test_a_sound_hybrid_is_silent(hybrid) -> None:

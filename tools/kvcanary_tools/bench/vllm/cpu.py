@@ -95,7 +95,7 @@ class CpuBench(Bench):
 class CpuFaults(Faults):
     """Faults in a pool whose pages lie in any order."""
 
-    least, swapped = 4 * BLOCK, (1, 3)
+    least, swapped, requests = 4 * BLOCK, (1, 3), 10
     block: int | None = None  # that the last fault struck
 
     def swap(self, output: Any, step: int) -> bool:

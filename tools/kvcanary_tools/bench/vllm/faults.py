@@ -43,6 +43,7 @@ class Faults:
     """What is done to the engine of a Bench; each harm is called before every step until it says that it has struck."""
 
     least, swapped = POSITION, (2, 6)  # entries of the struck request at least; entries of its block table
+    requests = 24
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.runner = bench, bench.runner
@@ -76,7 +77,7 @@ class Faults:
     def fault(self, harm: Callable[[Any, int], bool], mode: str = "log") -> dict[str, Any]:
         import torch
 
-        prompts, self.touched = self.bench.prompts(24, seed=5), None
+        prompts, self.touched = self.bench.prompts(self.requests, seed=5), None
         with self.bench.watched(mode=mode, content="full") as handle:
             inner, state = self.runner.execute_model, {"step": 0, "struck": None}
 

@@ -93,9 +93,10 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
 @click.command()
 @click.argument("kind", type=click.Choice(list(BLOCKS)))
 @click.option("--no-cache", is_flag=True, help="Without the prefix cache, which is mode none of states, and no faults.")
+@click.option("--requests", type=int, default=REQUESTS, show_default=True, help="Asked twice, without a fault.")
 @click.option("--runner", type=click.Choice(["v1", "v2"]), default="v1", help="V2 runs interpreted, without faults.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
-def command(kind: str, no_cache: bool, runner: str, out: Path) -> None:
+def command(kind: str, no_cache: bool, requests: int, runner: str, out: Path) -> None:
     """Run everything over one hybrid in one vLLM on this CPU."""
     os.environ.update(ENVIRONMENT)
     if runner == "v2":
@@ -106,7 +107,7 @@ def command(kind: str, no_cache: bool, runner: str, out: Path) -> None:
             "kind": kind,
             "machine": machine(),
             "runner": runner,
-            "clean": clean(bench, 3 if runner == "v2" else REQUESTS),
+            "clean": clean(bench, 3 if runner == "v2" else requests),
         }
         if not no_cache and runner == "v1":
             record["faults"] = {name: attempt(bench, name) for name in HARMS}
