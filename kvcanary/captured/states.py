@@ -87,6 +87,11 @@ class CapturedStates:
         sizes = {"verify": nodes} if nodes else {}
         self._eager = {kind: self.add(kind, rows, sizes.get(kind, 1), self._step) for kind in SUBSTEP_KINDS}
 
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that is kept beside the states."""
+        return self.known.num_bytes + self._records.nbytes
+
     def add(self, kind: str, rows: int, new: int, step: Tensor) -> CapturedStateHook:
         """For forwards of up to so many rows, which leave ``new`` states each; step: as of `SubstepRegistry.add`."""
         return CapturedStateHook(self, kind, rows, new, step)

@@ -164,8 +164,10 @@ class CanaryManager:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that records, fingerprints and page states take; they never grow."""
-        return self.session.state.num_bytes
+        """Device memory that records, fingerprints, page states and what is known of states take; it never grows."""
+        states = sum(own.num_bytes for own in self.states.values())
+        captured = sum(own.num_bytes for own in self._checks.captured_states)
+        return self.session.state.num_bytes + states + captured
 
     def capture_states(self, name: str, rows: int, nodes: int = 0) -> CapturedStates:
         """The states of this view are judged on the device, with captured forwards: before `arm()`, for good.

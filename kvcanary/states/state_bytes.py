@@ -41,6 +41,10 @@ class StateBytes:
         self._slice_sums = torch.zeros(view.num_layers, view.num_entries, dtype=torch.int64, device=view.device)
         self._next = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return self._slice_sums.nbytes + self.pool.content_a.nbytes
+
     @torch.inference_mode()
     def left(self, entries: Sequence[int]) -> None:
         """States were left there: what is kept of them is compared where they are taken."""

@@ -77,6 +77,11 @@ class States:
         self._judge = Judge(view, self.pool, self.entries, self._bytes)
         self._misled: set[str | None] = set()  # requests whose rows named what is not theirs in the last forward
 
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that is kept beside the states."""
+        return self._bytes.num_bytes + self.pool.records.nbytes + self.pool.expected.nbytes
+
     # forwards
 
     @_told

@@ -75,6 +75,11 @@ class States(NamedTuple):
     moved: int
     zeroed: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """What is kept beside the states, in bytes."""
+        return sum(own.nbytes for own in (self.known, self.chains, self.phases, self.sums))
+
 
 class Taken(NamedTuple):
     """What is said of the states of one forward, of n rows at most; a row has one of its own, and may leave another.

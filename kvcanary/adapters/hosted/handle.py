@@ -69,7 +69,7 @@ class HostHandle(ABC):
             return {"armed": False}
         if not self.guard.stopped:
             self._look_at(int(self.canary.memory.total), self.canary.step)
-        own: dict[str, Any] = {"armed": self.is_armed, "rank": self.rank, "bytes": self.canary.memory.num_bytes}
+        own: dict[str, Any] = {"armed": self.is_armed, "rank": self.rank, "bytes": self.canary.num_bytes}
         own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
         known = self.canary.dumps.environment
         own |= {"engine": self.host, "host_version": known.get("version", "not known")}
@@ -128,7 +128,7 @@ class HostHandle(ABC):
         self._seen = int(canary.memory.total)
         _events.info(
             "kvcanary.attached", host=self.host, mode=self.config.mode, content=self.config.content, pid=os.getpid(),
-            rank=self.rank, groups=len(canary.groups), bytes=canary.memory.num_bytes,
+            rank=self.rank, groups=len(canary.groups), bytes=canary.num_bytes,
             turn=turn_of(self.config.share), hardware=hardware_of(canary.memory.device),
         )  # fmt: skip
 

@@ -91,6 +91,10 @@ class WatchedStates:
         canary.beside.add(self)
         self.forget()
 
+    @property
+    def num_bytes(self) -> int:
+        return self._states.num_bytes
+
     def forget(self) -> None:
         """Nobody answers for the bytes any more."""
         self._told, self.forward, self._leaving = [], None, None

@@ -95,7 +95,7 @@ class PagedCanary:
         #: as many entries as its launches were sized for.
         self._quiet, self._can_repeat, self._room = 0, False, 0
         self.events: list[Any] = []  # of what happened since the last forward
-        #: What judges more of forwards, `violations(step)`; it holds the canary.
+        #: What judges more of forwards, `violations(step)`, and keeps `num_bytes`; it holds the canary.
         self.beside: weakref.WeakSet[Any] = weakref.WeakSet()
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
@@ -106,6 +106,11 @@ class PagedCanary:
         self._new: dict[int, tuple[int, ...]] = {}  # lines of Truth, behind their numbers
         self._uid = 0
         self._forward: Forward | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that is kept beside pools and states."""
+        return self.memory.num_bytes + sum(own.num_bytes for own in self.beside)
 
     def follow_owners(self) -> Owners:
         """The engine tells of grants and frees of the first group's slots: R7, R8, W2, W3 and W7 are judged too.

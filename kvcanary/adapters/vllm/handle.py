@@ -74,6 +74,7 @@ class Handle(HostHandle):
             self._follow_weights()
             self.canary = self._bind()
             self.canary.prepare(self._empty_forward())
+            self.canary.coverage.not_probed = "the worker served already, and may have given any block away"
             self._arm(self.canary)
 
     def report(self) -> dict[str, Any]:

@@ -254,6 +254,16 @@ def test_another_runner_is_refused(serve, monkeypatch) -> None:
     assert not hasattr(worker, "kvcanary")
 
 
+def test_a_worker_that_serves_already_says_that_nobody_asked_it(serve) -> None:
+    """Any block may be somebody's: its attention is not probed, and the certificate has the reason."""
+    from kvcanary.adapters.vllm.worker import attach
+
+    worker = serve().wrapper.worker
+    worker.kvcanary.detach()
+    told = attach(worker, CanaryConfig(mode="log")).report()
+    assert told["reader_probes"] == "attention not probed: the worker served already, and may have given any block away"
+
+
 def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path, capsys) -> None:
     """Two ranks read one swapped table: one event, one report, one count; the merged report names both ranks.
 

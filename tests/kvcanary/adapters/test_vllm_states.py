@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvcanary import CanaryConfig
+from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import RING
 from kvcanary.adapters.vllm.states import BlockStates, group_of, is_state, not_followed
 from kvcanary.errors import PlanError
@@ -237,3 +239,20 @@ def test_states_of_half_words_are_refused_by_name() -> None:
     odd = [SimpleNamespace(kv_cache=(torch.zeros(4, 3, dtype=torch.int8),))]
     with pytest.raises(PlanError, match=r"states of linear attention.*whole 32-bit words"):
         group_of(watching_canary("full"), 0, 0, spec(), odd, SIZE)
+
+
+def test_what_is_kept_of_states_has_a_size(host: Host) -> None:
+    """Five numbers of a block, and one of each slice of each layer."""
+    [group] = host.states.groups
+    assert group.watched.num_bytes == 8 * BLOCKS * (5 + LAYERS * group.watched.view.num_slices)
+
+
+def test_what_judges_beside_a_canary_counts_with_it() -> None:
+    """A certificate's `bytes` are all that is kept."""
+
+    class Judge:
+        num_bytes = 40
+
+    canary, judge = PagedCanary(CanaryConfig(mode="log", seed=3), 2, 1, 16, "cpu"), Judge()
+    canary.beside.add(judge)
+    assert canary.num_bytes == canary.memory.num_bytes + judge.num_bytes

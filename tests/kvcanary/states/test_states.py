@@ -92,6 +92,11 @@ def rig() -> Rig:
     return Rig()
 
 
+def test_what_is_kept_of_states_counts(rig):
+    """Two records of an entry, and a fingerprint of all its bytes and of a slice in each layer."""
+    assert rig.manager.num_bytes == rig.manager.session.state.num_bytes + 8 * ENTRIES * (2 * 8 + 2 * LAYERS)
+
+
 # sound
 
 
