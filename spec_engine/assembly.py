@@ -140,6 +140,10 @@ class Assembly:
                 reader = ProbedReader(pool, heads, self.config.attention_backend, behind and behind.window)
                 paths = ("chunk", "decode", *(["verify"] if self.head is not None and not is_draft else []))
                 self.canary.probe_reader(name, reader, own[:pages], heads, paths, dtype=pool.dtype)
+                captured = self.runner.captured_reader(pool, heads, reader)
+                if captured is not None:
+                    own_path = "draft" if is_draft else "decode" if self.head is None else "verify"
+                    self.canary.probe_reader(name, captured, own[:pages], heads, [own_path], dtype=pool.dtype)
 
     def _lay_out_pages(self) -> None:
         """Who gives out pages, and the rows that name them: of full layers, behind them those of windows."""

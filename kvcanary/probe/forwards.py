@@ -11,6 +11,7 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 
 PATHS = ("prefill", "chunk", "decode", "verify")
+DRAFT = "draft"  # one more, for who reads branches by their slots, wherever these lie
 #: Nodes of the tree that "verify" reads, each with its parent: a root, two children, and a child of each.
 PARENTS = (-1, 0, 0, 1, 2)
 LEAST = 8  # entries of a row's first forward
@@ -21,9 +22,11 @@ _NEW = {"chunk": (3, 2), "decode": (1, 1), "verify": (len(PARENTS), len(PARENTS)
 class ProbeForward:
     """One forward of a probe, which an engine's own attention is to run.
 
-    path:    of PATHS: a whole prompt; a chunk behind a cached prefix; one token a row; a drafted tree a row
+    path:    of PATHS: a whole prompt; a chunk behind a cached prefix; one token a row; a drafted tree a row. Or DRAFT:
+             rows are branches, those of a request one behind the other, by whose slots they differ behind its prefix
     slots:   by row its slots in the order of positions; the last `num_new` of them are written by this forward
     num_new: by row
+    index:   of a draft forward, one a step: its rows differ in so many slots, and the one that they write
     mask:    [nodes, nodes] bool, node sees node, for "verify"; None: a chain, each sees itself and those before it
     """
 
@@ -31,6 +34,7 @@ class ProbeForward:
     slots: tuple[tuple[int, ...], ...]
     num_new: tuple[int, ...]
     mask: Tensor | None = None
+    index: int = 0
 
     @property
     def kind(self) -> str:
@@ -92,8 +96,9 @@ def probe_forwards(
     PlanError for a path that there is not, or too few pages.
     """
     needed, given = probe_pages(page_size), sorted(set(pages))
-    if unknown := set(paths) - set(PATHS):
-        raise PlanError(f"paths must be among {', '.join(PATHS)}, got {', '.join(sorted(unknown))}: leave these out")
+    if unknown := set(paths) - {*PATHS, DRAFT}:
+        allowed = ", ".join((*PATHS, DRAFT))
+        raise PlanError(f"paths must be among {allowed}, got {', '.join(sorted(unknown))}: leave these out")
     if len(given) < needed:
         raise PlanError(f"a probe needs {needed} pages of {page_size} slots, got {len(given)}: give as many free ones")
     lowest, *own = given[:needed]
@@ -104,11 +109,25 @@ def probe_forwards(
     starts = *(tuple(row[:length]) for row, length in zip(rows, lens, strict=True)), beside
     is_split = most is not None and sum(map(len, starts)) > most
     forwards = [ProbeForward("prefill", own, tuple(map(len, own))) for own in (zip(starts) if is_split else [starts])]
-    for path in (path for path in PATHS[1:] if path in paths):
+    for path in (path for path in ("chunk", "decode", DRAFT, "verify") if path in paths):
+        if path == DRAFT:
+            forwards += _drafts(rows, lens)
+            continue
         lens = [length + new for length, new in zip(lens, _NEW[path], strict=True)]
         slots = tuple(tuple(row[:length]) for row, length in zip(rows, lens, strict=True))
         forwards.append(ProbeForward(path, slots, _NEW[path], ancestors() if path == "verify" else None))
     return forwards
+
+
+def _drafts(rows: Sequence[Sequence[int]], lens: Sequence[int]) -> list[ProbeForward]:
+    """Two branches of each row; in the second forward each goes on from the first node of the other."""
+    first, second = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for row, length in zip(rows, lens, strict=True):
+        prefix, (a, b, c, d) = row[:length], row[length : length + 4]
+        first += [(*prefix, a), (*prefix, b)]
+        second += [(*prefix, b, c), (*prefix, a, d)]
+    new = (1,) * len(first)
+    return [ProbeForward(DRAFT, tuple(first), new), ProbeForward(DRAFT, tuple(second), new, index=1)]
 
 
 def _first(page_size: int) -> int:

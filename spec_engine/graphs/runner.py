@@ -17,6 +17,7 @@ from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.graphs.extend import ExtendProgram
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.program import Recorder
+from spec_engine.graphs.reader_probe import CapturedReader
 from spec_engine.graphs.states import StateSource
 from spec_engine.memory.pools.recurrent_watch import StateWatch
 from spec_engine.models.decoder import DecoderOutput
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     from kvcanary.captured import AcceptedTokens, CapturedStates
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
+    from spec_engine.memory.pools.pool import KVPool
     from spec_engine.memory.recurrent import RecurrentPool
     from spec_engine.request import Request
     from spec_engine.scheduling.scheduler import Chunk
+    from spec_engine.step.reader_probe import ProbedReader
 
 
 class Bucket(NamedTuple):
@@ -56,10 +59,17 @@ class GraphRunner(Runner):
         self._state_source = (
             None if self.states is None else StateSource(self.states, self._captured_states(self.states))
         )
+        self._readers: dict[str, CapturedReader] = {}  # by pool
         recorder = Recorder(self.device)
         accepted_tokens = self._add_accepted_tokens(self.drafter)
         target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary, accepted_tokens)
         self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
+
+    def captured_reader(self, pool: KVPool, num_heads: int, eager: ProbedReader) -> CapturedReader:
+        """Who reads this pool in captured steps."""
+        if pool.name not in self._readers:
+            self._readers[pool.name] = CapturedReader(pool, num_heads, eager)
+        return self._readers[pool.name]
 
     def _captured_states(self, states: RecurrentPool) -> CapturedStates | None:
         """Who judges them on the device, and is told of forwards that are not captured too."""

@@ -37,6 +37,9 @@ from spec_engine.step.verify import Accepted, owners_of, to_host
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
     from kvcanary.captured import InFlight
+    from spec_engine.graphs.reader_probe import CapturedReader
+    from spec_engine.memory.pools.pool import KVPool
+    from spec_engine.step.reader_probe import ProbedReader
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,10 @@ class Runner:
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make what a step needs beforehand, for batches of these sizes: nothing, where each is built as it comes."""
+
+    def captured_reader(self, pool: KVPool, num_heads: int, eager: ProbedReader) -> CapturedReader | None:
+        """Who reads this pool in captured steps, for the canary to ask; None where none are."""
+        return None
 
     def runs_ahead(self, requests: Sequence[Request]) -> bool:
         """Whether a decode step of these can be launched while the host has not collected the tokens of the last

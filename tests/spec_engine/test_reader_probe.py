@@ -178,7 +178,7 @@ def test_rows_lie_in_no_order_and_share_no_slot() -> None:
 def test_wrong_arguments_name_the_rule() -> None:
     with pytest.raises(PlanError, match="a probe needs 11 pages of 4 slots, got 3: give as many free ones"):
         probe_forwards([1, 2, 3], 4)
-    with pytest.raises(PlanError, match="paths must be among prefill, chunk, decode, verify, got fork"):
+    with pytest.raises(PlanError, match="paths must be among prefill, chunk, decode, verify, draft, got fork"):
         probe_forwards(range(1, 20), 4, ["fork"])
 
 
