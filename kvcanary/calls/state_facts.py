@@ -38,6 +38,7 @@ class StateFacts:
     same_tokens: they are the same under another root: salt or adapter
     bytes_of:  whose bytes lie there now, in words; empty: not known
     bytes_source: "null", "entry" or "zero" with it
+    last_ran:  step of the row's last forward before this one, where the device keeps no more; None: not known
     history:   grants, copies, publications and frees of the entry, oldest first
     """
 
@@ -53,4 +54,5 @@ class StateFacts:
     same_tokens: bool = False
     bytes_of: str = ""
     bytes_source: str = ""
+    last_ran: int | None = None
     history: tuple[str, ...] = ()

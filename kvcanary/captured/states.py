@@ -71,6 +71,7 @@ class CapturedStates:
         content = config.content if {"R9", "T1"} - config.disable else "write"
         compared = {"write": 0, "full": count}.get(content, 1)
         self.ops, self._heard, self.launched = watch_ops_for(device), (0, 0), deque[Launched]()
+        self._past = deque[Launched](maxlen=RING)
         with torch.inference_mode(False):
             zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
             self._records, self.said = zeros(2, view.num_entries, 8), zeros(2)
@@ -168,6 +169,7 @@ class CapturedStates:
         launched = list[Launched]()
         while self.launched and self.launched[0].turn <= turn:
             launched.append(self.launched.popleft())
+        self._past.extend(launched)
         posts = [(one.hook.posted, one.turn) for one in launched]
         said = [posted.message_of(turn).numbers[:2].tolist() for posted, turn in posts if posted.has_run(turn)]
         (before, last), (errors, judged) = self._heard, map(max, zip(self._heard, *said, strict=True))
@@ -192,12 +194,17 @@ class CapturedStates:
             _, number, entry, _, wanted, absorbed, uid, left = cells[:, row].tolist()
             kind, writer = unpack_site(left >> 32)[0] if left else "", self.ledger.name(uid) if uid > 0 else None
             lies = LyingState(max(absorbed, 0), 0, writer, uid, kind if writer else "", left & MASK_32)
-            facts = StateFacts(wanted, lies, writer)
+            facts = StateFacts(wanted, lies, writer, last_ran=self._last_ran(launched.requests[row], launched.step))
             layers = tuple(mismatch[:, row].nonzero()[:, 0].tolist())
             yield Violation(
                 STATE_CODES[number], self.judged_in, entry, wanted, launched.requests[row], hook.site, launched.step,
                 layers, expected={"absorbed": wanted}, found={"absorbed": lies.absorbed}, is_captured=True, state=facts,
             )  # fmt: skip
+
+    def _last_ran(self, request: str, before: int) -> int | None:
+        """Step of its last forward before this one; None: longer ago than is known."""
+        steps = (one.step for one in reversed(self._past) if one.step < before and request in one.requests)
+        return next(steps, None)
 
     def _truth(self, request: Request, length: int) -> int | None:
         return self.ledger.truth(request, self.pool.pool_id, length)

@@ -63,16 +63,20 @@ class RecurrentPool:
         if self.watch is not None:
             self.watch.reset(row)
 
-    def chain(self, rows: Sequence[int], lens: Sequence[int]) -> SpanStates:
-        """The states of a forward in which row r goes on by ``lens[r]`` tokens for good: prefill or decode."""
+    def chain(self, rows: Sequence[int], lens: Sequence[int], kept: Sequence[int] | None = None) -> SpanStates:
+        """The states of a forward in which row r goes on by ``lens[r]`` tokens for good: prefill or decode.
+
+        ``kept``: by row, behind how many of them its state is kept; None: behind all
+        """
         self._check_settled(rows)
-        parents = [token - 1 for n in lens for token in range(n)]
-        firsts = [first for n, first in zip(lens, accumulate((0, *lens)), strict=False) for _ in range(n)]
-        parents = [first + parent if parent >= 0 else -1 for first, parent in zip(firsts, parents, strict=True)]
+        firsts = list(accumulate(lens, initial=0))[:-1]
+        parents = [
+            first + token - 1 if token else -1 for first, n in zip(firsts, lens, strict=True) for token in range(n)
+        ]
         targets = [-1] * len(parents)
-        for end, n, row in zip(accumulate(lens), lens, rows, strict=True):
+        for first, n, row in zip(firsts, lens if kept is None else kept, rows, strict=True):
             if n and row:
-                targets[end - 1] = row * self.entries_per_row
+                targets[first + n - 1] = row * self.entries_per_row
         return self._span(rows, lens, torch.tensor(parents, dtype=torch.int64), targets)
 
     def tree(self, rows: Sequence[int], parents: Tensor, columns: Sequence[int] | None = None) -> SpanStates:

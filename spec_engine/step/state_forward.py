@@ -21,8 +21,8 @@ class StateForward:
         if pool.watch is not None:
             pool.watch.begin(forward.kind, batch.ids, rows, self._rows, batch.lens)
         if tree is None:
-            self._lens = seam("states.last_token_left_out", forward.new_lens, kind=forward.kind)
-            self.states = pool.chain(self._rows, self._lens)
+            self._kept = seam("states.last_token_left_out", forward.new_lens, kind=forward.kind)
+            self.states = pool.chain(self._rows, forward.new_lens, self._kept)
         else:
             self._columns = seam("states.two_nodes_one_column", list(range(tree.parents.shape[1])))
             self.states = pool.tree(self._rows, tree.parents, self._columns)
@@ -33,7 +33,7 @@ class StateForward:
         if watch is None:
             return
         if tree is None:
-            lens = [before + new for before, new in zip(batch.lens, self._lens, strict=True)]
+            lens = [before + new for before, new in zip(batch.lens, self._kept, strict=True)]
             watch.left(self._forward.kind, batch.ids, self._rows, lens)
         else:
             paths = [_paths(*own) for own in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)]

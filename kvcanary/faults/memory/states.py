@@ -23,7 +23,7 @@ def _drafting(setup: Setup) -> bool:
 
 
 def _captured(setup: Setup) -> bool:
-    return setup.graphs and setup.drafts and setup.pages is None and setup.window is None
+    return setup.graphs and setup.backend in ("torch", "triton") and setup.pages is None and setup.window is None
 
 
 def _sync(setup: Setup) -> bool:
@@ -278,7 +278,7 @@ FAULTS = (
         also=("R4",),
         applies_to="models with recurrent layers, in captured steps of several requests",
         needs=_PLAIN | {"graphs": True, "batch": 3},
-        applies=lambda setup: setup.graphs and setup.pages is None and setup.window is None,
+        applies=_captured,
         perturb=_rolled,
         place=_somewhere,
         cause="addressing",
@@ -290,10 +290,11 @@ FAULTS = (
         expected="R4",
         applies_to="models with recurrent layers, in captured steps with drafts",
         needs=_CAPTURED,
-        applies=_captured,
+        applies=lambda setup: _captured(setup) and setup.drafts,
         perturb=_nobody,
         place=_somewhere,
         late=True,
+        within=4,
         cause="draft",
         quiet_needs={"drafts": False},
     ),
@@ -303,10 +304,11 @@ FAULTS = (
         expected="R4",
         applies_to="models with recurrent layers, in captured steps with drafts",
         needs=_CAPTURED,
-        applies=_captured,
+        applies=lambda setup: _captured(setup) and setup.drafts,
         perturb=_nobody,
         place=_somewhere,
         late=True,
+        within=4,
         cause="transfer",
         quiet_needs={"drafts": False},
     ),

@@ -80,18 +80,18 @@ def not_copied(facts: Evidence) -> Cause | None:
 
 def not_kept(facts: Evidence) -> Cause | None:
     """Of a captured step, whose device knows no more than how much the entry has absorbed, and since when."""
-    state, step = _known(facts), facts.violation.step
-    if not facts.violation.is_captured or state.wanted is None or state.lies.absorbed >= state.wanted:
+    state = _known(facts)
+    if state.last_ran is None or state.wanted is None or state.lies.absorbed >= state.wanted:
         return None
     if not state.lies.kind or _is_anothers(facts):
         return None
     evidence = (
         f"{facts.last_write} left what lies there: {state.lies.absorbed} tokens",
-        f"the forward of step {step} goes on at {state.wanted}",
+        f"behind step {state.last_ran}, the last of this row, it goes on at {state.wanted}",
     )
-    if state.lies.kind == "move" and state.lies.step == step - 1:
+    if state.lies.kind == "move" and state.lies.step == state.last_ran:
         return Cause("draft", "behind the verify the state of another accepted count was kept", "inferred", evidence)
-    if state.lies.step < step - 1:
+    if state.lies.step < state.last_ran:
         return Cause(
             "transfer", "the last verify's state was not copied to where its row goes on", "inferred", evidence
         )
