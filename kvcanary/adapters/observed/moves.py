@@ -49,8 +49,9 @@ def moved(
 ) -> None:
     """Let an engine move entries that have no records yet; what arrived must be what lay there before (T1).
 
-    src, dst: [n] slots; pairs within the null slots are padding; row_of: as an `Event` has it
+    src, dst: [n] slots, of any integer type; pairs within the null slots are padding; row_of: as an `Event` has it
     """
+    src, dst = src.to(torch.int64), dst.to(torch.int64)
     before = [fingerprints_of(layers, src) for layers in group.layers]
     move()
     _compare(canary, group, dst, before, dst >= group.null_slots, "a move of entries", row_of)
@@ -59,9 +60,12 @@ def moved(
 def expect_equal(
     canary: PagedCanary, group: Group, dst: Tensor, src: Tensor, judged: Tensor, what: str, row_of: RowOf | None = None
 ) -> None:
-    """Slots [n] that should be copies of others, where `judged` [n] bool says so (T1); row_of: as an `Event` has it."""
-    wanted = [fingerprints_of(layers, src) for layers in group.layers]
-    _compare(canary, group, dst, wanted, judged, what, row_of)
+    """Slots [n], of any integer type, that should be copies of others, where `judged` [n] bool says so (T1).
+
+    row_of: as an `Event` has it
+    """
+    wanted = [fingerprints_of(layers, src.to(torch.int64)) for layers in group.layers]
+    _compare(canary, group, dst.to(torch.int64), wanted, judged, what, row_of)
 
 
 def fingerprints_of(layers: Layers, slots: Tensor) -> Tensor:

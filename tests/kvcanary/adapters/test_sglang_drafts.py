@@ -218,18 +218,20 @@ def test_without_drafts_or_without_the_names_nothing_is_captured(monkeypatch, la
         assert not hasattr(EAGLEDraftCudaGraphRunner(SimpleNamespace(forward=lambda batch: 0)), TRACE)
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_moves_and_copies_are_judged_without_a_wait(device: str) -> None:
-    """SGLang moves accepted nodes in every step: a wait there would end its overlap schedule."""
+def test_moves_and_copies_are_judged_without_a_wait(device: str, kind: torch.dtype) -> None:
+    """SGLang moves accepted nodes in every step, by either kind of numbers: a wait would end its overlap schedule."""
     canary = PagedCanary(CanaryConfig(mode="log", seed=3), 4, 2, 16, device)
     group = canary.memory.add_group(0, 1, 64, null_slots=1)
     keys, values = ([torch.randn(64, 1, 8, device=device)] for _ in range(2))
     canary.memory.add_layers(group, PoolView("draft", keys, values, page_size=1), ["l0"])
-    src, dst, judged = (torch.tensor(own, device=device) for own in ([3, 4], [7, 8], [True, False]))
+    src, dst = (torch.tensor(own, device=device, dtype=kind) for own in ([3, 4], [7, 8]))
+    judged = torch.tensor([True, False], device=device)
     for is_compiled in (False, True):
         torch.cuda.set_sync_debug_mode("error") if is_compiled and device == "cuda" else None
         try:
-            moves.moved(canary, group, src, dst, lambda: keys[0].index_copy_(0, dst, keys[0][src]))
+            moves.moved(canary, group, src, dst, lambda: keys[0].index_copy_(0, dst.long(), keys[0][src]))
             moves.expect_equal(canary, group, dst, src, judged, "copies")
         finally:
             torch.cuda.set_sync_debug_mode("default") if device == "cuda" else None
