@@ -25,7 +25,7 @@ import click
 import torch
 
 from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, INTERPRETED, interpret, machine
-from kvcanary_tools.bench.vllm.loads.restart import BLOCK, COUNT, KIND, SEED, TOKENS, kept
+from kvcanary_tools.bench.vllm.loads.restart import BLOCK, COUNT, KIND, SEED, kept, started
 from kvcanary_tools.bench.vllm.model import SHAPES, make_prompts, write_model
 
 SERVER = "lmcache.v1.multiprocess.server"
@@ -95,20 +95,13 @@ def server(folder: Path) -> Iterator[int]:
 def serve(folder: Path, phase: str, port: int) -> dict[str, Any]:
     """One process."""
     interpret()
-    from vllm import LLM, SamplingParams
-
     transfer = {
         "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
         "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port},
     }  # fmt: skip
-    llm = LLM(
-        model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
-        max_num_seqs=8, seed=0, block_size=BLOCK, num_gpu_blocks_override=64, enable_prefix_caching=True,
-        kv_transfer_config=transfer,
-    )  # fmt: skip
+    llm, params = started(folder, transfer)
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts = make_prompts(COUNT, seed=5, kind=KIND)
 
     def run() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import click
 
 from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, INTERPRETED, interpret, machine
 from kvcanary_tools.bench.vllm.loads import failing
-from kvcanary_tools.bench.vllm.loads.restart import BLOCK, COUNT, KIND, TOKENS
+from kvcanary_tools.bench.vllm.loads.restart import COUNT, KIND, started
 from kvcanary_tools.bench.vllm.model import SHAPES, make_prompts, write_model
 
 MENDED = "mended"
@@ -50,8 +50,6 @@ def serve(folder: Path, is_mended: bool) -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         interpret()
-    from vllm import LLM, SamplingParams
-
     from kvcanary import KVCorruptionError
 
     transfer = {
@@ -59,12 +57,7 @@ def serve(folder: Path, is_mended: bool) -> dict[str, Any]:
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "store")},
     }  # fmt: skip
-    llm = LLM(
-        model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
-        max_num_seqs=8, seed=0, block_size=BLOCK, num_gpu_blocks_override=64, enable_prefix_caching=True,
-        gpu_memory_utilization=0.3, kv_transfer_config=transfer,
-    )  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    llm, params = started(folder, transfer)
     prompts, engine = make_prompts(COUNT, seed=5, kind=KIND), llm.llm_engine
 
     def run(phase: str) -> list[list[int]]:

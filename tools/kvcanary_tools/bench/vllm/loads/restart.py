@@ -87,23 +87,28 @@ def _change(path: Path, change: Callable[[Any, int], Any]) -> None:
     save_file({"kv_cache": kept}, path)
 
 
+def started(folder: Path, transfer: dict[str, Any]) -> tuple[Any, Any]:
+    """A small vLLM with this connector, and how it is asked."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
+        max_num_seqs=8, seed=0, block_size=BLOCK, num_gpu_blocks_override=64, enable_prefix_caching=True,
+        gpu_memory_utilization=0.3, kv_transfer_config=transfer,
+    )  # fmt: skip
+    return llm, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+
 def serve(folder: Path, phase: str) -> dict[str, Any]:
     """One process."""
     if not _torch().cuda.is_available():
         interpret()
-    from vllm import LLM, SamplingParams
-
     store, prompts = folder / "store", make_prompts(COUNT, seed=5, kind=KIND)
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    llm = LLM(
-        model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
-        max_num_seqs=8, seed=0, block_size=BLOCK, num_gpu_blocks_override=64, enable_prefix_caching=True,
-        gpu_memory_utilization=0.3,
-        kv_transfer_config=transfer | {"kv_connector_extra_config": {"shared_storage_path": str(store)}},
-    )  # fmt: skip
+    options = {"kv_connector_extra_config": {"shared_storage_path": str(store)}}
+    llm, params = started(folder, transfer | options)
     core = llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
     def run() -> list[list[int]]:
         given = []
