@@ -34,7 +34,7 @@ from spec_engine.scheduling.scheduler import Chunk
 from spec_engine.step.results import PendingResult
 from spec_engine.step.runner import Part, StepResult
 
-PROBE_STEPS = 4096  # from one probe of what attention reads to the next: a millisecond or two each
+PROBE_STEPS = 8192  # from one probe of what attention reads to the next: some milliseconds each
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
 
 
