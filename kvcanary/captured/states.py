@@ -71,7 +71,7 @@ class CapturedStates:
         content = config.content if {"R9", "T1"} - config.disable else "write"
         compared = {"write": 0, "full": count}.get(content, 1)
         self.ops, self._heard, self.launched = watch_ops_for(device), (0, 0), deque[Launched]()
-        self._past = deque[Launched](maxlen=RING)
+        self._past = deque[Launched](maxlen=RING)  # of the last steps, what the host has heard of
         with torch.inference_mode(False):
             zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
             self._records, self.said = zeros(2, view.num_entries, 8), zeros(2)

@@ -275,7 +275,6 @@ FAULTS = (
         story="A replay found the rows of states in another order than its batch has them: each request went on from "
         "its neighbour's state.",
         expected="R8",
-        also=("R4",),
         applies_to="models with recurrent layers, in captured steps of several requests",
         needs=_PLAIN | {"graphs": True, "batch": 3},
         applies=_captured,
