@@ -26,7 +26,7 @@ help:
 	@echo "make test-all  the same, with the long grids"
 	@echo "make test-transformers  the adapter's tests on another release of transformers (TRANSFORMERS=5.17.0)"
 	@echo "make test-vllm the plug-in inside another release of a real vLLM, on this CPU (VLLM=0.28.0)"
-	@echo "make test-sglang  the plug-in inside a real SGLang on this CPU, with its draft trees: ten minutes"
+	@echo "make test-sglang  the plug-in inside a real SGLang on this CPU, with its draft trees: an hour"
 	@echo "make drift     the names that adapters use, looked up in the hosts' releases"
 	@echo "make releases  damaged releases of transformers, pinned by hash, for the tests that show what is found there"
 	@echo "make memcheck  the kernels' tests on a GPU under CUDA's compute-sanitizer"
@@ -62,7 +62,7 @@ demo: $(STAMP)
 	"$(BIN)/kvcanary" demo
 
 test: lint docs releases engines
-	@echo "test: the tests, ten minutes on two CPU cores; those that need a GPU are skipped and say so"
+	@echo "test: the tests, a quarter of an hour on two CPU cores; those that need a GPU are skipped and say so"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL)
 
 test-all: lint docs releases engines

@@ -26,6 +26,10 @@ def _captured(setup: Setup) -> bool:
     return setup.graphs and setup.backend in ("torch", "triton") and setup.pages is None and setup.window is None
 
 
+def _drafting_captured(setup: Setup) -> bool:
+    return _captured(setup) and setup.drafts
+
+
 def _sync(setup: Setup) -> bool:
     """Steps that run as they come: what a captured one takes and keeps is decided on the device."""
     return setup.schedule == "sync" and not setup.graphs and setup.pages is None and setup.window is None
@@ -289,7 +293,7 @@ FAULTS = (
         expected="R4",
         applies_to="models with recurrent layers, in captured steps with drafts",
         needs=_CAPTURED,
-        applies=lambda setup: _captured(setup) and setup.drafts,
+        applies=_drafting_captured,
         perturb=_nobody,
         place=_somewhere,
         late=True,
@@ -303,7 +307,7 @@ FAULTS = (
         expected="R4",
         applies_to="models with recurrent layers, in captured steps with drafts",
         needs=_CAPTURED,
-        applies=lambda setup: _captured(setup) and setup.drafts,
+        applies=_drafting_captured,
         perturb=_nobody,
         place=_somewhere,
         late=True,

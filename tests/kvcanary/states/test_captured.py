@@ -63,6 +63,8 @@ def test_a_state_whose_tokens_nobody_could_say_is_not_judged(rig: Rig) -> None:
 
 
 def test_what_is_kept_counts(rig: Rig) -> None:
-    """Both ways to judge them were made: numbers of an entry and of a node, and a fingerprint of each layer."""
-    assert rig.captured.num_bytes > 0
-    assert rig.manager.num_bytes >= rig.captured.num_bytes + rig.manager.states["linear"].num_bytes
+    """Of an entry two records, five numbers, and a fingerprint of each slice of each layer; beside all else."""
+    manager, view = rig.manager, rig.captured.view
+    assert rig.captured.num_bytes == 8 * view.num_entries * (2 * 8 + 5 + view.num_layers * view.num_slices)
+    others = manager.session.state.num_bytes + manager.states["linear"].num_bytes
+    assert manager.num_bytes == others + rig.captured.num_bytes
