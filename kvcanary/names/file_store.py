@@ -9,7 +9,8 @@ from pathlib import Path
 from kvcanary.names.store import Named
 
 MOST_NAMES = 1 << 22  # about 200 MB; the oldest go
-WAIT = 0.25  # seconds that one process waits for another's lock: a step may wait for this
+#: Seconds to wait for another process's lock: a step may wait for an answer, but nobody for what is stored.
+ANSWERED_IN, STORED_IN = 0.25, 10.0
 _AT_ONCE = 500  # chains of one query
 _TABLES = """
 CREATE TABLE IF NOT EXISTS texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
@@ -27,7 +28,7 @@ class FileNames:
         """sqlite3.Error where it cannot be opened or is no such file."""
         self.label, self._most = f"file {path}", most
         self._texts: dict[str, int] = {}
-        self._open = sqlite3.connect(path, timeout=WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
+        self._open = sqlite3.connect(path, timeout=STORED_IN, isolation_level="IMMEDIATE", check_same_thread=False)
         try:
             self._open.executescript(_TABLES)
         except BaseException:
@@ -36,6 +37,7 @@ class FileNames:
 
     def put(self, space: str, by: str, names: Sequence[tuple[int, int]]) -> None:
         """As `NameStore` has it; one transaction."""
+        self._wait_up_to(STORED_IN)
         try:
             with self._open as held:
                 own, writer = self._number(space), self._number(by)
@@ -53,7 +55,7 @@ class FileNames:
         found: dict[int, dict[int, str]] = {}
         for start in range(0, len(chains), _AT_ONCE):
             some = chains[start : start + _AT_ONCE]
-            rows = self._open.execute(
+            rows = self._ask(
                 "SELECT chain, fingerprint, writers.text FROM names JOIN texts AS writers ON writers.id = writer"
                 " WHERE space = (SELECT id FROM texts WHERE text = ?)"
                 f" AND chain IN ({', '.join('?' * len(some))})",
@@ -65,7 +67,7 @@ class FileNames:
 
     def chain_of(self, space: str, fingerprint: int) -> int | None:
         """As `NameStore` has it."""
-        row = self._open.execute(
+        row = self._ask(
             "SELECT chain FROM names WHERE space = (SELECT id FROM texts WHERE text = ?) AND fingerprint = ? LIMIT 1",
             (space, fingerprint),
         ).fetchone()
@@ -73,12 +75,19 @@ class FileNames:
 
     def spaces(self) -> list[str]:
         """As `NameStore` has it."""
-        rows = self._open.execute("SELECT text FROM texts WHERE id IN (SELECT DISTINCT space FROM names)")
+        rows = self._ask("SELECT text FROM texts WHERE id IN (SELECT DISTINCT space FROM names)")
         return [text for (text,) in rows]
 
     def close(self) -> None:
         """As `NameStore` has it."""
         self._open.close()
+
+    def _ask(self, query: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        self._wait_up_to(ANSWERED_IN)
+        return self._open.execute(query, values)
+
+    def _wait_up_to(self, seconds: float) -> None:
+        self._open.execute(f"PRAGMA busy_timeout = {round(1000 * seconds)}")
 
     def _number(self, text: str) -> int:
         if text not in self._texts:

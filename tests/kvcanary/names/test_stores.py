@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from kvcanary import CanaryConfig, CanaryConfigError
 from kvcanary.names import NameStore, store_at
-from kvcanary.names.file_store import FileNames
+from kvcanary.names.file_store import ANSWERED_IN, STORED_IN, FileNames
 
 SPACE, OTHER = "model a, seed 1", "model b, seed 1"
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
@@ -52,6 +54,22 @@ def test_several_writers_at_once_lose_nothing(opened: Callable[[], NameStore]) -
     for thread in threads:
         thread.join()
     assert all(set(ways) == {0, 1, 2, 3} for ways in opened().get(SPACE, range(20)).values())
+
+
+def test_what_is_stored_waits_for_another_process_and_a_question_does_not(tmp_path: Path) -> None:
+    """A thread of its own stores names, but a step waits for the answer."""
+    path = tmp_path / "names.sqlite"
+    with closing(FileNames(path)) as store, closing(sqlite3.connect(path, check_same_thread=False)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        began = time.monotonic()
+        with pytest.raises(sqlite3.OperationalError, match="database is locked"):
+            store.get(SPACE, [5])
+        assert ANSWERED_IN <= 2 * (time.monotonic() - began) < STORED_IN
+        release = threading.Timer(3 * ANSWERED_IN, other.commit)
+        release.start()
+        store.put(SPACE, "one", [(5, 6)])
+        release.join()
+        assert store.get(SPACE, [5]) == {5: {6: "one"}}
 
 
 def test_a_file_survives_its_writer_and_stays_small(tmp_path: Path) -> None:
