@@ -54,6 +54,15 @@ def test_characters_that_cannot_be_encoded_are_written_as_escapes(tmp_path: Path
     assert [file.name for file in tmp_path.iterdir()] == ["told.json"]
 
 
+def test_a_row_of_a_table_is_a_line(tmp_path: Path) -> None:
+    """A record of thousands of rows stays small, and a change of one is a change of one line."""
+    path = tmp_path / "told.json"
+    told = {"meta": {"seed": 1, "of": {"two": [2]}}, "rows": [{"fault": "\n", "runs": {"all": 1}}, {"fault": "ö"}]}
+    JsonFile(path).write({**told, "none": [], "told": True})
+    assert json.loads(path.read_text(encoding="utf-8")) == {**told, "none": [], "told": True}
+    assert '  {"fault": "\\n", "runs": {"all": 1}},\n  {"fault": "ö"}\n' in path.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "arguments", [("inject", "bits.flip", "--dumps"), ("generate", "--prompt", "x", "--kv-canary-dump")], ids=" ".join
 )

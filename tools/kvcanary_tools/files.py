@@ -91,7 +91,15 @@ class JsonFile:
         """How people are told: on stdout, unless the JSON is there."""
         return console.say if self.is_stdout else console.data
 
-    def write(self, value: Any) -> None:
-        """One indented object; nothing where no file is named."""
+    def write(self, value: dict[str, Any]) -> None:
+        """One indented object, a row of a table on a line of its own; nothing where no file is named."""
         if self.path is not None:
-            write_text(self.path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+            parts = [f" {json.dumps(key, ensure_ascii=False)}: {_lines(part)}" for key, part in value.items()]
+            write_text(self.path, "{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _lines(part: Any) -> str:
+    """JSON of one part of an object; a list of objects is a table."""
+    if isinstance(part, list) and part and all(isinstance(row, dict) for row in part):
+        return "[\n  " + ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in part) + "\n ]"
+    return json.dumps(part, indent=1, ensure_ascii=False).replace("\n", "\n ")
