@@ -1,6 +1,7 @@
 """What workers of one engine sampled: each samples for itself, one is heard, and all must have the same (X1).
 
-Workers whose outputs nobody takes compare theirs in a thread, so that the step behind need not begin for it.
+Where each also schedules for itself, so must be what they are about to run. Workers whose outputs nobody takes compare
+theirs in a thread, so that the step behind need not begin for it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import structlog
+import torch.distributed as dist
 
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import AdapterError
 from kvcanary.ranks.agreement import STEP, Agreement, RanksDisagreeError
 from kvcanary.ranks.levels import Levels, level
 
@@ -31,6 +36,24 @@ class Sampled(Protocol):
     sampled_token_ids: Sequence[Sequence[int]]
 
 
+def new_group(ranks: Sequence[int], config: CanaryConfig) -> Any:
+    """A gloo group that nobody else uses, of ranks that sample the same; each of them comes here at the same time.
+
+    None where nothing is compared: there is one rank, some have no turn, or X1 is disabled. AdapterError where one does
+    not come.
+    """
+    if len(ranks) == 1 or config.share < 1 or "X1" in config.disable or not dist.is_initialized():
+        return None
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    try:
+        return dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    except RuntimeError as error:
+        raise AdapterError(
+            f"ranks {', '.join(map(str, ranks))} must all attach a canary within {TIMEOUT_SECONDS:.0f} seconds, so that "
+            f"they can be compared: attach one in each, or set KVCANARY_DISABLE=X1 ({error})"
+        ) from error
+
+
 class SampledByRanks:
     """Compares what each step gives with the other ranks of its group, in the order of the steps.
 
@@ -45,11 +68,15 @@ class SampledByRanks:
 
     def compare(self, step: int, given: Sampled | None) -> None:
         """What `tell` raises, before the tokens leave."""
+        self.agree(step, levels_of(given))
+
+    def agree(self, step: int, levels: Levels, phase: int = 0) -> None:
+        """The same of other levels, which have names of their own in each `phase` of a step."""
         if self._is_over:
             return
         self._number += 1
         try:
-            self._agreement.check(step, levels_of(given), number=self._number)
+            self._agreement.check(step, levels, phase, self._number)
         except RanksDisagreeError as error:
             self._is_over = True  # histories differ from here on
             if error.level == STEP and LEFT in error.values:
@@ -82,7 +109,10 @@ class SampledByRanks:
 
 def levels_of(given: Sampled | None) -> Levels:
     """By request, its new tokens."""
-    if given is None:
-        return {"tokens": level({}, is_private=True)}
-    rows = zip(given.req_ids, given.sampled_token_ids, strict=False)  # a step without tokens has no rows
+    return levels_of_tokens((), ()) if given is None else levels_of_tokens(given.req_ids, given.sampled_token_ids)
+
+
+def levels_of_tokens(names: Sequence[str], tokens: Sequence[Sequence[int]]) -> Levels:
+    """The same of requests by name; a step without tokens has no rows of them."""
+    rows = zip(names, tokens, strict=False)
     return {"tokens": level({name: [int(token) for token in row] for name, row in rows}, is_private=True)}

@@ -16,6 +16,8 @@ __all__ = [
     "NEEDED",
     "NEEDED_OF",
     "NOT_FOLLOWED",
+    "PROBES",
+    "RANKS",
     "TESTED",
     "WITHOUT_MODEL",
     "check",
@@ -29,6 +31,7 @@ FED = PAGED_FED | {"R7", "R8", "W2", "W3", "W7"}  # grants and frees are told he
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS, WITHOUT_MODEL = "every scheduler", "drafts of a model", "drafts without a model"
 PROBES = "probes of attention"  # where its names are gone, nobody asks what attention reads
+RANKS = "ranks of one model"  # where its names are gone, nobody compares them
 BATCH, CONTEXT = "sglang.srt.model_executor.forward_batch_info", "sglang.srt.model_executor.forward_context"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {
@@ -185,6 +188,12 @@ NEEDED_OF = {
         Needed(f"{_FORWARD}ForwardBatch", (), ("forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc")),
         Needed(f"{CONTEXT}:ForwardContext", (), ("attn_backend",)),
         Needed(f"{CONTEXT}:forward_context", ("ctx",)),
+    ),
+    RANKS: (
+        Needed(_SCHEDULER, attributes=("attn_tp_group",)),
+        Needed("sglang.srt.distributed.parallel_state:GroupCoordinator", attributes=("ranks",)),
+        Needed(f"{_CACHE}allocator.base:BaseTokenToKVPoolAllocator.available_size", ("self",)),
+        Needed(_RESULT, (), ("next_token_ids", "accept_lens")),
     ),
 }
 NEEDED = tuple(need for needs in NEEDED_OF.values() for need in needs)

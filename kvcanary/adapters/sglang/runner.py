@@ -100,6 +100,10 @@ class WatchedRunner(HostHandle):
         else:
             self.canary.coverage.not_probed = "that of a draft is not asked"
 
+    def compare_ranks(self, group: Any) -> None:
+        """Compare what this gloo group runs and samples, which nobody else uses; None: there is one rank."""
+        self._compare_ranks(self.canary, group)
+
     def adapted(self, nodes: int, steps: int) -> None:
         """From the next round on trees have so many nodes, behind so many draft steps; at most as many as `width`."""
         self.nodes = nodes

@@ -9,7 +9,7 @@ was looked at.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ import torch
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary.adapters.hosted.turns import report_without_turn
-from kvcanary.adapters.sglang import host_tier, lifetimes, states
+from kvcanary.adapters.sglang import host_tier, lifetimes, ranks, states
 from kvcanary.adapters.sglang.compatibility import DRAFTS, WITHOUT_MODEL, check, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft, WatchedStandalone
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
+from kvcanary.ranks.levels import Levels
 from kvcanary.report.finding import Finding
 
 #: Classes of draft workers whose forwards are known here, with what watches the draft's pool; None: there is none.
@@ -71,6 +72,9 @@ class Handle:
         self.runners = [self.target] + ([] if self.draft is None else [self.draft])
         self.guard = Guard("sglang", config.mode, parts=[own.guard for own in self.runners])
         self.replaced = Replacements(self.guard)
+        allocator = self._allocator = slots_of(scheduler)
+        self.target.compare_ranks(ranks.group_of(scheduler, config))
+        self._agree(0, ranks.STARTED, functools.partial(ranks.started, self.target.rows.req_to_token, allocator))
         for own in self.runners:
             own.arm()
         replace = self.replaced.replace
@@ -90,7 +94,6 @@ class Handle:
         self.replaced.replace_function("sglang.srt.mem_cache.common", "release_kv_cache", self._release)
         for name in ("alloc_for_extend", "alloc_for_decode", "alloc_for_spec_decode"):
             self.replaced.replace_function("sglang.srt.mem_cache.allocation", name, getattr(self, f"_{name}"))
-        allocator = self._allocator = slots_of(scheduler)
         self._page = int(allocator.page_size)
         replace(allocator, *(("free", self._free) if self._page == 1 else ("_release_page_ids", self._free_pages)))
         replace(scheduler.tree_cache, "checkpoint", self._checkpoint)
@@ -148,10 +151,18 @@ class Handle:
     def _run_batch(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._requests = {request.rid: request for request in batch.reqs}
         self._tell("begin", batch.reqs)
+        planned = functools.partial(ranks.planned, batch, self._allocator)
+        self._agree(self.target.canary.step + 1, ranks.PLANNED, planned)
         result = method(batch, *args, **kwargs)
         looks = [own.guard.run(own.sent) for own in self.runners]
-        result.kvcanary = [(own.guard, look) for own, look in zip(self.runners, looks, strict=True) if look is not None]
+        looks = [(own.guard, look) for own, look in zip(self.runners, looks, strict=True) if look is not None]
+        result.kvcanary = self.target.canary.step, looks
         return result
+
+    def _agree(self, step: int, phase: int, levels: Callable[[], Levels]) -> None:
+        """Is this what all ranks of the server have?"""
+        if self.target.sampled is not None:
+            self.target.guard.run(lambda own: own.agree(step, levels(), phase), self.target.sampled)
 
     def _forward(self, own: WatchedRunner, method: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         return own.forward(functools.partial(method, forward_batch, *args, **kwargs), forward_batch, self._requests)
@@ -176,7 +187,9 @@ class Handle:
     def _process_batch_result(self, method: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        for guard, look in getattr(result, "kvcanary", ()):
+        step, looks = getattr(result, "kvcanary", (0, ()))
+        self._agree(step, ranks.GIVEN, functools.partial(ranks.given, batch, result))
+        for guard, look in looks:
             guard.run(look)
         return method(batch, result, *args, **kwargs)
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from datetime import timedelta
 from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.hosted.loads import Loads
+from kvcanary.adapters.hosted.sampled import new_group
 from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
@@ -37,7 +36,6 @@ from kvcanary.errors import AdapterError, PlanError
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
 #: Where weights and adapters are replaced, of those that a release has.
 LOADS = ("reload_weights", "update_weights", "load_weights", "add_lora")
-GROUP_TIMEOUT = timedelta(seconds=60)  # of groups of ranks
 
 
 class Handle(HostHandle):
@@ -302,13 +300,10 @@ class Handle(HostHandle):
         Each of them comes here at the same time: none has served yet, or all wake up.
         """
         parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
-        is_alone = (
-            getattr(parallel, "tensor_parallel_size", 1) == 1 or self.config.share < 1 or not dist.is_initialized()
-        )
-        if self.sampled is not None or is_alone or "X1" in self.config.disable or missing(RANKS_SIDE):
+        is_alone = getattr(parallel, "tensor_parallel_size", 1) == 1
+        if self.sampled is not None or is_alone or missing(RANKS_SIDE):
             return None
-        ranks = import_module(PARALLEL).get_tp_group().ranks
-        return dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        return new_group(import_module(PARALLEL).get_tp_group().ranks, self.config)
 
     def _admit(self, canary: PagedCanary, new: Sequence[New], features: Sequence[Any]) -> None:
         """Rows begin; as `PagedCanary.admit` takes them, with vLLM's `mm_features` of each."""

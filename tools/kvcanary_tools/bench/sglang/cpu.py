@@ -10,12 +10,14 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -136,6 +138,13 @@ def adapted(page: int, *faults: str) -> Scene:
     return Scene(({"new": 24}, {**OFF, "new": 24}, *({"fault": fault, "new": 24} for fault in faults)), settings)
 
 
+def ranks(settings: Json, *acts: Json) -> Scene:
+    """Two processes share a model: sound, without a canary, and these acts, whose faults strike in the second."""
+    return Scene(
+        ({"new": 12}, {**OFF, "new": 12}, *({**act, "of_rank": 1} for act in acts)), {**settings, "tp_size": 2}
+    )
+
+
 def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
     """Some class of pools: sound, without a canary, and each fault in turn."""
     return Scene((act, {**OFF, **act}, *({"fault": fault} for fault in faults)), settings)
@@ -211,6 +220,14 @@ TREES = {
     "without 26329": reverted(26329, trees(1, 4)),
     "without 26972": Scene(({"mode": "raise", "new": 24},), AT_THE_END.settings, {"SGLANG_DEBUG_REVERT_PR": "26972"}),
 }
+#: One of two ranks does otherwise. Where it has other rows, a forward would wait for ever.
+RANKS = {
+    "two ranks": ranks(
+        {}, *({"fault": fault} for fault in ("another_token", "fewer_slots", "bit")),
+        {"mode": "raise", "fault": "forgotten_prefixes", "at": 0, "prefix": 16, "between": ["nothing"]},
+    ),
+    "two ranks, topk 2": ranks({"eagle": True, "topk": 2, "nodes": 6, "page_size": 4}, {"fault": "one_too_long"}),
+}  # fmt: skip
 #: SGLang's own canary beside ours, in one scheduler: bits of the first and the last layer, and slots that are wrong.
 BITS = ("first_k", "first_v", "bit", "last_v")
 BESIDE = {
@@ -220,7 +237,7 @@ BESIDE = {
     ),
     "beside, topk 1": beside(1, "one_too_long"),
 }
-SCENES = QUICK | POOLS | {"states, faults": STATE_FAULTS, "host tier": TIER} | TREES | BESIDE
+SCENES = QUICK | POOLS | {"states, faults": STATE_FAULTS, "host tier": TIER} | TREES | RANKS | BESIDE
 
 
 def pinned() -> str:
@@ -234,19 +251,38 @@ def folder_of(release: str) -> Path:
 
 
 def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
-    """What each act of a scene gave. RuntimeError, with what the child said last, where it did not come to an end.
+    """What each act of a scene gave, of every rank. RuntimeError, with what a child said last, where one ended early.
 
     installed: the folder that holds SGLang; place: for models and what lies on the child's path
     """
-    told = json.dumps({**scene.settings, "acts": scene.acts})
-    lines = _said("scene", installed, place, scene.environ, told, is_plugged=scene.is_plugged)
-    return list(json.loads(next(line for line in lines if line.startswith("{")))["acts"])
+    ranks = scene.settings.get("tp_size", 1)
+    told, environ = {**scene.settings, "acts": scene.acts}, dict(scene.environ)
+    if ranks > 1:
+        told["nccl_port"] = _free_port()
+        environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("0" * ranks)  # each by itself: nobody is bound to a core
+
+    def lines_of(rank: int) -> list[str]:
+        own = (place / f"rank {rank}", {**told, "rank": rank}) if ranks > 1 else (place, told)
+        return _said("scene", installed, own[0], environ, json.dumps(own[1]), is_plugged=scene.is_plugged)
+
+    with ThreadPoolExecutor(ranks) as children:
+        return [act for lines in children.map(lines_of, range(ranks)) for act in _told(lines)["acts"]]
+
+
+def _free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])
+
+
+def _told(lines: list[str]) -> Json:
+    return json.loads(next(line for line in lines if line.startswith("{")))  # type: ignore[no-any-return]
 
 
 def served(installed: Path, place: Path, mode: str = "log") -> Json:
     """What a whole engine gave whose scheduler is a process of its own, and the `lines` that its processes wrote."""
     lines = _said("engine", installed, place, {"KVCANARY_MODE": mode}, is_plugged=True)
-    return {**json.loads(next(line for line in lines if line.startswith("{"))), "lines": lines}
+    return {**_told(lines), "lines": lines}
 
 
 def _said(
@@ -259,6 +295,7 @@ def _said(
     own = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "SGLANG_"))}
     own |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **environ}
     command = [sys.executable, "-m", f"kvcanary_tools.bench.sglang.{module}", str(place), *told]
+    place.mkdir(exist_ok=True)
     child = subprocess.run(command, env=own, cwd=place, capture_output=True, text=True, timeout=900, check=False)
     lines = child.stdout.splitlines()
     if child.returncode or not any(line.startswith("{") for line in lines):
@@ -305,7 +342,7 @@ def summed(acts: list[Json]) -> Iterator[Json]:
     for act in acts:
         if act["mode"] == "off":
             continue
-        kept = ("mode", "fault", "misreading", "touched", "plugged_in", "counts", "raised", "left")
+        kept = ("rank", "mode", "fault", "misreading", "touched", "plugged_in", "counts", "raised", "left")
         own = {name: act[name] for name in kept if act.get(name) not in (None, "")}
         names = ("forwards", "slots_checked", "bytes_checked", "fired", "untold_incidents")
         own["pools"] = {role: {name: told[name] for name in names} for role, told in act["reports"].items()}

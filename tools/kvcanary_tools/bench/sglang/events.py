@@ -8,6 +8,10 @@ from typing import Any
 from kvcanary_tools.bench.sglang.faults import around
 
 
+def nothing(host: Any) -> None:
+    """The next wave comes when this one has gone."""
+
+
 def flush(host: Any) -> None:
     """The prefix cache is dropped."""
     host.scheduler.flush_cache()
@@ -59,4 +63,6 @@ def many(host: Any) -> None:
     host.run(lambda turn: None, lambda turn: None)
 
 
-EVENTS: dict[str, Callable[[Any], None]] = {own.__name__: own for own in (flush, sleep, reload, reload_and_flush, many)}
+EVENTS: dict[str, Callable[[Any], None]] = {
+    own.__name__: own for own in (nothing, flush, sleep, reload, reload_and_flush, many)
+}

@@ -111,12 +111,14 @@ class Host:
         kind: str = "",
         tier: bool = False,
         adaptive: dict[str, Any] | None = None,
+        rank: int | None = None,
         **settings: Any,
     ):
         """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads
         algorithm: of those that draft;  graphs: a draft's extends run as from SGLang's graph of them
         kind:   of models.py; empty: a Llama;  tier: entries go to host memory and come back
         adaptive: by rows of a batch, how the number of draft steps is adapted, as SGLang's file says it
+        rank:   of several processes, which all have the same requests
         """
         import torch
 
@@ -130,6 +132,7 @@ class Host:
         if not (folder / "target").exists():
             make_models(folder, layers)
         self.peer_said: list[str] = []
+        self.rank = rank
         if peer:
             settings |= {"kv_canary": "log", "kv_canary_real_data": "all"}
             _let_peer_run(self.peer_said)
@@ -164,7 +167,7 @@ class Host:
         load_plugins()
         server = ServerArgs(**(wanted | settings))
         server.resolve_once()
-        publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        publish(server, role="scheduler", ranks=SpawnRanks(world_rank=rank or 0, dp_rank=None, gpu_id=0))
         self.scheduler: Any = Scheduler(server, PortArgs.init_new(server))
         if graphs:
             worker = self.scheduler.draft_worker.draft_worker

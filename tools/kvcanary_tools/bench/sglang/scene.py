@@ -18,6 +18,7 @@ from kvcanary_tools.bench.sglang import host as sglang_host
 from kvcanary_tools.bench.sglang.events import EVENTS
 from kvcanary_tools.bench.sglang.faults import FAULTS, LASTING, Touched
 from kvcanary_tools.bench.sglang.misreading import misreading as misread
+from kvcanary_tools.bench.sglang.rank_faults import RANK_FAULTS
 
 PROMPTS = {
     "a": [1, 5, 9, 13],
@@ -40,6 +41,7 @@ OF_AN_ACT = (
     "between",
     "prefix",
     "misreading",
+    "of_rank",
 )
 
 
@@ -75,6 +77,7 @@ def play(
     between: tuple[str, ...] | list[str] = (),
     prefix: int = 0,
     misreading: str = "",
+    of_rank: int = 0,
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
@@ -84,6 +87,7 @@ def play(
     between: of EVENTS, what happens before each further wave of the first four
     prefix: how many tokens all of these begin with
     misreading: of MISREADINGS, what attention does while it is asked what it reads
+    of_rank: in which of several the fault strikes
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
     said: dict[str, Any] = {
@@ -91,6 +95,7 @@ def play(
         "fault": fault,
         "misreading": misreading,
         "plugged_in": host.canary is not None,
+        "rank": host.rank,
     }
     if mode != "off" and host.canary is None:
         from kvcanary import CanaryConfig
@@ -105,7 +110,7 @@ def play(
     shared = [3 + 7 * number % 29 for number in range(prefix)]
     for name, tokens in PROMPTS.items():
         host.ask(name, shared + tokens, new)
-    blow = Blow(host, fault, at, abort, said)
+    blow = Blow(host, fault if host.rank in (None, of_rank) else "", at, abort, said)
     try:
         host.run(*((before_nothing, before_nothing) if later or between else blow.turns))
         for wave, event in enumerate(between):
@@ -162,7 +167,7 @@ class Blow:
         if turn == self.at and self.abort:
             self.host.leave(self.abort)
         if turn == self.at and self.fault:
-            self._running = FAULTS[self.fault](self.host)
+            self._running = (FAULTS | RANK_FAULTS)[self.fault](self.host)
             self.said["touched"] = next(self._running)
 
     def _behind(self, turn: int) -> None:

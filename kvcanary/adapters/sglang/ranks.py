@@ -1,0 +1,51 @@
+"""Ranks of one SGLang server: each schedules and samples for itself, and all of them must do the same (X1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvcanary.adapters.compatibility import missing
+from kvcanary.adapters.hosted.sampled import levels_of_tokens, new_group
+from kvcanary.adapters.sglang.compatibility import NEEDED_OF, RANKS
+from kvcanary.config import CanaryConfig
+from kvcanary.ranks.levels import Levels, level
+
+GIVEN, PLANNED, STARTED = range(3)  # phases of a step; the last one is none's
+
+
+def group_of(scheduler: Any, config: CanaryConfig) -> Any:
+    """A new group of the ranks that run the same batches as this one; None where there is one, or none is compared."""
+    return None if missing(NEEDED_OF[RANKS]) else new_group(scheduler.attn_tp_group.ranks, config)
+
+
+def started(rows: Tensor, allocator: Any) -> Levels:
+    """What a rank was started with: rows and their length, slots and their pages."""
+    return {"shape": level({"": [*rows.shape, int(allocator.size), int(allocator.page_size)]})}
+
+
+def planned(batch: Any, allocator: Any) -> Levels:
+    """What is about to run: entries that each request has room for, and those that the prefix cache gave it; slots
+    that nobody has.
+    """
+    cached = batch.prefix_lens if batch.forward_mode.is_extend() else [0] * len(batch.reqs)
+    rows = {
+        request.rid: [int(request.kv.kv_allocated_len), int(length)]
+        for request, length in zip(batch.reqs, cached, strict=True)
+    }
+    return {"rows": level(rows), "pages": level({"": [int(allocator.available_size())]})}
+
+
+def given(batch: Any, result: Any) -> Levels:
+    """The tokens of a step; of a round with drafts those that were accepted."""
+    if result.next_token_ids is None:
+        return levels_of_tokens((), ())
+    names, tokens = [request.rid for request in batch.reqs], _listed(result.next_token_ids)
+    lengths = [1] * len(names) if result.accept_lens is None else _listed(result.accept_lens)
+    width = len(tokens) // max(1, len(names))  # of a row, which has no tokens behind those
+    return levels_of_tokens(names, [tokens[width * row :][:length] for row, length in enumerate(lengths)])
+
+
+def _listed(values: Tensor | list[int]) -> list[int]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
