@@ -146,7 +146,13 @@ def test_every_patch_is_looked_at_where_all_releases_share_their_minor() -> None
                 *("runner V1", "runner V2"),
             ],
         ),
-        ("sglang", ["drafts of a model", "drafts without a model", "every scheduler", "probes of attention"]),
+        (
+            "sglang",
+            [
+                *("drafts of a model", "drafts without a model", "every scheduler", "probes of attention"),
+                "ranks of one model",
+            ],
+        ),
     ],
 )
 def test_the_list_of_an_adapter_needs_neither_torch_nor_its_host(host: str, paths: list[str]) -> None:

@@ -39,18 +39,17 @@ class Sampled(Protocol):
 def new_group(ranks: Sequence[int], config: CanaryConfig) -> Any:
     """A gloo group that nobody else uses, of ranks that sample the same; each of them comes here at the same time.
 
-    None where nothing is compared: there is one rank, some have no turn, or X1 is disabled. AdapterError where one does
-    not come.
+    None where nothing is compared: some have no turn, or X1 is disabled. AdapterError where one does not come.
     """
-    if len(ranks) == 1 or config.share < 1 or "X1" in config.disable or not dist.is_initialized():
+    if config.share < 1 or "X1" in config.disable or not dist.is_initialized():
         return None
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     try:
         return dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
     except RuntimeError as error:
         raise AdapterError(
-            f"ranks {', '.join(map(str, ranks))} must all attach a canary within {TIMEOUT_SECONDS:.0f} seconds, so that "
-            f"they can be compared: attach one in each, or set KVCANARY_DISABLE=X1 ({error})"
+            f"ranks {', '.join(map(str, ranks))} must each attach a canary within {TIMEOUT_SECONDS:.0f} seconds, which "
+            f"compares them; attach it in all of them, or set KVCANARY_DISABLE=X1 ({error})"
         ) from error
 
 

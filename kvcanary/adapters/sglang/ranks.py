@@ -17,7 +17,9 @@ GIVEN, PLANNED, STARTED = range(3)  # phases of a step; the last one is none's
 
 def group_of(scheduler: Any, config: CanaryConfig) -> Any:
     """A new group of the ranks that run the same batches as this one; None where there is one, or none is compared."""
-    return None if missing(NEEDED_OF[RANKS]) else new_group(scheduler.attn_tp_group.ranks, config)
+    if missing(NEEDED_OF[RANKS]) or len(scheduler.attn_tp_group.ranks) == 1:
+        return None
+    return new_group(scheduler.attn_tp_group.ranks, config)
 
 
 def started(rows: Tensor, allocator: Any) -> Levels:
@@ -38,13 +40,14 @@ def planned(batch: Any, allocator: Any) -> Levels:
 
 
 def given(batch: Any, result: Any) -> Levels:
-    """The tokens of a step; of a round with drafts those that were accepted."""
-    if result.next_token_ids is None:
-        return levels_of_tokens((), ())
-    names, tokens = [request.rid for request in batch.reqs], _listed(result.next_token_ids)
+    """The tokens of a step, and how many; of a round with drafts those that were accepted."""
+    names = [] if result.next_token_ids is None else [request.rid for request in batch.reqs]
+    tokens = _listed(result.next_token_ids) if names else []
     lengths = [1] * len(names) if result.accept_lens is None else _listed(result.accept_lens)
     width = len(tokens) // max(1, len(names))  # of a row, which has no tokens behind those
-    return levels_of_tokens(names, [tokens[width * row :][:length] for row, length in enumerate(lengths)])
+    rows = [tokens[width * row :][:length] for row, length in enumerate(lengths)]
+    counts = {name: [len(row)] for name, row in zip(names, rows, strict=True)}
+    return {"lengths": level(counts), **levels_of_tokens(names, rows)}
 
 
 def _listed(values: Tensor | list[int]) -> list[int]:

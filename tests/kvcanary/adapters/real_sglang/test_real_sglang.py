@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcanary.scrub.free_slots import UNPOISONED
-from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, SCENES, TREES, folder_of, pinned, played, served
+from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, RANKS, SCENES, TREES, folder_of, pinned, played, served
 
 #: Attention of a latent pool, and of pages that are too large for the context.
 NOT_PROBED = (
@@ -408,6 +408,51 @@ def test_a_million_entries_are_judged_without_a_finding(scene) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_that_do_alike_are_silent(scene, name: str) -> None:
+    """Two processes share a model: each has the tokens that both have without a canary, and judged as much."""
+    acts = scene(name)
+    mine, theirs = ([act for act in acts if (act["rank"], act["fault"]) == (rank, "")] for rank in (0, 1))
+    for act, bare in mine, theirs:
+        expect_sound(act, bare, 500)
+        assert {"X1"} <= set(act["reports"]["target"]["classes"])
+    assert mine[0]["outputs"] == theirs[0]["outputs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fault", "level", "reader"),
+    [
+        ("two ranks", "another_token", "tokens", "a"),
+        ("two ranks", "fewer_slots", "pages", None),
+        ("two ranks", "forgotten_prefixes", "rows", "a again 0"),
+        ("two ranks, topk 2", "one_too_long", "lengths", "a"),
+    ],
+)
+def test_what_one_rank_does_otherwise_is_found_by_both(scene, name: str, fault: str, level: str, reader: str) -> None:
+    """X1 in the step of the blow; in mode raise no token of it leaves."""
+    acts = [act for act in scene(name) if act["fault"] == fault]
+    assert [act["rank"] for act in acts] == [0, 1]
+    assert any(acts[1]["touched"].values())
+    for act in acts:
+        found = act["findings"][0]
+        assert (found["code"], found["found"]["level"], found["reader"]) == ("X1", level, reader)
+        assert found["causes"][0]["family"] == "ranks"
+        assert (act.get("raised"), act.get("left")) == (
+            ("KVCorruptionError", 0) if act["mode"] == "raise" else (None, None)
+        )
+
+
+@pytest.mark.slow
+def test_a_bit_in_one_rank_is_that_ranks_own(scene) -> None:
+    """Its own canary finds it, and the other one is silent: both have decided alike."""
+    mine, theirs = (act for act in scene("two ranks") if act["fault"] == "bit")
+    found, touched = theirs["findings"][0], theirs["touched"]
+    assert (found["code"], found["rank"], found["slot"], found["bit"]) == ("R9", 1, touched["slot"], touched["bit"])
+    assert mine["findings"] == []
+
+
+@pytest.mark.slow
 def test_a_row_without_room_for_what_is_reserved_is_named_before_a_token_leaves(scene) -> None:
     """PR 26972 taken back: one branch, pages of several slots, a request at the context's end. Nothing of SGLang's
     stops it there; it writes into the next request's row.
@@ -443,12 +488,13 @@ def test_its_own_bugs_are_found_by_its_own_switches(scene, name: str, code: str,
 
 
 @pytest.mark.slow
-def test_a_whole_engine_says_in_its_log_and_its_metrics_that_it_is_watched(scene, tmp_path) -> None:
-    """Its scheduler is a process of its own, which the plug-in reaches; SGLang's page of metrics has the canary's."""
-    told = served(INSTALLED, tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_whole_engine_says_in_its_log_and_its_metrics_that_it_is_watched(scene, tmp_path, ranks: int) -> None:
+    """Its schedulers are processes of their own, which the plug-in reaches; SGLang's page of metrics shows it."""
+    told = served(INSTALLED, tmp_path, ranks=ranks)
     bare = scene("dense")[1]
     assert told["outputs"] == {name: bare["outputs"][name][:8] for name in told["outputs"]}
-    assert 'kvcanary_watching{engine="sglang",pool="target",rank="0"} 1.0' in told["metrics"]
-    [attached] = [line for line in told["lines"] if "kvcanary.attached" in line]
-    assert "host=sglang" in attached
-    assert "mode=log" in attached
+    watched = [f'kvcanary_watching{{engine="sglang",pool="target",rank="{rank}"}} 1.0' for rank in range(ranks)]
+    assert sorted(line for line in told["metrics"] if line.startswith("kvcanary_watching")) == watched
+    attached = [line for line in told["lines"] if "kvcanary.attached" in line]
+    assert [sorted({"host=sglang", "mode=log"} - set(line.split())) for line in attached] == [[]] * ranks

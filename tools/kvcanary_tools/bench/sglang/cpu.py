@@ -226,7 +226,9 @@ RANKS = {
         {}, *({"fault": fault} for fault in ("another_token", "fewer_slots", "bit")),
         {"mode": "raise", "fault": "forgotten_prefixes", "at": 0, "prefix": 16, "between": ["nothing"]},
     ),
-    "two ranks, topk 2": ranks({"eagle": True, "topk": 2, "nodes": 6, "page_size": 4}, {"fault": "one_too_long"}),
+    "two ranks, topk 2": ranks(
+        {"eagle": True, "topk": 2, "nodes": 6, "page_size": 4}, {"mode": "raise", "fault": "one_too_long"}
+    ),
 }  # fmt: skip
 #: SGLang's own canary beside ours, in one scheduler: bits of the first and the last layer, and slots that are wrong.
 BITS = ("first_k", "first_v", "bit", "last_v")
@@ -256,10 +258,9 @@ def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
     installed: the folder that holds SGLang; place: for models and what lies on the child's path
     """
     ranks = scene.settings.get("tp_size", 1)
-    told, environ = {**scene.settings, "acts": scene.acts}, dict(scene.environ)
+    told, environ = {**scene.settings, "acts": scene.acts}, {**_unbound(ranks), **scene.environ}
     if ranks > 1:
         told["nccl_port"] = _free_port()
-        environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("0" * ranks)  # each by itself: nobody is bound to a core
 
     def lines_of(rank: int) -> list[str]:
         own = (place / f"rank {rank}", {**told, "rank": rank}) if ranks > 1 else (place, told)
@@ -267,6 +268,11 @@ def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
 
     with ThreadPoolExecutor(ranks) as children:
         return [act for lines in children.map(lines_of, range(ranks)) for act in _told(lines)["acts"]]
+
+
+def _unbound(ranks: int) -> dict[str, str]:
+    """More ranks than a machine has sockets: SGLang wants to be told of a core for each, and a CPU here binds none."""
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks)} if ranks > 1 else {}
 
 
 def _free_port() -> int:
@@ -279,9 +285,10 @@ def _told(lines: list[str]) -> Json:
     return json.loads(next(line for line in lines if line.startswith("{")))  # type: ignore[no-any-return]
 
 
-def served(installed: Path, place: Path, mode: str = "log") -> Json:
-    """What a whole engine gave whose scheduler is a process of its own, and the `lines` that its processes wrote."""
-    lines = _said("engine", installed, place, {"KVCANARY_MODE": mode}, is_plugged=True)
+def served(installed: Path, place: Path, mode: str = "log", ranks: int = 1) -> Json:
+    """What a whole engine gave whose schedulers are processes of their own, and the `lines` that all of them wrote."""
+    environ = {"KVCANARY_MODE": mode, **_unbound(ranks)}
+    lines = _said("engine", installed, place, environ, str(ranks), is_plugged=True)
     return {**_told(lines), "lines": lines}
 
 

@@ -1,6 +1,6 @@
 """A whole `sglang.Engine` on a CPU, whose scheduler is a process of its own, with the canary by plug-in and metrics on.
 
-python -m kvcanary_tools.bench.sglang.engine FOLDER; a line of JSON says what came out of it.
+python -m kvcanary_tools.bench.sglang.engine FOLDER RANKS; a line of JSON says what came out of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ host.install()
 
 
 def run() -> None:
-    folder = Path(sys.argv[1])
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     first = folder / "first"
     first.mkdir(exist_ok=True)
     (first / "sitecustomize.py").write_text(FIRST)
@@ -38,7 +38,7 @@ def run() -> None:
     engine = sglang.Engine(
         model_path=str(folder / "target"), context_length=128, max_total_tokens=1024, max_running_requests=4,
         page_size=4, chunked_prefill_size=32, mem_fraction_static=0.3, attention_backend="torch_native",
-        enable_metrics=True, **sglang_host.QUIET, **sglang_host.ON_CPU,
+        enable_metrics=True, tp_size=ranks, **sglang_host.QUIET, **sglang_host.ON_CPU,
     )  # fmt: skip
     params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     outputs = engine.generate(input_ids=list(PROMPTS.values()), sampling_params=params)

@@ -24,7 +24,7 @@ def lines() -> Iterator[str]:
     ours = f"torch {machine['torch']}, Triton {machine['triton']}, transformers {machine['transformers']}"
     yield f"SGLang {machine['sglang']} on a {machine['device'].upper()} with {ours}."
     yield "Rows `without` a number undo a fix of SGLang by its own switch; their controls are `topk 1, page 4`"
-    yield "and, of 26972, `at the context's end`:"
+    yield "and, of 26972, `at the context's end`. Of two ranks, faults strike in rank 1:"
     yield ""
     yield "| scene | forwards; entries judged, by pool | findings | tokens |"
     yield "|---|---|---|---|"
@@ -33,14 +33,15 @@ def lines() -> Iterator[str]:
     for name, act in acts:
         if "equal_tokens" in act:
             fired = sum(sum(pool["fired"].values()) for pool in act["pools"].values())
-            yield f"| {name} | {judged(act)} | {fired} | {'equal' if act['equal_tokens'] else 'other ones'} |"
+            tokens = "equal" if act["equal_tokens"] else "other ones"
+            yield f"| {name}{rank_of(act)} | {judged(act)} | {fired} | {tokens} |"
     yield ""
     yield "| scene | fault | first finding | its first cause |"
     yield "|---|---|---|---|"
     for name, act in acts:
         if "equal_tokens" not in act:
             raised = f", raised: {act['left']} tokens left" if "raised" in act else ""
-            yield f"| {name} | {fault_of(act, record['scenes'][name])}{raised} | {found_in(act)} |"
+            yield f"| {name}{rank_of(act)} | {fault_of(act, record['scenes'][name])}{raised} | {found_in(act)} |"
 
 
 def beside() -> Iterator[str]:
@@ -58,6 +59,11 @@ def beside() -> Iterator[str]:
 def read() -> Record:
     """The record that is kept."""
     return json.loads(RESULTS.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def rank_of(act: Record) -> str:
+    """Which of several it is."""
+    return f", rank {act['rank']}" if "rank" in act else ""
 
 
 def judged(act: Record) -> str:
@@ -80,9 +86,12 @@ def found_in(act: Record) -> str:
     own = act["findings"][0]
     who = own["reader"] or own["writer"]
     where = f"position {own['position']}" if own["position"] is not None else f"slot {own['slot']}"
+    if own["code"] == "X1":
+        where = own["found"]["resource"]
     layer = "" if own["layer"] is None else f", layer {own['layer']}"
+    request = "" if who is None else f", request {who}"
     cause, _, _ = own["cause"].partition(";")
-    return f"{own['code']} in {own['pool']}, {own['site'][0]}, request {who}, {where}{layer} | {cause}"
+    return f"{own['code']} in {own['pool']}, {own['site'][0]}{request}, {where}{layer} | {cause}"
 
 
 if __name__ == "__main__":
