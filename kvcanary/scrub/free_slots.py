@@ -37,11 +37,11 @@ class Looked(NamedTuple):
 class FreeSlots:
     """P1 of pools that share slots: bytes of a free slot that somebody has written.
 
-    filled: [num_slots] bool, which hold the pattern
+    filled: [num_slots] bool, which hold the pattern;  group: the number of those that share them
     """
 
-    def __init__(self, pools: Sequence[PoolRows], device: torch.device) -> None:
-        self._pools, self._ops = pools, ops_for(device)
+    def __init__(self, pools: Sequence[PoolRows], device: torch.device, group: int = 0) -> None:
+        self.group, self._pools, self._ops = group, pools, ops_for(device)
         self.filled = torch.zeros(pools[0].num_slots, dtype=torch.bool, device=device)
         slot_bytes = sum(rows.num_layers * rows.words_per_row * WORD_BYTES for rows in pools)
         self.most = max(1, BUDGETS.get(device.type, BUDGETS["cuda"]) // slot_bytes)  # slots that a step fills

@@ -126,11 +126,11 @@ class PagedCanary:
             self.fed |= {"P1"}
         return owners
 
-    def _poison_of(self, group: Group) -> FreeSlots | None:
-        """For what is free in a group; None where settings leave it alone."""
-        if self.config.content != "full" or self.config.poison != "finite":
+    def _poison_of(self, group: Group | None) -> FreeSlots | None:
+        """For what is free in a group; None where there is none, and where settings leave it alone."""
+        if group is None or self.config.content != "full" or self.config.poison != "finite":
             return None
-        return FreeSlots([layers.rows for layers in _early(group)], self.memory.device)
+        return FreeSlots([layers.rows for layers in _early(group)], self.memory.device, group.number)
 
     def follow_blocks(self, block_sizes: Sequence[int], are_shared: bool = False) -> BlockOwners:
         """The engine tells of grants of blocks, in every group; which codes that feeds its adapter says in `fed`.
@@ -142,10 +142,7 @@ class PagedCanary:
         self.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
         for group, own in zip(self.groups, owners.of, strict=True):
             group.owners = own
-        if (
-            len(self.groups) == 1 and not are_shared
-        ):  # blocks of several share memory, and nobody says whose a free one was
-            self.poison = self._poison_of(self.groups[0])
+        self.poison = None if are_shared else self._poison_of(self.memory.covering)
         return owners
 
     # rows of requests
@@ -247,7 +244,7 @@ class PagedCanary:
 
     def _look_at_poison(self, poison: FreeSlots, events: list[Any]) -> None:
         """Behind the last look at rows that went, whose slots were freed; before this forward stores."""
-        group = self.groups[0]
+        group = self.groups[poison.group]
         for pool, slots, mismatch, uids in poison.apply(self.coverage):
             self.memory.total += (mismatch != 0).any(1).sum()
             row_of = functools.partial(_owner_of, self.writers, uids)

@@ -83,12 +83,26 @@ class Memory:
         return any(self._sharing.values())
 
     @cached_property
+    def covering(self) -> Group | None:
+        """A group whose layers lie over those of every other, so that who is granted a block is granted bytes of
+        these; None: there is none.
+        """
+        every = frozenset[int]().union(*self._starts.values())
+        return next((group for group in self.groups if self._starts[group.number] == every), None)
+
+    @cached_property
+    def _starts(self) -> dict[int, frozenset[int]]:
+        """By number of a group, where its layers begin."""
+        return {
+            group.number: frozenset(k.data_ptr() for own in group.layers for k in own.view.k) for group in self.groups
+        }
+
+    @cached_property
     def _sharing(self) -> dict[int, list[tuple[Group, int, int]]]:
         """By number of a group, others over the same memory, and how many slots of both lie in the same bytes."""
-        starts = {group.number: {k.data_ptr() for own in group.layers for k in own.view.k} for group in self.groups}
         sharing: dict[int, list[tuple[Group, int, int]]] = {group.number: [] for group in self.groups}
         for group, other in itertools.permutations(self.groups, 2):
-            if starts[group.number] & starts[other.number]:
+            if self._starts[group.number] & self._starts[other.number]:
                 slots, others = (len(own.records) for own in (group, other))
                 unit = max(group.block_size, other.block_size * slots // others)
                 sharing[group.number].append((other, unit, unit * others // slots))

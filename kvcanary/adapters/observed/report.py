@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ OWNERLESS = {
     SHARED: "the slot is in the prefix cache",
     UNJUDGED: "nobody knows whose the slot is",
 }
+NUMBERS = re.compile(r"\d+")  # in the name of a layer: where it stands in its model
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
@@ -76,7 +79,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             for look in looks:
                 yield from _content(canary, group, layers, *look, step.number)
             column += 1
-            yield from _not_finite(canary, group, layers, step)
+    yield from _not_finite(canary, step)
     for event in step.events:
         if isinstance(event, Event):
             yield from _of_event(canary, event, step.number)
@@ -86,47 +89,65 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
         yield from judge.violations(step)
 
 
-def _not_finite(canary: PagedCanary, group: Group, layers: Layers, step: Step) -> Iterator[Violation]:
+class _NotFinite(NamedTuple):
+    """An entry that a forward stored, with NaN or Inf in it.
+
+    place: where that came: step, whether a draft stores the layer, the numbers in its name, position;  wrong: layers
+    """
+
+    place: tuple[int, bool, tuple[int, ...], int]
+    group: Group
+    layers: Layers
+    step: Step
+    slot: int
+    wrong: tuple[int, ...]
+
+
+def _not_finite(canary: PagedCanary, step: Step) -> Iterator[Violation]:
     """N1 of every request for which a forward stored NaN or Inf: in the first layer, at the first position there.
 
     Late layers of a step are stored behind its count: what they have shown since is told with the next.
     """
-    for known in [known for known in canary.steps if known.number <= step.number] if layers.is_late else [step]:
-        first = canary.launches.take_first(known, layers)
-        if first == NO_VIOLATION:
-            continue
-        layer, entry = divmod(first, ENTRIES_PER_LAYER)
-        slots, chains = canary.launches.stored_by(known, group)
-        own = int(slots[entry])
-        told = torch.tensor(list(canary.launches.not_finite), dtype=torch.int64, device=slots.device)
-        held = group.records[slots.clamp(min=0)]
-        is_asked = (slots >= 0) & (layers.stamps[slots.clamp(min=0)] == chains)
-        asked = slots[is_asked & ~torch.isin(held[:, REQUEST_GENERATION] & MASK_32, told)]
-        seen = {own: (layer,)}  # by the device, whatever lies there now
-        found = zip(asked.tolist(), layers_not_finite(layers.rows, asked), strict=True)
-        yield from _firsts(canary, group, layers, seen | {slot: wrong for slot, wrong in found if wrong}, known)
-
-
-def _firsts(
-    canary: PagedCanary, group: Group, layers: Layers, by_slot: dict[int, tuple[int, ...]], step: Step
-) -> Iterator[Violation]:
-    """Of each request; by_slot: layers that are not finite."""
-    firsts: dict[int, tuple[int, int, int]] = {}
-    for slot, wrong in by_slot.items():
-        held = read_record(group.records, slot)
-        place = wrong[0], held.position, slot
-        firsts[held.request] = min(place, firsts.get(held.request, place))
-    for uid, (_, position, slot) in firsts.items():
-        notes = [_place(group, slot, [layers.names[n] for n in by_slot[slot]])]
+    firsts: dict[int, _NotFinite] = {}
+    for group in canary.groups:
+        for layers in group.layers:
+            for known in [own for own in canary.steps if own.number <= step.number] if layers.is_late else [step]:
+                for uid, own in _stored_not_finite(canary, group, layers, known):
+                    firsts[uid] = min(own, firsts.get(uid, own), key=attrgetter("place"))
+    for uid, own in firsts.items():
+        position, layers = own.place[-1], own.layers
+        notes = [_place(own.group, own.slot, [layers.names[n] for n in own.wrong])]
         request = canary.writers.get(uid)
         if uid not in canary.launches.not_finite:
-            notes.append(_read_before(canary, group, layers, request, position, step))
+            notes.append(_read_before(canary, own.group, layers, request, position, own.step))
         yield Violation(
-            "N1", pool_state(canary, group, layers), slot, position, request,
-            ("draft", 0) if layers.is_late else step.site, step.number, layers=by_slot[slot],
+            "N1", pool_state(canary, own.group, layers), own.slot, position, request,
+            ("draft", 0) if layers.is_late else own.step.site, own.step.number, layers=own.wrong,
             notes=tuple(note for note in notes if note),
         )  # fmt: skip
     canary.launches.not_finite |= firsts.keys()
+
+
+def _stored_not_finite(
+    canary: PagedCanary, group: Group, layers: Layers, step: Step
+) -> Iterator[tuple[int, _NotFinite]]:
+    """By request, entries that a step stored into these layers."""
+    first = canary.launches.take_first(step, layers)
+    if first == NO_VIOLATION:
+        return
+    layer, entry = divmod(first, ENTRIES_PER_LAYER)
+    slots, chains = canary.launches.stored_by(step, group)
+    told = torch.tensor(list(canary.launches.not_finite), dtype=torch.int64, device=slots.device)
+    held = group.records[slots.clamp(min=0)]
+    is_asked = (slots >= 0) & (layers.stamps[slots.clamp(min=0)] == chains)
+    asked = slots[is_asked & ~torch.isin(held[:, REQUEST_GENERATION] & MASK_32, told)]
+    found = zip(asked.tolist(), layers_not_finite(layers.rows, asked), strict=True)
+    seen = {int(slots[entry]): (layer,)}  # by the device, whatever lies there now
+    for slot, wrong in (seen | {slot: wrong for slot, wrong in found if wrong}).items():
+        record = read_record(group.records, slot)
+        depth = tuple(map(int, NUMBERS.findall(layers.names[wrong[0]])))
+        place = step.number, layers.is_late, depth, record.position
+        yield record.request, _NotFinite(place, group, layers, step, slot, wrong)
 
 
 def _read_before(

@@ -190,17 +190,17 @@ class BlockLedger:
         if poison is None:
             return
         if kind == GRANTED:
-            slots = self._slots_of(blocks)
+            slots = self._slots_of(poison.group, blocks)
             poison.granted(slots, torch.zeros_like(slots))
             self._private.update(blocks)
         elif kind == FREED and (free := [block for block in blocks if block in self._private]):
-            poison.freed(self._slots_of(free))
+            poison.freed(self._slots_of(poison.group, free))
         if kind in (FREED, HASHED):
             self._private.difference_update(blocks)
 
-    def _slots_of(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Of the manager's blocks; no wait."""
-        size, memory = self.owners.block_sizes[0], self.canary.memory
+    def _slots_of(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """Of the manager's blocks, in this group; no wait."""
+        size, memory = self.owners.block_sizes[group], self.canary.memory
         slots = (torch.tensor(blocks)[:, None] * size + torch.arange(size)).flatten()
         return (slots.pin_memory() if memory.is_cuda else slots).to(memory.device, non_blocking=True)
 

@@ -19,14 +19,18 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 class Engine:
     """Two groups of one layer each over one tensor: what a forward stores of a row depends on the group as well."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, layers: tuple[str, str] = ("l0", "l1"), owns: bool = False) -> None:
+        """layers: of each group, as the model has them;  owns: grants and frees of blocks are told"""
         self.canary = PagedCanary(CanaryConfig(mode="log", content="full", seed=3), ROWS, 2, TOKENS, device)
         memory, self.device = self.canary.memory, device
         self.k, self.v = (torch.zeros(BLOCKS, BLOCK, HEADS, DIM, device=device) for _ in range(2))
         for number in range(2):
             group = memory.add_group(number, BLOCK, BLOCKS * BLOCK, null_slots=BLOCK)
             view = PoolView(f"target {number}", [self.k], [self.v], page_size=BLOCK)
-            memory.add_layers(group, view, [f"l{number}"])
+            memory.add_layers(group, view, layers[number : number + 1])
+        if owns:
+            self.canary.follow_blocks([BLOCK, BLOCK])
+        self.factor = 1.0  # of what is stored
         zeros = torch.zeros
         self.tables = [zeros(ROWS, WIDTH, dtype=torch.int32, device=device) for _ in range(2)]
         self.lengths = zeros(ROWS, dtype=torch.int32, device=device)
@@ -61,7 +65,7 @@ class Engine:
             out[: len(values)] = torch.as_tensor(values).to(out)
         self.canary.read(self._forward(numbers, tokens, ends))
         for group in range(2):
-            values = torch.tensor(tokens, device=self.device)[:, None, None] + 100.0 * group
+            values = self.factor * (torch.tensor(tokens, device=self.device)[:, None, None] + 100.0 * group)
             own = self.slots[group, : len(tokens)]
             for cache in self.k, self.v:
                 cache[own // BLOCK, own % BLOCK] = values.expand(-1, HEADS, DIM)
@@ -95,3 +99,43 @@ def test_who_still_reads_a_block_that_went_to_another_group_is_told(device: str)
     engine.end(0)
     assert engine.step((1, 0, (5, 1))) == []
     assert engine.step((2, BLOCK, (1, 9)))[:1] == ["R12"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layers", [("l0", "l1"), ("l1", "l0"), ("l10", "l9")])
+def test_the_first_layer_that_stored_nan_is_that_of_the_model(device: str, layers: tuple[str, str]) -> None:
+    """Layers run in the order of their numbers, whichever group they are in: one finding for a row, of the first."""
+    engine = Engine(device, layers)
+    engine.factor = torch.nan
+    assert engine.step((0, 0, (1, 3))) == ["N1"]
+    [found] = engine.canary.log.findings
+    first = min(layers, key=lambda name: int(name[1:]))
+    group = layers.index(first)
+    assert (found.writer, found.position, found.slot) == ("r0", 0, (1, 3)[group] * BLOCK)
+    assert any(f"group {group}" in note and note.endswith(f"layer {first}") for note in found.evidence)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_free_is_free_in_every_group(device: str) -> None:
+    """A block that one group gave back is filled, and looked at when another is granted it: P1 of who has written."""
+    engine = Engine(device, owns=True)
+    poison, slots = engine.canary.poison, torch.arange(5 * BLOCK, 6 * BLOCK, device=device)
+    poison.freed(slots)
+    assert engine.step((0, 0, (1, 3))) == []
+    assert poison.filled.nonzero()[:, 0].tolist() == slots.tolist()
+    engine.v[5, 2, 1, 3] += 1
+    poison.granted(slots, torch.zeros_like(slots))
+    assert engine.step((1, 0, (7, 5))) == ["P1"]  # the second group's now
+    [found] = engine.canary.log.findings
+    assert (found.slot, found.layers) == (5 * BLOCK + 2, (0,))
+
+
+def test_groups_that_lie_apart_have_no_poison() -> None:
+    """No group's bytes are all that a block has."""
+    canary = PagedCanary(CanaryConfig(mode="log", content="full", seed=3), ROWS, 2, TOKENS, "cpu")
+    for number in range(2):
+        group = canary.memory.add_group(number, BLOCK, BLOCKS * BLOCK, null_slots=BLOCK)
+        k, v = (torch.zeros(BLOCKS, BLOCK, HEADS, DIM) for _ in range(2))
+        canary.memory.add_layers(group, PoolView(f"target {number}", [k], [v], page_size=BLOCK), [f"l{number}"])
+    canary.follow_blocks([BLOCK, BLOCK])
+    assert canary.poison is None

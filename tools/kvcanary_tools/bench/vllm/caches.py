@@ -1,7 +1,8 @@
 """Kinds of caches inside a real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.caches mla --out FILE``.
 
-A clean run with and without the plug-in, a flipped bit in the cell of an entry, and NaN that one layer stores, under a
-canary that raises. Kinds that this build of vLLM does not run are tried over stand-ins by the tests.
+A clean run with and without the plug-in, a flipped bit in the cell of an entry, a bit of a block that nobody has, and
+NaN that one layer stores, under a canary that raises. Kinds that this build of vLLM does not run are tried over
+stand-ins by the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import click
 from kvcanary_tools.bench.vllm.cpu import BLOCK, ENVIRONMENT, REQUESTS, TOKENS, CpuBench, machine
 from kvcanary_tools.bench.vllm.model import SHAPES, write_latent_model, write_model
 
-KINDS = ("bf16", "fp8", "mla")
+KINDS = ("bf16", "fp8", "mla", "windows")
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 48, "num_hidden_layers": 4}
 HARM_STEP, LAYER = 12, 1
 KEPT = ("code", "reader", "writer", "position", "page", "layer", "layers", "part", "bit", "site")
 
@@ -28,7 +30,7 @@ def bench_of(kind: str, folder: Path) -> CpuBench:
     if kind == "mla":  # its backend for CPUs takes whole prompts, in blocks of its own size
         options = {"enable_prefix_caching": False, "max_num_batched_tokens": 512, "block_size": 16}
         return CpuBench(folder, write_latent_model(folder / "model"), num_gpu_blocks_override=200, **options)
-    shape = SHAPES["tiny"] | {"num_hidden_layers": 3}
+    shape = SHAPES["tiny"] | ({"num_hidden_layers": 3} if kind != "windows" else WINDOWS)
     return CpuBench(folder, write_model(folder / "model", shape), kv_cache_dtype="fp8" if kind == "fp8" else "auto")
 
 
@@ -86,6 +88,29 @@ def flipped(bench: CpuBench, rows: Rows) -> dict[str, Any]:
 
     with bench.watched(mode="log", content="full") as handle, stepping(rows, harm) as state:
         bench.run(bench.prompts(REQUESTS, seed=5), TOKENS)
+        report = handle.report()
+    found = [{name: entry[name] for name in KEPT} for entry in report["findings"][:3]]
+    return {"struck": state["struck"], "found": found, "fired": report["fired"]}
+
+
+def written_when_free(bench: CpuBench, rows: Rows) -> dict[str, Any]:
+    """One bit of a block that was given back, in the last layer; its next owner is the next who asks for one."""
+    import torch
+
+    def harm() -> dict[str, Any] | None:
+        poison, queue = handle.canary.poison, bench.scheduler.kv_cache_manager.block_pool.free_block_queue
+        size = len(poison.filled) // len(rows.layers[-1].kv_cache)
+        filled = [own for own in queue.get_all_free_blocks() if poison.filled[own.block_id * size]]
+        if not filled:
+            return None
+        queue.remove(filled[-1])
+        queue.prepend_n(filled[-1:])
+        block = filled[-1].block_id
+        rows.layers[-1].kv_cache[block].view(torch.uint8).view(-1)[401] ^= 1 << 3
+        return {"block": block}
+
+    with bench.watched(mode="log", content="full") as handle, stepping(rows, harm) as state:
+        bench.run(bench.prompts(REQUESTS, seed=6), TOKENS)
         report = handle.report()
     found = [{name: entry[name] for name in KEPT} for entry in report["findings"][:3]]
     return {"struck": state["struck"], "found": found, "fired": report["fired"]}
@@ -151,7 +176,8 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
     parts = [[[part.name, str(part.dtype), list(part.shape)] for part in view.parts] for view in views]
     clean |= {"equal_tokens": watched == bare, "parts": parts, "distinct": len({t for own in bare for t in own})}
     rows, is_fp8 = Rows(bench), views[0].dtype.itemsize == 1
-    return {"clean": clean, "flip": flipped(bench, rows), "not_finite": not_finite(bench, rows, is_fp8)}
+    told = {"clean": clean, "flip": flipped(bench, rows), "written_when_free": written_when_free(bench, rows)}
+    return told | {"not_finite": not_finite(bench, rows, is_fp8)}
 
 
 @click.command()
