@@ -120,6 +120,7 @@ def _processes(url: str) -> set[int]:
 
 
 @RAY
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments:DeprecationWarning")  # of Ray's own fields
 def test_a_prompt_goes_where_its_beginning_was() -> None:
     """The longest beginning that a living replica had wins; all others go by the length of queues."""
     from types import SimpleNamespace
