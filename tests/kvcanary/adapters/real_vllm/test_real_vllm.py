@@ -363,3 +363,16 @@ def test_states_without_a_prefix_cache_and_with_the_other_runner(tmp_path: Path,
     clean = run("hybrids", tmp_path / "record.json", "mamba2", *options)["clean"]
     assert (clean["findings"], clean["equal_tokens"], clean["not_watched"]) == (0, True, [])
     assert clean["states_checked"] > 100
+
+
+@pytest.mark.slow
+def test_a_hybrid_that_drafts_has_its_entries_watched(tmp_path: Path) -> None:
+    """K and V of its attention are silent with equal tokens; of its states the certificate says why they are not."""
+    clean = run("hybrids", tmp_path / "record.json", "gdn", "--drafts", "--requests", "5")["clean"]
+    assert (clean["findings"], clean["fired"], clean["unchecked"], clean["equal_tokens"]) == (0, {}, {}, True)
+    assert clean["states_checked"] == 0
+    assert [why.endswith("a server that drafts keeps several of each request") for why in clean["not_watched"]] == [
+        True
+    ]
+    assert clean["slots_checked"] > 50_000
+    assert clean["drafted"] > 100

@@ -207,12 +207,16 @@ class CpuFaults(Faults):
 
 @contextmanager
 def told(bench: Bench) -> Iterator[dict[str, int]]:
-    """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts."""
-    counts, inner = dict.fromkeys(("steps", "prefix_hits", "preemptions", "chunks"), 0), bench.runner.execute_model
+    """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts, and
+    tokens that were drafted.
+    """
+    names, inner = ("steps", "prefix_hits", "preemptions", "chunks", "drafted"), bench.runner.execute_model
+    counts = dict.fromkeys(names, 0)
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         counts["steps"] += bool(scheduler_output.total_num_scheduled_tokens)
         counts["preemptions"] += len(scheduler_output.preempted_req_ids or ())
+        counts["drafted"] += sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         for data in scheduler_output.scheduled_new_reqs:
             own = scheduler_output.num_scheduled_tokens[data.req_id] + data.num_computed_tokens
             counts["prefix_hits"] += data.num_computed_tokens > 0

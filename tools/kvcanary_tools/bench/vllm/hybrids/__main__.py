@@ -23,6 +23,7 @@ from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
 KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
 KEPT = ("code", "pool", "entry", "reader", "writer", "layers", "expected", "found", "history", "sentence")
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 REPORTED = ("forwards", "states_checked", "slots_checked", "fired", "unchecked", "not_watched", "watched")
 
 
@@ -93,16 +94,21 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
 @click.command()
 @click.argument("kind", type=click.Choice(list(BLOCKS)))
 @click.option("--no-cache", is_flag=True, help="Without the prefix cache, which is mode none of states, and no faults.")
+@click.option(
+    "--drafts", is_flag=True, help="Drafts of two tokens, without the prefix cache: its copies need a GPU then."
+)
 @click.option("--requests", type=int, default=REQUESTS, show_default=True, help="Asked twice, without a fault.")
 @click.option("--runner", type=click.Choice(["v1", "v2"]), default="v1", help="V2 runs interpreted, without faults.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
-def command(kind: str, no_cache: bool, requests: int, runner: str, out: Path) -> None:
+def command(kind: str, no_cache: bool, drafts: bool, requests: int, runner: str, out: Path) -> None:
     """Run everything over one hybrid in one vLLM on this CPU."""
     os.environ.update(ENVIRONMENT)
+    no_cache = no_cache or drafts
+    engine = {"speculative_config": DRAFTS} if drafts else {}
     if runner == "v2":
         interpret("kvcanary_tools.bench.vllm.hybrids")
     with tempfile.TemporaryDirectory() as folder:
-        bench = HybridBench(Path(folder), kind, enable_prefix_caching=not no_cache)
+        bench = HybridBench(Path(folder), kind, enable_prefix_caching=not no_cache, **engine)
         record = {
             "kind": kind,
             "machine": machine(),
