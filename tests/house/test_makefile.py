@@ -41,8 +41,8 @@ def test_setup_says_sizes_and_minutes(fresh: Path) -> None:
 
 def test_setup_runs_once(fresh: Path) -> None:
     """With the stamp newer than project file and pins there is nothing left to do."""
-    (fresh / ".venv" / "bin").mkdir(parents=True)
-    (fresh / ".venv" / "bin" / "python").touch()
+    (fresh / ".venv").mkdir()
+    (fresh / ".venv" / "pyvenv.cfg").touch()
     (fresh / ".venv" / ".kvcanary-setup").touch()
     assert "Nothing to be done" in make(fresh, "setup").stdout
 

@@ -142,7 +142,7 @@ class PagedCanary:
         self.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
         for group, own in zip(self.groups, owners.of, strict=True):
             group.owners = own
-        self.poison = None if are_shared else self._poison_of(self.memory.covering)
+        self.poison = None if are_shared else self._poison_of(self.memory.covering(block_sizes))
         return owners
 
     # rows of requests

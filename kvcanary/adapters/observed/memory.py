@@ -14,6 +14,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.pools.views import PoolView
 from kvcanary_kernels.record.layout import COLUMNS, make_keys
+from kvcanary_kernels.record.rows import WORD_BYTES
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED, TAILS, Truth
 
 UPLOADS = 64  # that may be on their way
@@ -82,13 +83,16 @@ class Memory:
         """Whether groups lie over each other."""
         return any(self._sharing.values())
 
-    @cached_property
-    def covering(self) -> Group | None:
-        """A group whose layers lie over those of every other, so that who is granted a block is granted bytes of
-        these; None: there is none.
+    def covering(self, block_sizes: Sequence[int]) -> Group | None:
+        """A group whose layers lie over those of every other, so that a block's bytes are its bytes of these, whichever
+        group has it; None: there is none, or a block of one group lies in several of another.
+
+        block_sizes: by group, slots of a block that is granted
         """
+        spans = {_bytes_between_blocks(group, size) for group, size in zip(self.groups, block_sizes, strict=True)}
         every = frozenset[int]().union(*self._starts.values())
-        return next((group for group in self.groups if self._starts[group.number] == every), None)
+        covering = (group for group in self.groups if self._starts[group.number] == every)
+        return next(covering, None) if len(spans) == 1 else None
 
     @cached_property
     def _starts(self) -> dict[int, frozenset[int]]:
@@ -131,3 +135,9 @@ class Memory:
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+
+def _bytes_between_blocks(group: Group, block_size: int) -> int:
+    """From the first part of a block of so many slots to that of the next, in one layer."""
+    pages = group.layers[0].rows.parts[0][0]
+    return block_size // pages.shape[1] * pages.stride(0) * WORD_BYTES

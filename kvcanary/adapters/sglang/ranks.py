@@ -40,10 +40,11 @@ def planned(batch: Any, allocator: Any) -> Levels:
 
 
 def given(batch: Any, result: Any) -> Levels:
-    """The tokens of a step, and how many; of a round with drafts those that were accepted."""
-    names = [] if result.next_token_ids is None else [request.rid for request in batch.reqs]
-    tokens = _listed(result.next_token_ids) if names else []
-    lengths = [1] * len(names) if result.accept_lens is None else _listed(result.accept_lens)
+    """The tokens of a step, and how many; of a round with drafts those that were accepted, of embeddings none."""
+    told, accepted = getattr(result, "next_token_ids", None), getattr(result, "accept_lens", None)
+    names = [] if told is None else [request.rid for request in batch.reqs]
+    tokens = [] if told is None else _listed(told)
+    lengths = [1] * len(names) if accepted is None else _listed(accepted)
     width = len(tokens) // max(1, len(names))  # of a row, which has no tokens behind those
     rows = [tokens[width * row :][:length] for row, length in enumerate(lengths)]
     counts = {name: [len(row)] for name, row in zip(names, rows, strict=True)}

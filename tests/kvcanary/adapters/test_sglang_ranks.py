@@ -60,6 +60,12 @@ def test_what_a_step_gave_is_what_was_accepted(tokens, accepted, expected) -> No
     assert [own.is_private for own in given.values()] == [False, True]
 
 
+def test_a_step_of_embeddings_gives_no_tokens() -> None:
+    """What SGLang returns of one has no field for them."""
+    given = ranks.given(batch_of({"a": 9}, [0], is_extend=True), SimpleNamespace(embeddings=torch.zeros(1, 4)))
+    assert rows_of(given) == {"lengths": {}, "tokens": {}}
+
+
 @pytest.fixture
 def alone(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

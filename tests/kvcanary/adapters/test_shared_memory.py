@@ -139,3 +139,11 @@ def test_groups_that_lie_apart_have_no_poison() -> None:
         canary.memory.add_layers(group, PoolView(f"target {number}", [k], [v], page_size=BLOCK), [f"l{number}"])
     canary.follow_blocks([BLOCK, BLOCK])
     assert canary.poison is None
+
+
+def test_groups_whose_blocks_are_other_bytes_have_no_poison() -> None:
+    """A free block of the one lies in a block of the other that somebody may have."""
+    canary = Engine("cpu", owns=True).canary
+    assert canary.poison is not None
+    canary.follow_blocks([BLOCK, 2 * BLOCK])
+    assert canary.poison is None
