@@ -364,7 +364,8 @@ class CanaryManager:
         KVCorruptionError but in mode log: nobody can tell whose requests are touched.
         """
         self.session.expect_closed("ranks_differ()")
-        self._checks.report([violation_of(error, self.session.state.pools[0], self._copies)])
+        place = None if self._copies is None else self._copies.place_of(error)
+        self._checks.report([violation_of(error, self.session.state.pools[0], place)])
         return self.reporting.act()
 
     # one of what the parts are told of many

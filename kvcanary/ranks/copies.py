@@ -8,20 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcanary.pools.views import PoolView
+from kvcanary.ranks.agreement import RanksDisagreeError
 from kvcanary.ranks.levels import X2, Level, Levels, Rows, digest
 from kvcanary.records.state import PoolState
 from kvcanary_kernels.record.layout import CONTENT_B
+
+
+class Place(NamedTuple):
+    """Where ranks hold other bits: layer of a pool, slot."""
+
+    pool: PoolState
+    layer: int
+    slot: int
 
 
 class Copies:
     """Of pools that ranks hold whole, and of heads that several of them hold."""
 
     def __init__(self, pools: Sequence[PoolState], num_ranks: int) -> None:
-        own = [pool for pool in pools if num_ranks * pool.view.kv_heads > pool.view.share.whole_heads]
+        own = [pool for pool in pools if is_held_by_several(pool.view, num_ranks)]
         self.pools = {f"copies of the {pool.name} pool": pool for pool in own}
 
     def take(self) -> list[Tensor]:
@@ -32,13 +43,30 @@ class Copies:
         """One for each share of heads, of which this rank has one; `sums`: what `take` gave."""
         found: dict[str, Level] = {}
         for (name, pool), own in zip(self.pools.items(), sums, strict=True):
-            heads, share = pool.view.kv_heads, pool.view.share
-            here = Level(digest({"": [own]}), partial(_fingerprints, pool), X2)
-            for first in range(0, share.whole_heads, heads):
-                which = "" if heads == share.whole_heads else f", heads {first} to {first + heads - 1}"
-                is_own = first == share.first_head
-                found[name + which] = here if is_own else Level(None, dict, X2)
+            found |= by_share(name, pool.view, Level(digest({"": [own]}), partial(_fingerprints, pool), X2))
         return found
+
+    def place_of(self, error: RanksDisagreeError) -> Place | None:
+        """Where what an agreement has found lies; None: in no pool."""
+        pool = next((own for name, own in self.pools.items() if error.level.startswith(name)), None)
+        if pool is None or error.name is None or error.position is None:
+            return None
+        return Place(pool, int(error.name.rpartition(" ")[2]), error.position)
+
+
+def is_held_by_several(view: PoolView, num_ranks: int) -> bool:
+    """Whether another of these ranks holds the same heads, or all of them."""
+    return num_ranks * view.kv_heads > view.share.whole_heads
+
+
+def by_share(name: str, view: PoolView, own: Level) -> Levels:
+    """A level for each share of heads: `own` of that which this rank holds, none of the others."""
+    heads, share = view.kv_heads, view.share
+    found: dict[str, Level] = {}
+    for first in range(0, share.whole_heads, heads):
+        which = "" if heads == share.whole_heads else f", heads {first} to {first + heads - 1}"
+        found[name + which] = own if first == share.first_head else Level(None, dict, X2)
+    return found
 
 
 def _fingerprints(pool: PoolState) -> Rows:

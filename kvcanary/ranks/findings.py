@@ -6,16 +6,16 @@ from typing import Any
 
 from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.ranks.agreement import RanksDisagreeError
-from kvcanary.ranks.copies import Copies
+from kvcanary.ranks.copies import Place
 from kvcanary.records.state import PoolState
 
 SITE = "agreement", 0
 
 
-def violation_of(error: RanksDisagreeError, pool: PoolState, copies: Copies | None = None) -> Violation:
+def violation_of(error: RanksDisagreeError, pool: PoolState, place: Place | None = None) -> Violation:
     """X1 of what was decided, X2 of what was computed: there with pool, layer and slot where it lies in one.
 
-    pool: where it lies in none
+    pool: where it lies in none;  place: where it does
     """
     found: dict[str, Any] = {"level": error.level or "report"}
     if error.minority:
@@ -25,11 +25,8 @@ def violation_of(error: RanksDisagreeError, pool: PoolState, copies: Copies | No
     violation = Violation(
         error.code, pool, NO_SLOT, None, None, SITE, error.step, expected={"ranks": "alike"}, found=found
     )
-    pools = {} if copies is None else copies.pools
-    lies_in = next((own for name, own in pools.items() if error.level.startswith(name)), None)
-    if lies_in is not None and error.name is not None and error.position is not None:
-        violation.pool, violation.slot = lies_in, error.position
-        violation.layers = (int(error.name.rpartition(" ")[2]),)
+    if place is not None:
+        violation.pool, violation.slot, violation.layers = place.pool, place.slot, (place.layer,)
     else:
         violation.request_id = error.name
         number = "" if error.position is None else f", number {error.position}"

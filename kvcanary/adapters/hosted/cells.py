@@ -29,11 +29,15 @@ class Reading:
     v: Sequence[Tensor] = ()
     extras: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def view(self, name: str, page_size: int, null_slots: int, layout: str = "HND") -> PoolView:
-        """PlanError where cells are no whole, aligned words."""
+    def view(
+        self, name: str, page_size: int, null_slots: int, layout: str = "HND", heads: tuple[int, int] = (0, 0)
+    ) -> PoolView:
+        """heads: `first_head` and `whole_heads` of the view. PlanError where cells are no whole, aligned words."""
+        first, whole = heads
         return PoolView(
-            name, self.k, self.v, page_size=page_size, null_slots=null_slots, layout=layout, extras=self.extras
-        )
+            name, self.k, self.v, page_size=page_size, null_slots=null_slots, layout=layout, extras=self.extras,
+            first_head=first, whole_heads=whole,
+        )  # fmt: skip
 
 
 def opaque(tensors: Sequence[Tensor]) -> Reading:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import structlog
 
 from kvcanary.adapters.hosted import metrics
+from kvcanary.adapters.hosted.copies import StoredCopies
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.output_gate import hold_back
 from kvcanary.adapters.hosted.ranks import SharedReporter
@@ -74,6 +75,8 @@ class HostHandle(ABC):
         known = self.canary.dumps.environment
         own |= {"engine": self.host, "host_version": known.get("version", "not known")}
         own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
+        if self.sampled is not None and self.sampled.are_copies_alike:
+            self.canary.fed |= {"X2"}
         return {**own, **self.canary.certificate(self._held())}
 
     def detach(self) -> None:
@@ -194,15 +197,18 @@ class HostHandle(ABC):
             self.sampled.compare(step, result)
         self._look_at(canary.count_at(step), step)
 
-    def _compare_ranks(self, canary: PagedCanary, group: Any) -> None:
-        """A canary is made; from now on with what the workers of this gloo group sample, which nobody else uses.
+    def _compare_ranks(self, canary: PagedCanary, group: Any, num_ranks: int) -> None:
+        """A canary is made; from now on with what the workers of this gloo group sample, which nobody else uses, and
+        with what so many of them hold alike.
 
         group: None where there are none, or one is there already
         """
         if group is not None:
             self.sampled = SampledByRanks(group, self._ranks_differ)
-        if self.sampled is not None:
-            canary.fed |= {"X1"}
+        if self.sampled is None:
+            return
+        canary.fed |= {"X1"}
+        self.sampled.copies = None if "X2" in self.config.disable else StoredCopies(canary, num_ranks)
 
     # telling
 
@@ -211,7 +217,9 @@ class HostHandle(ABC):
         canary = self.canary
         if canary is None:
             return
-        violation = violation_of(error, pool_of(canary, canary.groups[0]))
+        copies = None if self.sampled is None else self.sampled.copies
+        told = violation_of if copies is None else copies.violation_of
+        violation = told(error, pool_of(canary, canary.groups[0]))
         try:
             canary.response.answer([violation], error.step, canary.coverage)
         except KVCorruptionError as found:

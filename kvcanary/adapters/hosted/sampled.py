@@ -1,7 +1,8 @@
 """What workers of one engine sampled: each samples for itself, one is heard, and all must have the same (X1).
 
-Where each also schedules for itself, so must be what they are about to run. Workers whose outputs nobody takes compare
-theirs in a thread, so that the step behind need not begin for it.
+Where each also schedules for itself, so must be what they are about to run; where several hold the same K and V, so
+must be these bits (X2). Workers whose outputs nobody takes compare theirs in a thread, so that the step behind need not
+begin for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -16,13 +18,15 @@ from typing import Any, Protocol
 import structlog
 import torch.distributed as dist
 
+from kvcanary.adapters.hosted.copies import StoredCopies
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.ranks.agreement import STEP, Agreement, RanksDisagreeError
-from kvcanary.ranks.levels import Levels, level
+from kvcanary.ranks.levels import X2, Levels, level
 
 TIMEOUT_SECONDS = 60.0
 LEFT = -1  # the number of a step that never comes
+GIVEN = 0  # the phase of a step in which its tokens are there
 _events = structlog.get_logger("kvcanary")
 
 
@@ -53,15 +57,28 @@ def new_group(ranks: Sequence[int], config: CanaryConfig) -> Any:
         ) from error
 
 
+def of_one_seed(config: CanaryConfig, group: Any) -> CanaryConfig:
+    """These settings, with the seed of the group's first rank, so that equal bytes have equal fingerprints on all."""
+    if group is None:
+        return config
+    seeds = [config.drawn_seed()]
+    dist.broadcast_object_list(seeds, dist.get_global_rank(group, 0), group=group)
+    return replace(config, seed=seeds[0])
+
+
 class SampledByRanks:
     """Compares what each step gives with the other ranks of its group, in the order of the steps.
 
-    tell: what is done about a difference; called where it was found, and once
+    tell:   what is done about a difference; called where it was found, and once
+    copies: what several of these ranks hold; None: nothing, or their first step stored other bits
+    are_copies_alike: that step stored the same bits on all of them, and so must every other
     """
 
     def __init__(self, group: Any, tell: Callable[[RanksDisagreeError], object]) -> None:
         """group: gloo's, of the workers that sample the same; of nobody else. KVCanaryError where it cannot compare."""
         self._agreement, self._tell = Agreement(group, TIMEOUT_SECONDS), tell
+        self.copies: StoredCopies | None = None
+        self.are_copies_alike = False
         self._later: SimpleQueue[tuple[int, Any]] | None = None
         self._is_over, self._number = False, 0  # of steps that were compared: their own numbers may differ by rank
 
@@ -69,19 +86,30 @@ class SampledByRanks:
         """What `tell` raises, before the tokens leave."""
         self.agree(step, levels_of(given))
 
-    def agree(self, step: int, levels: Levels, phase: int = 0) -> None:
-        """The same of other levels, which have names of their own in each `phase` of a step."""
+    def agree(self, step: int, levels: Levels, phase: int = GIVEN) -> None:
+        """The same of other levels, which have names of their own in each `phase` of a step; with what it gives, copies
+        are compared too.
+        """
         if self._is_over:
             return
         self._number += 1
+        copies = self.copies if phase == GIVEN else None
         try:
+            if copies is not None:
+                levels = {**levels, **copies.levels(step)}
             self._agreement.check(step, levels, phase, self._number)
         except RanksDisagreeError as error:
-            self._is_over = True  # histories differ from here on
+            if error.code == X2 and not self.are_copies_alike:
+                self.copies = None
+                _events.warning("kvcanary.copies_not_compared", reason=str(error), step=step)
+                return
+            self._is_over = error.code != X2  # histories differ from here on
             if error.level == STEP and LEFT in error.values:
                 _events.warning("kvcanary.ranks_not_compared", reason="a rank has stopped watching", step=step)
                 return
             self._tell(error)
+        if copies is not None and not self.are_copies_alike:
+            self.are_copies_alike = copies.is_stored(step)
 
     def compare_later(self, step: int, output: Any) -> None:
         """The same of an output that is on its way, and that nobody else asks for; what `tell` raises ends a thread."""

@@ -360,6 +360,14 @@ class PagedCanary:
             total = self.launches.wait_for_count(step)
         return total
 
+    def sums_at(self, step: int) -> list[int]:
+        """Sums of what was stored (`Launches.sum_stored`), in the same way."""
+        sums = self.launches.sums_of(step)
+        if sums is None:
+            self.launches.wait_for_count(step)
+            sums = self.launches.sums_of(step)
+        return [] if sums is None else sums
+
     def restart(self) -> None:
         """Begin to count anew, when kernels were compiled."""
         self.coverage, self.step = Coverage(), 0

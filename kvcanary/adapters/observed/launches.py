@@ -28,6 +28,7 @@ from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
 
 STAMPS = (1 << 63 - COUNT_BITS) - 1
+COUNTS = (1 << COUNT_BITS) - 1
 HEAD_WORDS = struct.Struct(f"={NOW_WIDTH}q")
 
 
@@ -45,6 +46,9 @@ class Launches:
         self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy()
+        #: Of layers whose fingerprints are summed up as they are stored: their sum [1], and what it was after the last
+        #: steps, as a count, twice as `_counts`.
+        self._sums: dict[Layers, tuple[Tensor, Tensor, NDArray[np.int64]]] = {}
         #: [rows, 2] of the last forward's, the chain of what each had before it, and whether that is known.
         self.seeds, self._rejected = memory.zeros(num_rows, 2), memory.zeros(num_rows)
         self.not_finite: set[int] = set()  # writers of records who are known to have stored NaN or Inf
@@ -132,6 +136,11 @@ class Launches:
         """[num_rows] of the rows of the forward that was read last; behind them lies something else."""
         return self._now[NOW_WIDTH : NOW_WIDTH + self.num_rows]
 
+    def sum_stored(self, layers: Layers) -> None:
+        """From now on keep the sum of what forwards store into these layers; before anything is captured."""
+        sent = self.memory.pinned(RING)
+        self._sums[layers] = self.memory.zeros(1), sent, sent.numpy()
+
     def stored_chains(self, group: Group) -> Tensor:
         """[RING, max_tokens] of what the last forwards stored."""
         return self._entries[group.number][1]
@@ -145,20 +154,24 @@ class Launches:
         """Begin to count steps anew; the lines of steps say nothing."""
         self._lines_here[:] = 0
         self._numbers_in = [None] * RING
-        for counter in (self._ticks, self.counted, self.memory.total):
+        for counter in (self._ticks, self.counted, self.memory.total, *(own[0] for own in self._sums.values())):
             counter.zero_()
 
     # what they leave behind
 
     def count_of(self, step: int) -> int | None:
         """The counter of findings as it was after one of the last steps; None: it has not arrived."""
-        stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
-        return total if stamp == step & STAMPS else None
+        return _count_in(self._counts_here, step)
+
+    def sums_of(self, step: int) -> list[int] | None:
+        """Low bits of what `sum_stored` keeps, as it was after one of the last steps; None: they have not arrived."""
+        sums = [_count_in(sent, step) for *_, sent in self._sums.values()]
+        return None if None in sums else [own for own in sums if own is not None]
 
     def wait_for_count(self, step: int) -> int:
         """The same, when the device has done all it was asked to."""
         torch.cuda.synchronize(self.memory.device)  # whatever thread and stream this is
-        return int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
+        return int(self._counts_here[step % RING]) & COUNTS
 
     def violations_of(self, step: Step) -> dict[str, Tensor]:
         """On the host: the cells of one step, which waits for the device.
@@ -247,8 +260,12 @@ class Launches:
             for layers in group.layers:
                 if not layers.is_late:
                     self._take(group, layers, slots, chains, self._now, most)
-            if self.memory.is_shared:
-                self.memory.overwritten(group, self._stored(group, most)[0])
+            if self.memory.is_shared or any(layers in self._sums for layers in group.layers):
+                stored = self._stored(group, most)[0]
+                self._sum(group, stored, is_late=False)
+                self.memory.overwritten(group, stored)
+        for total, sent, _ in self._sums.values():
+            self._ops.send(total & COUNTS, self._now, sent)
         self._ops.send(self.memory.total, self._now, self._counts)
 
     def _late(self, starts: Tensor, most: int) -> None:
@@ -262,6 +279,14 @@ class Launches:
             for layers in group.layers:
                 if layers.is_late:
                     self._take(group, layers, slots, chains, self._now, most)
+            self._sum(group, slots[0], is_late=True)
+
+    def _sum(self, group: Group, slots: Tensor, is_late: bool) -> None:
+        """Add up what was stored into slots [n] of layers whose sum is wanted; -1: none, null slots are nobody's."""
+        for layers in group.layers:
+            if layers in self._sums and layers.is_late is is_late:
+                own = layers.fingerprints[0].index_select(1, slots.clamp(min=0))
+                self._sums[layers][0].add_(torch.where(slots >= group.null_slots, own, 0).sum())
 
     def _stored(self, group: Group, most: int) -> tuple[Tensor, Tensor]:
         """[most] slots and chains of what this forward stores; slot -1: nothing."""
@@ -335,3 +360,9 @@ def events_of(words: Tensor, gone: int) -> tuple[Tensor, Tensor, Tensor]:
     new = max(len(words) - first - NOW_WIDTH, 0) // (1 + NEW_WIDTH)
     second = first + NOW_WIDTH + new
     return words[:first], words[first:second], words[second:].view(new, NEW_WIDTH)
+
+
+def _count_in(sent: NDArray[np.int64], step: int) -> int | None:
+    """What was sent behind a step; None: it is not there."""
+    stamp, count = divmod(int(sent[step % RING]), 1 << COUNT_BITS)
+    return count if stamp == step & STAMPS else None

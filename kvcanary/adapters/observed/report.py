@@ -67,12 +67,12 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 stored = canary.stored_at(step, group, violation.request_id, position) if kind == "W" else None
                 if stored not in (None, slot):
                     violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
-                violation.notes = (_place(group, violation.slot), *_owner(canary, group, violation.slot, code))
+                violation.notes = (place_of(group, violation.slot), *_owner(canary, group, violation.slot, code))
                 violation.notes += _taken_back(step, violation)
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
-            yield Violation("W4", pool, slot, None, writer, step.site, step.number, notes=(_place(group, slot),))
+            yield Violation("W4", pool, slot, None, writer, step.site, step.number, notes=(place_of(group, slot),))
         for layers in group.layers:
             looks = [(cells["read"][:, column], step.requests, step.site)]
             looks += [(cells["look"][:, n, column], own, ("release", 0)) for n, own in enumerate(step.reread)]
@@ -116,7 +116,7 @@ def _not_finite(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                     firsts[uid] = min(own, firsts.get(uid, own), key=attrgetter("place"))
     for uid, own in firsts.items():
         position, layers = own.place[-1], own.layers
-        notes = [_place(own.group, own.slot, [layers.names[n] for n in own.wrong])]
+        notes = [place_of(own.group, own.slot, [layers.names[n] for n in own.wrong])]
         request = canary.writers.get(uid)
         if uid not in canary.launches.not_finite:
             notes.append(_read_before(canary, own.group, layers, request, position, own.step))
@@ -262,7 +262,7 @@ def _of_load(canary: PagedCanary, event: Event, load: Load, step: int) -> Iterat
         event.code, pool, slot, int(load.positions[entry]), load.request, ("load", 0), step, own.layers,
         arrival=arrival, arrived_as=place, message=f"{event.what}, {count}",
         word=arrival.words.get((pool.pool_id, slot)),
-        notes=(_place(group, slot, [layers.names[n] for n in own.layers]), *_stored_by(load)),
+        notes=(place_of(group, slot, [layers.names[n] for n in own.layers]), *_stored_by(load)),
     )  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def _of_bytes(
     wrong = tuple(differs[0].nonzero()[:, 0].tolist()) if by_record else ()
     pool, shown = pool_state(canary, group, layers), wrong or seen
     fits = fitting_changes(pool, slot, wrong[0], *differs[:, wrong[0]].tolist()) if len(wrong) == 1 else []
-    notes: tuple[str, ...] = (_place(group, slot, [layers.names[n] for n in shown]),)
+    notes: tuple[str, ...] = (place_of(group, slot, [layers.names[n] for n in shown]),)
     if not wrong and code == "R9":
         notes += (RIGHT_AGAIN,)
     word = describe_change(pool, slot, fits[0]) if len(fits) == 1 else None
@@ -311,7 +311,7 @@ def pool_state(canary: PagedCanary, group: Group, layers: Layers) -> PoolState:
     return WatchedPool.of(layers.view, group.number, group.records, layers.keys, name, stored)
 
 
-def _place(group: Group, slot: int, names: Sequence[str] = ()) -> str:
+def place_of(group: Group, slot: int, names: Sequence[str] = ()) -> str:
     """`group 1 with a window of 8, block 5, offset 2; layers model.3.attn, model.5.attn and 4 more`.
 
     Where tables name entries, pages are those of the pool.

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from kvcanary.adapters.compatibility import missing
-from kvcanary.adapters.hosted.sampled import levels_of_tokens, new_group
+from kvcanary.adapters.hosted.sampled import GIVEN, levels_of_tokens, new_group
 from kvcanary.adapters.sglang.compatibility import NEEDED_OF, RANKS
 from kvcanary.config import CanaryConfig
 from kvcanary.ranks.levels import Levels, level
 
-GIVEN, PLANNED, STARTED = range(3)  # phases of a step; the last one is none's
+PLANNED, STARTED = GIVEN + 1, GIVEN + 2  # other phases of a step; the last one is none's
 
 
 def group_of(scheduler: Any, config: CanaryConfig) -> Any:

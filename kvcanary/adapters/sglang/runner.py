@@ -102,7 +102,7 @@ class WatchedRunner(HostHandle):
 
     def compare_ranks(self, group: Any) -> None:
         """Compare what this gloo group runs and samples, which nobody else uses; None: there is one rank."""
-        self._compare_ranks(self.canary, group)
+        self._compare_ranks(self.canary, group, num_ranks=1)
 
     def adapted(self, nodes: int, steps: int) -> None:
         """From the next round on trees have so many nodes, behind so many draft steps; at most as many as `width`."""

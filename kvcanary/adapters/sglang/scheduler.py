@@ -16,6 +16,7 @@ import torch
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.hosted.sampled import GIVEN, of_one_seed
 from kvcanary.adapters.hosted.turns import report_without_turn
 from kvcanary.adapters.sglang import host_tier, lifetimes, ranks, states
 from kvcanary.adapters.sglang.compatibility import DRAFTS, WITHOUT_MODEL, check, unfollowed
@@ -68,12 +69,13 @@ class Handle:
         self.scheduler, self.config = scheduler, config
         self._requests: dict[str, Any] = {}
         self._accepted: Any = None  # nodes that a worker without a draft model has accepted
-        self.target, self.draft = watched(scheduler, config)
+        group = ranks.group_of(scheduler, config)
+        self.target, self.draft = watched(scheduler, of_one_seed(config, group))
         self.runners = [self.target] + ([] if self.draft is None else [self.draft])
         self.guard = Guard("sglang", config.mode, parts=[own.guard for own in self.runners])
         self.replaced = Replacements(self.guard)
         allocator = self._allocator = slots_of(scheduler)
-        self.target.compare_ranks(ranks.group_of(scheduler, config))
+        self.target.compare_ranks(group)
         self._agree(0, ranks.STARTED, functools.partial(ranks.started, self.target.rows.req_to_token, allocator))
         for own in self.runners:
             own.arm()
@@ -188,7 +190,7 @@ class Handle:
         if result.copy_done is not None:
             result.copy_done.synchronize()
         step, looks = getattr(result, "kvcanary", (0, ()))
-        self._agree(step, ranks.GIVEN, functools.partial(ranks.given, batch, result))
+        self._agree(step, GIVEN, functools.partial(ranks.given, batch, result))
         for guard, look in looks:
             guard.run(look)
         return method(batch, result, *args, **kwargs)

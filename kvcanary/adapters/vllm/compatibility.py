@@ -210,7 +210,8 @@ PARALLEL, RANKS = "vllm.distributed.parallel_state", "ranks of one model"
 RANKS_SIDE = (
     Needed("vllm.v1.outputs:ModelRunnerOutput", (), ("req_ids", "sampled_token_ids")),
     Needed(f"{PARALLEL}:get_tp_group"),
-    Needed(f"{PARALLEL}:GroupCoordinator", attributes=("ranks",)),
+    Needed(f"{PARALLEL}:GroupCoordinator", attributes=("ranks", "rank_in_group")),
+    Needed("vllm.config.model:ModelConfig.get_total_num_kv_heads", ("self",)),
 )
 
 #: Of models with linear attention; where these are gone, K and V are watched alone.

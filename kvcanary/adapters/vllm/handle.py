@@ -18,7 +18,7 @@ import torch
 from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.hosted.loads import Loads
-from kvcanary.adapters.hosted.sampled import new_group
+from kvcanary.adapters.hosted.sampled import new_group, of_one_seed
 from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
@@ -27,7 +27,7 @@ from kvcanary.adapters.vllm.attention_probe import probe_layers
 from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE, STATES_SIDE
 from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
-from kvcanary.adapters.vllm.layout import pools_of
+from kvcanary.adapters.vllm.layout import Shard, pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.adapters.vllm.states import BlockStates, is_state, not_followed, states_of
 from kvcanary.config import CanaryConfig
@@ -225,6 +225,8 @@ class Handle(HostHandle):
         """Read where everything lies now; the pools are new, or moved."""
         groups = self.runner.kv_cache_config.kv_cache_groups
         self._caches, self._states = self._groups_of_caches(groups), None
+        group_of_ranks = self._group_of_ranks()
+        self.config = of_one_seed(self.config, group_of_ranks)
         canary, late = self._adopt(self._new_canary()), self._late_layers()
         canary.dumps.environment |= {"version": engine_version(), "runner": type(self).__name__.removeprefix("Handle")}
         context = self.runner.compilation_config.static_forward_context
@@ -233,12 +235,12 @@ class Handle(HostHandle):
             size, ratio = self._block_of(number)
             canary.recent.ratios.append(ratio)
             layers = [(name, context[name]) for name in spec.layer_names]
-            pools = pools_of(layers, spec.kv_cache_spec, late, null_slots=size * ratio)
+            pools = pools_of(layers, spec.kv_cache_spec, late, null_slots=size * ratio, shard=self._shard_of)
             window = int(getattr(spec.kv_cache_spec, "sliding_window", None) or 0)
             group = canary.memory.add_group(number, size, pools[0][0].num_slots, window, null_slots=size * ratio)
             for view, names in pools:
                 canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))
-        self._compare_ranks(canary, self._group_of_ranks())
+        self._compare_ranks(canary, group_of_ranks, self._num_ranks)
         blocks = map(self._block_of, range(len(canary.groups)))
         self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks], self._caches is not None)
         self._contents = Contents(canary)
@@ -294,14 +296,27 @@ class Handle(HostHandle):
         world_size = getattr(getattr(vllm_config, "parallel_config", None), "world_size", 1)
         return f"{model}, rank {self.rank} of {world_size}"
 
+    @property
+    def _num_ranks(self) -> int:
+        """Over which a layer is cut."""
+        parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
+        return int(getattr(parallel, "tensor_parallel_size", 1))
+
+    def _shard_of(self, is_late: bool) -> Shard | None:
+        """Of layers of the target, or of a draft: what this worker has of them; None: all."""
+        if self._num_ranks == 1 or missing(RANKS_SIDE):
+            return None
+        config = self.worker.vllm_config
+        model = config.speculative_config.draft_model_config if is_late else config.model_config
+        rank = import_module(PARALLEL).get_tp_group().rank_in_group
+        return Shard(rank, self._num_ranks, model.get_total_num_kv_heads())
+
     def _group_of_ranks(self) -> Any:
         """A new group of the workers that sample the same; None where there is one, or some have no turn.
 
         Each of them comes here at the same time: none has served yet, or all wake up.
         """
-        parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
-        is_alone = getattr(parallel, "tensor_parallel_size", 1) == 1
-        if self.sampled is not None or is_alone or missing(RANKS_SIDE):
+        if self.sampled is not None or self._num_ranks == 1 or missing(RANKS_SIDE):
             return None
         return new_group(import_module(PARALLEL).get_tp_group().ranks, self.config)
 

@@ -8,8 +8,8 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +33,31 @@ PACKED = "packed in the last axis"
 PROBED_BLOCKS = 3  # beginning with block 1: nothing is alive at start-up
 
 
+class Shard(NamedTuple):
+    """What a worker has of layers that are cut over several: rank, how many these are, KV heads of the whole layer."""
+
+    rank: int
+    num_ranks: int
+    kv_heads: int
+
+    def heads(self, layer: Any, spec: Any) -> tuple[int, int]:
+        """Where each KV head is held by several, the number of this worker's, and how many there are; else zeros."""
+        if is_latent(layer) or is_index(layer, spec):
+            return 0, 1
+        has_one = self.kv_heads < self.num_ranks and getattr(spec, "num_kv_heads", 0) == 1
+        return (self.rank * self.kv_heads // self.num_ranks, self.kv_heads) if has_one else (0, 0)
+
+
 def pools_of(
-    layers: Sequence[tuple[str, Any]], spec: Any, late: Collection[str], null_slots: int
+    layers: Sequence[tuple[str, Any]],
+    spec: Any,
+    late: Collection[str],
+    null_slots: int,
+    shard: Callable[[bool], Shard | None] = lambda is_late: None,
 ) -> list[tuple[PoolView, list[str]]]:
     """Views of layers whose tensors are alike, with the layers' names; each storage once, `late` ones apart.
 
-    null_slots: those of the block that nobody owns
+    null_slots: those of the block that nobody owns;  shard: of late layers, or of the others; None: they are whole
     """
     pools: dict[tuple[Any, ...], dict[str, Any]] = {}
     seen: set[int] = set()
@@ -58,18 +77,20 @@ def pools_of(
         role = "draft" if is_late else "target"
         number = sum(view.name.startswith(role) for view, _ in views)
         own = specs.get(next(iter(chosen)), spec)
-        views.append((read_layers(f"{role} {number}" if number else role, chosen, own, null_slots), list(chosen)))
+        name = f"{role} {number}" if number else role
+        views.append((read_layers(name, chosen, own, null_slots, shard(is_late)), list(chosen)))
     return views
 
 
-def read_layers(name: str, layers: dict[str, Any], spec: Any, null_slots: int) -> PoolView:
+def read_layers(name: str, layers: dict[str, Any], spec: Any, null_slots: int, shard: Shard | None = None) -> PoolView:
     """The view of layers whose tensors are alike, whatever pages these are cut in; `spec`: of each.
 
     AdapterError where no reading is the one that they store by.
     """
     first = next(iter(layers.values()))
     store, tensors, tried = store_of(first, spec), [layer.kv_cache for layer in layers.values()], []
-    for label, view in _views(name, tensors, first, spec, store, null_slots):
+    heads = (0, 0) if shard is None else shard.heads(first, spec)
+    for label, view in _views(name, tensors, first, spec, store, null_slots, heads):
         fault = probe(first, view, store)
         if not fault:
             return view
@@ -155,21 +176,27 @@ def _mixed_up(view: PoolView, slots: Tensor, store: Store, once: list[Tensor], a
 
 
 def _views(
-    name: str, tensors: list[Tensor], layer: Any, spec: Any, store: Store | None, null_slots: int
+    name: str,
+    tensors: list[Tensor],
+    layer: Any,
+    spec: Any,
+    store: Store | None,
+    null_slots: int,
+    heads: tuple[int, int],
 ) -> Iterator[tuple[str, PoolView]]:
     """What the tensors may mean, the most telling reading first; cells that nothing else explains are one part."""
     shape = tuple(tensors[0].shape)
     page_size = shape[-2] if len(shape) < 5 else shape[2]
     for reading in _readings(tensors, page_size, layer, spec, store):
         try:
-            view = reading.view(name, page_size, null_slots)
+            view = reading.view(name, page_size, null_slots, heads=heads)
         except (PlanError, RuntimeError):
             continue
         yield reading.label, view
         if reading.label == PACKED and isinstance(store, KeyValueStore):
             order = order_of(layer, *store.shapes[0])
             if order is not None:
-                view = reading.view(name, page_size, null_slots)
+                view = reading.view(name, page_size, null_slots, heads=heads)
                 yield "elements in an order of the backend's own", permuted(view, tensors, order)
 
 

@@ -11,10 +11,10 @@ from kvcanary.adapters.observed.report import report_step
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.finding import Finding
 
-from .test_paged import BLOCK, Engine
+from .row_engine import BLOCK, RowEngine
 
 
-def told(engine: Engine) -> list[Finding]:
+def told(engine: RowEngine) -> list[Finding]:
     """Findings of all steps so far; each step is told of once."""
     for step in engine.canary.steps:
         if not step.is_reported:
@@ -23,16 +23,16 @@ def told(engine: Engine) -> list[Finding]:
     return engine.canary.log.findings
 
 
-def running(rows: int = 2) -> Engine:
+def running(rows: int = 2) -> RowEngine:
     """Rows of nine entries each."""
-    engine = Engine("cpu")
+    engine = RowEngine("cpu")
     for number in range(rows):
         engine.begin(number, [])
     engine.step({number: [(7 * number + n) % 50 for n in range(9)] for number in range(rows)})
     return engine
 
 
-def feed(engine: Engine, found: list[int], expected: list[int]) -> None:
+def feed(engine: RowEngine, found: list[int], expected: list[int]) -> None:
     """Two entries of row 0 and one of row 1."""
     entries = Entries(["r0", "r1"], np.array([0, 0, 1]), torch.tensor([9, 10, 9]), torch.tensor([14, 15, 80]))
     total = int(engine.canary.memory.total)
@@ -73,7 +73,7 @@ def test_an_entry_in_the_middle_is_not_called_the_last() -> None:
     assert LAST_ENTRY not in finding.evidence
 
 
-def shift(engine: Engine, layers: int, block: int = 4) -> None:
+def shift(engine: RowEngine, layers: int, block: int = 4) -> None:
     """Entries of row 0 are moved, in some of the layers; a pair of padding says nothing."""
     source = torch.tensor([int(engine.table[0, 1]) * BLOCK, int(engine.table[0, 1]) * BLOCK + 1, 0])
     target = torch.tensor([int(engine.table[0, block]) * BLOCK, int(engine.table[0, block]) * BLOCK + 1, 1])

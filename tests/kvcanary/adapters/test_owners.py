@@ -11,11 +11,11 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident_dumps import OWNERS_ALONE
 from kvcanary.scrub.free_slots import UNPOISONED
 
+from .row_engine import RowEngine
 from .test_inputs import running, told
-from .test_paged import Engine
 
 
-def owned() -> tuple[Engine, torch.Tensor, dict[str, int]]:
+def owned() -> tuple[RowEngine, torch.Tensor, dict[str, int]]:
     """Two rows that have been granted their slots, those of row 0, and the number of each request."""
     engine = running()
     owners, uids = engine.canary.follow_owners(), {name: uid for uid, name in engine.canary.writers.items()}
@@ -162,7 +162,7 @@ def test_an_entry_that_is_stored_elsewhere_names_both_slots(monkeypatch) -> None
 FREE = slice(24, 32)  # of row 0, whose entries do not reach there
 
 
-def poisoned() -> tuple[Engine, torch.Tensor, dict[str, int]]:
+def poisoned() -> tuple[RowEngine, torch.Tensor, dict[str, int]]:
     """Slots of row 0 that were freed, and filled."""
     engine, slots, uids = owned()
     engine.canary.owners.freed(slots[FREE])

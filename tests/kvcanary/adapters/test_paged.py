@@ -3,100 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, PoolView
+from kvcanary import PoolView
 from kvcanary.adapters.observed import canary as paged
-from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.report import report_step
 from kvcanary.adapters.observed.state import Forward
 
-LAYERS, HEADS, DIM, BLOCK, BLOCKS, ROWS, TOKENS, WIDTH = 2, 2, 8, 4, 60, 20, 64, 16
+from .row_engine import BLOCK, BLOCKS, DIM, HEADS, LAYERS, ROWS, TOKENS, WIDTH, RowEngine
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class Engine:
-    """Rows that lie where their numbers are; K and V that depend on token and position."""
-
-    def __init__(self, device: str, content: str = "full", **settings: Any) -> None:
-        self.device = device
-        config = CanaryConfig(mode="log", content=content, seed=3, **settings)
-        self.canary = PagedCanary(config, ROWS, 2, TOKENS, device)
-        self.kv = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, device=device).transpose(1, 2) for _ in range(LAYERS)]
-        k, v = [kv[..., :DIM] for kv in self.kv], [kv[..., DIM:] for kv in self.kv]
-        group = self.canary.memory.add_group(0, BLOCK, BLOCKS * BLOCK, null_slots=BLOCK)
-        self.canary.memory.add_layers(group, PoolView("target", k, v, page_size=BLOCK, layout="HND"), ["l0", "l1"])
-        self.table, self.batch_table = (self.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in range(2))
-        self.lengths, self.starts = self.zeros(ROWS, dtype=torch.int32), self.zeros(ROWS + 1, dtype=torch.int32)
-        self.fed, self.positions = self.zeros(TOKENS, dtype=torch.int32), self.zeros(TOKENS)
-        self.slots = self.zeros(1, TOKENS)
-        self.spoil: Callable[[], None] = lambda: None  # between what a forward stores and what is taken of it
-        self.tokens: dict[int, list[int]] = {}
-        self.free = list(range(1, BLOCKS))
-        self.canary.prepare(self.forward_of([], 0, [WIDTH * BLOCK]))
-
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def forward_of(self, numbers: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Forward:
-        names, ends = [f"r{number}" for number in numbers], torch.tensor(lengths)
-        return Forward(
-            names, np.array(numbers, dtype=np.int32), ("decode", 0), ends, num_tokens, [self.batch_table],
-            self.lengths, self.starts, self.fed, self.positions, list(self.slots),
-        )  # fmt: skip
-
-    def begin(self, number: int, tokens: list[int], length: int = 0) -> None:
-        """A row with blocks of its own; its first entries may lie there already."""
-        self.tokens[number] = tokens[:length]
-        if not length:
-            blocks, self.free = self.free[:WIDTH], self.free[WIDTH:]
-            self.table[number] = torch.tensor(blocks + [0] * (WIDTH - len(blocks)), dtype=torch.int32)
-        self.canary.admit([(number, f"r{number}", tokens, length, "")])
-
-    def step(self, batch: dict[int, list[int]]) -> int:
-        """One forward; how many wrong entries there were so far."""
-        numbers = list(batch)
-        past = [len(self.tokens[number]) for number in numbers]
-        tokens = [token for number in numbers for token in batch[number]]
-        places = [p for n, before in zip(numbers, past, strict=True) for p in range(before, before + len(batch[n]))]
-        rows = [n for n in numbers for _ in batch[n]]
-        blocks = self.table.cpu()[rows, [p // BLOCK for p in places]].long()
-        slots = blocks * BLOCK + torch.tensor(places) % BLOCK
-        lengths = [before + len(batch[n]) for n, before in zip(numbers, past, strict=True)]
-        starts = np.cumsum([0, *(len(batch[n]) for n in numbers)])
-        for out, values in (
-            (self.fed, tokens), (self.positions, places), (self.slots[0], slots), (self.lengths, lengths),
-            (self.starts, [*starts, *[starts[-1]] * (ROWS - len(numbers))]),
-        ):  # fmt: skip
-            values = torch.as_tensor(values)
-            out[: len(values)] = values.to(out.dtype).to(self.device)
-        self.batch_table[: len(numbers)] = self.table[numbers]
-        self.canary.read(self.forward_of(numbers, len(tokens), lengths))
-        value = torch.tensor(tokens) * 31.0 + torch.tensor(places)
-        for layer, kv in enumerate(self.kv):
-            key = torch.sin(value[:, None, None] * (layer + 1) + torch.arange(HEADS * DIM).view(HEADS, DIM))
-            kv[blocks, :, slots % BLOCK] = torch.cat((key, key.cos()), -1).to(self.device)
-        self.spoil()
-        self.canary.wrote()
-        for number in numbers:
-            self.tokens[number] += batch[number]
-        return self.canary.count_at(self.canary.step)
-
-    def end(self, number: int) -> None:
-        self.canary.leave([number], [f"r{number}"])
 
 
 @pytest.mark.parametrize("content", ["full", "rolling", "write"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_sound_rows_have_no_violation(device: str, content: str) -> None:
     """Prefill, decode, many rows at once, an end, a prefix that is resumed; launches are replays."""
-    engine = Engine(device, content)
+    engine = RowEngine(device, content)
     for number in range(3):
         engine.begin(number, [])
     assert engine.step({n: [(7 * n + i) % 50 for i in range(9 + 5 * n)] for n in range(3)}) == 0
@@ -125,7 +51,7 @@ def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str, capsys: pyt
 
     What closes its report is what was checked by then.
     """
-    engine = Engine(device)
+    engine = RowEngine(device)
     for number in range(2):
         engine.begin(number, [])
     engine.step({n: list(range(10 + n)) for n in range(2)})
@@ -145,7 +71,7 @@ def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str, capsys: pyt
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_last_look_names_the_slot_that_the_row_had(device: str) -> None:
     """The line of the block table is another's when the host collects it: the slot was noted when it was read."""
-    engine = Engine(device, "rolling")
+    engine = RowEngine(device, "rolling")
     for number in range(2):
         engine.begin(number, [])
     engine.step({n: list(range(9)) for n in range(2)})
@@ -164,7 +90,7 @@ def test_a_last_look_names_the_slot_that_the_row_had(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_swapped_table_is_counted(device: str) -> None:
     """Two blocks exchanged: R4 at the first position of the first, and one count an entry."""
-    engine = Engine(device, "write")
+    engine = RowEngine(device, "write")
     engine.begin(0, [])
     engine.step({0: list(range(13))})
     engine.table[0, [0, 2]] = engine.table[0, [2, 0]]
@@ -177,7 +103,7 @@ def test_a_swapped_table_is_counted(device: str) -> None:
 
 def test_one_damaged_slot_is_one_finding_that_names_all_who_read_it() -> None:
     """Two requests read a block that the first of them filled: as for pools whose grants are told."""
-    engine = Engine("cpu")
+    engine = RowEngine("cpu")
     engine.begin(0, [])
     engine.step({0: list(range(9))})
     engine.table[1] = engine.table[0]
@@ -194,7 +120,7 @@ def test_one_damaged_slot_is_one_finding_that_names_all_who_read_it() -> None:
 
 def test_slots_that_two_rows_write_are_one_finding() -> None:
     """W4 of each slot of a page: the first is told with its writer, the others are its evidence."""
-    engine = Engine("cpu", "write")
+    engine = RowEngine("cpu", "write")
     for number in range(2):
         engine.begin(number, [])
     engine.table[1] = engine.table[0]
@@ -210,7 +136,7 @@ def test_slots_that_two_rows_write_are_one_finding() -> None:
 def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are not read in every step: rows that pause, end, begin again or grow by many are never beyond."""
     monkeypatch.setattr(paged, "GROWN", 3)
-    engine, draw, made = Engine("cpu"), random.Random(5), []
+    engine, draw, made = RowEngine("cpu"), random.Random(5), []
     monkeypatch.setattr(paged, "at_least", lambda count, fewest, most=None: count)
     inner = engine.canary.launches.before
 
@@ -235,7 +161,7 @@ def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) 
     assert max(made) <= WIDTH * BLOCK
 
 
-def planted(engine: Engine, layer: int, number: int, position: int, value: float, element: int = 3) -> None:
+def planted(engine: RowEngine, layer: int, number: int, position: int, value: float, element: int = 3) -> None:
     """An element that is not finite in the second head, as a forward of these layers would have stored it."""
     block = int(engine.table[number, position // BLOCK])
     engine.kv[layer][block, 1, position % BLOCK, element] = value
@@ -244,7 +170,7 @@ def planted(engine: Engine, layer: int, number: int, position: int, value: float
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_value_that_is_not_finite_is_told_where_it_was_stored(device: str) -> None:
     """NaN in both layers of one row's prefill: the first layer, its request, position and step, in the step itself."""
-    engine = Engine(device, "write")
+    engine = RowEngine(device, "write")
     for number in range(3):
         engine.begin(number, [])
     engine.step({n: list(range(9)) for n in range(2)})
@@ -268,7 +194,7 @@ def test_nan_that_spreads_is_one_finding_of_its_first_layer(device: str) -> None
     """From layer 0 on behind position 4, in later steps and in a row that shares the prefix: one incident, then R8's
     reader names who stored what it read.
     """
-    engine = Engine(device)
+    engine = RowEngine(device)
     engine.begin(0, [])
 
     def spread() -> None:
@@ -300,7 +226,7 @@ def test_nan_that_spreads_is_one_finding_of_its_first_layer(device: str) -> None
 
 def test_what_nobody_reads_may_be_anything() -> None:
     """NaN in the null block, behind the end of a row and in free blocks: no count, before and after a forward."""
-    engine = Engine("cpu")
+    engine = RowEngine("cpu")
     engine.begin(0, [])
     for kv in engine.kv:
         kv[:] = torch.nan
@@ -310,18 +236,18 @@ def test_what_nobody_reads_may_be_anything() -> None:
 
 def test_the_check_can_be_left_out() -> None:
     """KVCANARY_DISABLE=N1: nothing is counted, and the certificate says so."""
-    engine = Engine("cpu", disable=frozenset({"N1"}))
+    engine = RowEngine("cpu", disable=frozenset({"N1"}))
     engine.begin(0, [])
     engine.spoil = lambda: planted(engine, 1, 0, 2, torch.nan)
     assert engine.step({0: list(range(9))}) == 0
     assert engine.canary.certificate()["inactive_classes"]["N1"] == "disabled"
-    assert "N1" in Engine("cpu").canary.certificate()["classes"]
+    assert "N1" in RowEngine("cpu").canary.certificate()["classes"]
 
 
 def test_in_a_hundred_of_a_hundred_the_place_is_right() -> None:
     """Any layer, row and position, of prefills and decodes: layer, request, position and step are those of the blow."""
     for seed in range(100):
-        draw, engine = random.Random(seed), Engine("cpu", ("full", "write")[seed % 2])
+        draw, engine = random.Random(seed), RowEngine("cpu", ("full", "write")[seed % 2])
         for number in range(3):
             engine.begin(number, [])
         engine.step({n: list(range(draw.randint(1, 12))) for n in range(3)})
@@ -344,7 +270,7 @@ def test_a_draft_s_nan_is_told_with_the_next_step() -> None:
     """Layers that a later forward of the step stores: phase draft, with the step that stored it; what was rejected may
     be anything.
     """
-    engine = Engine("cpu", "write")
+    engine = RowEngine("cpu", "write")
     late = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM).transpose(1, 2)]
     view = PoolView("draft", [late[0][..., :DIM]], [late[0][..., DIM:]], page_size=BLOCK, layout="HND")
     engine.canary.memory.add_layers(engine.canary.groups[0], view, ["d0"], is_late=True)

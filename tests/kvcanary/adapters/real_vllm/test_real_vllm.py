@@ -181,6 +181,19 @@ def test_two_workers_are_compared(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layer"), [("one head", 1), ("mla", 2)])
+def test_what_two_workers_hold_alike_is_compared(tmp_path, kind: str, layer: int) -> None:
+    """A bit of a weight in one worker: it stores other bits in that layer, both say so in that step, none is R9."""
+    told = run("parallel", tmp_path / "copies.json", "--device", "cpu", "--work", str(tmp_path), "--kind", kind)
+    assert told["clean"]["findings"] == []
+    assert [worker["compares_copies"] for worker in told["clean"]["workers"]] == [True, True]
+    [found] = told["computed"]["found"]
+    assert (found["code"], found["layer"], found["ranks"]) == ("X2", layer, [0, 1])
+    assert found["step"] == told["clean"]["workers"][0]["forwards"] + 1  # the first with that weight
+    assert [one["code"] for one in told["token"]["found"]] == ["X1"]
+
+
+@pytest.mark.slow
 def test_a_soak_finds_its_flips_and_nothing_else(tmp_path) -> None:
     """Random traffic with preemptions and aborts, default settings, is silent; then each of two flips is found."""
     soak = run("soak", tmp_path / "soak.json", "--minutes", "0.3", "--flips", "2", "--flip-seconds", "6")

