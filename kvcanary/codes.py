@@ -87,7 +87,7 @@ OBSERVED = {
     "kvcanary_kernels.watch.reread:take": "W4 N1",
     "kvcanary_kernels.watch.reread:reread": "R9",
     "kvcanary.adapters.observed.canary:PagedCanary.written_twice": "W4",
-    "kvcanary.adapters.hosted.handle:HostHandle._ranks_differ": "X1",
+    "kvcanary.adapters.hosted.handle:HostHandle._ranks_differ": "X1 X2",
     "kvcanary.adapters.observed.moves:copied": "T1",
     "kvcanary.adapters.observed.moves:zeroed": "T1",
     "kvcanary.adapters.observed.moves:loaded": "A1",

@@ -117,7 +117,8 @@ def test_what_nothing_is_watched_for_is_not_in_the_index_of_watched_caches() -> 
     fed = import_module("kvcanary.adapters.observed.capabilities").PAGED_FED
     fed |= import_module("kvcanary.adapters.transformers").FED
     fed |= import_module("kvcanary.adapters.vllm.compatibility").FED  # where grants are told
-    fed |= import_module("kvcanary.adapters.sglang.compatibility").FED | {"O1", "P1", "X1"}  # of some servers
+    fed |= import_module("kvcanary.adapters.sglang.compatibility").FED | {"O1", "P1"}  # of some servers
+    fed |= {"X1", "X2"}  # of those with several workers
     assert {code.code for code in KINDS.values() if code.observed} == fed
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.gpu import ranks
 
@@ -41,3 +43,17 @@ def test_two_workers_of_a_real_vllm_were_compared() -> None:
     assert (found["code"], found["found"]["level"]) == ("X1", "tokens")
     assert found["found"]["resource"].endswith(", number 0")
     assert [own["ranks"] for kind in ("one", "all") for own in told[kind]["found"]] == [[1], [0, 1]]
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("one head", 1), ("mla", 2)])
+def test_what_two_workers_of_a_real_vllm_hold_alike_was_compared(kind: str, layer: int) -> None:
+    """The record that the page tells of: sound, then a worker that computes otherwise."""
+    name = f"cpu_vllm_copies_{kind.replace(' ', '_')}.json"
+    told = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    assert f"`{name}`" in PAGE.read_text(encoding="utf-8")
+    assert (told["kind"], told["clean"]["findings"]) == (kind, [])
+    assert all(own["compares_copies"] and own["forwards"] > 70 for own in told["clean"]["workers"])
+    [found] = told["computed"]["found"]
+    assert (found["code"], found["layer"], found["ranks"]) == ("X2", layer, [0, 1])
+    assert None not in (found["reader"], found["position"])
+    assert found["slot"] >= 0

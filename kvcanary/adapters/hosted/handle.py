@@ -213,7 +213,7 @@ class HostHandle(ABC):
     # telling
 
     def _ranks_differ(self, error: RanksDisagreeError) -> None:
-        """X1. KVCorruptionError in mode raise; a worker whose outputs nobody takes ends with its next step."""
+        """X1 or X2. KVCorruptionError in mode raise; a worker whose outputs nobody takes ends with its next step."""
         canary = self.canary
         if canary is None:
             return
