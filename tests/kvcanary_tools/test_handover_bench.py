@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvcanary.transfers import PageSnapshot, Seal
+from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.gpu import handover
 from kvcanary_tools.bench.gpu.handover import FAULTS, Shape, Side, pieces, receive
 from spec_engine.disagg.link import expect_all, until_over
@@ -57,3 +61,30 @@ def test_without_two_gpus_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit, match="measures two CUDA devices"):
         handover.main()
+
+
+@pytest.mark.parametrize(
+    ("record", "sentences"),
+    [
+        (
+            "gpu_handover",
+            ["took {transfer_ms:.1f} ms ({transfer_gb_s:.0f} GB/s)", "took {compare_ms:.1f} ms, of which"],
+        ),
+        (
+            "gpu_handover_nixl",
+            [
+                "took {transfer_ms:.1f} ms ({transfer_gb_s:.0f} GB/s)",
+                "took {fingerprints_ms:.2f} ms of the GPU",
+                "the comparison took {compare_ms:.1f} ms",
+            ],
+        ),
+    ],
+)
+def test_the_page_quotes_the_records(record: str, sentences: list[str]):
+    """Of two GPUs: equal bytes, no finding, all faults found, and the times that were measured."""
+    told = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))
+    page = " ".join((Path(__file__).parents[2] / "docs" / "handover.md").read_text(encoding="utf-8").split())
+    assert told["clean"] == {"equal": True, "findings": []}
+    assert [fault["fault"] for fault in told["faults"] if fault["found"]] == list(FAULTS)
+    assert [own for own in sentences if own.format(**told) not in page] == []
+    assert f"`{record}.json`" in page.replace("tools/kvcanary_tools/bench/results/", "")

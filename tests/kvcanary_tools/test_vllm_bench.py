@@ -6,12 +6,14 @@ import itertools
 import json
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm import clock as vllm_clock
 from kvcanary_tools.bench.vllm import engine as vllm_engine
 from kvcanary_tools.bench.vllm import faults as vllm_faults
@@ -198,3 +200,21 @@ def test_a_profile_names_functions() -> None:
 def test_every_setting_has_a_file_of_its_own(settings: tuple[str, str, bool, str, str], name: str) -> None:
     """Results do not overwrite each other."""
     assert vllm_plugin.name_of(*settings) == name
+
+
+def test_the_record_of_lmcache_inside_a_worker() -> None:
+    """As both are: T1 that names the connector, and no token in mode raise; vLLM's own connector is silent."""
+    told, clean = (
+        json.loads((RESULTS / f"gpu_vllm_{name}.json").read_text(encoding="utf-8")) for name in ("lmcache", "example")
+    )
+    assert (told["connector"], clean["connector"]) == ("LMCacheConnectorV1", "ExampleConnector")
+    for phase in ("load", "stop"):
+        [first] = told[phase]["found"]
+        assert (first["code"], first["found"]["came_back_by"]) == ("T1", "LMCacheConnectorV1")
+        assert first["found"]["verdict"] == "short"
+        assert clean[phase]["fired"] == {}
+    assert (told["other_tokens"], told["prompts"], told["left_in_mode_raise"]) == (3, 4, 0)
+    assert told["load"]["loads_checked"] == clean["load"]["loads_checked"] == 416
+    page = " ".join((Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8").split())
+    assert "compared all 416 entries" in page
+    assert "three of four prompts got other tokens" in page

@@ -348,7 +348,7 @@ def main() -> None:
         "bytes": shape.num_bytes,
         "rounds": ROUNDS,
     }
-    save(NAME, about | result)
+    save(NAME if transport == "nccl" else f"{NAME}_{transport}", about | result)
     print(f"{transport}: {result['transfer_ms']:.2f} ms, {result['transfer_gb_s']:.0f} GB/s; clean {result['clean']}")
     for fault in result["faults"]:
         print(f"{fault['fault']}: {'found' if fault['found'] else 'MISSED'} {fault}")

@@ -71,18 +71,21 @@ HARMS = (k_and_v_exchanged, last_chunk_missing, blocks_exchanged, one_bit)
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[int]:
-    """LMCache's server in a process of its own; gives its port."""
+def server(
+    folder: Path, module: str, options_of: Callable[[int], list[str]], is_running: Callable[[str, int], bool]
+) -> Iterator[int]:
+    """A server of LMCache in a process of its own; gives its port.
+
+    options_of: that port;  is_running: from what it has written, and its port
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = int(free.getsockname()[1])
-    options = ["--l1-size-gb", "0.25", "--eviction-policy", "LRU", "--chunk-size", str(BLOCK), "--port", str(port)]
-    options += ["--disable-observability", "--supported-transfer-mode", "engine_driven", "--shm-name", f"kvc{port}"]
     with (folder / "server.log").open("w") as log:
-        child = subprocess.Popen([sys.executable, "-m", SERVER, *options], stdout=log, stderr=log)
+        child = subprocess.Popen([sys.executable, "-m", module, *options_of(port)], stdout=log, stderr=log)
     try:
         end = time.monotonic() + STARTS_WITHIN
-        while "cache server is running" not in (said := (folder / "server.log").read_text()):
+        while not is_running(said := (folder / "server.log").read_text(), port):
             if child.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"LMCache's server did not start: {said[-1500:]}")
             time.sleep(0.2)
@@ -90,6 +93,22 @@ def server(folder: Path) -> Iterator[int]:
     finally:
         child.terminate()
         child.wait(30)
+
+
+def _options_of(port: int) -> list[str]:
+    options = ["--l1-size-gb", "0.25", "--eviction-policy", "LRU", "--chunk-size", str(BLOCK), "--port", str(port)]
+    return [
+        *options,
+        "--disable-observability",
+        "--supported-transfer-mode",
+        "engine_driven",
+        "--shm-name",
+        f"kvc{port}",
+    ]
+
+
+def _is_running(said: str, port: int) -> bool:
+    return "cache server is running" in said
 
 
 def serve(folder: Path, phase: str, port: int) -> dict[str, Any]:
@@ -162,7 +181,7 @@ def main(out: Path, phase: str | None, folder: Path | None, port: int | None) ->
     with tempfile.TemporaryDirectory() as made:
         own = Path(made)
         write_model(own / "model", SHAPES["tiny"])
-        with server(own) as port:
+        with server(own, SERVER, _options_of, _is_running) as port:
             told = {name: _process(own, name, port) for name in ("store", "load")}
     right = told["store"]["tokens"]
     record = {"machine": machine() | {"lmcache": version("lmcache")}, "equal_tokens": told["load"]["tokens"] == right}
