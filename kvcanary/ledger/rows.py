@@ -38,15 +38,12 @@ class RowBook:
         positions: those that the entries had where they came from; within what is written nothing changes
         """
         owners = self._pages.owners[slots // self._page_size]
-        furthest: dict[int, int] = {}
-        for uid, position in zip(owners.tolist(), positions.tolist(), strict=True):
-            furthest[uid] = max(position, furthest.get(uid, position))
-        for uid in furthest.keys() & self._book.uids.live.keys():
-            request = self._book.requests[self._book.uids.live[uid]]
-            if furthest[uid] >= request.row_lens[pool_id]:
-                own = slots[owners == uid]
+        for uid in self._book.uids.live.keys() & set(np.unique(owners).tolist()):
+            request, is_own = self._book.requests[self._book.uids.live[uid]], owners == uid
+            if int(positions[is_own].max()) >= request.row_lens[pool_id]:
+                own = slots[is_own]
                 self._pages.wrote(own, self._page_size)
-                places = np.array(self._places(request, (own // self._page_size).tolist()), dtype=np.int64)
+                places = np.array(self.places(request, (own // self._page_size).tolist()), dtype=np.int64)
                 came = places * self._page_size + own % self._page_size
                 new = np.unique(came[came >= request.row_lens[pool_id]])
                 request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
@@ -83,7 +80,7 @@ class RowBook:
 
     def replace(self, request: Request, pages: Array, others: Sequence[int]) -> list[int]:
         """Put `others` where `pages` are in the row; their places."""
-        places = self._places(request, pages.tolist())
+        places = self.places(request, pages.tolist())
         for place, page in zip(places, others, strict=True):
             request.pages[place] = page
         while request.pages and request.pages[-1] == NO_PAGE:
@@ -96,7 +93,7 @@ class RowBook:
             request.row = slots_of_pages(request.pages, self._page_size).tobytes()
         return places
 
-    def _places(self, request: Request, pages: list[int]) -> list[int]:
+    def places(self, request: Request, pages: list[int]) -> list[int]:
         """Where the row names these pages; at once when they are its tail."""
         first = len(request.pages) - len(pages)
         if request.pages[first:] == pages:

@@ -53,6 +53,19 @@ class Contents:
             self.records[own], self.damage[own], self.fingerprint_a[:, own], self.fingerprint_b[own], self.current[own]
         )
 
+    def of(self, chosen: Ints) -> Contents:
+        """Slots with these numbers, which ascend: itself where they are all."""
+        if len(chosen) == len(self.current):
+            return self
+        taken = torch.from_numpy(chosen)
+        return Contents(
+            self.records[chosen],
+            self.damage.index_select(0, taken),
+            self.fingerprint_a.index_select(1, taken),
+            self.fingerprint_b.index_select(0, taken),
+            self.current[chosen],
+        )
+
     def write(self, writer: Writer) -> None:
         """Damage is nearly always nothing, and has a flag for that."""
         damage = self.damage.numpy()
@@ -200,7 +213,7 @@ class PageSnapshots:
         how: what brought them, in the words of a report
         """
         names = self._slots(np.array(pages, dtype=np.int64))
-        positions = self._slots(np.array([request.pages.index(page) for page in pages], dtype=np.int64))  # in the row
+        positions = self._slots(np.array(self._ledger.rows.places(request, list(pages)), dtype=np.int64))  # in the row
         request.brought_len = max(request.brought_len, length)
         arrived_slots: dict[str, ArrivedSlots | None] = {}
         for pool, contents in zip(self._state.pools, snapshot.contents, strict=True):
@@ -210,11 +223,12 @@ class PageSnapshots:
                 seen = window_start(pool.view, length)  # nobody misses what comes before
                 request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
                 grants = self._ledger.generations[names[chosen] // self._state.page_size].view(np.uint64)
-                records = contents.records[chosen]
+                own, records = contents.of(chosen), contents.records[chosen]
                 records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
+                sent = own.fingerprint_a.to(pool.records.device)
                 if self._compares_content:
-                    arrived_slots[pool.name] = self._compare(pool, contents, chosen, names[chosen])
-                self._write(pool, contents, chosen, records, names[chosen], step)
+                    arrived_slots[pool.name] = self._compare(pool, contents, own, chosen, names[chosen], sent)
+                self._write(pool, own, records, names[chosen], sent, step)
                 self._ledger.rows.note_moved(pool.pool_id, names[chosen], _positions_of(records))
         violations = self._judge(how, [snapshot], pages, arrived_slots, [], step)
         if snapshot.sent.peer is not None and self._compares_content:
@@ -234,9 +248,11 @@ class PageSnapshots:
                 outdated += self.left.outdated(pool, pages, contents.records)
             chosen = contents.current.nonzero()[0]
             if len(chosen):
+                own, records = contents.of(chosen), contents.records[chosen]
+                sent = own.fingerprint_a.to(pool.records.device)
                 if self._compares_content:
-                    arrived_slots[pool.name] = self._compare(pool, contents, chosen, names[chosen])
-                self._write(pool, contents, chosen, contents.records[chosen], names[chosen], step)
+                    arrived_slots[pool.name] = self._compare(pool, contents, own, chosen, names[chosen], sent)
+                self._write(pool, own, records, names[chosen], sent, step)
         return self._judge("swap in", snapshots, pages, arrived_slots, outdated, step)
 
     def _contents(self, pool: PoolState, names: Ints) -> Contents:
@@ -253,40 +269,36 @@ class PageSnapshots:
             records[:, REQUEST_GENERATION] >> 32 == grants,  # null slots never are: nobody is granted them
         )
 
-    def _write(
-        self,
-        pool: PoolState,
-        contents: Contents,
-        chosen: Ints,
-        records: Words,
-        names: Ints,
-        step: int,
-    ) -> None:
-        """Seal the records of the chosen slots, which the plans call ``names``, with the fingerprints of then."""
-        slots = slots_in(pool.view, names)
-        device, taken = pool.records.device, torch.from_numpy(chosen)
+    def _write(self, pool: PoolState, own: Contents, records: Words, names: Ints, sent: Tensor, step: int) -> None:
+        """Seal the records of slots, which the plans call ``names``, with the fingerprints of then; `sent`: a of `own`
+        on the device.
+        """
+        slots, device = slots_in(pool.view, names), pool.records.device
         where = torch.from_numpy(slots).to(device)
         self._record_store.load(pool, slots, records, step)
-        fingerprint_a = contents.fingerprint_a.index_select(1, taken).to(device)
-        pool.write_fingerprints(where, fingerprint_a, contents.fingerprint_b.index_select(0, taken).to(device))
-        damage = contents.damage.index_select(0, taken).to(device)  # a damaged record stays damaged
-        pool.records.index_copy_(0, where, pool.records.index_select(0, where) + damage)
+        pool.write_fingerprints(where, sent, own.fingerprint_b.to(device))
+        if bool(own.damage.any()):  # a damaged record stays damaged
+            pool.records.index_copy_(0, where, pool.records.index_select(0, where) + own.damage.to(device))
 
-    def _compare(self, pool: PoolState, contents: Contents, chosen: Ints, names: Ints) -> ArrivedSlots | None:
-        """What lies in the chosen slots, before the records of then are written there; None: the bytes of then."""
-        slots, taken = slots_in(pool.view, names), torch.from_numpy(chosen)
+    def _compare(
+        self, pool: PoolState, contents: Contents, own: Contents, chosen: Ints, names: Ints, sent: Tensor
+    ) -> ArrivedSlots | None:
+        """What lies in the chosen slots, before the records of then are written there; None: the bytes of then.
+
+        own: the chosen ones of `contents`;  sent: their fingerprint a on the device
+        """
+        slots = slots_in(pool.view, names)
         where = torch.from_numpy(slots).to(pool.records.device)
         fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, where)
-        expected = contents.fingerprint_a.index_select(1, taken)
-        if torch.equal(fingerprint_a, expected.to(fingerprint_a.device)):
+        if torch.equal(fingerprint_a, sent):
             return None
         return ArrivedSlots(
             pool,
             chosen,
             slots,
-            _positions_of(contents.records[chosen]),
+            _positions_of(own.records),
             (fingerprint_a.cpu().numpy(), fingerprint_b.cpu().numpy()),
-            (expected.numpy(), contents.fingerprint_b.index_select(0, taken).numpy()),
+            (own.fingerprint_a.numpy(), own.fingerprint_b.numpy()),
             pool.content_a.index_select(1, where).cpu().numpy(),
             contents.fingerprint_a.numpy(),
             contents.current,
