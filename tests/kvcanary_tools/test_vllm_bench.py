@@ -151,6 +151,21 @@ def test_only_what_a_strike_added_is_its_finding() -> None:
     assert rig.struck([1], 4) == {"struck": [1], "slots": [None, 7], "found": ["new of 0", "new of 1"]}
 
 
+def test_canaries_that_took_turns_are_one_report() -> None:
+    """What each judged is summed by worker, and no finding of an earlier turn is lost."""
+    counts = {"forwards": 3, "slots_checked": 40, "bytes_checked": 500}
+    reports = [
+        {"armed": True, "findings": found, "workers": [{"rank": 0, **counts}, {"rank": 1, **counts}]}
+        for found in (["R9"], [])
+    ]
+    told = vllm_parallel.summed(reports)
+    assert told["findings"] == ["R9"]
+    assert told["workers"] == [
+        {"rank": rank, "forwards": 6, "slots_checked": 80, "bytes_checked": 1000} for rank in (0, 1)
+    ]
+    assert reports[1]["workers"][0]["forwards"] == 3
+
+
 def test_a_part_that_breaks_is_written_down() -> None:
     """An error in one fault is a result, and the others go on."""
     rig = object.__new__(vllm_faults.Faults)

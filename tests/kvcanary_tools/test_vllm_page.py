@@ -81,7 +81,7 @@ def test_workers_that_share_a_model_are_told_of() -> None:
     drawn = {"code": "X1", "found": {"resource": "tokens of '8', number 0"}}
     struck |= {"token": {"struck": [1], "found": [drawn]}}
     clean = {"findings": [], "workers": [{"slots_checked": 1200}, {"slots_checked": 1201}]}
-    seconds = {"compares": [9.0, 1.0, 3.0, 2.0], "alone": [9.0, 2.0, 2.0, 1.0]}
+    seconds = {"compares": [9.0, 1.0, 3.0, 2.0], "alone": [9.0, 2.0, 2.0, 1.0], "off": [9.0, 1.0, 1.0, 2.0]}
     assert list(vllm_page.shared({"ranks": 2, "clean": clean, "seconds": seconds, **struck})) == [
         "2 workers that share a model judged 1,200 and 1,201 entries with 0 findings;",
         "a bit flipped in rank 1: not found;",
@@ -89,6 +89,7 @@ def test_workers_that_share_a_model_are_told_of() -> None:
         "another token drawn by rank 1: X1, tokens of '8', number 0.",
         "Runs take 2.00 s with ranks compared (1.00 to 3.00) and",
         "2.00 s without that (1.00 to 2.00);",
+        "1.00 s without a canary (1.00 to 2.00);",
         "in `vllm_parallel.json`.",
     ]
 

