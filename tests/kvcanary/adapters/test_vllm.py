@@ -399,6 +399,25 @@ def _found(code: str) -> float:
     return sum(sample.value for sample in samples if sample.labels["code"] == code)
 
 
+def test_workers_have_one_seed_and_know_their_share(serve, monkeypatch, tmp_path) -> None:
+    """The seed is that of the first one, as long as they run; what they hold alike is asked of the model's heads."""
+    import torch.distributed as dist
+
+    monkeypatch.delenv("KVCANARY_SEED")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        handle = serve(settings={"rank": 0, "world_size": 2}).wrapper.worker.kvcanary
+        seed = handle.config.seed
+        assert handle.canary.memory.seed == seed
+        assert handle._bind().memory.seed == seed  # as when it wakes up
+        assert handle._shard_of(False) == (0, 2, 4)
+        assert handle.sampled.copies.levels(0) == {}  # two heads each: nobody else's
+    finally:
+        dist.destroy_process_group()
+    alone = serve().wrapper.worker.kvcanary
+    assert (alone.config.seed, alone._shard_of(False), alone.sampled) == (None, None, None)
+
+
 @pytest.mark.parametrize("mode", ["raise", "log"])
 def test_what_workers_sample_is_compared_before_it_leaves(serve, monkeypatch, tmp_path, mode) -> None:
     """Another rank has other tokens in the third step: X1 in that step, in mode raise instead of its tokens."""
