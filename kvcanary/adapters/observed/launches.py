@@ -282,11 +282,11 @@ class Launches:
             self._sum(group, slots[0], is_late=True)
 
     def _sum(self, group: Group, slots: Tensor, is_late: bool) -> None:
-        """Add up what was stored into slots [n] of layers whose sum is wanted; -1: none, null slots are nobody's."""
+        """Add up what was taken of slots [n] of layers whose sum is wanted; -1: none. Of null slots nothing is."""
         for layers in group.layers:
             if layers in self._sums and layers.is_late is is_late:
                 own = layers.fingerprints[0].index_select(1, slots.clamp(min=0))
-                self._sums[layers][0].add_(torch.where(slots >= group.null_slots, own, 0).sum())
+                self._sums[layers][0].add_(torch.where(slots >= 0, own, 0).sum())
 
     def _stored(self, group: Group, most: int) -> tuple[Tensor, Tensor]:
         """[most] slots and chains of what this forward stores; slot -1: nothing."""

@@ -16,7 +16,8 @@ from kvcanary.adapters.hosted.copies import StoredCopies
 from kvcanary.adapters.hosted.sampled import SampledByRanks, of_one_seed
 from kvcanary.adapters.observed.report import pool_of
 from kvcanary.adapters.vllm.layout import Shard
-from kvcanary.ranks import Agreement, Levels, RanksDisagreeError
+from kvcanary.ranks import Agreement, Level, Levels, RanksDisagreeError
+from kvcanary.ranks.copies import by_share
 
 from .row_engine import BLOCK, BLOCKS, DIM, HEADS, RowEngine
 
@@ -155,6 +156,14 @@ def test_heads_that_others_hold_are_levels_of_theirs() -> None:
         (f"{POOL}, heads 2 to 3", True),
     ]
     assert StoredCopies(RowEngine("cpu").canary, num_ranks=2).levels(0) == {}  # nobody said what others hold
+
+
+def test_a_level_is_of_the_share_that_a_rank_holds() -> None:
+    """The second of two."""
+    k = torch.zeros(BLOCKS, BLOCK, HEADS, DIM)
+    view = PoolView("target", [k], [k.clone()], page_size=BLOCK, first_head=HEADS, whole_heads=2 * HEADS)
+    own = Level(5, dict)
+    assert list(by_share(POOL, view, own).values()) == [Level(None, dict, "X2"), own]
 
 
 @pytest.fixture
