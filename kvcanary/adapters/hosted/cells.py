@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,24 @@ from kvcanary.pools.views import PoolView
 DS_LATENT, DS_SCALES, DS_BYTES = 512, 528, 656
 SCALE_BYTES = 4
 INDEX_BLOCK = 128  # numbers of an index key that have one scale
+
+
+class Shard(NamedTuple):
+    """What a worker has of layers that are cut over several: rank, how many these are, KV heads of the whole layer."""
+
+    rank: int
+    num_ranks: int
+    kv_heads: int
+
+    def heads(self, own: int, is_whole: bool) -> tuple[int, int]:
+        """Where each KV head is held by several, the number of this worker's, and how many there are; else zeros.
+
+        own: KV heads that a layer has here;  is_whole: its cells have none, and are the same everywhere
+        """
+        if is_whole:
+            return 0, 1
+        has_one = self.kv_heads < self.num_ranks and own == 1
+        return (self.rank * self.kv_heads // self.num_ranks, self.kv_heads) if has_one else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,9 @@ NEEDED_OF = {
         Needed(f"{CONTEXT}:forward_context", ("ctx",)),
     ),
     RANKS: (
-        Needed(_SCHEDULER, attributes=("attn_tp_group",)),
-        Needed("sglang.srt.distributed.parallel_state:GroupCoordinator", attributes=("ranks",)),
+        Needed(_SCHEDULER, attributes=("attn_tp_group", "model_config")),
+        Needed("sglang.srt.distributed.parallel_state:GroupCoordinator", attributes=("ranks", "rank_in_group")),
+        Needed("sglang.srt.configs.model_config:ModelConfig.get_total_num_kv_heads", ("self",)),
         Needed(f"{_CACHE}allocator.base:BaseTokenToKVPoolAllocator.available_size", ("self",)),
         Needed(_RESULT, (), ("next_token_ids", "accept_lens")),
     ),

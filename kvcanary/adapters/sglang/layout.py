@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.errors import AdapterError
 from kvcanary.pools.views import PoolView
 
@@ -37,22 +38,30 @@ class Part:
     slot_map: Tensor | None = None
 
 
-def parts_of(pool: Any, role: str, token_offset: int = 0, window: int | None = None) -> list[Part]:
+def parts_of(
+    pool: Any, role: str, token_offset: int = 0, window: int | None = None, shard: Shard | None = None
+) -> list[Part]:
     """Every part of this pool. AdapterError where its layout is not known, or is not the one that it stores by.
 
     window: how far back attention of windowed layers looks, as the model runner has it
+    shard:  what this rank has of each layer; None: all
     """
     kind = type(pool).__name__
     if kind not in READERS:
         raise _not_followed(kind)
     try:
-        return READERS[kind](pool, role, token_offset, window)
+        return READERS[kind](pool, role, token_offset, window, shard)
     except AttributeError as error:
         raise AdapterError(f"a pool of class {kind} is not as known: {error}; {REMEDY}") from error
 
 
 def _plain(
-    pool: Any, role: str, token_offset: int, window: int | None = None, layers: Iterable[int] | None = None
+    pool: Any,
+    role: str,
+    token_offset: int,
+    window: int | None = None,
+    shard: Shard | None = None,
+    layers: Iterable[int] | None = None,
 ) -> list[Part]:
     """A pool that lies alone; layers: their numbers in the model, where the pool counts its own."""
     order = getattr(pool, "kv_cache_layout", "nhd")
@@ -60,8 +69,10 @@ def _plain(
         raise AdapterError(f"pools whose rows lie as {order!r} are not followed, only 'nhd' and 'hnd'; {REMEDY}")
     layout = "HND" if getattr(pool, "use_hnd", False) and order == "hnd" else "NHD"
     k, *v = _typed(pool)
+    first, whole = (0, 0) if shard is None else shard.heads(k[0].shape[-3 if layout == "HND" else -2], not v)
     view = PoolView(
-        role, k, v[0] if v else None, page_size=pool.page_size, layout=layout, token_offset=token_offset
+        role, k, v[0] if v else None, page_size=pool.page_size, layout=layout, token_offset=token_offset,
+        first_head=first, whole_heads=whole,
     )  # fmt: skip
     fault = probe(pool, view)
     if fault:
@@ -71,30 +82,30 @@ def _plain(
     return [Part(view, tuple(f"layer {number}" for number in layers))]
 
 
-def _windowed(pool: Any, role: str, token_offset: int, window: int | None) -> list[Part]:
+def _windowed(pool: Any, role: str, token_offset: int, window: int | None, shard: Shard | None) -> list[Part]:
     """Two pools: of layers that see all, and of layers with a window, whose slots are found by a map."""
     layers = [
         [n for n, (_, is_windowed) in pool.layers_mapping.items() if is_windowed is kind] for kind in (False, True)
     ]
     if not layers[0] or pool.full_to_swa_index_mapping is None or window is None:
         raise AdapterError(f"pools of windows alone are not followed, one layer must see all tokens; {REMEDY}")
-    full = _within(pool.full_kv_pool, role, token_offset, layers[0])
+    full = _within(pool.full_kv_pool, role, token_offset, shard, layers[0])
     if not layers[1]:
         return full
-    [part] = _within(pool.swa_kv_pool, f"{role}, windows", token_offset, layers[1])
+    [part] = _within(pool.swa_kv_pool, f"{role}, windows", token_offset, shard, layers[1])
     return [*full, Part(part.view, part.names, window + 1, pool.full_to_swa_index_mapping)]
 
 
-def _beside_states(pool: Any, role: str, token_offset: int, window: int | None) -> list[Part]:
+def _beside_states(pool: Any, role: str, token_offset: int, window: int | None, shard: Shard | None) -> list[Part]:
     """Layers of attention, beside others that keep a state for each request."""
-    return _within(pool.full_kv_pool, role, token_offset, pool.full_attention_layer_id_mapping)
+    return _within(pool.full_kv_pool, role, token_offset, shard, pool.full_attention_layer_id_mapping)
 
 
-def _within(pool: Any, role: str, token_offset: int, layers: Iterable[int]) -> list[Part]:
+def _within(pool: Any, role: str, token_offset: int, shard: Shard | None, layers: Iterable[int]) -> list[Part]:
     """Of a pool within a pool, whose layers have other numbers in the model."""
     if READERS.get(type(pool).__name__) is not _plain:
         raise _not_followed(type(pool).__name__)
-    return _plain(pool, role, token_offset, None, layers)
+    return _plain(pool, role, token_offset, None, shard, layers)
 
 
 def _not_followed(kind: str) -> AdapterError:
@@ -102,7 +113,7 @@ def _not_followed(kind: str) -> AdapterError:
     return AdapterError(f"pools of class {kind} are not followed: {why}; followed are {', '.join(READERS)}; {REMEDY}")
 
 
-READERS: dict[str, Callable[[Any, str, int, int | None], list[Part]]] = {
+READERS: dict[str, Callable[[Any, str, int, int | None, Shard | None], list[Part]]] = {
     "MHATokenToKVPool": _plain,
     "MLATokenToKVPool": _plain,
     "SWAKVPool": _windowed,

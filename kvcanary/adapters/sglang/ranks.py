@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcanary.adapters.compatibility import missing
+from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.sampled import GIVEN, levels_of_tokens, new_group
 from kvcanary.adapters.sglang.compatibility import NEEDED_OF, RANKS
 from kvcanary.config import CanaryConfig
@@ -20,6 +21,14 @@ def group_of(scheduler: Any, config: CanaryConfig) -> Any:
     if missing(NEEDED_OF[RANKS]) or len(scheduler.attn_tp_group.ranks) == 1:
         return None
     return new_group(scheduler.attn_tp_group.ranks, config)
+
+
+def shard_of(scheduler: Any) -> Shard | None:
+    """What this rank has of each layer; None: all, or nothing is compared."""
+    if missing(NEEDED_OF[RANKS]) or len(scheduler.attn_tp_group.ranks) == 1:
+        return None
+    own = scheduler.attn_tp_group
+    return Shard(own.rank_in_group, len(own.ranks), scheduler.model_config.get_total_num_kv_heads())
 
 
 def started(rows: Tensor, allocator: Any) -> Levels:

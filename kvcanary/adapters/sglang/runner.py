@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.hosted.states import WatchedStates
 from kvcanary.adapters.observed import moves as paged_moves
@@ -54,8 +55,10 @@ class WatchedRunner(HostHandle):
     token_offset: ClassVar[int] = 0  # the entry of position p is fed the token of p + offset
     name_offset: ClassVar[int] = 0  # and has the name of that of p + offset
 
-    def __init__(self, runner: Any, config: CanaryConfig, most_tokens: int, width: int) -> None:
-        """width: nodes of a tree that is verified, at most; 1: nobody drafts"""
+    def __init__(
+        self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, shard: Shard | None = None
+    ) -> None:
+        """width: nodes of a tree that is verified, at most; 1: nobody drafts;  shard: of each layer, None: all"""
         ranks = import_module("sglang.srt.runtime_context").get_parallel()
         super().__init__(config, ranks.tp_rank, ranks.tp_size == 1)
         self.runner, self.rows, self.nodes = runner, runner.req_to_token_pool, width
@@ -63,7 +66,8 @@ class WatchedRunner(HostHandle):
         pool = runner.token_to_kv_pool
         self.canary = self._adopt(PagedCanary(config, self.num_rows, width, most_tokens, pool.device))
         self.canary.dumps.environment |= {"version": import_module("sglang").__version__, "role": self.role}
-        parts = parts_of(pool, self.role, self.token_offset, runner.sliding_window_size)
+        parts = parts_of(pool, self.role, self.token_offset, runner.sliding_window_size, shard)
+        self._num_ranks = 1 if shard is None else shard.num_ranks
         for number, part in enumerate(parts):
             slots, null_slots = part.view.num_slots, part.view.null_slots
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
@@ -102,7 +106,7 @@ class WatchedRunner(HostHandle):
 
     def compare_ranks(self, group: Any) -> None:
         """Compare what this gloo group runs and samples, which nobody else uses; None: there is one rank."""
-        self._compare_ranks(self.canary, group, num_ranks=1)
+        self._compare_ranks(self.canary, group, self._num_ranks)
 
     def adapted(self, nodes: int, steps: int) -> None:
         """From the next round on trees have so many nodes, behind so many draft steps; at most as many as `width`."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.guard import Guard
 from kvcanary.adapters.hosted.replacements import Replacements
 from kvcanary.adapters.hosted.sampled import GIVEN, of_one_seed
@@ -70,7 +71,7 @@ class Handle:
         self._requests: dict[str, Any] = {}
         self._accepted: Any = None  # nodes that a worker without a draft model has accepted
         group = ranks.group_of(scheduler, config)
-        self.target, self.draft = watched(scheduler, of_one_seed(config, group))
+        self.target, self.draft = watched(scheduler, of_one_seed(config, group), ranks.shard_of(scheduler))
         self.runners = [self.target] + ([] if self.draft is None else [self.draft])
         self.guard = Guard("sglang", config.mode, parts=[own.guard for own in self.runners])
         self.replaced = Replacements(self.guard)
@@ -249,12 +250,17 @@ def slots_of(scheduler: Any) -> Any:
     return getattr(allocator, "full_attn_allocator", allocator)
 
 
-def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, WatchedDraft | None]:
-    """The target's runner and the draft's, if there is one. AdapterError where a draft is of a kind not followed."""
+def watched(
+    scheduler: Any, config: CanaryConfig, shard: Shard | None = None
+) -> tuple[WatchedRunner, WatchedDraft | None]:
+    """The target's runner and the draft's, if there is one. AdapterError where a draft is of a kind not followed.
+
+    shard: what this rank has of each layer of the target; None: all
+    """
     worker = scheduler.draft_worker
     most = max(scheduler.max_prefill_tokens, scheduler.max_req_len) + scheduler.max_running_requests
     if worker is None:
-        return WatchedRunner(scheduler.tp_worker.model_runner, config, most, 1), None
+        return WatchedRunner(scheduler.tp_worker.model_runner, config, most, 1, shard), None
     kind = type(worker).__name__
     if kind not in FOLLOWED_DRAFTS:
         why = UNFOLLOWED_DRAFTS.get(kind, "what it stores is not known here")
@@ -265,7 +271,7 @@ def watched(scheduler: Any, config: CanaryConfig) -> tuple[WatchedRunner, Watche
     now, watch = worker.speculative_num_draft_tokens, FOLLOWED_DRAFTS[kind]
     width = max([now, *(state.speculative_num_draft_tokens for state in states_of(worker).values())])
     most = max(most, scheduler.max_running_requests * width)
-    target, drafts = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width), worker.draft_worker
+    target, drafts = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width, shard), worker.draft_worker
     if watch is None:
         return target, None
     steps = drafts.speculative_num_steps

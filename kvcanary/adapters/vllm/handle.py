@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcanary.adapters.compatibility import missing
+from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.hosted.sampled import new_group, of_one_seed
@@ -27,7 +28,7 @@ from kvcanary.adapters.vllm.attention_probe import probe_layers
 from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE, STATES_SIDE
 from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
-from kvcanary.adapters.vllm.layout import Shard, pools_of
+from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.adapters.vllm.states import BlockStates, is_state, not_followed, states_of
 from kvcanary.config import CanaryConfig

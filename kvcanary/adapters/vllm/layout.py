@@ -9,12 +9,22 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.cells import DS_BYTES, Reading, ds_mla, halves, index_pages, opaque, scaled_halves, typed
+from kvcanary.adapters.hosted.cells import (
+    DS_BYTES,
+    Reading,
+    Shard,
+    ds_mla,
+    halves,
+    index_pages,
+    opaque,
+    scaled_halves,
+    typed,
+)
 from kvcanary.adapters.vllm.permuted import order_of, permuted
 from kvcanary.adapters.vllm.stores import (
     KeyValueStore,
@@ -31,21 +41,6 @@ from kvcanary.provenance.slipped_rows import span
 
 PACKED = "packed in the last axis"
 PROBED_BLOCKS = 3  # beginning with block 1: nothing is alive at start-up
-
-
-class Shard(NamedTuple):
-    """What a worker has of layers that are cut over several: rank, how many these are, KV heads of the whole layer."""
-
-    rank: int
-    num_ranks: int
-    kv_heads: int
-
-    def heads(self, layer: Any, spec: Any) -> tuple[int, int]:
-        """Where each KV head is held by several, the number of this worker's, and how many there are; else zeros."""
-        if is_latent(layer) or is_index(layer, spec):
-            return 0, 1
-        has_one = self.kv_heads < self.num_ranks and getattr(spec, "num_kv_heads", 0) == 1
-        return (self.rank * self.kv_heads // self.num_ranks, self.kv_heads) if has_one else (0, 0)
 
 
 def pools_of(
@@ -89,7 +84,8 @@ def read_layers(name: str, layers: dict[str, Any], spec: Any, null_slots: int, s
     """
     first = next(iter(layers.values()))
     store, tensors, tried = store_of(first, spec), [layer.kv_cache for layer in layers.values()], []
-    heads = (0, 0) if shard is None else shard.heads(first, spec)
+    is_whole = is_latent(first) or is_index(first, spec)
+    heads = (0, 0) if shard is None else shard.heads(getattr(spec, "num_kv_heads", 0), is_whole)
     for label, view in _views(name, tensors, first, spec, store, null_slots, heads):
         fault = probe(first, view, store)
         if not fault:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig, PoolView
+from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.copies import StoredCopies
 from kvcanary.adapters.hosted.sampled import SampledByRanks, of_one_seed
 from kvcanary.adapters.observed.report import pool_of
-from kvcanary.adapters.vllm.layout import Shard
 from kvcanary.ranks import Agreement, Level, Levels, RanksDisagreeError
 from kvcanary.ranks.copies import by_share
 
@@ -129,21 +129,19 @@ def test_late_layers_are_compared_with_the_next_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shard", "layer", "heads", "expected"),
+    ("shard", "heads", "is_whole", "expected"),
     [
-        (Shard(3, 4, 8), {}, 2, (0, 0)),  # two heads each: nobody else's
-        (Shard(3, 4, 4), {}, 1, (0, 0)),
-        (Shard(3, 4, 2), {}, 1, (1, 2)),
-        (Shard(1, 4, 2), {}, 1, (0, 2)),
-        (Shard(3, 4, 1), {}, 1, (0, 1)),
-        (Shard(3, 4, 2), {}, 2, (0, 0)),  # a layer that is cut otherwise than its model says
-        (Shard(3, 4, 16), {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 1, (0, 1)),  # latent rows are whole everywhere
+        (Shard(3, 4, 8), 2, False, (0, 0)),  # two heads each: nobody else's
+        (Shard(3, 4, 4), 1, False, (0, 0)),
+        (Shard(3, 4, 2), 1, False, (1, 2)),
+        (Shard(1, 4, 2), 1, False, (0, 2)),
+        (Shard(3, 4, 1), 1, False, (0, 1)),
+        (Shard(3, 4, 2), 2, False, (0, 0)),  # a layer that is cut otherwise than its model says
+        (Shard(3, 4, 16), 1, True, (0, 1)),  # latent rows are whole everywhere
     ],
 )
-def test_which_heads_several_workers_hold(
-    shard: Shard, layer: dict[str, int], heads: int, expected: tuple[int, int]
-) -> None:
-    assert shard.heads(SimpleNamespace(**layer), SimpleNamespace(num_kv_heads=heads)) == expected
+def test_which_heads_several_workers_hold(shard: Shard, heads: int, is_whole: bool, expected: tuple[int, int]) -> None:
+    assert shard.heads(heads, is_whole) == expected
 
 
 def test_heads_that_others_hold_are_levels_of_theirs() -> None:

@@ -447,6 +447,24 @@ def test_what_one_rank_does_otherwise_is_found_by_both(
 
 
 @pytest.mark.slow
+def test_what_ranks_hold_alike_is_compared(scene) -> None:
+    """Latent rows are whole in both: one computes others by a weight that lost a bit, and both say where (X2)."""
+    acts = scene("two ranks, latent")
+    assert all("X2" in act["reports"]["target"]["classes"] for act in acts if act["mode"] != "off")
+    mine, theirs = (act for act in acts if act["fault"] == "other_weight")
+    for act in mine, theirs:
+        found = act["findings"][0]
+        assert (found["code"], found["layers"], found["site"]) == (
+            "X2",
+            [theirs["touched"]["layer"]],
+            ["agreement", 0],
+        )
+        assert None not in (found["reader"], found["position"])
+    assert mine["findings"][0]["slot"] == theirs["findings"][0]["slot"]
+    assert {own["code"] for act in (mine, theirs) for own in act["findings"]} == {"X2"}
+
+
+@pytest.mark.slow
 def test_a_bit_in_one_rank_is_that_ranks_own(scene) -> None:
     """Its own canary finds it, and the other one is silent: both have decided alike."""
     mine, theirs = (act for act in scene("two ranks") if act["fault"] == "bit")

@@ -330,7 +330,7 @@ def test_a_sound_hybrid_is_silent(hybrid) -> None:
     assert clean["equal_tokens"]
     assert clean["distinct"] > 30
     assert min(clean[name] for name in ("prefix_hits", "preemptions", "chunks")) >= 1
-    assert clean["states_checked"] > 1_000
+    assert clean["states_checked"] > 500
     assert sum(own["layers"] for own in clean["watched"] if own["pool"].startswith("states")) >= 3
 
 

@@ -229,6 +229,7 @@ RANKS = {
     "two ranks, topk 2": ranks(
         {"eagle": True, "topk": 2, "nodes": 6, "page_size": 4}, {"mode": "raise", "fault": "one_too_long"}
     ),
+    "two ranks, latent": ranks({"kind": "latent"}, {"fault": "other_weight"}),
 }  # fmt: skip
 #: SGLang's own canary beside ours, in one scheduler: bits of the first and the last layer, and slots that are wrong.
 BITS = ("first_k", "first_v", "bit", "last_v")

@@ -36,4 +36,16 @@ def forgotten_prefixes(host: Any) -> Iterator[Touched]:
     yield {"slots": host.scheduler.tree_cache.evict(EvictParams(num_tokens=1 << 20)).num_tokens_evicted}
 
 
-RANK_FAULTS = {own.__name__: own for own in (another_token, fewer_slots, forgotten_prefixes)}
+def other_weight(host: Any) -> Iterator[Touched]:
+    """One bit of the norm before its last layer's attention is another: it computes other K and V."""
+    import torch
+
+    named = host.scheduler.tp_worker.model_runner.model.named_parameters()
+    name, weight = [own for own in named if own[0].endswith("input_layernorm.weight")][-1]
+    words = weight.data.view(torch.int32)
+    words[0] ^= 1 << 22  # the first bit of the mantissa
+    yield {"layer": int(name.split(".layers.")[1].split(".")[0])}
+    words[0] ^= 1 << 22
+
+
+RANK_FAULTS = {own.__name__: own for own in (another_token, fewer_slots, forgotten_prefixes, other_weight)}
