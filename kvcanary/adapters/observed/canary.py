@@ -90,6 +90,7 @@ class PagedCanary:
         self.log = self.response.log
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self._steps: deque[Step] = deque(maxlen=RING)
+        self._wrote: deque[int] = deque(maxlen=RING)  # the last steps that stored
         self._last: Step | None = None  # that was read; it may be judged, and gone from `_steps`
         #: Steps that were the last one once more and are not among `_steps` yet, and whether the next may be one, for
         #: as many entries as its launches were sized for.
@@ -314,6 +315,7 @@ class PagedCanary:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
         if self._forward is not None:
             self.launches.after(self._most_tokens(self._forward))
+            self._wrote.append(self.step)
 
     def took(self, rejected: Tensor) -> None:
         """Late layers have stored this forward's entries now; `rejected` [>= rows]: the last so many are not kept."""
@@ -361,11 +363,12 @@ class PagedCanary:
         return total
 
     def sums_at(self, step: int) -> list[int]:
-        """Sums of what was stored (`Launches.sum_stored`), in the same way."""
-        sums = self.launches.sums_of(step)
+        """Sums of what was stored (`Launches.sum_stored`) by the forwards up to one of the last steps; as `count_at`."""
+        wrote = max((own for own in tuple(self._wrote) if own <= step), default=0)  # others looked, and stored nothing
+        sums = self.launches.sums_of(wrote)
         if sums is None:
-            self.launches.wait_for_count(step)
-            sums = self.launches.sums_of(step)
+            self.launches.wait_for_count(wrote)
+            sums = self.launches.sums_of(wrote)
         return [] if sums is None else sums
 
     def restart(self) -> None:
@@ -373,6 +376,7 @@ class PagedCanary:
         self.coverage, self.step = Coverage(), 0
         self._quiet, self._can_repeat = 0, False
         self._steps.clear()
+        self._wrote.clear()
         self.recent.clear()
         self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
         self._ends[:], self._grown, self._most = 0, GROWN, 0

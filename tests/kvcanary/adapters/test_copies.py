@@ -108,6 +108,19 @@ def test_what_lies_in_null_slots_is_not_compared() -> None:
     assert alike(*(rank.step(PROMPTS) for rank in ranks))
 
 
+def test_a_look_between_forwards_stores_nothing() -> None:
+    """A row that goes is read once more, as a step of its own: behind it lies what lay there before."""
+    rank = Rank()
+    before = rank.step(PROMPTS)
+    canary, step = rank.engine.canary, rank.engine.canary.step
+    rank.engine.end(1)
+    canary.flush(rank.engine.forward_of([], 0, [1]))
+    assert canary.step == step + 1
+    assert alike(rank.copies.levels(canary.step), before)
+    assert not alike(rank.step({0: [3]}), before)
+    assert alike(rank.copies.levels(step), before)  # as it was, while the device is ahead
+
+
 def test_late_layers_are_compared_with_the_next_step() -> None:
     """A draft stores behind the target's forward; what it takes back is nobody's."""
     ranks = Rank(late=True), Rank(late=True)
