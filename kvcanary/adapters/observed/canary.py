@@ -363,7 +363,7 @@ class PagedCanary:
         return total
 
     def sums_at(self, step: int) -> list[int]:
-        """Sums of what was stored (`Launches.sum_stored`) by the forwards up to one of the last steps; as `count_at`."""
+        """Sums of what forwards up to one of the last steps have stored (`Launches.sum_stored`); as `count_at`."""
         wrote = max((own for own in tuple(self._wrote) if own <= step), default=0)  # others looked, and stored nothing
         sums = self.launches.sums_of(wrote)
         if sums is None:
