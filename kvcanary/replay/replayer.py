@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,13 @@ NOT_RECORDED = {
     "H2": "the order of hooks",
     "L1": "plans that contradict themselves",
 }
+
+
+def not_recorded(dump: Dump, finding: Mapping[str, Any]) -> str:
+    """What a finding comes from that no recording has; empty: it is to be reached."""
+    if finding["pool"] not in dump.pools:
+        return "recurrent states"
+    return NOT_RECORDED.get(finding["code"], "")
 
 
 @dataclass

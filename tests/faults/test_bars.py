@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 from kvcanary.faults.target import Setup
 from kvcanary_tools.campaign import dumps
@@ -15,6 +16,7 @@ from kvcanary_tools.campaign.outcome.matrix import Row, rows_of, totals_of
 from kvcanary_tools.campaign.runner import runs_instead
 from kvcanary_tools.campaign.runs import Result, find, perform
 from kvcanary_tools.campaign.traffic import CLEAN, FAULTY, QUIET, Run
+from kvcanary_tools.commands.dumps.replay import command as replay_command
 
 PLAN = Plan({}, runs=4, quiet=1, disabled=0, embedded=2, is_measured=True)
 CONFIGS = {"a": Setup(), EMBEDDED: Setup(model=EMBEDDED)}
@@ -108,12 +110,27 @@ def test_dumps_are_explained_and_replayed(tmp_path):
     scores = [dumps.score(path) for path in sorted(tmp_path.iterdir())]
     reported = dumps.as_json(scores)
     assert [row["fault"] for row in reported["rows"]] == ["bits.flip", "lifetime.freed_and_granted_while_read"]
-    sums = {"faults": 2, "dumps": 2, "cause_first": 2, "cause_named": 2, "replayed": 2}
+    sums = {"faults": 2, "dumps": 2, "cause_first": 2, "cause_named": 2, "recorded": 2, "replayed": 2}
     assert reported["meta"] == sums | report.versions()
     assert list(dumps.missed(reported)) == []
     worse = dumps.as_json([replace(scores[0], rank=2, missing=("R9 at slot 1",)), *scores[1:]])
     assert len(list(dumps.missed(worse))) == 2
     assert [one["dump"] for one in worse["wrong"]] == [scores[0].dump]
+
+
+def test_a_finding_in_a_state_is_not_replayed(tmp_path):
+    """Recordings have no recurrent states: its dump is explained, counts apart, and `replay` says why."""
+    fault, name = find("states.copy_left_out"), "p4-k2-t3"
+    perform(Run(fault.name, name, setup_for(fault, QUICK[name]), 1, FAULTY, dumps=str(tmp_path)))
+    [path] = tmp_path.iterdir()
+    score = dumps.score(path)
+    assert (score.rank, score.is_recorded, score.is_same) == (1, False, False)
+    reported = dumps.as_json([score])
+    assert (reported["meta"]["recorded"], reported["wrong"], list(dumps.missed(reported))) == (0, [], [])
+    told = CliRunner().invoke(replay_command, [str(path)])
+    assert told.exit_code == 3
+    assert "NOT reached" in told.output
+    assert "it comes from recurrent states, which are not recorded" in told.output
 
 
 def test_a_fault_with_a_pool_of_its_own_leaves_no_dump(tmp_path):

@@ -14,7 +14,10 @@ from kvcanary_tools.campaign.outcome.matrix import rows_of, totals_of
 from kvcanary_tools.campaign.outcome.report import as_json
 
 ROOT = Path(__file__).parents[2]
-DUMPS = {"meta": {"dumps": 2000, "cause_first": 1990, "replayed": 1999}, "rows": [{"dumps": 19}, {"dumps": 20}]}
+DUMPS = {
+    "meta": {"dumps": 2000, "cause_first": 1990, "recorded": 1999, "replayed": 1998},
+    "rows": [{"dumps": 19}, {"dumps": 20}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,8 @@ def test_a_line_a_fault_and_the_sums(campaign):
     assert sums["minutes on 2 cores"] == "5"
     assert sums["dumps scored per fault, least and most"] == "19 and 20"
     assert sums["dumps in which `explain` names the right cause first"] == "1,990 of 2,000"
-    assert sums["dumps in which `replay` reproduces the finding"] == "1,999 of 2,000"
+    assert sums["dumps in which `replay` reproduces the finding"] == "1,998 of 1,999"
+    assert sums["dumps of findings in recurrent states, which are not recorded"] == "1"
     assert sums["faults run later: new ones, or again after a fix to the fault or to a check"] == "0"
 
 

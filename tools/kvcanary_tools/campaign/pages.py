@@ -74,7 +74,8 @@ def summary_lines(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> Iter
     worth, dumped = dumps["meta"], [row["dumps"] for row in dumps["rows"]]
     yield f"| dumps scored per fault, least and most | {min(dumped)} and {max(dumped)} |"
     yield f"| dumps in which `explain` names the right cause first | {worth['cause_first']:,} of {worth['dumps']:,} |"
-    yield f"| dumps in which `replay` reproduces the finding | {worth['replayed']:,} of {worth['dumps']:,} |"
+    yield f"| dumps in which `replay` reproduces the finding | {worth['replayed']:,} of {worth['recorded']:,} |"
+    yield f"| dumps of findings in recurrent states, which are not recorded | {worth['dumps'] - worth['recorded']:,} |"
     rerun = {name for each in meta.get("rerun", ()) for name in each["faults"]}
     yield f"| faults run later: new ones, or again after a fix to the fault or to a check | {len(rerun)} |"
     yield f"| minutes on 2 cores | {meta['cpu_seconds'] / 120:.0f} |"

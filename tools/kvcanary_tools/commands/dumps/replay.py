@@ -48,7 +48,7 @@ def command(dump: str, until: int | None, code: str | None, as_json: bool) -> No
     if as_json:
         console.data_json(reported)
     else:
-        _show(reported, outcome)
+        _show(read, reported, outcome)
     if outcome.missing:
         raise click.exceptions.Exit(console.EXIT_FAILURE)
     raise click.exceptions.Exit(console.EXIT_FINDING if outcome.findings else console.EXIT_CLEAN)
@@ -68,8 +68,8 @@ def _reported(dump: Dump, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _show(reported: dict[str, Any], outcome: Outcome) -> None:
-    from kvcanary.replay.replayer import NOT_RECORDED
+def _show(dump: Dump, reported: dict[str, Any], outcome: Outcome) -> None:
+    from kvcanary.replay.replayer import not_recorded
 
     events = console.numbered(reported["events"], "event")
     console.data(f"replayed {events}, steps {reported['first_step']} to {reported['step']}")
@@ -79,7 +79,8 @@ def _show(reported: dict[str, Any], outcome: Outcome) -> None:
     for error in reported["errors"]:
         console.data(f"ended as it did: {error}")
     for missing in reported["missing"]:
-        why = f": it comes from {NOT_RECORDED[missing['code']]}" if missing["code"] in NOT_RECORDED else ""
+        source = not_recorded(dump, missing)
+        why = f": it comes from {source}, which are not recorded" if source else ""
         console.data(
             f"NOT reached {missing['code']} {missing['name']}, slot {missing['slot']}, step {missing['step']}{why}"
         )
