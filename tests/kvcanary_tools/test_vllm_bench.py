@@ -226,10 +226,11 @@ def test_the_record_of_lmcache_inside_a_worker() -> None:
     for phase in ("load", "stop"):
         [first] = told[phase]["found"]
         assert (first["code"], first["found"]["came_back_by"]) == ("T1", "LMCacheConnectorV1")
-        assert first["found"]["verdict"] == "short"
+        assert (first["found"]["verdict"], first["found"]["slots_wrong"]) == ("short", "74 of 128")
         assert clean[phase]["fired"] == {}
     assert (told["other_tokens"], told["prompts"], told["left_in_mode_raise"]) == (3, 4, 0)
     assert told["load"]["loads_checked"] == clean["load"]["loads_checked"] == 416
     page = " ".join((Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8").split())
     assert "compared all 416 entries" in page
     assert "three of four prompts got other tokens" in page
+    assert "74 of 128 entries were wrong" in page
