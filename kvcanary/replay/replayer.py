@@ -52,7 +52,7 @@ NOT_RECORDED = {
 def not_recorded(dump: Dump, finding: Mapping[str, Any]) -> str:
     """What a finding comes from that no recording has; empty: it is to be reached."""
     if finding["pool"] not in dump.pools:
-        return "recurrent states"
+        return "recurrent states, which are not recorded"
     return NOT_RECORDED.get(finding["code"], "")
 
 

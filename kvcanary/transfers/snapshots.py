@@ -223,12 +223,9 @@ class PageSnapshots:
                 seen = window_start(pool.view, length)  # nobody misses what comes before
                 request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
                 grants = self._ledger.generations[names[chosen] // self._state.page_size].view(np.uint64)
-                own, records = contents.of(chosen), contents.records[chosen]
+                records = contents.records[chosen]
                 records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
-                sent = own.fingerprint_a.to(pool.records.device)
-                if self._compares_content:
-                    arrived_slots[pool.name] = self._compare(pool, contents, own, chosen, names[chosen], sent)
-                self._write(pool, own, records, names[chosen], sent, step)
+                arrived_slots[pool.name] = self._arrived(pool, contents, chosen, records, names[chosen], step)
                 self._ledger.rows.note_moved(pool.pool_id, names[chosen], _positions_of(records))
         violations = self._judge(how, [snapshot], pages, arrived_slots, [], step)
         if snapshot.sent.peer is not None and self._compares_content:
@@ -248,11 +245,8 @@ class PageSnapshots:
                 outdated += self.left.outdated(pool, pages, contents.records)
             chosen = contents.current.nonzero()[0]
             if len(chosen):
-                own, records = contents.of(chosen), contents.records[chosen]
-                sent = own.fingerprint_a.to(pool.records.device)
-                if self._compares_content:
-                    arrived_slots[pool.name] = self._compare(pool, contents, own, chosen, names[chosen], sent)
-                self._write(pool, own, records, names[chosen], sent, step)
+                records = contents.records[chosen]
+                arrived_slots[pool.name] = self._arrived(pool, contents, chosen, records, names[chosen], step)
         return self._judge("swap in", snapshots, pages, arrived_slots, outdated, step)
 
     def _contents(self, pool: PoolState, names: Ints) -> Contents:
@@ -269,26 +263,31 @@ class PageSnapshots:
             records[:, REQUEST_GENERATION] >> 32 == grants,  # null slots never are: nobody is granted them
         )
 
-    def _write(self, pool: PoolState, own: Contents, records: Words, names: Ints, sent: Tensor, step: int) -> None:
-        """Seal the records of slots, which the plans call ``names``, with the fingerprints of then; `sent`: a of `own`
-        on the device.
+    def _arrived(
+        self, pool: PoolState, contents: Contents, chosen: Ints, records: Words, names: Ints, step: int
+    ) -> ArrivedSlots | None:
+        """Seal the records of the chosen slots, which the plans call ``names``, with the fingerprints of then.
+
+        What lay in them before, where that is compared; None: the bytes of then.
         """
-        slots, device = slots_in(pool.view, names), pool.records.device
+        own, device = contents.of(chosen), pool.records.device
+        slots, sent = slots_in(pool.view, names), own.fingerprint_a.to(device)
         where = torch.from_numpy(slots).to(device)
+        found = self._compare(pool, contents, own, chosen, slots, where, sent) if self._compares_content else None
         self._record_store.load(pool, slots, records, step)
         pool.write_fingerprints(where, sent, own.fingerprint_b.to(device))
         if bool(own.damage.any()):  # a damaged record stays damaged
             pool.records.index_copy_(0, where, pool.records.index_select(0, where) + own.damage.to(device))
+        return found
 
+    @staticmethod
     def _compare(
-        self, pool: PoolState, contents: Contents, own: Contents, chosen: Ints, names: Ints, sent: Tensor
+        pool: PoolState, contents: Contents, own: Contents, chosen: Ints, slots: Ints, where: Tensor, sent: Tensor
     ) -> ArrivedSlots | None:
-        """What lies in the chosen slots, before the records of then are written there; None: the bytes of then.
+        """What lies in these slots, before the records of then are written there; None: the bytes of then.
 
-        own: the chosen ones of `contents`;  sent: their fingerprint a on the device
+        own: the chosen ones of `contents`;  where, sent: the slots and fingerprint a of `own`, on the device
         """
-        slots = slots_in(pool.view, names)
-        where = torch.from_numpy(slots).to(pool.records.device)
         fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, where)
         if torch.equal(fingerprint_a, sent):
             return None

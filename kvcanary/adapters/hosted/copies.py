@@ -24,11 +24,14 @@ from kvcanary_kernels.record.layout import MASK_32, STEP_SITE, read_record
 
 
 class StoredCopies:
-    """Of layers that several ranks hold, as their views say with `whole_heads`."""
+    """Of layers that several ranks hold, as their views say with `whole_heads`.
+
+    is_armed: a step has stored the same bits on all ranks, and so must every other
+    """
 
     def __init__(self, canary: PagedCanary, num_ranks: int) -> None:
         """Before the canary is prepared."""
-        self._canary = canary
+        self._canary, self.is_armed = canary, False
         self._own: dict[str, tuple[Group, Layers]] = {}
         for group in canary.groups:
             for layers in group.layers:
@@ -37,16 +40,18 @@ class StoredCopies:
                     canary.launches.sum_stored(layers)
 
     def levels(self, step: int) -> Levels:
-        """What one of the last steps had stored, and those before it."""
-        found: dict[str, Level] = {}
+        """What was stored up to one of the last steps."""
+        found, step = dict[str, Level](), self._canary.last_stored(step)
         for (name, (group, layers)), own in zip(self._own.items(), self._sums(step), strict=True):
             level = Level(digest({"": [own]}), partial(self._rows, group, layers, step), X2)
             found |= by_share(name, layers.view, level)
         return found
 
-    def is_stored(self, step: int) -> bool:
-        """Whether anything was."""
-        return any(self._sums(step))
+    def were_alike(self, step: int) -> None:
+        """Ranks have compared this step: they are armed, if anything was stored."""
+        if not self.is_armed and any(self._sums(self._canary.last_stored(step))):
+            self.is_armed = True
+            self._canary.fed |= {"X2"}
 
     def violation_of(self, error: RanksDisagreeError, pool: PoolState) -> Violation:
         """What an agreement has found, with its entry where it lies in one; pool: where it does not."""
@@ -54,7 +59,10 @@ class StoredCopies:
         if own is None or error.name is None or error.position is None:
             return violation_of(error, pool)
         (group, layers), layer = own, int(error.name.rpartition(" ")[2])
-        slot = int(self._slots(group, layers, error.step)[error.position])
+        slots = self._slots(group, layers, self._canary.last_stored(error.step))
+        if error.position >= len(slots):  # another rank has stored more
+            return violation_of(error, pool)
+        slot = int(slots[error.position])
         violation = violation_of(error, pool, Place(pool_state(self._canary, *own), layer, slot))
         record = read_record(group.records, slot)
         violation.position, violation.request_id = record.position, self._canary.writers.get(record.request)

@@ -75,8 +75,6 @@ class HostHandle(ABC):
         known = self.canary.dumps.environment
         own |= {"engine": self.host, "host_version": known.get("version", "not known")}
         own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
-        if self.sampled is not None and self.sampled.are_copies_alike:
-            self.canary.fed |= {"X2"}
         return {**own, **self.canary.certificate(self._held())}
 
     def detach(self) -> None:

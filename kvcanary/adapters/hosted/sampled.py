@@ -71,14 +71,12 @@ class SampledByRanks:
 
     tell:   what is done about a difference; called where it was found, and once
     copies: what several of these ranks hold; None: nothing, or their first step stored other bits
-    are_copies_alike: that step stored the same bits on all of them, and so must every other
     """
 
     def __init__(self, group: Any, tell: Callable[[RanksDisagreeError], object]) -> None:
         """group: gloo's, of the workers that sample the same; of nobody else. KVCanaryError where it cannot compare."""
         self._agreement, self._tell = Agreement(group, TIMEOUT_SECONDS), tell
         self.copies: StoredCopies | None = None
-        self.are_copies_alike = False
         self._later: SimpleQueue[tuple[int, Any]] | None = None
         self._is_over, self._number = False, 0  # of steps that were compared: their own numbers may differ by rank
 
@@ -99,7 +97,7 @@ class SampledByRanks:
                 levels = {**levels, **copies.levels(step)}
             self._agreement.check(step, levels, phase, self._number)
         except RanksDisagreeError as error:
-            if error.code == X2 and not self.are_copies_alike:
+            if error.code == X2 and copies is not None and not copies.is_armed:
                 self.copies = None
                 _events.warning("kvcanary.copies_not_compared", reason=str(error), step=step)
                 return
@@ -108,8 +106,9 @@ class SampledByRanks:
                 _events.warning("kvcanary.ranks_not_compared", reason="a rank has stopped watching", step=step)
                 return
             self._tell(error)
-        if copies is not None and not self.are_copies_alike:
-            self.are_copies_alike = copies.is_stored(step)
+            return
+        if copies is not None:
+            copies.were_alike(step)
 
     def compare_later(self, step: int, output: Any) -> None:
         """The same of an output that is on its way, and that nobody else asks for; what `tell` raises ends a thread."""

@@ -362,13 +362,16 @@ class PagedCanary:
             total = self.launches.wait_for_count(step)
         return total
 
+    def last_stored(self, step: int) -> int:
+        """The step that stored last, of the last ones up to this; 0: none did. Others looked alone."""
+        return max((own for own in tuple(self._wrote) if own <= step), default=0)
+
     def sums_at(self, step: int) -> list[int]:
-        """Sums of what forwards up to one of the last steps have stored (`Launches.sum_stored`); as `count_at`."""
-        wrote = max((own for own in tuple(self._wrote) if own <= step), default=0)  # others looked, and stored nothing
-        sums = self.launches.sums_of(wrote)
+        """Sums of what was stored (`Launches.sum_stored`) up to a step that stored; as `count_at`."""
+        sums = self.launches.sums_of(step)
         if sums is None:
-            self.launches.wait_for_count(wrote)
-            sums = self.launches.sums_of(wrote)
+            self.launches.wait_for_count(step)
+            sums = self.launches.sums_of(step)
         return [] if sums is None else sums
 
     def restart(self) -> None:

@@ -90,13 +90,22 @@ def test_what_is_stored_alike_has_one_sum_and_what_is_not_has_two(device: str) -
     assert not alike(*(rank.step(batch) for rank in ranks))  # the sum says of all steps so far
 
 
-def test_another_level_is_no_entry() -> None:
-    """Tokens that differ are told without a slot."""
+@pytest.mark.parametrize(
+    ("code", "level", "name", "position"),
+    [
+        ("X1", "tokens", "r1", 0),
+        ("X2", POOL, "layer 1", sum(map(len, PROMPTS.values()))),  # another rank has stored one more
+        ("X2", POOL, None, None),  # what differs came before this step
+    ],
+)
+def test_what_lies_in_no_entry_is_told_without_a_slot(
+    code: str, level: str, name: str | None, position: int | None
+) -> None:
     rank = Rank()
     rank.step(PROMPTS)
-    error = RanksDisagreeError("", step=1, level="tokens", name="r1", position=0)
+    error = RanksDisagreeError("", step=1, code=code, level=level, name=name, position=position)
     found = rank.copies.violation_of(error, pool_of(rank.engine.canary, rank.engine.canary.groups[0]))
-    assert (found.code, found.slot, found.request_id) == ("X1", -1, "r1")
+    assert (found.code, found.slot, found.request_id) == (code, -1, name)
 
 
 def test_what_lies_in_null_slots_is_not_compared() -> None:
@@ -116,7 +125,9 @@ def test_a_look_between_forwards_stores_nothing() -> None:
     rank.engine.end(1)
     canary.flush(rank.engine.forward_of([], 0, [1]))
     assert canary.step == step + 1
-    assert alike(rank.copies.levels(canary.step), before)
+    looked = rank.copies.levels(canary.step)
+    assert alike(looked, before)
+    assert looked[POOL].rows() == before[POOL].rows() != {"layer 0": [], "layer 1": []}
     assert not alike(rank.step({0: [3]}), before)
     assert alike(rank.copies.levels(step), before)  # as it was, while the device is ahead
 
@@ -219,7 +230,8 @@ def test_the_first_step_is_a_test_of_the_ranks(compared) -> None:
         run(sampled, rank)
     assert told == []
     assert [(event["event"], event["step"]) for event in events] == [("kvcanary.copies_not_compared", 1)]
-    assert (sampled.copies, sampled.are_copies_alike, sampled._number) == (None, False, 4)
+    assert (sampled.copies, rank.copies.is_armed, sampled._number) == (None, False, 4)
+    assert "X2" not in rank.engine.canary.fed
 
 
 def test_a_later_step_is_told_once_and_tokens_are_compared_on(compared) -> None:
@@ -227,7 +239,8 @@ def test_a_later_step_is_told_once_and_tokens_are_compared_on(compared) -> None:
     sampled, rank, told = compared(3)
     run(sampled, rank, 5)
     assert [(error.code, error.level, error.step) for error in told] == [("X2", POOL, 3)]
-    assert (sampled.are_copies_alike, sampled._number) == (True, 5)
+    assert (rank.copies.is_armed, sampled._number) == (True, 5)
+    assert "X2" in rank.engine.canary.fed
 
 
 def test_all_have_the_seed_of_the_first(group) -> None:

@@ -80,7 +80,7 @@ def _show(dump: Dump, reported: dict[str, Any], outcome: Outcome) -> None:
         console.data(f"ended as it did: {error}")
     for missing in reported["missing"]:
         source = not_recorded(dump, missing)
-        why = f": it comes from {source}, which are not recorded" if source else ""
+        why = f": it comes from {source}" if source else ""
         console.data(
             f"NOT reached {missing['code']} {missing['name']}, slot {missing['slot']}, step {missing['step']}{why}"
         )
