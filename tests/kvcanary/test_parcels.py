@@ -10,7 +10,7 @@ import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError, PlanError
 from kvcanary.errors import ForeignSnapshotError
-from kvcanary_kernels.record.layout import NEVER_WRITTEN
+from kvcanary_kernels.record.layout import NEVER_WRITTEN, TOKEN_POSITION
 from kvcanary_tools.bench.toy.engine import ToyEngine
 from toy_tier import TOKENS, Tier
 
@@ -66,6 +66,18 @@ def test_bytes_that_changed_before_they_left_are_found_too(make_toy):
     tier.bring_back()
     (finding,) = found(lambda: engine.canary.collect(engine.canary.end_step()))
     assert (finding.code, finding.position, finding.layers) == ("T1", 3, (1,))
+
+
+def test_a_record_that_was_damaged_before_it_left_comes_back_so(make_toy):
+    """The next read of the entry finds it, wherever it lies now."""
+    tier = Tier(make_toy())
+    kept = tier.snapshot.contents[0]
+    kept.damage[5, TOKEN_POSITION] = 1 << 32
+    row = tier.bring_back()
+    pool = tier.engine.canary.session.state.pools[0]
+    slots = row.slots[: tier.length]
+    assert torch.equal(pool.records[slots] - pool.expected[slots], kept.damage)
+    assert {finding.code for finding in found(tier.go_on)} & {"R3", "R4"}
 
 
 @pytest.mark.parametrize("settings", [{"disable": {"T1"}}, {"content": "write"}], ids=str)

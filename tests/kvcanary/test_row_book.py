@@ -77,7 +77,7 @@ def test_a_move_to_the_end_of_a_row_lengthens_it():
     request.row_lens[0] = 2
     ledger.rows.note_moved(0, np.array([21, 20]), np.array([1, 0]))
     assert (request.row_lens.tolist(), ledger.states[5]) == ([2, 0], ledger.states[3])
-    ledger.rows.note_moved(0, np.array([22, 23, 13, 12]), np.array([4, 9, 3, 2]))
+    ledger.rows.note_moved(0, np.array([21, 22, 23, 13, 12]), np.array([1, 4, 9, 3, 2]))
     assert request.row_lens.tolist() == [6, 0]
     assert ledger.states[[5, 3, 7]].tolist() == [6, 6, 5]
     ledger.rows.note_moved(0, np.array([28, 40]), np.array([9, 9]))

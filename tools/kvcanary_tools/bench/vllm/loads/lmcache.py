@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -24,9 +23,9 @@ from typing import Any
 import click
 import torch
 
-from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, INTERPRETED, interpret, machine
-from kvcanary_tools.bench.vllm.loads.restart import BLOCK, COUNT, KIND, SEED, kept, started
-from kvcanary_tools.bench.vllm.model import SHAPES, make_prompts, write_model
+from kvcanary_tools.bench.vllm.cpu import interpret, machine
+from kvcanary_tools.bench.vllm.loads.restart import BLOCK, asked, in_a_process, kept, started
+from kvcanary_tools.bench.vllm.model import SHAPES, write_model
 
 SERVER = "lmcache.v1.multiprocess.server"
 COPY = "lmcache.v1.multiprocess.transfer_context.worker_transfer"  # has `scatter_cpu_to_paged_kv`, which copies
@@ -97,14 +96,8 @@ def server(
 
 def _options_of(port: int) -> list[str]:
     options = ["--l1-size-gb", "0.25", "--eviction-policy", "LRU", "--chunk-size", str(BLOCK), "--port", str(port)]
-    return [
-        *options,
-        "--disable-observability",
-        "--supported-transfer-mode",
-        "engine_driven",
-        "--shm-name",
-        f"kvc{port}",
-    ]
+    options += ["--disable-observability", "--supported-transfer-mode", "engine_driven"]
+    return [*options, "--shm-name", f"kvc{port}"]
 
 
 def _is_running(said: str, port: int) -> bool:
@@ -121,14 +114,9 @@ def serve(folder: Path, phase: str, port: int) -> dict[str, Any]:
     }  # fmt: skip
     llm, params = started(folder, transfer)
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    prompts = make_prompts(COUNT, seed=5, kind=KIND)
 
     def run() -> dict[str, Any]:
-        given = []
-        for prompt in prompts:  # one by one, so that each is stored before the next is asked for
-            [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-            given.append(list(output.outputs[0].token_ids))
-        return {"tokens": given, "report": kept(worker.kvcanary.report())}
+        return {"tokens": list(asked(llm, params)), "report": kept(worker.kvcanary.report())}
 
     told = run()
     if phase == "load":
@@ -182,7 +170,10 @@ def main(out: Path, phase: str | None, folder: Path | None, port: int | None) ->
         own = Path(made)
         write_model(own / "model", SHAPES["tiny"])
         with server(own, SERVER, _options_of, _is_running) as port:
-            told = {name: _process(own, name, port) for name in ("store", "load")}
+            options = "--port", str(port)
+            told = {
+                name: in_a_process("lmcache", own, name, *options, KVCANARY_MODE="log") for name in ("store", "load")
+            }
     right = told["store"]["tokens"]
     record = {"machine": machine() | {"lmcache": version("lmcache")}, "equal_tokens": told["load"]["tokens"] == right}
     for harm in HARMS:
@@ -194,18 +185,6 @@ def main(out: Path, phase: str | None, folder: Path | None, port: int | None) ->
     for harm in HARMS:
         found = record[harm.__name__]["found"]
         print(f"{harm.__name__}: {[(entry['code'], entry['found'].get('verdict')) for entry in found]}")
-
-
-def _process(folder: Path, phase: str, port: int) -> dict[str, Any]:
-    out = folder / f"{phase}.json"
-    names = {"KVCANARY_NAMES": f"file:{folder / 'names.sqlite'}", "KVCANARY_SEED": SEED, "KVCANARY_MODE": "log"}
-    command = [sys.executable, "-m", "kvcanary_tools.bench.vllm.loads.lmcache", "--out", str(out), "--phase", phase]
-    subprocess.run(
-        [*command, "--folder", str(folder), "--port", str(port)],
-        env={**ENVIRONMENT, **INTERPRETED, **os.environ, **names}, check=True, timeout=550,
-    )  # fmt: skip
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
 
 
 if __name__ == "__main__":

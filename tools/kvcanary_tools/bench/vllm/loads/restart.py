@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,33 @@ def started(folder: Path, transfer: dict[str, Any]) -> tuple[Any, Any]:
     return llm, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
 
+def asked(llm: Any, params: Any) -> Iterator[list[int]]:
+    """The tokens of each prompt, one by one: a step loads for one request, and each is stored before the next."""
+    for prompt in make_prompts(COUNT, seed=5, kind=KIND):
+        [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        yield list(output.outputs[0].token_ids)
+
+
+def in_a_process(module: str, folder: Path, phase: str, *options: str, **settings: str) -> dict[str, Any]:
+    """What a phase of a module of this folder writes, in a process of its own; all of them find each other's names.
+
+    settings: of the environment
+    """
+    out = folder / f"{phase}.json"
+    names = {"KVCANARY_NAMES": f"file:{folder / 'names.sqlite'}", "KVCANARY_SEED": SEED}
+    device = {} if _torch().cuda.is_available() else INTERPRETED
+    environment = {**ENVIRONMENT, **device, "VLLM_USE_V2_MODEL_RUNNER": "1", **os.environ, **names, **settings}
+    command = [sys.executable, "-m", f"kvcanary_tools.bench.vllm.loads.{module}", "--out", str(out), "--phase", phase]
+    subprocess.run([*command, "--folder", str(folder), *options], env=environment, check=True, timeout=550)
+    told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
 def serve(folder: Path, phase: str) -> dict[str, Any]:
     """One process."""
     if not _torch().cuda.is_available():
         interpret()
-    store, prompts = folder / "store", make_prompts(COUNT, seed=5, kind=KIND)
+    store = folder / "store"
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     options = {"kv_connector_extra_config": {"shared_storage_path": str(store)}}
     llm, params = started(folder, transfer | options)
@@ -111,11 +133,7 @@ def serve(folder: Path, phase: str) -> dict[str, Any]:
     worker = core.model_executor.driver_worker.worker
 
     def run() -> list[list[int]]:
-        given = []
-        for prompt in prompts:  # one by one: a step loads for one request
-            [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-            given.append(list(output.outputs[0].token_ids))
-        return given
+        return list(asked(llm, params))
 
     tokens = run()
     told: dict[str, Any] = {"tokens": tokens, "report": kept(worker.kvcanary.report())}
@@ -128,7 +146,7 @@ def serve(folder: Path, phase: str) -> dict[str, Any]:
     for harm in HARMS:
         worker.kvcanary.detach()
         told[harm.__name__] = _harmed(llm, worker, run, harm, store, right, order)
-    return told | {"machine": machine() | {"device": _device()}}
+    return told | {"machine": machine() | {"device": device_name()}}
 
 
 def _harmed(
@@ -161,7 +179,8 @@ def kept(report: dict[str, Any]) -> dict[str, Any]:
     return {**{name: report[name] for name in names}, "found": found}
 
 
-def _device() -> str:
+def device_name() -> str:
+    """That all this ran on."""
     torch = _torch()
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
 
@@ -178,7 +197,7 @@ def main(out: Path, phase: str | None, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory() as made:
         own = Path(made)
         write_model(own / "model", SHAPES["tiny"])
-        told = {name: _process(own, name) for name in ("store", "load")}
+        told = {name: in_a_process("restart", own, name) for name in ("store", "load")}
     clean = told["load"]["tokens"] == told["store"]["tokens"]
     record = {**told["load"], "stored": told["store"]["report"], "equal_tokens": clean}
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -188,12 +207,5 @@ def main(out: Path, phase: str | None, folder: Path | None) -> None:
         print(f"{harm.__name__}: {[(entry['code'], entry['found'].get('verdict')) for entry in found]}")
 
 
-def _process(folder: Path, phase: str) -> dict[str, Any]:
-    out = folder / f"{phase}.json"
-    names = {"KVCANARY_NAMES": f"file:{folder / 'names.sqlite'}", "KVCANARY_SEED": SEED}
-    device = {} if _torch().cuda.is_available() else INTERPRETED
-    environment = {**ENVIRONMENT, **device, "VLLM_USE_V2_MODEL_RUNNER": "1", **os.environ, **names}
-    command = [sys.executable, "-m", "kvcanary_tools.bench.vllm.loads", "--out", str(out)]
-    subprocess.run([*command, "--phase", phase, "--folder", str(folder)], env=environment, check=True, timeout=550)
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
+if __name__ == "__main__":
+    main()
