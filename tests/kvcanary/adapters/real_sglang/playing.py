@@ -1,0 +1,35 @@
+"""A scheduler of a real SGLang on this CPU, that plays scenes: `make real-sglang` installs it, pinned by hash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcanary.scrub.free_slots import UNPOISONED
+from kvcanary_tools.bench.sglang.cpu import folder_of, pinned
+
+#: Attention of a latent pool, and of pages that are too large for the context.
+NOT_PROBED = (
+    "attention not probed: its layers keep no K and V of their own",
+    "attention not probed: two rows of 192 entries in blocks of 64 are more than this worker has room for",
+)
+INSTALLED = folder_of(pinned())
+is_installed = pytest.mark.skipif(
+    not (INSTALLED / "sglang").is_dir(), reason=f"no sglang in build/{INSTALLED.name}: make real-sglang installs it"
+)
+
+
+def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
+    """No finding in any pool, tokens as without a canary, and enough entries judged."""
+    assert act["outputs"] == bare["outputs"]
+    for report in act["reports"].values():
+        assert (report["findings"], report["fired"]) == ([], {})
+        assert set(report["unchecked"]) <= {UNPOISONED}
+        assert {"R7", "R8", "W2", "W3", "W7"} <= set(report["classes"])
+        assert ("P1" in report["classes"]) == (report["content"] == "full")
+        assert report["untold_incidents"] == 0
+        assert report["slots_checked"] > least
+    assert act["reports"]["target"]["reader_probes"] in (1, *NOT_PROBED)
+    assert bare["mode"] == "off"
+    assert "reports" not in bare
