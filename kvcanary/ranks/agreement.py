@@ -1,21 +1,20 @@
-"""Agreement: one small all-reduce a step says whether all ranks have the same; the slow questions come only if not."""
+"""Agreement: one small exchange a step says whether all ranks have the same; the slow questions come only if not."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
+from threading import Lock
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from kvcanary.errors import KVCanaryError
+from kvcanary.ranks.greatest import NEUTRAL, Greatest
 from kvcanary.ranks.levels import X1, Level, Levels, Rows, digest, level
 
 T = TypeVar("T")
-NEUTRAL = -(1 << 63)  # loses every MAX
-MOST_LEVELS = 64  # of one call: the collective has this width always, whatever a rank compares
+MOST_LEVELS = 64  # of one call: messages have this width always, whatever a rank compares
 STEP = "step"
 
 
@@ -50,18 +49,19 @@ class RanksDisagreeError(KVCanaryError, RuntimeError):
 class Agreement:
     """Compares levels over a process group of host tensors (gloo), which nothing else may use.
 
-    KVCanaryError at once where the group's MAX of integers is none (XPU's xccl sums, sgl-project/sglang#31895).
+    KVCanaryError at once where the greatest of integers does not come out (XPU's xccl sums, sgl-project/sglang#31895).
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float = 60.0) -> None:
-        self._group, self._timeout = group, timedelta(seconds=timeout)
+        self._group, self._seconds, self._over_ranks = group, timeout, Greatest(group, 2 * MOST_LEVELS)
+        self._one_at_a_time = Lock()  # who stops watching says so from a thread of its own
         self._last_agreed: int | None = None
         self._error: RanksDisagreeError | None = None
         self._unequal = set[str]()  # levels of X2 that were told
         rank = dist.get_rank(group)
         greatest = self._greatest([rank, ~rank], step=-1)
         if greatest != [self.num_ranks - 1, -1]:
-            raise KVCanaryError(f"all_reduce(MAX) of ranks must give the last and ~0, got {greatest}: use a gloo group")
+            raise KVCanaryError(f"the greatest over ranks must be the last and ~0, got {greatest}: use a gloo group")
 
     @property
     def num_ranks(self) -> int:
@@ -78,7 +78,8 @@ class Agreement:
             raise self._error
         try:
             left = {name: own for name, own in levels.items() if name not in self._unequal}
-            self._compare(step, {STEP: level({"": [step if number is None else number, phase]})} | left)
+            with self._one_at_a_time:
+                self._compare(step, {STEP: level({"": [step if number is None else number, phase]})} | left)
         except RanksDisagreeError as error:
             if error.code == X1:
                 self._error = error
@@ -90,23 +91,19 @@ class Agreement:
         if len(levels) > MOST_LEVELS:
             raise KVCanaryError(f"levels must be at most {MOST_LEVELS - 1}, got {len(levels) - 1}: join some of them")
         sides = [(NEUTRAL, NEUTRAL) if own.digest is None else (own.digest, ~own.digest) for own in levels.values()]
-        sides += [(NEUTRAL, NEUTRAL)] * (MOST_LEVELS - len(sides))
         greatest = self._greatest([side for pair in sides for side in pair], step)
-        pairs = zip(levels, greatest[::2], greatest[1::2], strict=False)  # behind the last all are neutral
+        pairs = zip(levels, greatest[::2], greatest[1::2], strict=True)
         differing = [name for name, most, least in pairs if most != ~least and most != NEUTRAL]
         if differing:
             raise self._explained(step, differing[0], levels[differing[0]])
 
     def _greatest(self, numbers: list[int], step: int) -> list[int]:
-        table = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
-            work = dist.all_reduce(table, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            work.wait(self._timeout)
+            return self._over_ranks(numbers, self._seconds)
         except RuntimeError as error:
             agreed = "none" if self._last_agreed is None else self._last_agreed
             message = f"a rank did not report for step {step}; last agreed: {agreed} ({error})"
             raise RanksDisagreeError(message, step=step) from error
-        return table.tolist()
 
     def _explained(self, step: int, name: str, own: Level) -> RanksDisagreeError:
         """Asks all ranks for digests by request or layer, then for the numbers of the first that differs."""

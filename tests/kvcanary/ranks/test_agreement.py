@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from kvcanary import KVCanaryError
 from kvcanary.ranks.agreement import Agreement, RanksDisagreeError, first_difference, minority_of
+from kvcanary.ranks.greatest import Greatest
 from kvcanary.ranks.levels import digest, level
 
 
@@ -19,15 +20,9 @@ def group(tmp_path):
 
 
 def test_a_wrong_maximum_is_refused_at_the_start(group, monkeypatch):
-    """A backend that sums where it should take the greatest can compare nothing, and says so."""
-    real = dist.all_reduce
-
-    def summed(table, *args, **kwargs):
-        table.mul_(2)
-        return real(table, *args, **kwargs)
-
-    monkeypatch.setattr(dist, "all_reduce", summed)
-    with pytest.raises(KVCanaryError, match=r"must give the last and ~0, got \[0, -2\]: use a gloo group"):
+    """A group that sums where it should take the greatest can compare nothing, and says so."""
+    monkeypatch.setattr(Greatest, "__call__", lambda self, numbers, seconds: [2 * one for one in numbers])
+    with pytest.raises(KVCanaryError, match=r"must be the last and ~0, got \[0, -2\]: use a gloo group"):
         Agreement(group)
 
 

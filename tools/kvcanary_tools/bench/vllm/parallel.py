@@ -181,8 +181,8 @@ class Bench:
         """A prompt is computed, a bit of it flipped, and asked again."""
         [prompt] = self.prompts(1, seed)
         self.run([prompt], 4)
-        slots = self.llm.collective_rpc(functools.partial(strike, ranks=ranks))
         before = self.report()["findings"]
+        slots = self.llm.collective_rpc(functools.partial(strike, ranks=ranks))
         self.run([prompt], 4)
         return {"struck": ranks, "slots": slots, "found": self.found_since(before)}
 
