@@ -37,15 +37,17 @@ class RowBook:
 
         positions: those that the entries had where they came from; within what is written nothing changes
         """
-        owners = self._pages.owners[slots // self._page_size]
-        for uid in self._book.uids.live.keys() & set(np.unique(owners).tolist()):
+        size, pages = self._page_size, slots // self._page_size
+        owners = self._pages.owners[pages]
+        for uid in self._book.uids.live.keys() & set(owners[run_starts(pages)].tolist()):
             request, is_own = self._book.requests[self._book.uids.live[uid]], owners == uid
             if int(positions[is_own].max()) >= request.row_lens[pool_id]:
                 own = slots[is_own]
-                self._pages.wrote(own, self._page_size)
-                places = np.array(self.places(request, (own // self._page_size).tolist()), dtype=np.int64)
-                came = places * self._page_size + own % self._page_size
-                new = np.unique(came[came >= request.row_lens[pool_id]])
+                self._pages.wrote(own, size)
+                starts = run_starts(own // size)
+                places = self.places(request, (own[starts] // size).tolist())
+                came = np.repeat(places, np.diff(starts, append=len(own))) * size + own % size
+                new = distinct(came[came >= request.row_lens[pool_id]])
                 request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
 
     def reach(self, pool_id: int, position: int) -> bool:
@@ -172,3 +174,15 @@ class RowBook:
                 page=page,
                 refcount=int(self._pages.refcounts[page]),
             )
+
+
+def run_starts(values: Array) -> Array:
+    """[runs] where a value differs from the one before it, ascending."""
+    is_start = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_start[1:])
+    return is_start.nonzero()[0]
+
+
+def distinct(values: Array) -> Array:
+    """`np.unique`, which takes a while, and at once what ascends already."""
+    return values if (values[1:] > values[:-1]).all() else np.unique(values)

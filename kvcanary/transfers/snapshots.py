@@ -276,7 +276,7 @@ class PageSnapshots:
         found = self._compare(pool, contents, own, chosen, slots, where, sent) if self._compares_content else None
         self._record_store.load(pool, slots, records, step)
         pool.write_fingerprints(where, sent, own.fingerprint_b.to(device))
-        if bool(own.damage.any()):  # a damaged record stays damaged
+        if own.damage.numpy().any():  # a damaged record stays damaged
             pool.records.index_copy_(0, where, pool.records.index_select(0, where) + own.damage.to(device))
         return found
 
