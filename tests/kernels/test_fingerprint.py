@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcanary_kernels.content import fingerprint as module
 from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
+from kvcanary_kernels.record import rows as module_of_rows
 from kvcanary_kernels.record.layout import Keys, make_keys
 from kvcanary_kernels.record.rows import PoolRows, pool_rows
 from stored_pool import dense_words
@@ -73,6 +74,18 @@ def test_fingerprint_takes_few_slots(operation, n: int, pool, tensor) -> None:
     """None and one."""
     rows, keys = pool()
     assert run(operation, rows, tensor([9][:n]), keys) == oracle(rows, [9][:n], keys)
+
+
+def test_few_long_rows_have_a_program_each(tensor, monkeypatch) -> None:
+    """A state's slice has thousands of words: by sixteen of them a program, a device would stand idle."""
+    states = torch.randn(2, 9, 1, 4500).to(tensor([0]).device)
+    rows, keys = pool_rows(list(states), layout="NHD", page_size=1), make_keys(3, 2, 4500, states.device)
+    slots, few = tensor([8, 0, 3]), rows.tiling_of(3)
+    assert (few["TILE"], few["CHUNK"], rows.tile) == (1, 512, 16)
+    in_wide_parts = run(fingerprint, rows, slots, keys)
+    monkeypatch.setattr(module_of_rows, "FEW_ROWS", 5)
+    assert rows.tiling_of(3) == rows.tiling
+    assert in_wide_parts == run(fingerprint, rows, slots, keys) == run(fingerprint_torch, rows, slots, keys)
 
 
 @both

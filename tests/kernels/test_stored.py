@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content import attest, fingerprint
+from kvcanary_kernels.content import fingerprint
 from kvcanary_kernels.content.check import check_content_torch
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
 from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record import rows
 from kvcanary_kernels.record.layout import layers_bitmap
 from stored_pool import POISON, WAYS, as_given
 
@@ -137,7 +138,7 @@ def test_references_bound_their_temporaries(way: str, make_stored, make_content,
 @pytest.mark.parametrize("layout", ["nhd_fused", "hnd_sides"])
 def test_many_rows_share_programs(layout: str, make_stored, make_content, monkeypatch) -> None:
     """As few have one each: the same fingerprints and bits."""
-    monkeypatch.setattr(attest, "FEW_ROWS", 2 * 39 - 1)
+    monkeypatch.setattr(rows, "FEW_ROWS", 2 * 39 - 1)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:39].tolist()
     pool, values = make_stored(40, layout, 5, extras=1), make_content(39, extras=1, seed=1)
     assert WAYS["store-triton"](pool, [0, 1], slots, values) == [POISON] * 39

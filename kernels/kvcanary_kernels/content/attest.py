@@ -25,9 +25,7 @@ from kvcanary_kernels.record.device import (
 )
 from kvcanary_kernels.record.formats import format_constants, lanes_of, words_not_finite
 from kvcanary_kernels.record.layout import Keys
-from kvcanary_kernels.record.rows import TILE_WORDS, PoolRows, pool_rows
-
-FEW_ROWS = 1024  # of which each has a program of its own, that reads it in few parts: what comes behind waits for less
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 
 
 def kept_rows(rows: PoolRows, kept: Tensor) -> PoolRows:
@@ -77,8 +75,7 @@ def attest(
     if n == 0:
         return
     if launches:
-        is_few = n * kept.num_layers <= FEW_ROWS
-        tiling = kept.tiling | {"TILE": 1, "CHUNK": TILE_WORDS} if is_few else kept.tiling
+        tiling = kept.tiling_of(n)
         _attest_kernel[(triton.cdiv(n, tiling["TILE"]), kept.num_layers)](
             kept.ptrs,
             slots,

@@ -59,7 +59,8 @@ def fingerprint(
         if fingerprint_b is not None:
             grid = (triton.cdiv(n, BLOCK),)
             _start_fingerprint_b_kernel[grid](slots, keys.constants, fingerprint_b, n, rows.num_slots, BLOCK_N=BLOCK)
-        _fingerprint_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
+        tiling = rows.tiling_of(n)
+        _fingerprint_kernel[(triton.cdiv(n, tiling["TILE"]), rows.num_layers)](
             rows.ptrs,
             slots,
             keys.fingerprint_a,
@@ -71,7 +72,7 @@ def fingerprint(
             rows.num_slots,
             rows.num_layers,
             fingerprint_a.stride(0),
-            **rows.tiling,
+            **tiling,
             HAS_FINGERPRINT_B=fingerprint_b is not None,
         )
         return

@@ -16,6 +16,7 @@ MAX_BLOCK = 1024
 TILE_WORDS = 512  # that a program reads at a time, of all its slots
 TILE_WARPS = 2  # of such a program
 MAX_CHUNK = 32  # words of one slot among them: longer ones take more threads, shorter ones less of a memory's sector
+FEW_ROWS = 1 << 16  # in all layers, that a launch reads: more of them keep a device busy in narrower parts
 MAX_ALIGNMENT = 16  # bytes of the widest load
 
 
@@ -79,7 +80,11 @@ class PoolRows:
     @property
     def chunk(self) -> int:
         """Words of a row that it reads at a time, by as few threads as wide loads allow."""
-        return min(MAX_CHUNK, max(piece.block for piece in self.pieces))
+        return min(MAX_CHUNK, self._widest)
+
+    @property
+    def _widest(self) -> int:
+        return max(piece.block for piece in self.pieces)
 
     @cached_property
     def constants(self) -> tuple[int, ...]:
@@ -95,6 +100,13 @@ class PoolRows:
     def tiling(self) -> dict[str, Any]:
         """Options of one whose programs read `tile` rows each."""
         return self.layout | {"TILE": self.tile, "CHUNK": self.chunk, "num_warps": TILE_WARPS}
+
+    def tiling_of(self, n: int) -> dict[str, Any]:
+        """The same for n slots: few long rows have more programs, each of which reads a row in wider parts."""
+        if n * self.num_layers > FEW_ROWS:
+            return self.tiling
+        chunk = min(TILE_WORDS, self._widest)
+        return self.tiling | {"TILE": TILE_WORDS // chunk, "CHUNK": chunk}
 
     def gather(self, slots: Tensor) -> Tensor:
         """[layers, n, words_per_row] int32: the rows of valid slots, copied."""
