@@ -56,7 +56,8 @@ def check_content(
             _clear_kernel[(triton.cdiv(n, BLOCK),)](
                 slots, mismatch, live, n, rows.num_slots, BLOCK_N=BLOCK, HAS_LIVE=num_live is not None
             )
-        _check_content_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
+        tiling = rows.tiling_of(n)
+        _check_content_kernel[(triton.cdiv(n, tiling["TILE"]), rows.num_layers)](
             rows.ptrs,
             slots,
             keys.fingerprint_a,
@@ -68,7 +69,7 @@ def check_content(
             rows.num_slots,
             rows.num_layers,
             content_a.stride(0),
-            **rows.tiling,
+            **tiling,
             HAS_LIVE=num_live is not None,
             HAS_MISMATCH=mismatch is not None,
         )

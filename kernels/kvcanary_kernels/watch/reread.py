@@ -69,7 +69,8 @@ def take(
     total = watched.total
     if launches:
         most = slots.shape[1] if most is None else most
-        _take_fingerprints_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
+        tiling = pool.tiling_of(most)
+        _take_fingerprints_kernel[(triton.cdiv(most, tiling["TILE"]), pool.num_layers)](
             pool.ptrs,
             watched.records,
             slots,
@@ -89,7 +90,7 @@ def take(
             total if firsts is None else firsts,
             0 if firsts is None else firsts.stride(0),
             FORMATS=None if firsts is None else format_constants(pool),
-            **pool.tiling,
+            **tiling,
         )
         return
     records = watched.records
