@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -57,3 +58,15 @@ def test_what_two_workers_of_a_real_vllm_hold_alike_was_compared(kind: str, laye
     assert (found["code"], found["layer"], found["ranks"]) == ("X2", layer, [0, 1])
     assert None not in (found["reader"], found["position"])
     assert found["slot"] >= 0
+
+
+def test_two_workers_with_latent_rows_were_compared_on_gpus() -> None:
+    """Sound, then another value and another token; and the shares of throughput that the page gives, from turns."""
+    told, page = json.loads((RESULTS / "gpu_vllm_copies_mla.json").read_text(encoding="utf-8")), PAGE.read_text()
+    assert (told["kind"], told["clean"]["findings"], told["vllm"]) == ("mla", [], "0.26.0")
+    assert all(own["compares_copies"] for own in told["clean"]["workers"])
+    assert f"nothing was found in {told['clean']['workers'][0]['forwards']:,} sound forwards" in " ".join(page.split())
+    assert [own["code"] for kind in ("computed", "token") for own in told[kind]["found"]] == ["X2", "X1"]
+    off, alone, compares = (median(told["seconds"][name][1:]) for name in ("off", "alone", "compares"))
+    sentence = f"had {off / alone:.2f} of the throughput without it, and {off / compares:.2f} where ranks were compared"
+    assert sentence in " ".join(page.split())

@@ -226,12 +226,6 @@ def small_steps(record: Record) -> str:
 
 
 #: Of goals about states.
-HYBRID = (
-    "the step compares a 64th of every state before its forward, and reads another one behind it, about 50 MB each "
-    "time. Two launches do so, over slices of 34 KB, and keep the device busier than these bytes explain. Measured "
-    "with engines in one place of the device's memory."
-)
-
 BARS = (
     Bar("bytes fingerprinted a second over a device copy's", "gpu_kernels", slowest_rate("one lane"), least=0.9),
     Bar("bytes re-read and compared a second over a device copy's", "gpu_kernels", slowest_rate("check"), least=0.9),
@@ -412,7 +406,6 @@ BARS = (
             over_off(name, batch=64),
             most=1.01,
             is_overhead=True,
-            reason=HYBRID,
         )
         for what, name in (("`content=write`", "write"), ("the default canary", "rolling"))
     ),
