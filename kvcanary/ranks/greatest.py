@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -46,7 +47,7 @@ class Greatest:
                 raise RuntimeError("the first rank waited for it")
         self._expected = self._expect()  # before the others can send
         if self._is_first:
-            self._tell()
+            self._sent = [self._send(self._answer, rank, FROM_FIRST) for rank in self._others]
         return self._answer.tolist()[: len(numbers)]
 
     def _collect(self, until: float) -> None:
@@ -54,12 +55,11 @@ class Greatest:
             _wait([*self._sent, *self._expected], until)
         except RuntimeError:
             self._greatest[:] = NEUTRAL
-            self._tell()
+            for rank in self._others:
+                with suppress(RuntimeError):  # it may be the one that is lost
+                    self._sent.append(self._send(self._answer, rank, FROM_FIRST))
             raise
         self._numbers.max(axis=0, out=self._greatest)
-
-    def _tell(self) -> None:
-        self._sent = [self._send(self._answer, rank, FROM_FIRST) for rank in self._others]
 
     def _expect(self) -> list[dist.Work]:
         """The messages of the next call."""

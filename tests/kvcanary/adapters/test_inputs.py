@@ -145,3 +145,12 @@ def test_a_grant_speaks_before_what_it_has_damaged() -> None:
     tell_outgrown(engine.canary, [("r1", 65, 17)], 64)
     engine.step({0: [1], 1: [2]})
     assert [(finding.code, finding.reader) for finding in told(engine)] == [("R10", "r1"), ("R12", "r0")]
+
+
+def test_a_forward_that_never_ran_has_the_count_of_now() -> None:
+    """It was read, and then its engine gave up: who asks for its counter is told what was found so far."""
+    engine = running()
+    feed(engine, [3, 4, 5], [3, 9, 8])
+    engine.canary.read(engine.forward_of([0], 1, [11]))
+    assert engine.canary.count_at(engine.canary.step) == int(engine.canary.memory.total)
+    assert engine.canary.sums_at(engine.canary.step) == []
