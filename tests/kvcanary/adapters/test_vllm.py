@@ -95,7 +95,9 @@ def test_a_count_that_is_asked_for_too_early_waits(serve, monkeypatch) -> None:
         counts[canary.step % RING] = arrived
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(canary.memory, "is_cuda", True)
     assert count() == 7
+    monkeypatch.setattr(canary.memory, "is_cuda", False)
     assert len(waits) == served.wrapper.kvcanary_report()["waits"] == 1
 
 
