@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-#: By name ("" for what is no request's and no layer's): the numbers that every rank must have.
+#: By name ("" for what is no request's and no layer's): the numbers that every rank must have, 64 bits with a sign.
 Rows = Mapping[str, Sequence[int]]
 X1, X2 = "X1", "X2"
 
@@ -37,5 +39,7 @@ def level(rows: Rows, is_private: bool = False) -> Level:
 
 def digest(rows: Rows) -> int:
     """63 bits of names and their numbers, in their order: so that the complement fits as well."""
-    text = repr([(name, list(row)) for name, row in rows.items()])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    named = repr([(name, len(row)) for name, row in rows.items()])
+    hashed = hashlib.blake2b(named.encode(), digest_size=8)
+    hashed.update(array("q", chain.from_iterable(rows.values())))
+    return int.from_bytes(hashed.digest(), "little") >> 1

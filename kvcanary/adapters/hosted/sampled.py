@@ -22,7 +22,7 @@ from kvcanary.adapters.hosted.copies import StoredCopies
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.ranks.agreement import STEP, Agreement, RanksDisagreeError
-from kvcanary.ranks.levels import X2, Levels, level
+from kvcanary.ranks.levels import X1, X2, Level, Levels, digest
 
 TIMEOUT_SECONDS = 60.0
 LEFT = -1  # the number of a step that never comes
@@ -140,5 +140,5 @@ def levels_of(given: Sampled | None) -> Levels:
 
 def levels_of_tokens(names: Sequence[str], tokens: Sequence[Sequence[int]]) -> Levels:
     """The same of requests by name; a step without tokens has no rows of them."""
-    rows = zip(names, tokens, strict=False)
-    return {"tokens": level({name: [int(token) for token in row] for name, row in rows}, is_private=True)}
+    rows = dict(zip(names, tokens, strict=False))
+    return {"tokens": Level(digest(rows), lambda: {name: [*map(int, row)] for name, row in rows.items()}, X1, True)}
