@@ -82,6 +82,8 @@ def test_a_move_to_the_end_of_a_row_lengthens_it():
     assert ledger.states[[5, 3, 7]].tolist() == [6, 6, 5]
     ledger.rows.note_moved(0, np.array([28, 40]), np.array([9, 9]))
     assert (request.row_lens.tolist(), ledger.states[10]) == ([6, 0], 0)
+    ledger.rows.note_moved(0, np.array([14, 28, 15, 28]), np.array([6, 8, 7, 8]))  # a page comes again, and an entry
+    assert request.row_lens.tolist() == [9, 0]
 
 
 def test_rows_reach_a_position_when_all_do():
