@@ -49,7 +49,8 @@ class RanksDisagreeError(KVCanaryError, RuntimeError):
 class Agreement:
     """Compares levels over a process group of host tensors (gloo), which nothing else may use.
 
-    KVCanaryError at once where the greatest of integers does not come out (XPU's xccl sums, sgl-project/sglang#31895).
+    The group's own reductions are not used: some sum where MAX is asked for (XPU's xccl, sgl-project/sglang#31895).
+    KVCanaryError at once where the greatest over ranks is another than it must be.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float = 60.0) -> None:

@@ -1,8 +1,7 @@
 """The greatest of each number over all ranks: each sends its table to the first rank, which answers.
 
 That is an all_reduce(MAX) by messages which are expected before they are sent. Gloo's own takes several rounds, over
-threads that must wake up: between two processes of a CPU 0.3 to 0.8 ms for 1 kB, and 3 ms in one of ten; this takes
-0.1 ms, and the first rank waits for one message only.
+threads that must wake up; here the first rank, whose tokens are heard, waits for one message of each other.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Greatest:
         self._expected = self._expect()
 
     def __call__(self, numbers: Sequence[int], seconds: float) -> list[int]:
-        """Of each over all ranks, one that has fewer gives none of the others. RuntimeError on every rank where one
-        does not come in time.
+        """Of each over all ranks; one that has fewer gives none of the others. RuntimeError on every rank where one
+        does not come in time: the first answers the others with NEUTRAL alone then, which no rank may give.
         """
         until = time.monotonic() + seconds
         self._numbers[0, : len(numbers)], self._numbers[0, len(numbers) :] = numbers, NEUTRAL

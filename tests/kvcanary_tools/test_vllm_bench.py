@@ -143,11 +143,18 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
 
 
 def test_only_what_a_strike_added_is_its_finding() -> None:
-    """Reports list the first rank's findings first: what was there before is left out wherever it stands."""
-    rig, reports = object.__new__(vllm_parallel.Bench), iter((["old of 1"], ["new of 0", "old of 1", "new of 1"]))
+    """Also what is found before the prompt is asked again. Reports list the first rank's findings first: what was there
+    before is left out wherever it stands.
+    """
+    rig, findings = object.__new__(vllm_parallel.Bench), ["old of 1"]
+
+    def strike(call: object) -> list[int | None]:
+        findings[:] = ["new of 0", "old of 1", "new of 1"]
+        return [None, 7]
+
     rig.run, rig.device = lambda prompts, tokens: 0.0, "cpu"
-    rig.llm = SimpleNamespace(collective_rpc=lambda call: [None, 7])
-    rig.report = lambda: {"findings": next(reports)}
+    rig.llm = SimpleNamespace(collective_rpc=strike)
+    rig.report = lambda: {"findings": [*findings]}
     assert rig.struck([1], 4) == {"struck": [1], "slots": [None, 7], "found": ["new of 0", "new of 1"]}
 
 

@@ -20,7 +20,7 @@ def group(tmp_path):
 
 
 def test_a_wrong_maximum_is_refused_at_the_start(group, monkeypatch):
-    """A group that sums where it should take the greatest can compare nothing, and says so."""
+    """Where another number arrives than the greatest, nothing can be compared: that is said at once."""
     monkeypatch.setattr(Greatest, "__call__", lambda self, numbers, seconds: [2 * one for one in numbers])
     with pytest.raises(KVCanaryError, match=r"must be the last and ~0, got \[0, -2\]: use a gloo group"):
         Agreement(group)
