@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from kvcanary.errors import KVCanaryError
 from kvcanary.ranks.greatest import NEUTRAL, Greatest
-from kvcanary.ranks.levels import X1, Level, Levels, Rows, digest, level
+from kvcanary.ranks.levels import X1, Level, Levels, Rows, digest
 
 T = TypeVar("T")
 MOST_LEVELS = 64  # of one call: messages have this width always, whatever a rank compares
 STEP = "step"
+PHASES = 8  # that a step has at most
 
 
 class RanksDisagreeError(KVCanaryError, RuntimeError):
@@ -80,7 +81,7 @@ class Agreement:
         try:
             left = {name: own for name, own in levels.items() if name not in self._unequal}
             with self._one_at_a_time:
-                self._compare(step, {STEP: level({"": [step if number is None else number, phase]})} | left)
+                self._compare(step, {STEP: _numbered(step if number is None else number, phase)} | left)
         except RanksDisagreeError as error:
             if error.code == X1:
                 self._error = error
@@ -127,6 +128,11 @@ class Agreement:
         gathered: list[T] = [own] * self.num_ranks
         dist.all_gather_object(gathered, own, group=self._group)
         return gathered
+
+
+def _numbered(number: int, phase: int) -> Level:
+    """Of which step and phase the other levels are; its digest need not be hashed."""
+    return Level((PHASES * number + phase) % (1 << 63), lambda: {"": [number, phase]})
 
 
 def first_difference(rows: Sequence[Sequence[int] | None]) -> int | None:

@@ -1,81 +1,80 @@
-"""The greatest of each number over all ranks: each sends its table to the first rank, which answers.
+"""The greatest of each number over all ranks: an all_reduce(MAX) in the fewest rounds of messages.
 
-That is an all_reduce(MAX) by messages which are expected before they are sent. Gloo's own takes several rounds, over
-threads that must wake up; here the first rank, whose tokens are heard, waits for one message of each other.
+In each round a rank sends the greatest that it knows to another, twice as far away as in the round before, and takes
+what comes from as far behind (dissemination: Hensgen, Finkel, Manber 1988). What is heard twice changes no maximum, so
+any number of ranks will do; between two, one message each way crosses. Messages are expected before they are sent.
+Gloo's own reduction takes several rounds, over threads that must wake up.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import cycle
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 NEUTRAL = -(1 << 63)  # loses every MAX
-TO_FIRST, FROM_FIRST = 1, 2  # tags of messages
 
 
 class Greatest:
     """Of at most `width` numbers of 64 bits, over a gloo group that nothing else uses; one call at a time."""
 
     def __init__(self, group: dist.ProcessGroup, width: int) -> None:
-        self._group, self._is_first = group, dist.get_rank(group) == 0
-        self._others = range(1, dist.get_world_size(group)) if self._is_first else range(1)
-        self._tables = torch.full((1 + len(self._others), width), NEUTRAL, device="cpu")  # own, then those of others
-        self._answer = torch.empty(width, dtype=torch.int64, device="cpu")
-        self._numbers, self._greatest = self._tables.numpy(), self._answer.numpy()
-        self._sent: list[dist.Work] = []  # that the first rank still answers
-        self._expected = self._expect()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._rounds = group, range((size - 1).bit_length())
+        self._to = [(rank + (1 << k)) % size for k in self._rounds]
+        self._from = [(rank - (1 << k)) % size for k in self._rounds]
+        known = torch.full((2, len(self._rounds) + 1, width + 1), NEUTRAL, device="cpu")  # when a round begins; at last
+        heard = torch.full((len(self._rounds), width + 1), NEUTRAL, device="cpu")  # in a round
+        # two of them in turns: whoever ends the second call has heard that all have ended the first
+        self._turns = cycle([(list(rows.numpy()), [[row] for row in rows]) for rows in known])
+        self._heard, self._places = list(heard.numpy()), [[row] for row in heard]
+        self._sent = deque[dist.Work](maxlen=2 * len(self._rounds))
+        self._expected = [self._expect(k) for k in self._rounds]
 
     def __call__(self, numbers: Sequence[int], seconds: float) -> list[int]:
         """Of each over all ranks; one that has fewer gives none of the others. RuntimeError on every rank where one
-        does not come in time: the first answers the others with NEUTRAL alone then, which no rank may give.
+        does not come in time, which ends it: who has waited for it says so to those who wait for others.
         """
-        until = time.monotonic() + seconds
-        self._numbers[0, : len(numbers)], self._numbers[0, len(numbers) :] = numbers, NEUTRAL
-        if self._is_first:
-            self._collect(until)
-        else:
-            _wait([self._send(self._tables[0], 0, TO_FIRST), *self._expected], until)
-            self._greatest[:] = self._numbers[1]
-            if (self._greatest == NEUTRAL).all():
-                raise RuntimeError("the first rank waited for it")
-        self._expected = self._expect()  # before the others can send
-        if self._is_first:
-            self._sent = [self._send(self._answer, rank, FROM_FIRST) for rank in self._others]
-        return self._answer.tolist()[: len(numbers)]
+        left, lost = timedelta(seconds=seconds), list[str]()
+        known, messages = next(self._turns)  # behind the numbers: 1 where a rank is lost
+        known[0][: len(numbers)], known[0][len(numbers) :], known[0][-1] = numbers, NEUTRAL, 0
+        for k in self._rounds:
+            with _noted(lost):
+                self._sent.append(self._group.send(messages[k], self._to[k], k))
+                self._hear(k, left)
+            np.maximum(known[k], self._heard[k], out=known[k + 1])
+            if lost:
+                left, known[k + 1][-1] = timedelta(milliseconds=1), 1
+            else:
+                self._expected[k] = self._expect(k)
+        if known[-1][-1]:
+            raise RuntimeError(lost[0] if lost else "another rank waited for it")
+        greatest: list[int] = known[-1][: len(numbers)].tolist()
+        return greatest
 
-    def _collect(self, until: float) -> None:
+    def _hear(self, k: int, left: timedelta) -> None:
+        work = self._expected[k]
+        if work is None:
+            raise RuntimeError("it has ended")
+        work.wait(left)
+
+    def _expect(self, k: int) -> dist.Work | None:
+        """The next call's message; None: whoever sends it has ended, which matters to that call alone."""
         try:
-            _wait([*self._sent, *self._expected], until)
+            return self._group.recv(self._places[k], self._from[k], k)
         except RuntimeError:
-            self._greatest[:] = NEUTRAL
-            for rank in self._others:
-                with suppress(RuntimeError):  # it may be the one that is lost
-                    self._sent.append(self._send(self._answer, rank, FROM_FIRST))
-            raise
-        self._numbers.max(axis=0, out=self._greatest)
-
-    def _expect(self) -> list[dist.Work]:
-        """The messages of the next call."""
-        tag, tables = TO_FIRST if self._is_first else FROM_FIRST, self._tables[1:]
-        pairs = zip(tables, self._others, strict=True)
-        return [_own(dist.irecv(own, group=self._group, group_src=rank, tag=tag)) for own, rank in pairs]
-
-    def _send(self, table: Tensor, rank: int, tag: int) -> dist.Work:
-        return _own(dist.isend(table, group=self._group, group_dst=rank, tag=tag))
+            return None
 
 
-def _own(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("this process is not a member of the group")
-    return work
-
-
-def _wait(works: Iterable[dist.Work], until: float) -> None:
-    for work in works:
-        work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+@contextmanager
+def _noted(lost: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        lost.append(str(error))
