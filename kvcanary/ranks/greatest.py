@@ -9,8 +9,7 @@ Gloo's own reduction takes several rounds, over threads that must wake up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import cycle
 
@@ -41,20 +40,22 @@ class Greatest:
         """Of each over all ranks; one that has fewer gives none of the others. RuntimeError on every rank where one
         does not come in time, which ends it: who has waited for it says so to those who wait for others.
         """
-        left, lost = timedelta(seconds=seconds), list[str]()
+        left, lost = timedelta(seconds=seconds), ""
         known, messages = next(self._turns)  # behind the numbers: 1 where a rank is lost
         known[0][: len(numbers)], known[0][len(numbers) :], known[0][-1] = numbers, NEUTRAL, 0
         for k in self._rounds:
-            with _noted(lost):
+            try:
                 self._sent.append(self._group.send(messages[k], self._to[k], k))
                 self._hear(k, left)
+            except RuntimeError as error:
+                lost = lost or str(error)
             np.maximum(known[k], self._heard[k], out=known[k + 1])
             if lost:
                 left, known[k + 1][-1] = timedelta(milliseconds=1), 1
             else:
                 self._expected[k] = self._expect(k)
         if known[-1][-1]:
-            raise RuntimeError(lost[0] if lost else "another rank waited for it")
+            raise RuntimeError(lost or "another rank waited for it")
         greatest: list[int] = known[-1][: len(numbers)].tolist()
         return greatest
 
@@ -70,11 +71,3 @@ class Greatest:
             return self._group.recv(self._places[k], self._from[k], k)
         except RuntimeError:
             return None
-
-
-@contextmanager
-def _noted(lost: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        lost.append(str(error))

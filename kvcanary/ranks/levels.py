@@ -39,7 +39,8 @@ def level(rows: Rows, is_private: bool = False) -> Level:
 
 def digest(rows: Rows) -> int:
     """63 bits of names and their numbers, in their order: so that the complement fits as well."""
-    named = repr([(name, len(row)) for name, row in rows.items()])
-    hashed = hashlib.blake2b(named.encode(), digest_size=8)
-    hashed.update(array("q", chain.from_iterable(rows.values())))
+    numbers = array("q", map(len, rows.values()))
+    numbers.extend(chain.from_iterable(rows.values()))
+    hashed = hashlib.blake2b(repr(list(rows)).encode(), digest_size=8)
+    hashed.update(numbers)
     return int.from_bytes(hashed.digest(), "little") >> 1

@@ -39,17 +39,21 @@ class StoredCopies:
                     self._own[f"copies of the {pool_name(canary, group, layers)} pool"] = group, layers
                     canary.launches.sum_stored(layers)
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._own)
+
     def levels(self, step: int) -> Levels:
         """What was stored up to one of the last steps."""
         found, step = dict[str, Level](), self._canary.last_stored(step)
-        for (name, (group, layers)), own in zip(self._own.items(), self._sums(step), strict=True):
+        for (name, (group, layers)), own in zip(self._own.items(), self._canary.sums_at(step), strict=True):
             level = Level(digest({"": [own]}), partial(self._rows, group, layers, step), X2)
             found |= by_share(name, layers.view, level)
         return found
 
     def were_alike(self, step: int) -> None:
         """Ranks have compared this step: they are armed, if anything was stored."""
-        if not self.is_armed and any(self._sums(self._canary.last_stored(step))):
+        if not self.is_armed and any(self._canary.sums_at(self._canary.last_stored(step))):
             self.is_armed = True
             self._canary.fed |= {"X2"}
 
@@ -68,9 +72,6 @@ class StoredCopies:
         violation.position, violation.request_id = record.position, self._canary.writers.get(record.request)
         violation.notes += (place_of(group, slot, [layers.names[layer]]),)
         return violation
-
-    def _sums(self, step: int) -> list[int]:
-        return self._canary.sums_at(step) if self._own else []
 
     def _rows(self, group: Group, layers: Layers, step: int) -> Rows:
         """By layer, fingerprints of what the step stored."""

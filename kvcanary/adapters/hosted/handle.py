@@ -206,7 +206,8 @@ class HostHandle(ABC):
         if self.sampled is None:
             return
         canary.fed |= {"X1"}
-        self.sampled.copies = None if "X2" in self.config.disable else StoredCopies(canary, num_ranks)
+        copies = None if "X2" in self.config.disable else StoredCopies(canary, num_ranks)
+        self.sampled.copies = copies if copies else None
 
     # telling
 
