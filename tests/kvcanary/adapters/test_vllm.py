@@ -414,8 +414,8 @@ def test_workers_have_one_seed_and_know_their_share(serve, monkeypatch, tmp_path
         assert handle._bind().memory.seed == seed  # as when it wakes up
         assert handle._shard_of(False) == (0, 2, 4)
         assert handle.sampled.copies is None  # two heads each: nobody else's
-        monkeypatch.setattr("kvcanary.adapters.hosted.copies.is_held_by_several", lambda view, num_ranks: True)
-        assert serve(settings={"rank": 0, "world_size": 2}).wrapper.worker.kvcanary.sampled.copies
+        monkeypatch.setattr("kvcanary.adapters.hosted.handle.StoredCopies", lambda canary, num_ranks: [num_ranks])
+        assert serve(settings={"rank": 0, "world_size": 2}).wrapper.worker.kvcanary.sampled.copies == [2]
         monkeypatch.setenv("KVCANARY_DISABLE", "X2")
         assert serve(settings={"rank": 0, "world_size": 2}).wrapper.worker.kvcanary.sampled.copies is None
     finally:
