@@ -43,12 +43,24 @@ class RowBook:
             request, is_own = self._book.requests[self._book.uids.live[uid]], owners == uid
             if int(positions[is_own].max()) >= request.row_lens[pool_id]:
                 own = slots[is_own]
-                self._pages.wrote(own, size)
                 starts = run_starts(own // size)
                 places = self.places(request, (own[starts] // size).tolist())
                 came = np.repeat(places, np.diff(starts, append=len(own))) * size + own % size
-                new = distinct(came[came >= request.row_lens[pool_id]])
-                request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
+                self._lengthen(request, pool_id, own, came)
+
+    def note_brought(self, request: Request, pool_id: int, slots: Array, positions: Array) -> None:
+        """The same of entries that were brought into pages of a row; positions: where they are in it."""
+        is_own = self._pages.owners[slots // self._page_size] == request.uid
+        own, came = slots[is_own], positions[is_own]
+        if len(own) and int(came.max()) >= request.row_lens[pool_id]:
+            self._lengthen(request, pool_id, own, came)
+
+    def _lengthen(self, request: Request, pool_id: int, slots: Array, positions: Array) -> None:
+        """positions: where the slots are in the row, which goes on as far as these follow its end"""
+        self._pages.wrote(slots, self._page_size)
+        length = request.row_lens[pool_id]
+        new = distinct(positions[positions >= length])
+        request.row_lens[pool_id] += int((new - np.arange(len(new)) == length).sum())
 
     def reach(self, pool_id: int, position: int) -> bool:
         """Whether all rows of the pool are written so far, and an entry at this position lengthens none."""

@@ -105,6 +105,7 @@ class CanaryManager:
 
         self.on_load_begin, self.on_load_end = transfers.on_load_begin, transfers.on_load_end
         self.on_load_fail, self.on_restore = transfers.on_load_fail, transfers.on_restore
+        self.prepare_load = transfers.prepare_load
         self.on_offload = transfers.on_offload
         self.before_move, self.on_move = transfers.before_move, transfers.on_move
         self.on_cleared, self.on_reallocated = transfers.on_cleared, transfers.on_reallocated

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvcanary.calls.forward import on_host
-from kvcanary.errors import PlanError
+from kvcanary.errors import ContradictionError, ForeignSnapshotError, PlanError
 from kvcanary.ledger.requests import Judged
 from kvcanary.manager.rules import Rewritten
 from kvcanary.manager.session import Session
@@ -39,6 +40,18 @@ class Transfers:
         """Bytes are on their way into these pages of the row; reading one of them is R12 until `on_load_end`."""
         self._checks.judge_pending()
         self._ledger.load_begin(request_id, pages, self._session.step)
+
+    def prepare_load(self, request_id: str, pages: Sequence[int], length: int, snapshot: PageSnapshot) -> None:
+        """These arguments of an `on_load_end` to come, told while the bytes travel: all but the comparison is done.
+
+        It changes nothing, and need not be called; what is wrong with them `on_load_end` says.
+        """
+        request = self._ledger.requests.get(request_id)
+        if request is None or not set(pages).issubset(request.pages):
+            return
+        with suppress(ContradictionError, ForeignSnapshotError), torch.inference_mode():
+            self._checks.snapshots.expect_own([snapshot], pages)
+            self._checks.snapshots.prepare(snapshot, request, pages, length)
 
     @recorded
     def on_offload(self, pages: Sequence[int]) -> PageSnapshot:

@@ -10,82 +10,23 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from kvcanary.calls.violation import Violation, speaks_first
 from kvcanary.errors import ContradictionError, ForeignSnapshotError, SealError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
 from kvcanary.provenance.arrival import Arrival, ArrivedSlots, Peer, Sent, Trip
-from kvcanary.records.fingerprints import fingerprints_of_slots
-from kvcanary.records.record_store import RecordStore, Words, two_words
+from kvcanary.records.record_store import RecordStore, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
 from kvcanary.transfers.cards import PoolCard, card_of, read_card
+from kvcanary.transfers.contents import Contents, joined
+from kvcanary.transfers.incoming import Incoming, Prepared
 from kvcanary.transfers.recent_snapshots import RecentSnapshots, SentSnapshot, SnapshotFingerprints
 from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
 from kvcanary.transfers.wire import Reader, Writer
-from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
-
-
-@dataclass(frozen=True, eq=False)
-class Contents:
-    """What one pool held for the snapshot's pages, n slots in page order; on the host.
-
-    records: [n, 8] as the canary wrote them
-    damage:  [n, 8] int64, what the device's records were off by
-    fingerprint_a:  [layers, n] int64
-    fingerprint_b:  [n] int64
-    current: [n] bool, written under the grant that the page had
-    """
-
-    records: Words
-    damage: Tensor
-    fingerprint_a: Tensor
-    fingerprint_b: Tensor
-    current: NDArray[np.bool_]
-
-    def part(self, own: slice) -> Contents:
-        """These slots alone."""
-        return Contents(
-            self.records[own], self.damage[own], self.fingerprint_a[:, own], self.fingerprint_b[own], self.current[own]
-        )
-
-    def of(self, chosen: Ints) -> Contents:
-        """Slots with these numbers, which ascend: itself where they are all."""
-        if len(chosen) == len(self.current):
-            return self
-        taken = torch.from_numpy(chosen)
-        return Contents(
-            self.records[chosen],
-            self.damage.index_select(0, taken),
-            self.fingerprint_a.index_select(1, taken),
-            self.fingerprint_b.index_select(0, taken),
-            self.current[chosen],
-        )
-
-    def write(self, writer: Writer) -> None:
-        """Damage is nearly always nothing, and has a flag for that."""
-        damage = self.damage.numpy()
-        writer.number("u16", int(damage.any()))
-        for values in (self.records.view(np.int64), *([damage] if damage.any() else [])):
-            writer.array(values, "<i8")
-        for tensor in (self.fingerprint_a, self.fingerprint_b):
-            writer.array(tensor.numpy(), "<i8")
-        writer.array(np.packbits(self.current), "u1")
-
-    @classmethod
-    def read(cls, reader: Reader, n: int, num_layers: int) -> Contents:
-        """Of n slots."""
-        is_damaged = reader.number("u16", 0, 1)
-        records = reader.array("<i8", n, COLUMNS)
-        damage = reader.array("<i8", n, COLUMNS) if is_damaged else np.zeros_like(records)
-        fingerprint_a, fingerprint_b = reader.array("<i8", num_layers, n), reader.array("<i8", n)
-        current = np.unpackbits(reader.array("u1", -(-n // 8)), count=n).astype(np.bool_)
-        damages, a, b = (torch.from_numpy(array) for array in (damage, fingerprint_a, fingerprint_b))
-        return cls(records.view(np.uint64), damages, a, b, current)
+from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +92,9 @@ class PageSnapshot(Seal):
         return cls(*own, reader.model)
 
 
+MOST_PREPARED = 16  # loads that are under way
+
+
 class PageSnapshots:
     """Packs and unpacks; everything that was written must be sealed before."""
 
@@ -160,6 +104,7 @@ class PageSnapshots:
         self._state, self._record_store, self._ledger = state, record_store, ledger
         self._compares_content, self._model = compares_content, model
         self._recent, self.left = RecentSnapshots(), LeftRecords(state, record_store, ledger)
+        self._prepared: dict[int, tuple[PageSnapshot, Prepared]] = {}  # by identity of the snapshot; the last ones
         self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
 
     def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> PageSnapshot:
@@ -212,41 +157,73 @@ class PageSnapshots:
         T1 where what arrived is not what was written before it left. Slots that held nothing then hold nothing now.
         how: what brought them, in the words of a report
         """
-        names = self._slots(np.array(pages, dtype=np.int64))
-        positions = self._slots(np.array(self._ledger.rows.places(request, list(pages)), dtype=np.int64))  # in the row
         request.brought_len = max(request.brought_len, length)
-        arrived_slots: dict[str, ArrivedSlots | None] = {}
-        for pool, contents in zip(self._state.pools, snapshot.contents, strict=True):
-            held = slots_in(pool.view, names) >= pool.view.null_slots  # a window may have left the others
-            chosen = (contents.current & held & (positions < length)).nonzero()[0]
-            if len(chosen):
-                seen = window_start(pool.view, length)  # nobody misses what comes before
-                request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
-                grants = self._ledger.generations[names[chosen] // self._state.page_size].view(np.uint64)
-                records = contents.records[chosen]
-                records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
-                arrived_slots[pool.name] = self._arrived(pool, contents, chosen, records, names[chosen], step)
-                self._ledger.rows.note_moved(pool.pool_id, names[chosen], _positions_of(records))
+        incoming = self._take_prepared(snapshot, request, pages, length)
+        self._put_back(incoming, step)
+        for one in incoming:
+            pool_id, seen = one.pool.pool_id, window_start(one.pool.view, length)  # nobody misses what comes before
+            request.row_lens[pool_id] = max(request.row_lens[pool_id], seen)
+            self._ledger.rows.note_brought(request, pool_id, one.names, one.in_row)
+        arrived_slots = {one.pool.name: one.differing() for one in incoming}
         violations = self._judge(how, [snapshot], pages, arrived_slots, [], step)
         if snapshot.sent.peer is not None and self._compares_content:
             self._remember(snapshot.sent, self._state.pools, snapshot.contents)
         return violations
+
+    def prepare(self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int) -> None:
+        """All of `unpack` that can be done before the bytes are there; pools behind slot maps wait for theirs."""
+        if all(pool.view.slot_map is None for pool in self._state.pools):
+            prepared = Prepared(request, pages, length, self._ledger.generations[list(pages)])
+            prepared.incoming = self._incoming(snapshot, request, pages, length)
+            self._prepared[id(snapshot)] = snapshot, prepared
+            while len(self._prepared) > MOST_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
+
+    def _take_prepared(
+        self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int
+    ) -> list[Incoming]:
+        _, prepared = self._prepared.pop(id(snapshot), (None, None))
+        if prepared is not None and prepared.is_of(request, pages, length, self._ledger.generations[list(pages)]):
+            return prepared.incoming
+        return self._incoming(snapshot, request, pages, length)
+
+    def _incoming(self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int) -> list[Incoming]:
+        """By pool into which something comes back."""
+        names = self._slots(np.array(pages, dtype=np.int64))
+        positions = self._slots(np.array(self._ledger.rows.places(request, list(pages)), dtype=np.int64))  # in the row
+        found = list[Incoming]()
+        for pool, contents in zip(self._state.pools, snapshot.contents, strict=True):
+            held = slots_in(pool.view, names) >= pool.view.null_slots  # a window may have left the others
+            chosen = (contents.current & held & (positions < length)).nonzero()[0]
+            if len(chosen):
+                grants = self._ledger.generations[names[chosen] // self._state.page_size].view(np.uint64)
+                records = contents.records[chosen]
+                records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
+                found.append(Incoming(pool, contents, chosen, records, names[chosen], positions[chosen]))
+        return found
+
+    def _put_back(self, incoming: Sequence[Incoming], step: int) -> None:
+        """Bytes are there: begin to read them, and seal the records of then with the fingerprints of then."""
+        for one in incoming if self._compares_content else ():
+            one.read()
+        for one in incoming:
+            one.write(self._record_store, step)
 
     def unpack_group(
         self, group: str, snapshots: Sequence[PageSnapshot], pages: Sequence[int], step: int
     ) -> list[Violation]:
         """The records of pages that have kept their grant follow their bytes to where the slot map leads now."""
         names = self._slots(self._ledger.pages.numbers(pages))
-        arrived_slots: dict[str, ArrivedSlots | None] = {}
-        outdated: list[Outdated] = []
+        incoming, outdated = list[Incoming](), list[Outdated]()
         for number, pool in enumerate(self._state.pools_of(group)):
-            contents = _joined([snapshot.contents[number] for snapshot in snapshots])
+            contents = joined([snapshot.contents[number] for snapshot in snapshots])
             if self._compares_content:
                 outdated += self.left.outdated(pool, pages, contents.records)
             chosen = contents.current.nonzero()[0]
             if len(chosen):
-                records = contents.records[chosen]
-                arrived_slots[pool.name] = self._arrived(pool, contents, chosen, records, names[chosen], step)
+                incoming.append(Incoming(pool, contents, chosen, contents.records[chosen], names[chosen]))
+        self._put_back(incoming, step)
+        arrived_slots = {one.pool.name: one.differing() for one in incoming}
         return self._judge("swap in", snapshots, pages, arrived_slots, outdated, step)
 
     def _contents(self, pool: PoolState, names: Ints) -> Contents:
@@ -263,46 +240,6 @@ class PageSnapshots:
             records[:, REQUEST_GENERATION] >> 32 == grants,  # null slots never are: nobody is granted them
         )
 
-    def _arrived(
-        self, pool: PoolState, contents: Contents, chosen: Ints, records: Words, names: Ints, step: int
-    ) -> ArrivedSlots | None:
-        """Seal the records of the chosen slots, which the plans call ``names``, with the fingerprints of then.
-
-        What lay in them before, where that is compared; None: the bytes of then.
-        """
-        own, device = contents.of(chosen), pool.records.device
-        slots, sent = slots_in(pool.view, names), own.fingerprint_a.to(device)
-        where = torch.from_numpy(slots).to(device)
-        found = self._compare(pool, contents, own, chosen, slots, where, sent) if self._compares_content else None
-        self._record_store.load(pool, slots, records, step)
-        pool.write_fingerprints(where, sent, own.fingerprint_b.to(device))
-        if own.damage.numpy().any():  # a damaged record stays damaged
-            pool.records.index_copy_(0, where, pool.records.index_select(0, where) + own.damage.to(device))
-        return found
-
-    @staticmethod
-    def _compare(
-        pool: PoolState, contents: Contents, own: Contents, chosen: Ints, slots: Ints, where: Tensor, sent: Tensor
-    ) -> ArrivedSlots | None:
-        """What lies in these slots, before the records of then are written there; None: the bytes of then.
-
-        own: the chosen ones of `contents`;  where, sent: the slots and fingerprint a of `own`, on the device
-        """
-        fingerprint_a, fingerprint_b = fingerprints_of_slots(pool, where)
-        if torch.equal(fingerprint_a, sent):
-            return None
-        return ArrivedSlots(
-            pool,
-            chosen,
-            slots,
-            _positions_of(own.records),
-            (fingerprint_a.cpu().numpy(), fingerprint_b.cpu().numpy()),
-            (own.fingerprint_a.numpy(), own.fingerprint_b.numpy()),
-            pool.content_a.index_select(1, where).cpu().numpy(),
-            contents.fingerprint_a.numpy(),
-            contents.current,
-        )
-
     def _judge(
         self,
         how: str,
@@ -313,10 +250,11 @@ class PageSnapshots:
         step: int,
     ) -> list[Violation]:
         """T1 for every slot that holds other bytes than those of then, all of them of one arrival."""
-        poisoned = np.array([page in self.poisoned for page in pages], np.bool_)
-        self.poisoned.difference_update(pages)
+        was_poisoned = self.poisoned.intersection(pages)
+        self.poisoned -= was_poisoned
         if not any(arrived_slots.values()) and not outdated:
             return []
+        poisoned = np.array([page in was_poisoned for page in pages], np.bool_)
         left = [(snapshot.sent, snapshot.first + page) for snapshot in snapshots for page in range(snapshot.num_pages)]
         trip = Trip(how, step, self._state.page_size, [(*one, page) for one, page in zip(left, pages, strict=True)])
         arrival = judge(trip, arrived_slots, self._recent, poisoned, outdated)
@@ -369,18 +307,3 @@ def _one_of_each_page_first(violations: list[Violation]) -> list[Violation]:
         *sorted(firsts.values(), key=speaks_first),
         *(h for h in violations if firsts[h.pool.pool_id, h.page] is not h),
     ]
-
-
-def _joined(contents: Sequence[Contents]) -> Contents:
-    """One after the other."""
-    return Contents(
-        np.concatenate([one.records for one in contents]),
-        torch.cat([one.damage for one in contents]),
-        torch.cat([one.fingerprint_a for one in contents], 1),
-        torch.cat([one.fingerprint_b for one in contents]),
-        np.concatenate([one.current for one in contents]),
-    )
-
-
-def _positions_of(records: Words) -> Ints:
-    return (records[:, TOKEN_POSITION] >> 32).view(np.int64)

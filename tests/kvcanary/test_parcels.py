@@ -10,6 +10,7 @@ import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError, PlanError
 from kvcanary.errors import ForeignSnapshotError
+from kvcanary.transfers.snapshots import MOST_PREPARED
 from kvcanary_kernels.record.layout import NEVER_WRITTEN, TOKEN_POSITION
 from kvcanary_tools.bench.toy.engine import ToyEngine
 from toy_tier import TOKENS, Tier
@@ -50,6 +51,106 @@ def test_bytes_that_came_back_changed_are_found_at_once(make_toy, pool):
     (finding,) = found(lambda: tier.engine.canary.collect(tier.engine.canary.end_step()))
     assert (finding.code, finding.pool, finding.slot, finding.position) == ("T1", pool, int(row.slots[5]), 5)
     assert (finding.layers, finding.owner) == ((0,), "back")
+
+
+def begin_load(tier: Tier) -> list[int]:
+    """A request whose pages wait for the bytes of the tier."""
+    engine = tier.engine
+    engine.begin()
+    engine.admit("back", TOKENS)
+    pages: list[int] = engine.pages.take(tier.num_pages, engine.num_steps)
+    engine.canary.on_alloc("back", pages, for_load=True)
+    engine.canary.on_load_begin("back", pages)
+    return pages
+
+
+def records_of(engine: ToyEngine) -> list[torch.Tensor]:
+    """All that is known of entries and their bytes."""
+    pools = engine.canary.session.state.pools
+    return [values.clone() for pool in pools for values in (pool.records, pool.expected, pool.content_a)]
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_prepared_load_is_any_other(make_toy, damage):
+    """Nothing changes while bytes travel; then records, fingerprints and findings are the same."""
+    left, codes = [], []
+    for is_prepared in (False, True):
+        tier = Tier(make_toy(mode="log"))
+        pages, canary = begin_load(tier), tier.engine.canary
+        if is_prepared:
+            before = records_of(tier.engine)
+            canary.prepare_load("back", pages, tier.length, tier.snapshot)
+            assert all(map(torch.equal, before, records_of(tier.engine)))
+            assert len(canary.session.checks.snapshots._prepared) == 1
+        for pool, kept in tier.bytes.items():
+            tier.engine.pools[pool].kv[:, tier.engine._slots_of(pages)] = kept
+        if damage:
+            tier.engine.pools["target"].kv.view(torch.int32)[0, tier.engine._slots_of(pages)[5], 1, 0, 2] ^= 1 << 20
+        canary.on_load_end("back", pages, tier.length, tier.snapshot)
+        canary.collect(canary.end_step())
+        left.append(records_of(tier.engine))
+        codes.append([(finding.code, finding.position, finding.layers) for finding in canary.findings])
+        assert canary.session.checks.snapshots._prepared == {}
+    assert all(map(torch.equal, *left))
+    assert codes == [[("T1", 5, (0,))] if damage else []] * 2
+
+
+def test_what_was_prepared_for_another_load_is_not_taken(make_toy):
+    """Fewer positions, and pages that were granted anew: what comes back is judged as it is told then."""
+    tier = Tier(make_toy())
+    pages, engine = begin_load(tier), tier.engine
+    engine.canary.prepare_load("back", pages, tier.length, tier.snapshot)
+    for pool, kept in tier.bytes.items():
+        engine.pools[pool].kv[:, engine._slots_of(pages)] = kept
+    engine.canary.on_load_end("back", pages, tier.length - 1, tier.snapshot)
+    target = engine.canary.session.state.pools[0]
+    slots = engine._slots_of(pages)
+    assert (target.records[slots, 0] != target.records[0, 0]).tolist() == [True] * 7 + [False]
+
+
+def test_grants_of_then_are_not_those_of_now(make_toy):
+    """A load that failed, into pages that come to another request: what was prepared names the first one."""
+    tier = Tier(make_toy(quarantine=0))
+    pages, engine = begin_load(tier), tier.engine
+    engine.canary.prepare_load("back", pages, tier.length, tier.snapshot)
+    engine.canary.on_load_fail("back", pages)
+    engine.canary.release("back")
+    engine.canary.on_free("back", pages)
+    engine.canary.admit("again", TOKENS)
+    engine.canary.on_alloc("again", pages, for_load=True)
+    engine.canary.on_load_begin("again", pages)
+    for pool, kept in tier.bytes.items():
+        engine.pools[pool].kv[:, engine._slots_of(pages)] = kept
+    engine.canary.on_load_end("again", pages, tier.length, tier.snapshot)
+    engine.canary.commit("again", tier.length)
+    engine.canary.collect(engine.canary.end_step())
+    assert engine.canary.findings == []
+    request = engine.canary.session.ledger.request("again")
+    target = engine.canary.session.state.pools[0]
+    assert set((target.records[engine._slots_of(pages), 2] & 0xFFFFFFFF).tolist()) == {request.uid}
+
+
+def test_what_is_wrong_with_a_load_its_end_says(make_toy):
+    """Nothing is prepared for a request that is unknown, pages of others, or a snapshot of another canary."""
+    tier = Tier(make_toy())
+    pages, canary = begin_load(tier), tier.engine.canary
+    foreign = replace(tier.snapshot, seed_id="ffff")
+    canary.prepare_load("nobody", pages, tier.length, tier.snapshot)
+    canary.prepare_load("back", [pages[0], max(pages) + 1], tier.length, tier.snapshot)
+    canary.prepare_load("back", pages[:1], tier.length, tier.snapshot)
+    canary.prepare_load("back", pages, tier.length, foreign)
+    assert canary.session.checks.snapshots._prepared == {}
+    with pytest.raises(ForeignSnapshotError):
+        canary.on_load_end("back", pages, tier.length, foreign)
+
+
+def test_few_loads_are_prepared_at_once(make_toy):
+    """One that never ends keeps no memory for long."""
+    tier = Tier(make_toy())
+    pages = begin_load(tier)
+    for _ in range(MOST_PREPARED + 3):
+        tier.engine.canary.prepare_load("back", pages, tier.length, tier.snapshot.behind(0))
+    assert len(tier.engine.canary.session.checks.snapshots._prepared) == MOST_PREPARED
 
 
 def test_bytes_that_changed_before_they_left_are_found_too(make_toy):

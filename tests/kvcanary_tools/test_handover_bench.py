@@ -11,8 +11,7 @@ import torch
 from kvcanary.transfers import PageSnapshot, Seal
 from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.gpu import handover
-from kvcanary_tools.bench.gpu.handover import FAULTS, Shape, Side, pieces, receive
-from spec_engine.disagg.link import expect_all, until_over
+from kvcanary_tools.bench.gpu.handover import FAULTS, Shape, Side, by_link, pieces, receive
 from spec_engine.disagg.links import make_link
 
 
@@ -28,12 +27,7 @@ def measured() -> dict:
     seal = Seal.from_bytes(sender.seal().to_bytes())
     assert isinstance(seal, PageSnapshot)
 
-    def move() -> None:
-        transfer = here.fetch(peer, pieces(sender), pieces(receiver))
-        until_over(transfer, 30)
-        expect_all(transfer)
-
-    result = receive(receiver, seal, move, rounds=2)
+    result = receive(receiver, seal, by_link(receiver, here, peer, pieces(sender)), rounds=2)
     here.close()
     return result
 
@@ -53,6 +47,7 @@ def test_times_are_what_they_say(measured):
     """Shares are of the transfer, and a rate is of all bytes."""
     assert measured["compare_over_transfer"] == pytest.approx(measured["compare_ms"] / measured["transfer_ms"])
     assert 0 < measured["fingerprints_ms"] < 1e4
+    assert 0 < measured["prepare_ms"] < measured["transfer_beside_it_ms"]
     assert measured["transfer_gb_s"] == pytest.approx(4 * 64 * 2 * 2 * 16 * 2 / measured["transfer_ms"] / 1e6)
 
 

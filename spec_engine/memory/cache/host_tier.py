@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ class Load:
         """Pages of the tier that come back: the last ones of the block."""
         return self.block.places[-len(self.pages) :]
 
-    @property
+    @cached_property
     def snapshot(self) -> PageSnapshot | None:
         snapshot = self.block.snapshot
         return None if snapshot is None else snapshot.behind(len(self.block.places) - len(self.pages))
@@ -162,6 +163,8 @@ class HostTier:
         side, reads = self._streams.behind_main(STREAM), names_of(load.places)
         side.use("restore", reads, requests=(request_id,))
         load.event = side.submit("restore", lambda: self._load(load, slots), reads=reads, writes=pages)
+        if self._canary is not None and load.snapshot is not None:
+            self._canary.prepare_load(request_id, pages, block.length, load.snapshot)
         return load
 
     def finish(self, load: Load) -> None:

@@ -30,14 +30,15 @@ from kvcanary_kernels.content.fingerprint import fingerprint
 from kvcanary_kernels.record.layout import make_keys
 from kvcanary_tools.bench.common import machine, save
 from kvcanary_tools.bench.gpu.device import device
-from spec_engine.disagg.link import Piece, expect_all, until_over
+from spec_engine.disagg.link import Link, Piece, expect_all, until_over
 from spec_engine.disagg.nixl_link import NixlLink
 from spec_engine.memory.pools.pool import KVPool
 
 NAME, ROUNDS, SEED, WAIT_SECONDS = "gpu_handover", 10, 7, 60.0
 BAR = 0.01  # of the transfer
 PREFILL = Peer("prefill", 0, "GPU 0")
-Move = Callable[[], None]  # all pages of the sender into those of the receiver; the device has them when it returns
+#: Begins to bring all pages of the sender into those of the receiver; what it gives waits until the device has them.
+Move = Callable[[], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,12 @@ class Side:
         self.canary.on_load_end(name, self.pages, self.shape.tokens)
         return self.canary.on_offload(self.pages)
 
+    def prepare(self, name: str, seal: PageSnapshot) -> float:
+        """They are on their way: seconds in which the host makes ready all but the comparison."""
+        started = time.perf_counter()
+        self.canary.prepare_load(name, self.pages, self.shape.tokens, seal)
+        return time.perf_counter() - started
+
     def compare(self, name: str, seal: PageSnapshot) -> float:
         """They have come: seconds until that is judged, with the device idle before and after."""
         self.synchronize()
@@ -166,12 +173,14 @@ def receive(side: Side, seal: PageSnapshot, move: Move, rounds: int = ROUNDS) ->
     seal = seal.arrived_from(PREFILL)
     result = {"clean": _clean(side, seal, move), "faults": [_fault(side, seal, move, name) for name in FAULTS]}
     side.watch()
-    pairs = [_timed(side, seal, move) for _ in range(rounds + 2)][2:]  # the first ones compile
-    moves, compares = (median(seconds) for seconds in zip(*pairs, strict=True))
+    taken = [_timed(side, seal, move) for _ in range(rounds + 2)][2:]  # the first ones compile
+    moves, watched, prepares, compares = (median(seconds) for seconds in zip(*taken, strict=True))
     kernel = _kernel(side)
     return result | {
         "transfer_ms": 1e3 * moves,
         "transfer_gb_s": side.shape.num_bytes / moves / 1e9,
+        "prepare_ms": 1e3 * prepares,
+        "transfer_beside_it_ms": 1e3 * watched,
         "compare_ms": 1e3 * compares,
         "compare_over_transfer": compares / moves,
         "fingerprints_ms": 1e3 * kernel,
@@ -205,23 +214,31 @@ def _fault(side: Side, seal: PageSnapshot, move: Move, name: str) -> dict[str, A
 def _run(side: Side, seal: PageSnapshot, move: Move, spoil: Callable[[Side], None]) -> list[Finding]:
     side.watch()
     name = side.admit()
-    move()
+    moved = move()
+    side.prepare(name, seal)
+    moved()
     spoil(side)
     side.compare(name, seal)
     side.canary.check()
     return side.canary.findings
 
 
-def _timed(side: Side, seal: PageSnapshot, move: Move) -> tuple[float, float]:
-    """Seconds of the transfer, and of the comparison behind it."""
+def _timed(side: Side, seal: PageSnapshot, move: Move) -> tuple[float, float, float, float]:
+    """Seconds of the transfer; of one beside which the comparison is prepared, of that, and of the comparison."""
+    side.synchronize()
+    started = time.perf_counter()
+    move()()
+    alone = time.perf_counter() - started
     name = side.admit()
     side.synchronize()
     started = time.perf_counter()
-    move()
-    moved = time.perf_counter() - started
+    moved = move()
+    prepared = side.prepare(name, seal)
+    moved()
+    watched = time.perf_counter() - started
     compared = side.compare(name, seal)
     side.leave(name)
-    return moved, compared
+    return alone, watched, prepared, compared
 
 
 def _kernel(side: Side) -> float:
@@ -252,11 +269,15 @@ def pieces(side: Side) -> list[Piece]:
     return [Piece(0, first + number * page, page) for first in firsts for number in side.pages]
 
 
-def _by_nixl(side: Side, link: NixlLink, peer: str, there: Sequence[Piece]) -> Move:
-    def move() -> None:
+def by_link(side: Side, link: Link, peer: str, there: Sequence[Piece]) -> Move:
+    def move() -> Callable[[], None]:
         transfer = link.fetch(peer, there, pieces(side))
-        until_over(transfer, WAIT_SECONDS)
-        expect_all(transfer)
+
+        def wait() -> None:
+            until_over(transfer, WAIT_SECONDS)
+            expect_all(transfer)
+
+        return wait
 
     return move
 
@@ -264,11 +285,16 @@ def _by_nixl(side: Side, link: NixlLink, peer: str, there: Sequence[Piece]) -> M
 def _by_nccl(side: Side, ask: Callable[[], None]) -> Move:
     import torch.distributed as dist
 
-    def move() -> None:
+    def move() -> Callable[[], None]:
         ask()
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, layer, 0) for layer in side.rows]):
-            work.wait()
-        side.synchronize()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, layer, 0) for layer in side.rows])
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            side.synchronize()
+
+        return wait
 
     return move
 
@@ -325,7 +351,7 @@ def run(transport: str, shape: Shape) -> dict[str, Any]:
     if transport == "nixl":
         link = NixlLink("decode")
         link.expose([side.pool.kv])
-        move = _by_nixl(side, link, link.connect(address), sent)
+        move = by_link(side, link, link.connect(address), sent)
     else:
         move = _by_nccl(side, lambda: here.send(True))
     result = receive(side, seal, move) | {"seal_bytes": len(wire)}
@@ -353,6 +379,7 @@ def main() -> None:
     for fault in result["faults"]:
         print(f"{fault['fault']}: {'found' if fault['found'] else 'MISSED'} {fault}")
     share = f"{100 * result['compare_over_transfer']:.1f} % of it, fingerprints {result['fingerprints_ms']:.2f} ms"
+    print(f"prepared in {result['prepare_ms']:.2f} ms, transfer beside it {result['transfer_beside_it_ms']:.2f} ms")
     print(f"compared in {result['compare_ms']:.2f} ms, {share}; bar {100 * BAR:.0f} %")
 
 
