@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvcanary.native.layout import BLANK, MOVED_BITS, REWRITTEN
 from kvcanary.pools.launch_site import pack_site
-from kvcanary.records.mailbox import to_device
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, REQUEST_GENERATION, SEAL, STEP_SITE
 
@@ -173,8 +172,8 @@ class RecordStore:
         if not self.fresh:
             return
         state, rows = self._state, np.concatenate(self.fresh)
-        records = to_device(torch.from_numpy(self.table[rows].view(np.int64)), state.records.device)
-        where = to_device(torch.from_numpy(rows), state.records.device)
+        records = torch.from_numpy(self.table[rows].view(np.int64)).to(state.records.device)
+        where = torch.from_numpy(rows).to(state.records.device)
         state.records.index_copy_(0, where, records)
         state.expected.index_copy_(0, where, records)
         self.fresh.clear()

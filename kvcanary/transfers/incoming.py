@@ -44,26 +44,27 @@ class Incoming:
         self._where = to_device(torch.from_numpy(self._slots), device)
         self._sent = to_device(own.fingerprint_a, device), to_device(own.fingerprint_b, device)
         self._damage = to_device(own.damage, device) if own.damage.numpy().any() else None
-        self._found: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def read(self) -> None:
-        """Begin to read what lies there now, before records of then are written."""
-        before = self.pool.content_a.index_select(1, self._where)
-        self._found = *fingerprints_of_slots(self.pool, self._where), before
+        self._before: Tensor | None = None
+        self._found: tuple[Tensor, Tensor] | None = None
 
     def write(self, store: RecordStore, step: int) -> None:
         """The records and fingerprints of then; a damaged record stays damaged."""
         pool, where = self.pool, self._where
+        self._before = pool.content_a.index_select(1, where)
         store.load(pool, self._slots, self._records, step)
         pool.write_fingerprints(where, *self._sent)
         if self._damage is not None:
             pool.records.index_copy_(0, where, pool.records.index_select(0, where) + self._damage)
 
+    def read(self) -> None:
+        """Begin to read what lies there; nobody waits for it yet."""
+        self._found = fingerprints_of_slots(self.pool, self._where)
+
     def differing(self) -> ArrivedSlots | None:
         """What was read; None: the bytes of then, or nothing was read. Waits for the device."""
-        if self._found is None or torch.equal(self._found[0], self._sent[0]):
+        if self._found is None or self._before is None or torch.equal(self._found[0], self._sent[0]):
             return None
-        found_a, found_b, before = (values.cpu().numpy() for values in self._found)
+        found_a, found_b, before = (values.cpu().numpy() for values in (*self._found, self._before))
         expected = self._own.fingerprint_a.numpy(), self._own.fingerprint_b.numpy()
         known = self._contents.fingerprint_a.numpy(), self._contents.current
         own = self._chosen, self._slots, self._positions, (found_a, found_b), expected, before

@@ -203,11 +203,14 @@ class PageSnapshots:
         return found
 
     def _put_back(self, incoming: Sequence[Incoming], step: int) -> None:
-        """Bytes are there: begin to read them, and seal the records of then with the fingerprints of then."""
-        for one in incoming if self._compares_content else ():
-            one.read()
+        """Bytes are there: seal the records of then with the fingerprints of then, and begin to read what has come.
+
+        The reading is last: a copy from host memory would wait for it.
+        """
         for one in incoming:
             one.write(self._record_store, step)
+        for one in incoming if self._compares_content else ():
+            one.read()
 
     def unpack_group(
         self, group: str, snapshots: Sequence[PageSnapshot], pages: Sequence[int], step: int

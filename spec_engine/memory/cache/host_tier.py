@@ -5,7 +5,7 @@ What an engine does, and what the canary is told from here (*):
 offload   ``block = tier.offload(pages, length)``         * on_offload: the block keeps the canary's parcel
           ``tier.wait(block)``, and only then ``canary.on_free`` or ``on_evict`` and ``allocator.free``
 restore   ``allocator.allocate``, ``canary.on_alloc(request, pages, for_load=True)``
-          ``load = tier.restore(block, request, pages)``  * on_load_begin: to read these pages is R12
+          ``load = tier.restore(block, request, pages)``  * on_load_begin: to read these pages is R12; prepare_load
           ``tier.finish(load)`` before the forward        * on_load_end with the snapshot: T1 where bytes have changed
           ``canary.commit(request, block.length)``
 or        LoadFailedError from ``finish``, or ``tier.cancel(load)``: * on_load_fail; the pages may be written or freed
