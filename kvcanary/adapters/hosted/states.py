@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, make_keys
 from kvcanary_kernels.watch.states import CODE, FREED, NOTHING, STATE_CODES, STEP, UNKNOWN, States, taken_of
-from kvcanary_kernels.watch.walk import Rows
+from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, Rows
 
 MOVED = pack_site("move", 0)
 #: What a certificate says of states that are not watched, before the reason.
@@ -69,12 +70,25 @@ class Found:
             )  # fmt: skip
 
 
+class Draft(NamedTuple):
+    """Where rows of a forward go on from, and what they leave behind which of their tokens.
+
+    sources: [n] entries;  entries, after: [n, m], the state behind so many of its tokens, -1 where there is none
+    """
+
+    sources: Tensor
+    entries: Tensor
+    after: Tensor
+
+
 class WatchedStates:
     """The states of one group of layers: of requests, and of a prefix cache."""
 
-    def __init__(self, canary: PagedCanary, view: StateView, number: int = 0) -> None:
-        """number: of the group among those of states"""
-        self.canary, self.view, self.number = canary, view, number
+    def __init__(self, canary: PagedCanary, view: StateView, number: int = 0, most_left: int = 1) -> None:
+        """number: of the group among those of states;  most_left: states that a row leaves in one forward, behind
+        tokens of which some may be drafts
+        """
+        self.canary, self.view, self.number, self._most_left = canary, view, number, most_left
         self._ops, count, words = watch_ops_for(view.device), view.num_slices, view.slices.words_per_row
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=view.device)
         keys = make_keys(canary.memory.seed, view.num_layers, words, view.device)
@@ -85,6 +99,8 @@ class WatchedStates:
         self._states = States(view.slices, *own)
         self._taken = taken_of(self._states, RING, canary.num_rows)
         self._column = torch.zeros(canary.num_rows, 1, dtype=torch.int64, device=view.device)
+        self._drafted = torch.zeros(2, canary.num_rows, most_left, dtype=torch.int64, device=view.device)
+        self._left_by = self._taken if most_left == 1 else taken_of(self._states, 1, canary.num_rows * most_left)
         self._told: list[tuple[Tensor, int]] = []
         self.forward: Forward | None = None  # that is about to take states
         self._leaving: tuple[int, bool] | None = None  # of how many rows, and whether others are left as well
@@ -146,6 +162,17 @@ class WatchedStates:
         self._column[: len(entries), 0].copy_(entries)
         self.taken(self._column, 0)
 
+    def taken_by(self, draft: Draft) -> None:
+        """As `taken`, where the forward leaves a state behind each of its drafts; the next one goes on from one of
+        these.
+        """
+        n, width = draft.after.shape
+        self._column[:n, 0].copy_(draft.sources)
+        self._drafted.fill_(-1)
+        self._drafted[0, :n, :width].copy_(draft.entries)
+        self._drafted[1, :n, :width].copy_(draft.after)
+        self.taken(self._column, 0)
+
     def taken(self, table: Tensor, block_size: int, checkpoints: int = 0) -> None:
         """It has cleared and copied states, and goes on from those of its rows; as `take_states` has the others."""
         forward, launches = self.forward, self.canary.launches
@@ -155,7 +182,8 @@ class WatchedStates:
         n = len(forward.numbers)
         size = at_least(n, FEWEST_ROWS, self.canary.num_rows)
         checkpoints = checkpoints if forward.num_tokens > n else 0
-        stored = launches.stored_chains(self.canary.groups[0]) if checkpoints else None
+        chains = launches.stored_chains(self.canary.groups[0])
+        stored = chains if checkpoints else None
 
         def launch(now: Tensor, numbers: Tensor) -> None:
             rows = Rows(numbers, table, forward.lengths, forward.starts)
@@ -163,11 +191,26 @@ class WatchedStates:
                 self._states, rows, self.canary.memory.truth, self._taken, now=now, total=self.canary.memory.total,
                 seeds=launches.seeds, block_size=block_size, checkpoints=checkpoints, stored=stored,
             )  # fmt: skip
+            if self._most_left > 1:
+                self._note_drafted(rows, now, chains)
 
         places = [tensor.data_ptr() for tensor in (table, forward.lengths, forward.starts)]
         launches.beside(("taken", self.number, checkpoints, *places), size, launch)
         self._leaving = size, checkpoints > 0
         self.canary.coverage.states_checked += n
+
+    def _note_drafted(self, rows: Rows, now: Tensor, chains: Tensor) -> None:
+        """What the forward will leave, as `taken_by` was told; chains: [ring, tokens] of what it stores."""
+        size, truth = len(rows.numbers), self.canary.memory.truth
+        starts, lengths = rows.starts[: size + 1].long(), rows.lengths[:size].long()
+        entries, after = self._drafted[:, :size]
+        is_left = (torch.arange(size, device=entries.device) < now[NOW_ROWS.value])[:, None] & (after > 0)
+        at = (starts[:size, None] + after - 1).clamp(0, chains.shape[1] - 1)
+        own = chains.index_select(0, now[NOW_PLACE.value : NOW_PLACE.value + 1])[0][at]
+        absorbed = lengths[:, None] - starts.diff()[:, None] + after
+        uids = truth.uids[rows.numbers.long()][:, None].expand_as(after)
+        said = torch.stack((torch.where(is_left, entries, -1), absorbed, uids, own))
+        self._left_by.left.unflatten(1, (2, -1))[:, 0, : after.numel()] = said.flatten(1)
 
     def left(self) -> None:
         """The forward has run: each row's state has absorbed all of its tokens."""
@@ -178,7 +221,7 @@ class WatchedStates:
             self.canary.launches.beside(("left", self.number, between), size, launch)
 
     def _left(self, size: int, between: bool, now: Tensor, _: Tensor) -> None:
-        self._ops.leave_states(self._states, self._taken, now, n=size, between=between)
+        self._ops.leave_states(self._states, self._left_by, now, n=size * self._most_left, between=between)
 
     def violations(self, step: Step) -> Iterator[Violation]:
         """Of one of the last forwards."""

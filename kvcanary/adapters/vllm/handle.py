@@ -339,10 +339,13 @@ class Handle(HostHandle):
         self._shown = forward
         super()._read(forward)
 
-    def _take(self, tables: Sequence[torch.Tensor]) -> None:
-        """What was read, or read again, goes on from its rows' states; tables: of all groups, in batch order."""
+    def _take(self, tables: Sequence[torch.Tensor], metadata: Any) -> None:
+        """What was read, or read again, goes on from its rows' states.
+
+        tables: of all groups, in batch order;  metadata: of attention, by layer
+        """
         if self._states is not None and self._is_running and self._shown is not None:
-            self._states.taken(self._shown, tables)
+            self._states.taken(self._shown, tables, metadata if self._drafts() else None)
 
     def _wrote(self) -> bool:
         if self._states is not None:

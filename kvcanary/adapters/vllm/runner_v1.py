@@ -56,7 +56,7 @@ class HandleV1(Handle):
             if not self._goes_on(output):
                 self._read(self._forward_of(output))
             if self._states is not None:
-                self._take([table.block_table.gpu for table in self._every_table()])
+                self._take([table.block_table.gpu for table in self._every_table()], result[0])
         return result
 
     def _goes_on(self, output: Any) -> bool:

@@ -100,7 +100,7 @@ class HandleV2(Handle):
         result = method(*args, **kwargs)
         tables, self._every_table = self._every_table, ()
         if self.is_armed and tables:
-            self._take(tables)
+            self._take(tables, None)
         return result
 
     def _goes_on(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> bool:

@@ -4,6 +4,10 @@ In mode `none` a request has one block for all its tokens. In mode `align`, that
 table stand for positions: a forward goes on in the column of its last token, and where that is another than the one
 before it, the state is copied there first. What was left at the end of a full block is what a hit begins from. Kernels
 of some models leave one more on their way through a prompt, in the last full block before its end.
+
+A server that drafts gives a request a block more for each draft. A forward leaves the state behind its n-th token in
+column n, and the next one goes on from that of the last token that was accepted. Which of its rows do so its metadata
+says, by which the kernels run.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import NOT_WATCHED, WatchedStates
+from kvcanary.adapters.hosted.states import NOT_WATCHED, Draft, WatchedStates
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, described
 from kvcanary.adapters.vllm.owners import NULL_BLOCK, Given
@@ -31,6 +35,7 @@ class StateGroup:
 
     number: of vLLM's group;  block_size: tokens of a block;  is_aligned: columns of its table are positions
     checkpoints: tokens of which a state that is left within a forward has absorbed a multiple; 0: none is left
+    layer: the name of one
     """
 
     number: int
@@ -38,6 +43,7 @@ class StateGroup:
     is_aligned: bool
     checkpoints: int
     watched: WatchedStates
+    layer: str = ""
 
 
 class BlockStates:
@@ -70,10 +76,16 @@ class BlockStates:
             sources, entries = group.watched.canary.memory.upload(torch.tensor(pairs)).unbind(1)
             group.watched.copied(sources, entries)
 
-    def taken(self, forward: Forward, tables: Sequence[Tensor]) -> None:
-        """A forward that was read goes on from its rows' states; tables: by vLLM's group, in batch order."""
+    def taken(self, forward: Forward, tables: Sequence[Tensor], metadata: Mapping[str, Any] | None = None) -> None:
+        """A forward that was read goes on from its rows' states.
+
+        tables: by vLLM's group, in batch order;  metadata: of a server that drafts, by layer
+        """
         for group in self.groups:
             group.watched.begin(forward)
+            if metadata is not None:
+                group.watched.taken_by(draft_of(metadata[group.layer], forward))
+                continue
             block_size = group.block_size if group.is_aligned else 0
             group.watched.taken(tables[group.number], block_size, group.checkpoints)
 
@@ -95,34 +107,71 @@ def one_of(spec: Any) -> Any:
 
 def not_followed(spec: Any, drafts: bool, connector: bool) -> str | None:
     """Why the states of such a group are not watched; None: they are."""
-    mode = one_of(spec).mamba_cache_mode
-    if drafts or one_of(spec).num_speculative_blocks:
-        return f"{NOT_WATCHED}a server that drafts keeps several of each request"
+    own, mode = one_of(spec), one_of(spec).mamba_cache_mode
     if mode not in (NONE, ALIGN):
         return f"{NOT_WATCHED}with --mamba-cache-mode {mode} kernels leave further ones within a forward"
     if connector:
         return f"{NOT_WATCHED}a connector loads them, and tells which only in entries"
+    if (drafts or own.num_speculative_blocks) and not (mode == NONE and is_delta(own)):
+        return f"{NOT_WATCHED}where a server drafts, only those of gated delta nets are, without the prefix cache"
     return None
 
 
+def is_delta(spec: Any) -> bool:
+    """Whether the layers are gated delta nets, of which metadata name the blocks of each draft."""
+    return str(getattr(getattr(spec, "mamba_type", None), "name", "")) == "GDN_ATTN"
+
+
+def draft_of(metadata: Any, forward: Forward) -> Draft:
+    """What the kernels of gated delta nets do with the rows of a forward, by their metadata.
+
+    Rows of drafts go on from the column of the last token that was accepted, and leave one state behind each token in
+    the column of its number. The others have one column.
+    """
+    n, masks = len(forward.numbers), metadata.spec_sequence_masks
+    new = forward.starts[: n + 1].long().diff()
+    if masks is None:
+        sources = metadata.non_spec_state_indices_tensor[:n].long()
+        return Draft(sources, sources[:, None], new[:, None])
+    is_draft, columns = masks[:n], metadata.spec_state_indices_tensor.long()
+    place = (is_draft.cumsum(0) - 1).clamp(min=0)  # among rows of drafts
+    accepted = metadata.num_accepted_tokens.long()[place]
+    sources = columns[place].gather(1, (accepted - 1)[:, None])[:, 0]
+    entries, after = columns[place], torch.arange(1, columns.shape[1] + 1, device=columns.device).expand(n, -1)
+    after = torch.where(after <= new[:, None], after, -1)
+    others = metadata.non_spec_state_indices_tensor
+    if others is not None:
+        own = others.long()[((~is_draft).cumsum(0) - 1).clamp(min=0)]
+        sources = torch.where(is_draft, sources, own)
+        entries = torch.where(is_draft[:, None], entries, own[:, None])
+        last = torch.where(torch.arange(columns.shape[1], device=columns.device) == 0, new[:, None], -1)
+        after = torch.where(is_draft[:, None], after, last)
+    return Draft(sources, entries, after)
+
+
 def group_of(
-    canary: PagedCanary, number: int, place: int, spec: Any, layers: Sequence[Any], alignment: int
+    canary: PagedCanary, number: int, place: int, spec: Any, layers: Sequence[Any], alignment: int, layer: str = ""
 ) -> StateGroup:
     """The watched states of these layers. PlanError where they are no dense rows of whole words.
 
     number: of vLLM's group;  place: of it among those of states;  alignment: of tokens that may be hit
+    layer:  the name of one
     """
     own = one_of(spec)
+    drafts = int(own.num_speculative_blocks)
     parts = list(zip(*(layer.kv_cache for layer in layers), strict=True))
     names = ("conv", "ssm") if len(parts) == 2 else [f"state {part}" for part in range(len(parts))]
-    name = f"states {place}" if place else "states"
+    name, named = f"states {place}" if place else "states", dict(zip(names, map(list, parts), strict=True))
+    if drafts:  # windows stay in the first column, and are moved within it by what was accepted
+        named.pop("conv", None)
     try:
-        view = StateView(name, dict(zip(names, map(list, parts), strict=True)))
+        view = StateView(name, named)
     except PlanError as error:
         raise PlanError(f"{NOT_WATCHED}{error}") from error
     is_aligned = own.mamba_cache_mode == ALIGN
     checkpoints = alignment if is_aligned and getattr(own, "num_prefill_checkpoint_blocks", 0) else 0
-    return StateGroup(number, own.block_size, is_aligned, checkpoints, WatchedStates(canary, view, place))
+    watched = WatchedStates(canary, view, place, 1 + drafts)
+    return StateGroup(number, own.block_size, is_aligned, checkpoints, watched, layer)
 
 
 def states_of(canary: PagedCanary, groups: Sequence[Any], context: Mapping[str, Any], alignment: int) -> BlockStates:
@@ -131,5 +180,6 @@ def states_of(canary: PagedCanary, groups: Sequence[Any], context: Mapping[str, 
     for number, group in enumerate(groups):
         if is_state(group.kv_cache_spec):
             layers = [context[name] for name in group.layer_names]
-            own.append(group_of(canary, number, len(own), group.kv_cache_spec, layers, alignment))
+            spec, layer = group.kv_cache_spec, group.layer_names[0]
+            own.append(group_of(canary, number, len(own), spec, layers, alignment, layer))
     return BlockStates(own, [one_of(group.kv_cache_spec).block_size for group in groups])
