@@ -207,16 +207,20 @@ class CpuFaults(Faults):
 
 @contextmanager
 def told(bench: Bench) -> Iterator[dict[str, int]]:
-    """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts, and
-    tokens that were drafted.
+    """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts,
+    tokens that were drafted; of a hybrid, those that were accepted, and steps without drafts behind such.
     """
-    names, inner = ("steps", "prefix_hits", "preemptions", "chunks", "drafted"), bench.runner.execute_model
+    names = "steps", "prefix_hits", "preemptions", "chunks", "drafted", "accepted", "undrafted"
+    inner, last = bench.runner.execute_model, getattr(bench.runner, "num_accepted_tokens", None)
     counts = dict.fromkeys(names, 0)
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         counts["steps"] += bool(scheduler_output.total_num_scheduled_tokens)
         counts["preemptions"] += len(scheduler_output.preempted_req_ids or ())
         counts["drafted"] += sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        accepted = 0 if last is None else int((last.gpu[: bench.runner.input_batch.num_reqs] - 1).clamp(min=0).sum())
+        counts["accepted"] += accepted
+        counts["undrafted"] += accepted > 0 and not scheduler_output.scheduled_spec_decode_tokens
         for data in scheduler_output.scheduled_new_reqs:
             own = scheduler_output.num_scheduled_tokens[data.req_id] + data.num_computed_tokens
             counts["prefix_hits"] += data.num_computed_tokens > 0

@@ -1,8 +1,8 @@
 """States inside a real vLLM on a CPU: ``python -m kvcanary_tools.bench.vllm.hybrids gdn --out FILE``.
 
-With the prefix cache (mode `align`) and without it (`none`): the same requests with and without the plug-in, with hits
-and preemption. Then one planted fault after the other under a canary that logs, and the first once more under one that
-raises.
+With the prefix cache (mode `align`), without it (`none`), or with drafts: the same requests with and without the
+plug-in, with hits and preemption. Then one planted fault after the other under a canary that logs, and the first once
+more under one that raises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
-from kvcanary_tools.bench.vllm.hybrids.harms import HARMS, Harms
+from kvcanary_tools.bench.vllm.hybrids.harms import DRAFT_HARMS, HARMS, DraftHarms, Harms
 from kvcanary_tools.bench.vllm.hybrids.models import randomise, write_hybrid
 from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 
@@ -56,13 +56,13 @@ def clean(bench: HybridBench, requests: int) -> dict[str, Any]:
     return own | {"equal_tokens": watched == bare, "distinct": len({t for each in bare for t in each}), **counts}
 
 
-def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
+def attempt(bench: HybridBench, harms: Harms, name: str, mode: str = "log") -> dict[str, Any]:
     """One fault: what was found first, and in mode raise how many tokens left from the step of the blow on."""
     import torch
 
     from kvcanary import KVCorruptionError
 
-    harms, given, struck = Harms(bench), dict[str, int](), dict[str, Any]()
+    given, struck = dict[str, int](), dict[str, Any]()
     number, first, left = 0, None, None  # step; in which the first was found; tokens that left after the blow
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def attempt(bench: HybridBench, name: str, mode: str = "log") -> dict[str, Any]:
 
 @click.command()
 @click.argument("kind", type=click.Choice(list(BLOCKS)))
-@click.option("--no-cache", is_flag=True, help="Without the prefix cache, which is mode none of states, and no faults.")
+@click.option("--no-cache", is_flag=True, help="Without the prefix cache: mode none of states. No faults.")
 @click.option(
     "--drafts", is_flag=True, help="Drafts of two tokens, without the prefix cache: its copies need a GPU then."
 )
@@ -116,9 +116,10 @@ def command(kind: str, no_cache: bool, drafts: bool, requests: int, runner: str,
             "runner": runner,
             "clean": clean(bench, 3 if runner == "v2" else requests),
         }
-        if not no_cache and runner == "v1":
-            record["faults"] = {name: attempt(bench, name) for name in HARMS}
-            record["raise"] = attempt(bench, HARMS[0], mode="raise")  # this engine answers nothing more
+        if runner == "v1" and (drafts or not no_cache):
+            made, names = (DraftHarms, DRAFT_HARMS) if drafts else (Harms, HARMS)
+            record["faults"] = {name: attempt(bench, made(bench), name) for name in names}
+            record["raise"] = attempt(bench, made(bench), names[0], mode="raise")  # this engine answers nothing more
     out.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
 

@@ -5,7 +5,8 @@ Each harm is called before every step until it says that it has struck; some wai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import cycle
 from typing import Any
 
 from kvcanary.adapters.vllm.states import is_state
@@ -23,11 +24,21 @@ HARMS = (
     "hit_of_another_prefix",
     "full_block_goes_on",  # in place: who hits it later gets one that has absorbed too much
 )
+#: Of a server that drafts.
+DRAFT_HARMS = (
+    "drafted_bit",  # of the state behind the last token that was accepted
+    "drafts_exchanged",  # two requests go on from each other's states
+    "one_accepted_less",  # a row goes on from the state before its last token
+    "rejected_draft",  # or from the one behind a draft that was rejected
+    "no_drafts_no_column",  # a step without drafts goes on from the first column (vllm#39273)
+)
 FIRST_STEP = 12
 
 
 class Harms:
-    """states: of the group that is struck, by layer;  touched, block: whose state was struck, and where it lies"""
+    """Of a server without drafts.
+
+    states: of the group that is struck, by layer;  touched, block: whose state was struck, and where it lies"""
 
     def __init__(self, bench: CpuBench) -> None:
         from vllm.v1.worker import mamba_utils
@@ -172,3 +183,86 @@ class Harms:
             self.runner.input_batch.block_table[self.group].block_table.gpu[row, column + 1] = block
 
         return self._at_copy(output, copy) and self._strike(name, block)
+
+
+class DraftHarms(Harms):
+    """Of a server that drafts: behind each token of a row lies a state in a column of its own."""
+
+    _drafted: Mapping[str, int] = {}  # of the step before, by request
+    _proposes: Callable[..., Any] | None = None
+
+    def accepted(self, output: Any, least: int = 2) -> list[tuple[str, int, int]]:
+        """Requests of which the step before accepted so many tokens, of which all but one are drafts: name, row, how
+        many.
+        """
+        cached, numbers = output.scheduled_cached_reqs, self.runner.input_batch.req_id_to_index
+        if output.finished_req_ids or output.scheduled_new_reqs or output.preempted_req_ids:
+            return []  # rows are about to be numbered anew
+        held = self.runner.input_batch.num_accepted_tokens_cpu
+        known = [(name, numbers[name]) for name in cached.req_ids if name in numbers]
+        return [(name, row, int(held[row])) for name, row in known if held[row] >= least]
+
+    def drafted_bit(self, output: Any, step: int) -> bool:
+        import torch
+
+        for name, row, accepted in self.accepted(output) if step >= FIRST_STEP else ():
+            block = self.table[row, accepted - 1]
+            self.states[-1][1][block].view(torch.int16).view(-1)[77] ^= 1 << 6
+            return self._strike(name, block)
+        return False
+
+    def drafts_exchanged(self, output: Any, step: int) -> bool:
+        chosen = self.accepted(output)[:2] if step >= FIRST_STEP else []
+        if len(chosen) < 2:
+            return False
+        (name, row, accepted), (_, other, _) = chosen
+        self.table[[row, other]] = self.table[[other, row]]
+        return self._strike(name, self.table[row, accepted - 1])
+
+    def one_accepted_less(self, output: Any, step: int) -> bool:
+        for name, row, accepted in self.accepted(output) if step >= FIRST_STEP else ():
+            self.runner.input_batch.num_accepted_tokens_cpu[row] -= 1
+            return self._strike(name, self.table[row, accepted - 2])
+        return False
+
+    def rejected_draft(self, output: Any, step: int) -> bool:
+        before, self._drafted = self._drafted, {n: len(own) for n, own in output.scheduled_spec_decode_tokens.items()}
+        for name, row, accepted in self.accepted(output, least=1) if step >= FIRST_STEP else ():
+            if accepted <= before.get(name, 0) and name in self._drafted:
+                self.runner.input_batch.num_accepted_tokens_cpu[row] += 1
+                return self._strike(name, self.table[row, accepted])
+        return False
+
+    def no_drafts_no_column(self, output: Any, step: int) -> bool:
+        """As releases before 0.32 did: rows are those of drafts where the step has some, and only there."""
+        if self._proposes is None:
+            self._propose_every_second_time()
+        chosen = [] if output.scheduled_spec_decode_tokens or step < FIRST_STEP else self.accepted(output)
+        if not chosen:
+            return False
+        self.runner.drafter.propose = self._proposes
+        for groups in self.runner.attn_groups:
+            for group in groups:
+                self._without_drafts(group.get_metadata_builder(0))
+        name, row, _ = chosen[0]
+        return self._strike(name, self.table[row, 0])
+
+    def _propose_every_second_time(self) -> None:
+        propose, turns = self.runner.drafter.propose, cycle((True, False))
+        self._proposes = propose
+
+        def sometimes(*args: Any, **kwargs: Any) -> Any:
+            drafts = propose(*args, **kwargs)
+            return drafts if next(turns) else [[] for _ in drafts]
+
+        self.runner.drafter.propose = sometimes
+
+    def _without_drafts(self, builder: Any) -> None:
+        """Its next metadata are not told of any."""
+        build = builder.build
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            builder.build = build
+            return build(*args, **{name: own for name, own in kwargs.items() if not name.startswith("num_")})
+
+        builder.build = once
