@@ -35,7 +35,7 @@ from kvcanary_kernels.watch.begin import begin
 from kvcanary_kernels.watch.fetch import fetch, keep, send
 from kvcanary_kernels.watch.grant import grant
 from kvcanary_kernels.watch.reread import reread, take
-from kvcanary_kernels.watch.state_rows import describe, follow, note_left
+from kvcanary_kernels.watch.state_rows import describe, follow, note_drafted, note_left
 from kvcanary_kernels.watch.states import leave_states, take_states
 from kvcanary_kernels.watch.walk import walk
 
@@ -80,6 +80,7 @@ class WatchOps:
     grant: Operation = grant
     keep: Operation = keep
     leave_states: Operation = leave_states
+    note_drafted: Operation = note_drafted
     note_left: Operation = note_left
     reread: Operation = reread
     send: Operation = send

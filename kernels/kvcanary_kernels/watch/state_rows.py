@@ -1,8 +1,8 @@
 """State rows: what an engine that is told of knows of the states of one captured forward, in the words of `states`.
 
 `describe` says which entries rows go on from and what these should have absorbed, for `take_states`; `note_left` which
-entries the forward fills, for `leave_states`, and of what, by the records of the K and V that it has stored; `follow`
-takes along what is known of states that are copied.
+entries the forward fills, for `leave_states`, and of what, by the records of the K and V that it has stored, and
+`note_drafted` the same of an engine that is watched; `follow` takes along what is known of states that are copied.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,17 @@ from torch import Tensor
 from kvcanary_kernels.record.device import CHAIN, COLUMNS, MASK_32, tl, triton
 from kvcanary_kernels.record.layout import signed
 from kvcanary_kernels.watch.states import States, Taken
-from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, NOW_STEP, TAILS, UID, Rows, Truth
+from kvcanary_kernels.watch.walk import (
+    NOW_PLACE,
+    NOW_ROWS,
+    NOW_STEP,
+    TAILS,
+    UID,
+    Rows,
+    Truth,
+    context_lengths,
+    live_rows,
+)
 
 BLOCK = 64
 
@@ -120,6 +130,43 @@ def note_left(
 note_left_torch = partial(note_left, launches=False)
 
 
+def note_drafted(
+    taken: Taken,
+    rows: Rows,
+    truth: Truth,
+    *,
+    now: Tensor,
+    entries: Tensor,
+    after: Tensor,
+    stored: Tensor,
+    launches: bool = True,
+) -> None:
+    """The forward leaves states within its rows, behind tokens of which some are drafts. No allocation, no wait.
+
+    rows, now, stored: as of `take_states`
+    entries, after: [>= rows, m] int64, behind so many tokens of a row its state lies in this entry; -1: none does
+    """
+    n, parts, most = len(rows.numbers), after.shape[1], taken.cells.shape[2]
+    if launches:
+        _drafted_kernel[(triton.cdiv(n * parts, BLOCK),)](
+            taken.left, rows.numbers, rows.lengths, rows.starts, truth.lines, now, entries, after, stored, n * parts,
+            parts, most, truth.lines.stride(0), stored.stride(0), BLOCK_N=BLOCK,
+        )  # fmt: skip
+        return
+    live, place = live_rows(rows, now)
+    known = len(live.numbers)
+    past, starts, after = context_lengths(live), live.starts[:known].long(), after[:known]
+    is_left = after > 0
+    chains = stored[place][(starts[:, None] + after - 1).clamp(min=0)] * is_left
+    left = taken.left.unflatten(1, (2, most))[:, 0, : n * parts].unflatten(1, (n, parts))
+    uids = truth.uids[live.numbers.long()][:, None].expand_as(after)
+    left[0] = -1
+    left[:, :known] = torch.stack((torch.where(is_left, entries[:known], -1), past[:, None] + after, uids, chains))
+
+
+note_drafted_torch = partial(note_drafted, launches=False)
+
+
 def follow(states: States, sources: Tensor, entries: Tensor, now: Tensor, *, site: int, launches: bool = True) -> None:
     """The bytes of sources [n] were copied to entries [n], -1: none; none is both. No allocation, no wait.
 
@@ -209,6 +256,43 @@ def _note_kernel(
     tl.store(left + 4 * most + o_n, tl.load(uids + b_row, mask=m_n, other=0), mask=m_n)
     b_slot = tl.minimum(tl.maximum(tl.load(slots + o_n, mask=m_n, other=0), 0), num_slots - 1)
     tl.store(left + 6 * most + o_n, tl.load(records + b_slot * COLUMNS + COLUMN, mask=m_n, other=0), mask=m_n)
+
+
+@triton.jit(
+    do_not_specialize=["n", "parts", "most", "truth_stride", "stored_stride"],
+    do_not_specialize_on_alignment=["numbers", "lengths", "starts", "stored"],
+)
+def _drafted_kernel(
+    left,
+    numbers,
+    lengths,
+    starts,
+    truth,
+    now,
+    entries,
+    after,
+    stored,
+    n,
+    parts,
+    most,
+    truth_stride,
+    stored_stride,
+    BLOCK_N: tl.constexpr,
+):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+    b_row = o_n // parts
+    m_n = (o_n < n) & (b_row < tl.load(now + NOW_ROWS))
+    b_start = tl.load(starts + b_row, mask=m_n, other=0).to(tl.int64)
+    b_new = tl.load(starts + b_row + 1, mask=m_n, other=0).to(tl.int64) - b_start
+    b_past = tl.load(lengths + b_row, mask=m_n, other=0).to(tl.int64) - b_new
+    b_after = tl.load(after + o_n, mask=m_n, other=-1)
+    m_left = m_n & (b_after > 0)
+    b_number = tl.load(numbers + b_row, mask=m_n, other=0).to(tl.int64)
+    at = stored + tl.load(now + NOW_PLACE) * stored_stride + b_start + b_after - 1
+    tl.store(left + o_n, tl.load(entries + o_n, mask=m_left, other=-1), mask=o_n < n)
+    tl.store(left + 2 * most + o_n, b_past + b_after, mask=m_n)
+    tl.store(left + 4 * most + o_n, tl.load(truth + b_number * truth_stride + UID, mask=m_n, other=0), mask=m_n)
+    tl.store(left + 6 * most + o_n, tl.load(at, mask=m_left, other=0), mask=m_n)
 
 
 @triton.jit(do_not_specialize=["num_entries", "sums_stride", "num_layers", "site"])

@@ -25,7 +25,7 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, make_keys
 from kvcanary_kernels.watch.states import CODE, FREED, NOTHING, STATE_CODES, STEP, UNKNOWN, States, taken_of
-from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, Rows
+from kvcanary_kernels.watch.walk import Rows
 
 MOVED = pack_site("move", 0)
 #: What a certificate says of states that are not watched, before the reason.
@@ -192,25 +192,15 @@ class WatchedStates:
                 seeds=launches.seeds, block_size=block_size, checkpoints=checkpoints, stored=stored,
             )  # fmt: skip
             if self._most_left > 1:
-                self._note_drafted(rows, now, chains)
+                entries, after = self._drafted
+                self._ops.note_drafted(
+                    self._left_by, rows, self.canary.memory.truth, now=now, entries=entries, after=after, stored=chains
+                )
 
         places = [tensor.data_ptr() for tensor in (table, forward.lengths, forward.starts)]
         launches.beside(("taken", self.number, checkpoints, *places), size, launch)
         self._leaving = size, checkpoints > 0
         self.canary.coverage.states_checked += n
-
-    def _note_drafted(self, rows: Rows, now: Tensor, chains: Tensor) -> None:
-        """What the forward will leave, as `taken_by` was told; chains: [ring, tokens] of what it stores."""
-        size, truth = len(rows.numbers), self.canary.memory.truth
-        starts, lengths = rows.starts[: size + 1].long(), rows.lengths[:size].long()
-        entries, after = self._drafted[:, :size]
-        is_left = (torch.arange(size, device=entries.device) < now[NOW_ROWS.value])[:, None] & (after > 0)
-        at = (starts[:size, None] + after - 1).clamp(0, chains.shape[1] - 1)
-        own = chains.index_select(0, now[NOW_PLACE.value : NOW_PLACE.value + 1])[0][at]
-        absorbed = lengths[:, None] - starts.diff()[:, None] + after
-        uids = truth.uids[rows.numbers.long()][:, None].expand_as(after)
-        said = torch.stack((torch.where(is_left, entries, -1), absorbed, uids, own))
-        self._left_by.left.unflatten(1, (2, -1))[:, 0, : after.numel()] = said.flatten(1)
 
     def left(self) -> None:
         """The forward has run: each row's state has absorbed all of its tokens."""

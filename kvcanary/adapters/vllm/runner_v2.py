@@ -98,10 +98,20 @@ class HandleV2(Handle):
     def _preprocess_state(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Behind `prepare_attn`: states were copied to where the forward goes on from them."""
         result = method(*args, **kwargs)
+        if not self._drafts():
+            self._take_prepared(None)
+        return result
+
+    def _state_metadata(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """`prepare_attn` of the runner's model state, behind `preprocess_state`: which states kernels go on from."""
+        result = method(*args, **kwargs)
+        self._take_prepared(result)
+        return result
+
+    def _take_prepared(self, metadata: Any) -> None:
         tables, self._every_table = self._every_table, ()
         if self.is_armed and tables:
-            self._take(tables, None)
-        return result
+            self._take(tables, metadata)
 
     def _goes_on(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> bool:
         """Whether the last forward comes once more, each row by one entry, and was read so."""
@@ -168,6 +178,8 @@ class HandleV2(Handle):
             self._hook(speculator, ("propose",))
         if self._states is not None and replaced_by(runner.model_state, "preprocess_state") is None:
             self._hook(runner.model_state, ("preprocess_state",))
+            if self._drafts():
+                self.replaced.replace(runner.model_state, "prepare_attn", self._state_metadata)
         if connector is not None and hasattr(connector, "kv_connector"):
             inner = connector.kv_connector
             if replaced_by(connector, "pre_forward") is None:

@@ -423,8 +423,21 @@ def interpret(module: str = "kvcanary_tools.bench.vllm.cpu") -> None:
         os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
     from triton.backends import backends
 
-    driver: Any = SimpleNamespace(is_active=lambda: True)
-    backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
+    backends["cpu"] = SimpleNamespace(driver=InterpretedDriver, compiler=None)  # type: ignore[assignment]
+
+
+class InterpretedDriver:
+    """What Triton and some of vLLM's modules ask a driver for when they are loaded."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    @staticmethod
+    def get_current_target() -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cpu", 0, 0)
 
 
 def run() -> dict[str, Any]:
