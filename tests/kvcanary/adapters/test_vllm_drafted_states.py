@@ -115,6 +115,16 @@ def test_a_step_without_drafts_goes_on_from_the_last_column(host: DraftHost) -> 
     assert [own[:3] for own in found] == [("R4", "a", 1), ("R4", "b", 2)]
 
 
+def test_a_step_without_drafts_leaves_one_state(host: DraftHost) -> None:
+    """What lies in the other columns is what the step before left there."""
+    host.forward((3, 3), (1, 1))
+    [group] = host.states.groups
+    before = group.watched._states.known[0].clone()
+    assert host.forward((1, 1), (1, 1), is_draft=(False, False)) == []
+    changed = (group.watched._states.known[0] != before).nonzero()[:, 0].tolist()
+    assert changed == [1, 2]
+
+
 def test_states_of_another_request_are_told(host: DraftHost) -> None:
     """R8 of both rows, where lengths and chains would not tell them apart."""
     host.forward((3, 3), (3, 3))
