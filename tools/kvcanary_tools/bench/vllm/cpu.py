@@ -208,19 +208,23 @@ class CpuFaults(Faults):
 @contextmanager
 def told(bench: Bench) -> Iterator[dict[str, int]]:
     """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts,
-    tokens that were drafted; of a hybrid, those that were accepted, and steps without drafts behind such.
+    tokens that were drafted, and of a hybrid those that were accepted.
     """
-    names = "steps", "prefix_hits", "preemptions", "chunks", "drafted", "accepted", "undrafted"
-    inner, last = bench.runner.execute_model, getattr(bench.runner, "num_accepted_tokens", None)
+    names = "steps", "prefix_hits", "preemptions", "chunks", "drafted", "accepted"
+    inner, runner = bench.runner.execute_model, bench.runner
     counts = dict.fromkeys(names, 0)
+    if hasattr(runner, "num_accepted_tokens"):
+        last, row_of = runner.num_accepted_tokens.gpu, runner.input_batch.req_id_to_index.get
+    else:  # runner V2, of a hybrid
+        last = getattr(getattr(runner, "model_state", None), "num_accepted_tokens_gpu", None)
+        row_of = runner.req_states.req_id_to_index.get
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         counts["steps"] += bool(scheduler_output.total_num_scheduled_tokens)
         counts["preemptions"] += len(scheduler_output.preempted_req_ids or ())
         counts["drafted"] += sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-        accepted = 0 if last is None else int((last.gpu[: bench.runner.input_batch.num_reqs] - 1).clamp(min=0).sum())
-        counts["accepted"] += accepted
-        counts["undrafted"] += accepted > 0 and not scheduler_output.scheduled_spec_decode_tokens
+        known = [row for row in map(row_of, scheduler_output.scheduled_cached_reqs.req_ids) if row is not None]
+        counts["accepted"] += 0 if last is None else int((last[known] - 1).sum())
         for data in scheduler_output.scheduled_new_reqs:
             own = scheduler_output.num_scheduled_tokens[data.req_id] + data.num_computed_tokens
             counts["prefix_hits"] += data.num_computed_tokens > 0

@@ -6,7 +6,7 @@ Each harm is called before every step until it says that it has struck; some wai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import cycle
+from itertools import combinations, cycle
 from typing import Any
 
 from kvcanary.adapters.vllm.states import is_state
@@ -212,12 +212,12 @@ class DraftHarms(Harms):
         return False
 
     def drafts_exchanged(self, output: Any, step: int) -> bool:
-        chosen = self.accepted(output)[:2] if step >= FIRST_STEP else []
-        if len(chosen) < 2:
-            return False
-        (name, row, accepted), (_, other, _) = chosen
-        self.table[[row, other]] = self.table[[other, row]]
-        return self._strike(name, self.table[row, accepted - 1])
+        known = self.accepted(output) if step >= FIRST_STEP else []
+        for (name, row, accepted), (_, other, its) in combinations(known, 2):
+            if accepted == its:  # so that each goes on from a column which the other has left
+                self.table[[row, other]] = self.table[[other, row]]
+                return self._strike(name, self.table[row, accepted - 1])
+        return False
 
     def one_accepted_less(self, output: Any, step: int) -> bool:
         for name, row, accepted in self.accepted(output) if step >= FIRST_STEP else ():
