@@ -224,6 +224,15 @@ STATES_SIDE = (
     ),
 )
 
+#: Of such models where the server drafts; where these are gone, their states are not watched there.
+DRAFT_STATES = "recurrent states where the server drafts"
+_DRAFTED = ("spec_sequence_masks", "spec_state_indices_tensor", "non_spec_state_indices_tensor", "num_accepted_tokens")
+DRAFT_STATES_SIDE = (
+    Needed(f"{_CACHE}MambaSpec", (), ("mamba_type",)),
+    Needed("vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata", (), _DRAFTED),
+    Needed(f"{_V2}model_states.interface:ModelState.prepare_attn", ("self", "input_batch")),
+)
+
 #: Of probes of what attention reads; where these are gone, nobody asks.
 PROBES = "probes of attention"
 CONTEXT, BACKEND = "vllm.forward_context", "vllm.v1.attention.backend"
@@ -240,6 +249,7 @@ NEEDED = (
     *SCHEDULER_SIDE,
     *RANKS_SIDE,
     *STATES_SIDE,
+    *DRAFT_STATES_SIDE,
     *PROBED_SIDE,
 )
 
@@ -263,7 +273,7 @@ def closed_paths() -> dict[str, str]:
     """By path, what is gone of its names, one sentence; those that are whole are left out."""
     gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
     gone |= {OWNERS: missing(SCHEDULER_SIDE), RANKS: missing(RANKS_SIDE), STATES: missing(STATES_SIDE)}
-    gone[PROBES] = missing(PROBED_SIDE)
+    gone |= {DRAFT_STATES: missing(DRAFT_STATES_SIDE), PROBES: missing(PROBED_SIDE)}
     return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 

@@ -25,7 +25,7 @@ from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, Group
 from kvcanary.adapters.vllm.attention_probe import probe_layers
-from kvcanary.adapters.vllm.compatibility import PARALLEL, RANKS_SIDE, STATES_SIDE
+from kvcanary.adapters.vllm.compatibility import DRAFT_STATES_SIDE, PARALLEL, RANKS_SIDE, STATES_SIDE
 from kvcanary.adapters.vllm.contents import Contents, New, contents_of
 from kvcanary.adapters.vllm.identity import Identities
 from kvcanary.adapters.vllm.layout import pools_of
@@ -282,7 +282,7 @@ class Handle(HostHandle):
         """Why states of vLLM's group cannot be followed; None: they can, or it has none."""
         if not is_state(spec):
             return None
-        gone = missing(STATES_SIDE)
+        gone = missing((*STATES_SIDE, *(DRAFT_STATES_SIDE if self._drafts() else ())))
         if gone:
             return f"{NOT_WATCHED}{'; '.join(gone)}"
         if self._table_block(group)[1] > 1:

@@ -23,6 +23,7 @@ class MambaSpec:
     dtypes: tuple[torch.dtype, ...]
     mamba_cache_mode: str = "none"
     num_speculative_blocks: int = 0
+    mamba_type: str = "MAMBA2"
 
 
 @dataclass
