@@ -428,6 +428,18 @@ def test_states_of_drafts_are_watched_in_the_other_runner(tmp_path: Path) -> Non
     assert (clean["states_checked"] > 300, clean["accepted"] > 50) == (True, True)
 
 
+@pytest.mark.slow
+def test_a_hybrid_whose_drafts_are_not_followed_has_its_entries_watched(tmp_path: Path) -> None:
+    """K and V of its attention are silent with equal tokens; of its states the certificate says why they are not."""
+    clean = run("hybrids", tmp_path / "record.json", "mamba2", "--drafts", "--requests", "5")["clean"]
+    assert (clean["findings"], clean["fired"], clean["unchecked"], clean["equal_tokens"]) == (0, {}, {}, True)
+    assert clean["states_checked"] == 0
+    [why] = clean["not_watched"]
+    assert why.endswith("where a server drafts, only those of gated delta nets are, without the prefix cache")
+    assert clean["slots_checked"] > 10_000
+    assert clean["drafted"] > 100
+
+
 def test_the_record_of_a_hybrid_that_drafts() -> None:
     """What docs/vllm.md quotes."""
     record = json.loads((RESULTS / "cpu_vllm_hybrid_gdn_drafts.json").read_text(encoding="utf-8"))

@@ -116,7 +116,7 @@ def command(kind: str, no_cache: bool, drafts: bool, requests: int, runner: str,
             "runner": runner,
             "clean": clean(bench, 3 if runner == "v2" else requests),
         }
-        if runner == "v1" and (drafts or not no_cache):
+        if runner == "v1" and (drafts or not no_cache) and not record["clean"]["not_watched"]:
             made, names = (DraftHarms, DRAFT_HARMS) if drafts else (Harms, HARMS)
             record["faults"] = {name: attempt(bench, made(bench), name) for name in names}
             record["raise"] = attempt(bench, made(bench), names[0], mode="raise")  # this engine answers nothing more
