@@ -35,7 +35,7 @@ from kvcanary_kernels.watch.begin import begin
 from kvcanary_kernels.watch.fetch import fetch, keep, send
 from kvcanary_kernels.watch.grant import grant
 from kvcanary_kernels.watch.reread import reread, take
-from kvcanary_kernels.watch.state_rows import describe, follow, note_drafted, note_left
+from kvcanary_kernels.watch.state_rows import choose, describe, follow, note_drafted, note_left
 from kvcanary_kernels.watch.states import leave_states, take_states
 from kvcanary_kernels.watch.walk import walk
 
@@ -73,6 +73,7 @@ class WatchOps:
 
     advance: Operation = advance_watched
     begin: Operation = begin
+    choose: Operation = choose
     describe: Operation = describe
     fetch: Operation = fetch
     fingerprint: Operation = fingerprint

@@ -11,6 +11,9 @@ from kvcanary.pools.state_views import StateView
 from kvcanary_kernels.engine.copies import copy_entries, copy_entries_torch
 from kvcanary_kernels.record.layout import COLUMNS, make_keys
 from kvcanary_kernels.watch.state_rows import (
+    Draft,
+    choose,
+    choose_torch,
     describe,
     describe_torch,
     follow,
@@ -82,6 +85,45 @@ def test_what_a_forward_leaves_is_noted(device: str, rows: int, new: int) -> Non
         return [taken.left]
 
     assert equal(run(note_left), run(note_left_torch))
+
+
+@pytest.mark.parametrize("which", ["none", "all", "some"])
+@pytest.mark.parametrize(("rows", "parts"), [(1, 2), (5, 3), (70, 4)])
+def test_rows_of_drafts_have_their_columns(device: str, rows: int, parts: int, which: str) -> None:
+    """They go on from that of the last accepted token, and leave a state behind each token; others have one entry."""
+    drawn = Drawn(rows + parts, device)
+    masks = {"none": drawn(0, 1, rows), "all": drawn(1, 2, rows), "some": drawn(0, 2, rows)}[which].bool()
+    table, new, accepted = (
+        drawn(0, ENTRIES, rows, parts + 2).to(torch.int32),
+        drawn(1, 7, rows),
+        drawn(1, parts + 1, rows),
+    )
+    starts = torch.cat((new.new_zeros(1), new.cumsum(0))).to(torch.int32)
+    draft = Draft(
+        None if which == "none" else masks,
+        None if which == "none" else table[masks, :parts],
+        None if which == "none" else accepted[masks].to(torch.int32),
+        None if which == "all" else table[:, 0][~masks],
+    )
+
+    def run(operation) -> list[Tensor]:
+        sources, (entries, after) = (
+            drawn(POISON, POISON + 1, rows + 2, 1),
+            drawn(POISON, POISON + 1, 2, rows + 2, parts),
+        )
+        operation(draft, starts, sources, entries, after, n=rows)
+        return [sources, entries, after]
+
+    sources, entries, after = run(choose_torch)
+    assert equal(run(choose), [sources, entries, after])
+    for row in range(rows):
+        lies = table[row, accepted[row] - 1 if masks[row] else 0]
+        behind = range(1, min(int(new[row]), parts) + 1) if masks[row] else [int(new[row])]
+        left = {n: int(table[row, place if masks[row] else 0]) for place, n in enumerate(behind)}
+        is_left = after[row] > 0
+        assert sources[row, 0] == lies
+        assert dict(zip(after[row][is_left].tolist(), entries[row][is_left].tolist(), strict=True)) == left
+    assert (sources[rows:] == POISON).all()
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(1, 2), (5, 3), (70, 4)])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from kvcanary.pools.state_views import StateView
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, make_keys
+from kvcanary_kernels.watch.state_rows import Draft
 from kvcanary_kernels.watch.states import CODE, FREED, NOTHING, STATE_CODES, STEP, UNKNOWN, States, taken_of
 from kvcanary_kernels.watch.walk import Rows
 
@@ -68,17 +68,6 @@ class Found:
                 code, pool, entry, wanted, self.requests[place], self.site, step, layers,
                 expected={"absorbed": wanted}, found={"absorbed": max(absorbed, 0)}, state=facts,
             )  # fmt: skip
-
-
-class Draft(NamedTuple):
-    """Where rows of a forward go on from, and what they leave behind which of their tokens.
-
-    sources: [n] entries;  entries, after: [n, m], the state behind so many of its tokens, -1 where there is none
-    """
-
-    sources: Tensor
-    entries: Tensor
-    after: Tensor
 
 
 class WatchedStates:
@@ -166,11 +155,9 @@ class WatchedStates:
         """As `taken`, where the forward leaves a state behind each of its drafts; the next one goes on from one of
         these.
         """
-        n, width = draft.after.shape
-        self._column[:n, 0].copy_(draft.sources)
-        self._drafted.fill_(-1)
-        self._drafted[0, :n, :width].copy_(draft.entries)
-        self._drafted[1, :n, :width].copy_(draft.after)
+        if self.forward is not None and len(self.forward.numbers):
+            n = len(self.forward.numbers)
+            self._ops.choose(draft, self.forward.starts, self._column, *self._drafted, n=n)
         self.taken(self._column, 0)
 
     def taken(self, table: Tensor, block_size: int, checkpoints: int = 0) -> None:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import NOT_WATCHED, Draft, WatchedStates
+from kvcanary.adapters.hosted.states import NOT_WATCHED, WatchedStates
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, described
 from kvcanary.adapters.vllm.owners import NULL_BLOCK, Given
 from kvcanary.errors import PlanError
 from kvcanary.pools.state_views import StateView
+from kvcanary_kernels.watch.state_rows import Draft
 
 NONE, ALIGN = "none", "align"
 
@@ -84,7 +85,7 @@ class BlockStates:
         for group in self.groups:
             group.watched.begin(forward)
             if metadata is not None:
-                group.watched.taken_by(draft_of(metadata[group.layer], forward))
+                group.watched.taken_by(draft_of(metadata[group.layer]))
                 continue
             block_size = group.block_size if group.is_aligned else 0
             group.watched.taken(tables[group.number], block_size, group.checkpoints)
@@ -122,31 +123,10 @@ def is_delta(spec: Any) -> bool:
     return str(getattr(getattr(spec, "mamba_type", None), "name", "")) == "GDN_ATTN"
 
 
-def draft_of(metadata: Any, forward: Forward) -> Draft:
-    """What the kernels of gated delta nets do with the rows of a forward, by their metadata.
-
-    Rows of drafts go on from the column of the last token that was accepted, and leave one state behind each token in
-    the column of its number. The others have one column.
-    """
-    n, masks = len(forward.numbers), metadata.spec_sequence_masks
-    new = forward.starts[: n + 1].long().diff()
-    if masks is None:
-        sources = metadata.non_spec_state_indices_tensor[:n].long()
-        return Draft(sources, sources[:, None], new[:, None])
-    is_draft, columns = masks[:n], metadata.spec_state_indices_tensor.long()
-    place = (is_draft.cumsum(0) - 1).clamp(min=0)  # among rows of drafts
-    accepted = metadata.num_accepted_tokens.long()[place]
-    sources = columns[place].gather(1, (accepted - 1)[:, None])[:, 0]
-    entries, after = columns[place], torch.arange(1, columns.shape[1] + 1, device=columns.device).expand(n, -1)
-    after = torch.where(after <= new[:, None], after, -1)
-    others = metadata.non_spec_state_indices_tensor
-    if others is not None:
-        own = others.long()[((~is_draft).cumsum(0) - 1).clamp(min=0)]
-        sources = torch.where(is_draft, sources, own)
-        entries = torch.where(is_draft[:, None], entries, own[:, None])
-        last = torch.where(torch.arange(columns.shape[1], device=columns.device) == 0, new[:, None], -1)
-        after = torch.where(is_draft[:, None], after, last)
-    return Draft(sources, entries, after)
+def draft_of(metadata: Any) -> Draft:
+    """Which states the kernels of gated delta nets are told that rows have."""
+    columns, accepted = metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
+    return Draft(metadata.spec_sequence_masks, columns, accepted, metadata.non_spec_state_indices_tensor)
 
 
 def group_of(

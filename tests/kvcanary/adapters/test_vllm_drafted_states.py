@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.observed.state import RING
-from kvcanary.adapters.vllm.states import BlockStates, draft_of, group_of, not_followed
+from kvcanary.adapters.vllm.states import BlockStates, group_of, not_followed
 from tests.kvcanary.adapters.test_vllm_states import BLOCKS, layers, spec
 from tests.support.watching_canary import found_in, watching_canary
 
@@ -145,22 +145,6 @@ def test_a_bit_of_an_accepted_state_is_told() -> None:
     words = host.layers[1].kv_cache[1].view(torch.int32).view(BLOCKS, -1)
     words[3, 3] ^= 1 << 4
     assert [own[:3] for own in host.forward((3, 3), (1, 1))] == [("R9", "a", 3)]
-
-
-@pytest.mark.parametrize("is_draft", [(False, False, False), (True, True, True), (True, False, True)])
-def test_metadata_say_where_rows_go_on_and_what_they_leave(is_draft: tuple[bool, ...]) -> None:
-    """Rows of drafts from the column of the last accepted token, one state behind each token; others in the first."""
-    table, new, accepted = torch.arange(1, 13).view(3, 4), (3, 4, 2), (2, 3, 1)
-    starts = torch.tensor([0, 3, 7, 9], dtype=torch.int32)
-    forward: Any = SimpleNamespace(numbers=np.arange(3), starts=starts)
-    made = draft_of(metadata_of(table, is_draft, accepted), forward)
-    columns = [own - 1 if drafts else 0 for own, drafts in zip(accepted, is_draft, strict=True)]
-    assert made.sources.tolist() == [int(table[row, column]) for row, column in enumerate(columns)]
-    for row, drafts in enumerate(is_draft):
-        is_left = made.after[row] > 0
-        left = dict(zip(made.after[row][is_left].tolist(), made.entries[row][is_left].tolist(), strict=True))
-        behind = range(1, min(new[row], COLUMNS) + 1) if drafts else [new[row]]
-        assert left == {n: int(table[row, place if drafts else 0]) for place, n in enumerate(behind)}
 
 
 def test_drafts_are_followed_of_delta_nets_without_a_prefix_cache() -> None:
