@@ -21,8 +21,7 @@ from kvcanary.pools.views import PoolView
 from kvcanary.recorder.recorder import recorded
 from kvcanary.records.record_store import Move
 from kvcanary.records.state import PoolState
-from kvcanary.transfers.imports import adopt, did_not_arrive
-from kvcanary.transfers.pools_that_go import forget_bytes, take_as_it_lies
+from kvcanary.transfers.imports import adopt, did_not_arrive, forget_bytes, take_as_it_lies
 from kvcanary.transfers.snapshots import PageSnapshot
 
 

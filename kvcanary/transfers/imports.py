@@ -1,4 +1,7 @@
-"""Imports: records for bytes that came from elsewhere, from the request's own tokens and the bytes as they lie."""
+"""Imports: records for bytes that came from elsewhere, from the request's own tokens and the bytes as they lie.
+
+And what is known of bytes whose memory goes and comes, when an engine sleeps, wakes, or allocates a pool anew.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ from kvcanary_kernels.record.layout import (
 STORED = [KIND_NUMBERS[kind] for kind in SUBSTEP_KINDS]
 AT_ONCE = 64  # slots whose rows are copied to look at them
 MOST_STORED = 256  # slots that are looked at to know which extras are never filled
+
+SLOTS_AT_ONCE = 1 << 14
 
 
 def adopt(
@@ -142,3 +147,23 @@ def _filled(pool: PoolState, slots: Tensor) -> Tensor:
             for empty in (0, NAN_WORD, poison[:, :, own]):
                 found[number] &= (lies[:, :, own] != empty).any(2)
     return filled
+
+
+def forget_bytes(pool: PoolState, record_store: RecordStore, step: int) -> None:
+    """No layer of any slot is written any more, whoever wrote it: who reads an entry reads what is gone (R12)."""
+    rows, layers = slice(pool.base, pool.base + pool.view.num_slots), slice(LAYERS_LOW, LAYERS_HIGH + 1)
+    record_store.memory[rows, layers] = 0
+    for records in (pool.records, pool.expected):
+        records[:, layers] = 0
+    record_store.epoch += 1
+    record_store.judged[:] = False
+    pool.cleared_in = step
+
+
+@torch.inference_mode()
+def take_as_it_lies(state: CanaryState, pool: PoolState) -> None:
+    """What lies in the pool now is what its slots should hold, until somebody writes there."""
+    for first in range(0, pool.view.num_slots, SLOTS_AT_ONCE):
+        end = min(first + SLOTS_AT_ONCE, pool.view.num_slots)
+        slots = state.ints(np.arange(first, end).tolist())
+        pool.write_fingerprints(slots, *fingerprints_of_slots(pool, slots))

@@ -20,8 +20,7 @@ from kvcanary.records.record_store import RecordStore, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
 from kvcanary.transfers.cards import PoolCard, card_of, read_card
-from kvcanary.transfers.contents import Contents, joined
-from kvcanary.transfers.incoming import Incoming, Prepared
+from kvcanary.transfers.contents import Contents, Incoming, Prepared, joined
 from kvcanary.transfers.recent_snapshots import RecentSnapshots, SentSnapshot, SnapshotFingerprints
 from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
