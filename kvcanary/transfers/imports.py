@@ -35,8 +35,7 @@ from kvcanary_kernels.record.layout import (
 STORED = [KIND_NUMBERS[kind] for kind in SUBSTEP_KINDS]
 AT_ONCE = 64  # slots whose rows are copied to look at them
 MOST_STORED = 256  # slots that are looked at to know which extras are never filled
-
-SLOTS_AT_ONCE = 1 << 14
+SLOTS_AT_ONCE = 1 << 14  # of a pool whose memory came
 
 
 def adopt(
