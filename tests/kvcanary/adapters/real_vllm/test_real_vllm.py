@@ -449,3 +449,20 @@ def test_the_record_of_a_hybrid_that_drafts() -> None:
     assert f"{clean['accepted']} drafts were accepted" in page
     assert {name: fault["found"]["code"] for name, fault in record["faults"].items()} == CODES_OF_DRAFT_HARMS
     assert all(fault["found_in"] == fault["struck"]["step"] for fault in record["faults"].values())
+
+
+def test_the_record_of_a_release_that_has_a_published_bug() -> None:
+    """vllm#39273 in 0.31, with nothing of vLLM's logic changed; the page quotes how many tokens were lost."""
+    record = json.loads((RESULTS / "cpu_vllm_31_drafts.json").read_text(encoding="utf-8"))
+    page = " ".join((ROOT / "docs/vllm.md").read_text(encoding="utf-8").split())
+    assert record["machine"]["vllm"] == "0.31.0"
+    found = record["sparse"]["found"]
+    assert (found["code"], found["pool"][:6]) == ("R4", "states")
+    said = "the state had absorbed {found[absorbed]} tokens of {expected[absorbed]}"
+    assert said.format(**found) in page
+
+
+def test_drafts_that_are_left_out_are_asked_for(tmp_path: Path) -> None:
+    """In a sentence."""
+    with pytest.raises(AssertionError, match="--sparse leaves out drafts, and there are none: give --drafts too"):
+        run("hybrids", tmp_path / "record.json", "gdn", "--sparse")

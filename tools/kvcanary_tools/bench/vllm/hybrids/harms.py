@@ -236,7 +236,7 @@ class DraftHarms(Harms):
     def no_drafts_no_column(self, output: Any, step: int) -> bool:
         """As releases before 0.32 did: rows are those of drafts where the step has some, and only there."""
         if self._proposes is None:
-            self._propose_every_second_time()
+            self.propose_every_second_time()
         chosen = [] if output.scheduled_spec_decode_tokens or step < FIRST_STEP else self.accepted(output)
         if not chosen:
             return False
@@ -247,7 +247,8 @@ class DraftHarms(Harms):
         name, row, _ = chosen[0]
         return self._strike(name, self.table[row, 0])
 
-    def _propose_every_second_time(self) -> None:
+    def propose_every_second_time(self) -> None:
+        """As where nothing matches what was generated: the steps between have no drafts."""
         propose, turns = self.runner.drafter.propose, cycle((True, False))
         self._proposes = propose
 
