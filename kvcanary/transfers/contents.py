@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.ledger.ledger import Request
 from kvcanary.pools.slot_maps import Ints, slots_in
 from kvcanary.provenance.arrival import ArrivedSlots
 from kvcanary.records.fingerprints import fingerprints_of_slots
@@ -131,20 +130,6 @@ class Incoming:
         known = self._contents.fingerprint_a.numpy(), self._contents.current
         own = self._chosen, self._slots, self._positions, (found_a, found_b), expected, before
         return ArrivedSlots(self.pool, *own, *known)
-
-
-class Prepared:
-    """What `prepare_load` has made ready, for one call of `on_load_end` with the same arguments."""
-
-    def __init__(self, request: Request, pages: Sequence[int], length: int, grants: NDArray[np.int64]) -> None:
-        """grants: [pages] their generations"""
-        self._own = request.uid, [*pages], length
-        self._grants = grants.copy()
-        self.incoming: list[Incoming] = []
-
-    def is_of(self, request: Request, pages: Sequence[int], length: int, grants: NDArray[np.int64]) -> bool:
-        """Whether it is of these, and the pages were not granted anew."""
-        return self._own == (request.uid, [*pages], length) and np.array_equal(self._grants, grants)
 
 
 def positions_of(records: Words) -> Ints:

@@ -20,7 +20,7 @@ from kvcanary.records.record_store import RecordStore, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
 from kvcanary.transfers.cards import PoolCard, card_of, read_card
-from kvcanary.transfers.contents import Contents, Incoming, Prepared, joined
+from kvcanary.transfers.contents import Contents, Incoming, joined
 from kvcanary.transfers.recent_snapshots import RecentSnapshots, SentSnapshot, SnapshotFingerprints
 from kvcanary.transfers.seal import Seal
 from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
@@ -92,6 +92,7 @@ class PageSnapshot(Seal):
 
 
 MOST_PREPARED = 16  # loads that are under way
+LoadKey = tuple[int, int, tuple[int, ...], bytes]  # uid, length, pages, and the generations of their grants
 
 
 class PageSnapshots:
@@ -103,7 +104,8 @@ class PageSnapshots:
         self._state, self._record_store, self._ledger = state, record_store, ledger
         self._compares_content, self._model = compares_content, model
         self._recent, self.left = RecentSnapshots(), LeftRecords(state, record_store, ledger)
-        self._prepared: dict[int, tuple[PageSnapshot, Prepared]] = {}  # by identity of the snapshot; the last ones
+        #: By identity of the snapshot, the last ones.
+        self._prepared: dict[int, tuple[PageSnapshot, LoadKey, list[Incoming]]] = {}
         self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
 
     def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> PageSnapshot:
@@ -172,19 +174,21 @@ class PageSnapshots:
     def prepare(self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int) -> None:
         """All of `unpack` that can be done before the bytes are there; pools behind slot maps wait for theirs."""
         if all(pool.view.slot_map is None for pool in self._state.pools):
-            prepared = Prepared(request, pages, length, self._ledger.generations[list(pages)])
-            prepared.incoming = self._incoming(snapshot, request, pages, length)
-            self._prepared[id(snapshot)] = snapshot, prepared
+            incoming = self._incoming(snapshot, request, pages, length)
+            self._prepared[id(snapshot)] = snapshot, self._load_of(request, pages, length), incoming
             while len(self._prepared) > MOST_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
 
     def _take_prepared(
         self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int
     ) -> list[Incoming]:
-        _, prepared = self._prepared.pop(id(snapshot), (None, None))
-        if prepared is not None and prepared.is_of(request, pages, length, self._ledger.generations[list(pages)]):
-            return prepared.incoming
+        _, load, incoming = self._prepared.pop(id(snapshot), (None, None, []))
+        if load == self._load_of(request, pages, length):
+            return incoming
         return self._incoming(snapshot, request, pages, length)
+
+    def _load_of(self, request: Request, pages: Sequence[int], length: int) -> LoadKey:
+        return request.uid, length, tuple(pages), self._ledger.generations[list(pages)].tobytes()
 
     def _incoming(self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int) -> list[Incoming]:
         """By pool into which something comes back."""

@@ -207,7 +207,7 @@ class HostHandle(ABC):
             return
         canary.fed |= {"X1"}
         copies = None if "X2" in self.config.disable else StoredCopies(canary, num_ranks)
-        self.sampled.copies = copies if copies else None
+        self.sampled.copies = copies or None
 
     # telling
 

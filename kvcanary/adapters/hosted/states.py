@@ -169,14 +169,14 @@ class WatchedStates:
         n = len(forward.numbers)
         size = at_least(n, FEWEST_ROWS, self.canary.num_rows)
         checkpoints = checkpoints if forward.num_tokens > n else 0
-        chains = launches.stored_chains(self.canary.groups[0])
-        stored = chains if checkpoints else None
+        leaves_more = checkpoints or self._most_left > 1
+        chains = launches.stored_chains(self.canary.groups[0]) if leaves_more else None
 
         def launch(now: Tensor, numbers: Tensor) -> None:
             rows = Rows(numbers, table, forward.lengths, forward.starts)
             self._ops.take_states(
                 self._states, rows, self.canary.memory.truth, self._taken, now=now, total=self.canary.memory.total,
-                seeds=launches.seeds, block_size=block_size, checkpoints=checkpoints, stored=stored,
+                seeds=launches.seeds, block_size=block_size, checkpoints=checkpoints, stored=chains,
             )  # fmt: skip
             if self._most_left > 1:
                 entries, after = self._drafted

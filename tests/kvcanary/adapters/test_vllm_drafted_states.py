@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed.state import RING
+from kvcanary.adapters.vllm import handle
+from kvcanary.adapters.vllm.compatibility import DRAFT_STATES_SIDE
+from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.adapters.vllm.states import BlockStates, group_of, not_followed
 from tests.kvcanary.adapters.test_vllm_states import BLOCKS, layers, spec
 from tests.support.watching_canary import found_in, watching_canary
@@ -153,3 +158,27 @@ def test_drafts_are_followed_of_delta_nets_without_a_prefix_cache() -> None:
     assert not_followed(spec("none", mamba_type=DELTA, **drafting), True, False) is None
     for other in (spec("align", mamba_type=DELTA, **drafting), spec("none", **drafting)):
         assert "only those of gated delta nets" in (not_followed(other, True, False) or "")
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_names_that_are_gone_leave_out_states_of_drafts_alone(monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
+    """A release without them serves others as before."""
+    monkeypatch.setattr(handle, "missing", lambda needs: ["it is gone"] if {*DRAFT_STATES_SIDE} <= {*needs} else [])
+    own: Any = SimpleNamespace(
+        _drafts=lambda: drafts, _table_block=lambda group: (8, 1), worker=SimpleNamespace(vllm_config=None)
+    )
+    why = handle.Handle._without_states(own, 0, spec("none", mamba_type=DELTA, num_speculative_blocks=DRAFTS * drafts))
+    assert why == (f"{NOT_WATCHED}it is gone" if drafts else None)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_runner_v2_takes_states_when_it_knows_which(drafts: bool) -> None:
+    """Behind their copies; where it drafts, when the metadata say which columns the kernels take. Once a step."""
+    taken = list[Any]()
+    own: Any = SimpleNamespace(_drafts=lambda: drafts, is_armed=True, _every_table=["table"])
+    own._take = lambda tables, metadata: taken.append((tables, metadata))
+    own._take_prepared = partial(HandleV2._take_prepared, own)
+    HandleV2._preprocess_state(own, lambda: None)
+    assert taken == ([] if drafts else [(["table"], None)])
+    assert HandleV2._state_metadata(own, lambda: {"l0": "metadata"}) == {"l0": "metadata"}
+    assert taken == [(["table"], {"l0": "metadata"} if drafts else None)]

@@ -208,7 +208,7 @@ class CpuFaults(Faults):
 @contextmanager
 def told(bench: Bench) -> Iterator[dict[str, int]]:
     """What the scheduler did meanwhile: requests with cached entries, those that were preempted, chunks of prompts,
-    tokens that were drafted, and of a hybrid those that were accepted.
+    tokens that were drafted, and of a hybrid those that were accepted and gone on from.
     """
     names = "steps", "prefix_hits", "preemptions", "chunks", "drafted", "accepted"
     inner, runner = bench.runner.execute_model, bench.runner

@@ -38,7 +38,8 @@ FIRST_STEP = 12
 class Harms:
     """Of a server without drafts.
 
-    states: of the group that is struck, by layer;  touched, block: whose state was struck, and where it lies"""
+    states: of the group that is struck, by layer;  touched, block: whose state was struck, and where it lies
+    """
 
     def __init__(self, bench: CpuBench) -> None:
         from vllm.v1.worker import mamba_utils
