@@ -195,6 +195,11 @@ class Ledger:
         """All bytes and their records have arrived."""
         self._advance_held("loaded", request_id, pages, step)
 
+    def load_began(self, page: int) -> int | None:
+        """The step in which bytes began to come into it, where they are on their way."""
+        last = self.history.of(page)[-1:]
+        return next((event.step for event in last if event.kind == "marked loading"), None)
+
     def load_fail(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """Some bytes did not arrive: the pages must be written, loaded again or freed before anybody reads them."""
         self._advance_held("marked load-failed", request_id, pages, step)

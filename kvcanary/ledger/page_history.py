@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HISTORY_EVENTS = 8  # kept a page, newest last
+FEW = 16  # pages that are noted one by one
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _is_own: dict[str, bool] = {}  # files that have called, whether they are of this package
 EventFields = tuple[str, int, tuple[str, int] | None]  # kind, step and site of an event
@@ -55,7 +56,14 @@ class PageHistory:
 
     def add(self, kind: str, pages: NDArray[np.int64], step: int, request_id: str | None) -> None:
         """One event of all these pages, [n] distinct, asked for by whoever called into this package."""
-        self.add_all(kind, pages, step, repeat(request_id), (len(pages),))
+        if len(pages) < FEW:
+            self.add_all(kind, pages, step, repeat(request_id), (len(pages),))
+            return
+        event, counts = np.empty((), object), np.frombuffer(self._counts, np.int64)
+        event[()] = kind, step, call_site()
+        places = HISTORY_EVENTS * pages + counts[pages] % HISTORY_EVENTS
+        self._event_fields[places], self._requests[places] = event, request_id
+        counts[pages] += 1
 
     def add_all(
         self, kind: str, pages: NDArray[np.int64], step: int, request_ids: Iterable[str | None], counts: Iterable[int]

@@ -48,11 +48,19 @@ class RowBook:
                 came = np.repeat(places, np.diff(starts, append=len(own))) * size + own % size
                 self._lengthen(request, pool_id, own, came)
 
-    def note_brought(self, request: Request, pool_id: int, slots: Array, positions: Array) -> None:
-        """The same of entries that were brought into pages of a row; positions: where they are in it."""
-        is_own = self._pages.owners[slots // self._page_size] == request.uid
+    def note_brought(self, request: Request, pool_id: int, slots: Array, positions: Array, is_run: bool) -> None:
+        """The same of entries that were brought into pages of a row, which are written.
+
+        positions: where they are in it;  is_run: each follows the one before
+        """
+        size, length = self._page_size, request.row_lens[pool_id]
+        if is_run and (self._pages.owners[np.append(slots[::size], slots[-1]) // size] == request.uid).all():
+            if positions[0] <= length:
+                request.row_lens[pool_id] = max(length, int(positions[-1]) + 1)
+            return
+        is_own = self._pages.owners[slots // size] == request.uid
         own, came = slots[is_own], positions[is_own]
-        if len(own) and int(came.max()) >= request.row_lens[pool_id]:
+        if len(own) and int(came.max()) >= length:
             self._lengthen(request, pool_id, own, came)
 
     def _lengthen(self, request: Request, pool_id: int, slots: Array, positions: Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -49,8 +49,7 @@ class Transfers:
         if request is None or not set(pages).issubset(request.pages):
             return
         with suppress(ContradictionError, ForeignSnapshotError), torch.inference_mode():
-            self._checks.snapshots.expect_own([snapshot], pages)
-            self._checks.snapshots.prepare(snapshot, request, pages, length)
+            self._checks.snapshots.prepare(snapshot, request, pages, length, self._began(pages))
 
     @recorded
     def on_offload(self, pages: Sequence[int]) -> PageSnapshot:
@@ -75,13 +74,11 @@ class Transfers:
         things did, such as scales, or V of a layer, is T1 then too.
         """
         if snapshot is not None:
-            self._checks.snapshots.expect_own([snapshot], pages)
+            self._unpack("load", self._ledger.load_end, snapshot, request_id, pages, length)
+            return
         self._checks.judge_pending()
         self._ledger.load_end(request_id, pages, self._session.step)
-        if snapshot is None:
-            self._adopt(request_id, pages, length)
-        else:
-            self._unpack("load", snapshot, request_id, pages, length)
+        self._adopt(request_id, pages, length)
 
     @recorded
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
@@ -95,10 +92,7 @@ class Transfers:
 
         As `on_load_begin` and `on_load_end` with a snapshot, where nothing can read the pages in between.
         """
-        self._checks.snapshots.expect_own([snapshot], pages)
-        self._checks.judge_pending()
-        self._ledger.restore(request_id, pages, self._session.step)
-        self._unpack("restore", snapshot, request_id, pages, length)
+        self._unpack("restore", self._ledger.restore, snapshot, request_id, pages, length)
 
     @recorded
     def before_move(self) -> None:
@@ -182,11 +176,32 @@ class Transfers:
             request.judged = [Judged()] * len(request.judged)
 
     @torch.inference_mode()
-    def _unpack(self, how: str, snapshot: PageSnapshot, request_id: str, pages: Sequence[int], length: int) -> None:
-        """Bytes are back, and their records follow; nothing waits to be judged. `how`: what brought them."""
-        checks, request, step = self._checks, self._ledger.request(request_id), self._session.step
-        checks.publish_pages()
-        checks.violations += checks.snapshots.unpack(how, snapshot, request, pages, length, step)
+    def _unpack(
+        self,
+        how: str,
+        note: Callable[[str, Sequence[int], int], None],
+        snapshot: PageSnapshot,
+        request_id: str,
+        pages: Sequence[int],
+        length: int,
+    ) -> None:
+        """Bytes are back, and their records follow. `how`: what brought them, of which `note` tells the ledger."""
+        checks, snapshots, step = self._checks, self._checks.snapshots, self._session.step
+        incoming = snapshots.take_prepared(snapshot, self._ledger.requests.get(request_id), pages, length)
+        if incoming is None:
+            snapshots.expect_own([snapshot], pages)
+            began = self._began(pages)
+        checks.judge_pending()
+        note(request_id, pages, step)
+        request = self._ledger.request(request_id)
+        if incoming is None:
+            incoming = snapshots.bring(snapshot, request, pages, length, began)
+        checks.violations += snapshots.unpack(how, snapshot, request, pages, length, step, incoming)
+
+    def _began(self, pages: Sequence[int]) -> int:
+        """The step of their `on_load_begin`; this one where there was none."""
+        began = self._ledger.load_began(pages[0]) if pages else None
+        return self._session.step if began is None else began
 
     def _adopt(self, request_id: str, pages: Sequence[int], length: int) -> None:
         request = self._ledger.request(request_id)

@@ -31,23 +31,36 @@ def chain_tokens(tokens, first_position, value, multiplier, key, chains):
 
 
 @loop()
-def _write(row, record, pool_term, constants, table, live, judged):
-    """One record, under `seal.seal_values` and what its pool adds; whether an entry is rewritten that was judged."""
+def _seal(row, record, pool_term, constants):
+    """Of one record, `seal.seal_values` and what its pool adds."""
     seal = pool_term + constants[at.SEAL_START] + constants[at.SEAL_SLOT_KEY] * row
     for i in range(at.TOKEN_POSITION, at.STEP_SITE + 1):
         seal += _seal_column(record[i], constants[at.SEAL_KEYS + 2 * i], constants[at.SEAL_KEYS + 2 * i + 1])
+    return seal
+
+
+@loop()
+def _write(row, record, seal, table, live, judged):
+    """One record under this seal; whether an entry is rewritten that was judged."""
     for i in range(at.SEAL):
         table[row, i] = live[row, i] = record[i]
     table[row, at.SEAL] = live[row, at.SEAL] = seal
     return judged[row]
 
 
-@loop("boolean(int64[::1], int64[:, ::1], int64[::1], int64[:, ::1], int64[:, ::1], boolean[::1])")
-def write_records(rows, records, constants, table, live, judged):
-    """Seal records [n, 8] whose last column is what the pool adds to the seal; whether one was judged before."""
+@loop("void(int64[::1], int64[:, ::1], int64[::1])")
+def seal_records(rows, records, constants):
+    """Seal records [n, 8], whose last column is what the pool adds to the seal, in place."""
+    for i in range(rows.shape[0]):
+        records[i, at.SEAL] = _seal(rows[i], records[i], records[i, at.SEAL], constants)
+
+
+@loop("boolean(int64[::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], boolean[::1])")
+def write_records(rows, records, table, live, judged):
+    """Sealed records [n, 8]; whether one was judged before."""
     rewritten = False
     for i in range(rows.shape[0]):
-        rewritten |= _write(rows[i], records[i], records[i, at.SEAL], constants, table, live, judged)
+        rewritten |= _write(rows[i], records[i], records[i, at.SEAL], table, live, judged)
     return rewritten
 
 
@@ -106,7 +119,7 @@ def seal_plan(head, names, reads, roots, generations, states, low, high, constan
             record[at.CHAIN] = chains[entry]
             record[at.REQUEST_GENERATION] = plan.who[row // width * 2] & MASK_32 | generations[page] << 32
             record[at.STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
-            if _write(base + slot, record, pool.seal_term, constants, table, live, judged):
+            if _write(base + slot, record, _seal(base + slot, record, pool.seal_term, constants), table, live, judged):
                 seen |= layout.REWRITTEN
         first += plan.written[row]
     return seen
@@ -174,7 +187,7 @@ def move_records(
             record[at.REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
             record[at.STEP_SITE] = step_site
             record[at.CONTENT_B] = record[at.CONTENT_B] if has_fingerprints and layers else 0
-        if _write(row, record, pool.seal_term, constants, table, live, judged):
+        if _write(row, record, _seal(row, record, pool.seal_term, constants), table, live, judged):
             seen |= layout.REWRITTEN
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]

@@ -116,4 +116,8 @@ class PackedMask:
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on the device; nobody waits for the copy, and the memory that it reads is kept until then."""
-    return (host if device.type == "cpu" else host.pin_memory()).to(device, non_blocking=True)
+    if device.type == "cpu":
+        return host
+    pinned = torch.empty_like(host, pin_memory=True)
+    pinned.numpy()[...] = host.numpy()  # `copy_` would wake all of torch's threads for a large one
+    return pinned.to(device, non_blocking=True)

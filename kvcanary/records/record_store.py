@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvcanary.native.layout import BLANK, MOVED_BITS, REWRITTEN
 from kvcanary.pools.launch_site import pack_site
+from kvcanary.records.mailbox import to_device
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, MASK_32, REQUEST_GENERATION, SEAL, STEP_SITE
 
@@ -73,16 +74,34 @@ class RecordStore:
 
         A device has them from `flush` on.
         """
-        self._note(self._loops.write_records(rows, records.view(np.int64), *self.native_memory))
+        self._seal(rows, records)
+        self._write(rows, records)
         if not self._is_host:
             self.fresh.append(rows)
 
     def load(self, pool: PoolState, slots: Rows, records: Words, step: int) -> None:
         """As `write`, of slots whose bytes were loaded in this step; a device has the records at once."""
-        records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
-        records[:, CONTENT_B], records[:, SEAL] = 0, pool.seal_term
-        self.write(pool.base + slots, records)
+        records[:, CONTENT_B] = 0
+        self.seal_loaded(pool, slots, records, step)
+        self.put(pool, slots, records)
+        if not self._is_host:
+            self.fresh.append(pool.base + slots)
         self.flush()
+
+    def seal_loaded(self, pool: PoolState, slots: Rows, records: Words, step: int) -> None:
+        """Records of slots whose bytes this step began to load."""
+        records[:, STEP_SITE], records[:, SEAL] = two_words(step, pack_site("load", 0)), pool.seal_term
+        self._seal(pool.base + slots, records)
+
+    def put(self, pool: PoolState, slots: Rows, records: Words) -> None:
+        """Sealed records are new; a device has them from whoever calls this."""
+        self._write(pool.base + slots, records)
+
+    def _seal(self, rows: Rows, records: Words) -> None:
+        self._loops.seal_records(rows, records.view(np.int64), self._memory_of_loops[0])
+
+    def _write(self, rows: Rows, records: Words) -> None:
+        self._note(self._loops.write_records(rows, records.view(np.int64), *self.native_memory[1:]))
 
     def are_of(self, rows: Rows, grants: Rows) -> NDArray[np.bool_]:
         """[n] whether each of these rows was written under its grant."""
@@ -172,8 +191,7 @@ class RecordStore:
         if not self.fresh:
             return
         state, rows = self._state, np.concatenate(self.fresh)
-        records = torch.from_numpy(self.table[rows].view(np.int64)).to(state.records.device)
-        where = torch.from_numpy(rows).to(state.records.device)
+        where, records = (to_device(torch.from_numpy(own), state.records.device) for own in (rows, self.memory[rows]))
         state.records.index_copy_(0, where, records)
         state.expected.index_copy_(0, where, records)
         self.fresh.clear()

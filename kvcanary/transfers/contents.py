@@ -16,11 +16,12 @@ from torch import Tensor
 from kvcanary.pools.slot_maps import Ints, slots_in
 from kvcanary.provenance.arrival import ArrivedSlots
 from kvcanary.records.fingerprints import fingerprints_of_slots
+from kvcanary.records.landings import Landings
 from kvcanary.records.mailbox import to_device
 from kvcanary.records.record_store import RecordStore, Words
 from kvcanary.records.state import PoolState
 from kvcanary.transfers.wire import Reader, Writer
-from kvcanary_kernels.record.layout import COLUMNS, TOKEN_POSITION
+from kvcanary_kernels.record.layout import COLUMNS, CONTENT_B, TOKEN_POSITION
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,43 +90,51 @@ class Incoming:
 
     def __init__(
         self,
+        store: RecordStore,
+        landings: Landings,
         pool: PoolState,
         contents: Contents,
         chosen: Ints,
         records: Words,
         names: Ints,
+        step: int,
         in_row: Ints | None = None,
     ) -> None:
-        """records: [n, 8] of then, with the row and the grant of now; they are written into"""
-        own, device = contents.of(chosen), pool.records.device
+        """records: [n, 8] of then, with the row and the grant of now, which are written into;  step: of their load"""
+        own = contents.of(chosen)
         self.pool, self.names, self._positions = pool, names, positions_of(records)
         self.in_row = self._positions if in_row is None else in_row
+        self.is_run = bool((np.diff(self.in_row) == 1).all())
         self._contents, self._own, self._chosen, self._records = contents, own, chosen, records
-        self._slots = slots_in(pool.view, names)
-        self._where = to_device(torch.from_numpy(self._slots), device)
-        self._sent = to_device(own.fingerprint_a, device), to_device(own.fingerprint_b, device)
-        self._damage = to_device(own.damage, device) if own.damage.numpy().any() else None
-        self._before: Tensor | None = None
-        self._found: tuple[Tensor, Tensor] | None = None
-
-    def write(self, store: RecordStore, step: int) -> None:
-        """The records and fingerprints of then; a damaged record stays damaged."""
-        pool, where = self.pool, self._where
-        self._before = pool.content_a.index_select(1, where)
-        store.load(pool, self._slots, self._records, step)
-        pool.write_fingerprints(where, *self._sent)
-        if self._damage is not None:
-            pool.records.index_copy_(0, where, pool.records.index_select(0, where) + self._damage)
+        self._slots, self._is_read = slots_in(pool.view, names), False
+        records[:, CONTENT_B] = own.fingerprint_b.numpy().view(np.uint64)
+        store.seal_loaded(pool, self._slots, records, step)
+        self._landing = landings.take(pool, len(names), self)
+        self._landing.fill(self._slots, records.view(np.int64), own.fingerprint_a.numpy())
+        self._where = self._landing.where[: len(names)]
+        self._damage = to_device(own.damage, self._where.device) if own.damage.numpy().any() else None
+        self._before = pool.content_a.index_select(1, self._where)
 
     def read(self) -> None:
         """Begin to read what lies there; nobody waits for it yet."""
-        self._found = fingerprints_of_slots(self.pool, self._where)
+        self._landing.read()
+        self._is_read = True
+
+    def write(self, store: RecordStore) -> None:
+        """The records and fingerprints of then; a damaged record stays damaged."""
+        pool, where = self.pool, self._where
+        store.put(pool, self._slots, self._records)
+        self._landing.write()
+        if self._damage is not None:
+            pool.records.index_copy_(0, where, pool.records.index_select(0, where) + self._damage)
 
     def differing(self) -> ArrivedSlots | None:
         """What was read; None: the bytes of then, or nothing was read. Waits for the device."""
-        if self._found is None or self._before is None or torch.equal(self._found[0], self._sent[0]):
+        if not self._is_read or self._landing.is_right():
             return None
-        found_a, found_b, before = (values.cpu().numpy() for values in (*self._found, self._before))
+        _, read_b = fingerprints_of_slots(self.pool, self._where)
+        read_a = self._landing.found_a[:, : len(self.names)]
+        found_a, found_b, before = (values.cpu().numpy() for values in (read_a, read_b, self._before))
         expected = self._own.fingerprint_a.numpy(), self._own.fingerprint_b.numpy()
         known = self._contents.fingerprint_a.numpy(), self._contents.current
         own = self._chosen, self._slots, self._positions, (found_a, found_b), expected, before

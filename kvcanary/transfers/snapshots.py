@@ -16,6 +16,7 @@ from kvcanary.errors import ContradictionError, ForeignSnapshotError, SealError
 from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
 from kvcanary.provenance.arrival import Arrival, ArrivedSlots, Peer, Sent, Trip
+from kvcanary.records.landings import Landings
 from kvcanary.records.record_store import RecordStore, two_words
 from kvcanary.records.state import CanaryState, PoolState
 from kvcanary.transfers.arrivals import judge
@@ -92,7 +93,7 @@ class PageSnapshot(Seal):
 
 
 MOST_PREPARED = 16  # loads that are under way
-LoadKey = tuple[int, int, tuple[int, ...], bytes]  # uid, length, pages, and the generations of their grants
+LoadKey = tuple[int, int, tuple[int, ...]]  # uid, length, pages
 
 
 class PageSnapshots:
@@ -103,9 +104,10 @@ class PageSnapshots:
     ) -> None:
         self._state, self._record_store, self._ledger = state, record_store, ledger
         self._compares_content, self._model = compares_content, model
+        self._landings = Landings(state.records.device)
         self._recent, self.left = RecentSnapshots(), LeftRecords(state, record_store, ledger)
-        #: By identity of the snapshot, the last ones.
-        self._prepared: dict[int, tuple[PageSnapshot, LoadKey, list[Incoming]]] = {}
+        #: By identity of the snapshot, the last ones; with the generations of the pages' grants.
+        self._prepared: dict[int, tuple[PageSnapshot, LoadKey, bytes, list[Incoming]]] = {}
         self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
 
     def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> PageSnapshot:
@@ -150,47 +152,71 @@ class PageSnapshots:
                     found=found,
                 )
 
-    def unpack(
-        self, how: str, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int, step: int
-    ) -> list[Violation]:
-        """The records of positions below `length` follow their bytes into these pages of the row.
+    def take_prepared(
+        self, snapshot: PageSnapshot, request: Request | None, pages: Sequence[int], length: int
+    ) -> list[Incoming] | None:
+        """What `prepare` has made of this load, which has come and is read from now on; None: nothing."""
+        _, load, grants, incoming = self._prepared.pop(id(snapshot), (None, None, b"", []))
+        if request is None or load != (request.uid, length, tuple(pages)) or grants != self._grants(pages):
+            return None
+        self._read(incoming)
+        return incoming
 
-        T1 where what arrived is not what was written before it left. Slots that held nothing then hold nothing now.
+    def bring(
+        self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int, step: int
+    ) -> list[Incoming]:
+        """The same of a load that was not prepared.
+
+        Positions below `length` have come. Slots that held nothing when they left hold nothing now.
+        step: in which the load began
+        """
+        incoming = self._incoming(snapshot, request, pages, length, step)
+        self._read(incoming)
+        return incoming
+
+    def unpack(
+        self,
+        how: str,
+        snapshot: PageSnapshot,
+        request: Request,
+        pages: Sequence[int],
+        length: int,
+        step: int,
+        incoming: Sequence[Incoming],
+    ) -> list[Violation]:
+        """The records follow their bytes into these pages of the row.
+
+        T1 where what arrived is not what was written before it left.
         how: what brought them, in the words of a report
         """
         request.brought_len = max(request.brought_len, length)
-        incoming = self._take_prepared(snapshot, request, pages, length)
-        self._put_back(incoming, step)
         for one in incoming:
+            one.write(self._record_store)
             pool_id, seen = one.pool.pool_id, window_start(one.pool.view, length)  # nobody misses what comes before
             request.row_lens[pool_id] = max(request.row_lens[pool_id], seen)
-            self._ledger.rows.note_brought(request, pool_id, one.names, one.in_row)
+            self._ledger.rows.note_brought(request, pool_id, one.names, one.in_row, one.is_run)
         arrived_slots = {one.pool.name: one.differing() for one in incoming}
         violations = self._judge(how, [snapshot], pages, arrived_slots, [], step)
         if snapshot.sent.peer is not None and self._compares_content:
             self._remember(snapshot.sent, self._state.pools, snapshot.contents)
         return violations
 
-    def prepare(self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int) -> None:
-        """All of `unpack` that can be done before the bytes are there; pools behind slot maps wait for theirs."""
+    def prepare(self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int, step: int) -> None:
+        """All of `bring` that can be done before the bytes are there; pools behind slot maps wait for theirs."""
+        self.expect_own([snapshot], pages)
         if all(pool.view.slot_map is None for pool in self._state.pools):
-            incoming = self._incoming(snapshot, request, pages, length)
-            self._prepared[id(snapshot)] = snapshot, self._load_of(request, pages, length), incoming
+            incoming = self._incoming(snapshot, request, pages, length, step)
+            load = request.uid, length, tuple(pages)
+            self._prepared[id(snapshot)] = snapshot, load, self._grants(pages), incoming
             while len(self._prepared) > MOST_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
 
-    def _take_prepared(
-        self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int
+    def _grants(self, pages: Sequence[int]) -> bytes:
+        return self._ledger.generations[list(pages)].tobytes()
+
+    def _incoming(
+        self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int, step: int
     ) -> list[Incoming]:
-        _, load, incoming = self._prepared.pop(id(snapshot), (None, None, []))
-        if load == self._load_of(request, pages, length):
-            return incoming
-        return self._incoming(snapshot, request, pages, length)
-
-    def _load_of(self, request: Request, pages: Sequence[int], length: int) -> LoadKey:
-        return request.uid, length, tuple(pages), self._ledger.generations[list(pages)].tobytes()
-
-    def _incoming(self, snapshot: PageSnapshot, request: Request, pages: Sequence[int], length: int) -> list[Incoming]:
         """By pool into which something comes back."""
         names = self._slots(np.array(pages, dtype=np.int64))
         positions = self._slots(np.array(self._ledger.rows.places(request, list(pages)), dtype=np.int64))  # in the row
@@ -202,16 +228,12 @@ class PageSnapshots:
                 grants = self._ledger.generations[names[chosen] // self._state.page_size].view(np.uint64)
                 records = contents.records[chosen]
                 records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
-                found.append(Incoming(pool, contents, chosen, records, names[chosen], positions[chosen]))
+                own = contents, chosen, records, names[chosen], step, positions[chosen]
+                found.append(Incoming(self._record_store, self._landings, pool, *own))
         return found
 
-    def _put_back(self, incoming: Sequence[Incoming], step: int) -> None:
-        """Bytes are there: seal the records of then with the fingerprints of then, and begin to read what has come.
-
-        The reading is last: a copy from host memory would wait for it.
-        """
-        for one in incoming:
-            one.write(self._record_store, step)
+    def _read(self, incoming: Sequence[Incoming]) -> None:
+        """First of all: the host goes on while the device reads."""
         for one in incoming if self._compares_content else ():
             one.read()
 
@@ -227,8 +249,11 @@ class PageSnapshots:
                 outdated += self.left.outdated(pool, pages, contents.records)
             chosen = contents.current.nonzero()[0]
             if len(chosen):
-                incoming.append(Incoming(pool, contents, chosen, contents.records[chosen], names[chosen]))
-        self._put_back(incoming, step)
+                own = contents, chosen, contents.records[chosen], names[chosen], step
+                incoming.append(Incoming(self._record_store, self._landings, pool, *own))
+        self._read(incoming)
+        for one in incoming:
+            one.write(self._record_store)
         arrived_slots = {one.pool.name: one.differing() for one in incoming}
         return self._judge("swap in", snapshots, pages, arrived_slots, outdated, step)
 

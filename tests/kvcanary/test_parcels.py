@@ -72,7 +72,7 @@ def records_of(engine: ToyEngine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("damage", [False, True])
 def test_a_prepared_load_is_any_other(make_toy, damage):
-    """Nothing changes while bytes travel; then records, fingerprints and findings are the same."""
+    """Nothing changes while bytes travel, for a step or more; then records, fingerprints and findings are the same."""
     left, codes = [], []
     for is_prepared in (False, True):
         tier = Tier(make_toy(mode="log"))
@@ -82,6 +82,8 @@ def test_a_prepared_load_is_any_other(make_toy, damage):
             canary.prepare_load("back", pages, tier.length, tier.snapshot)
             assert all(map(torch.equal, before, records_of(tier.engine)))
             assert len(canary.session.checks.snapshots._prepared) == 1
+        canary.collect(canary.end_step())
+        tier.engine.begin()
         for pool, kept in tier.bytes.items():
             tier.engine.pools[pool].kv[:, tier.engine._slots_of(pages)] = kept
         if damage:

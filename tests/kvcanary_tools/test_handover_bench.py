@@ -59,27 +59,33 @@ def test_without_two_gpus_it_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("record", "sentences"),
+    ("record", "is_met", "sentences"),
     [
         (
             "gpu_handover",
+            False,
             ["took {transfer_ms:.1f} ms ({transfer_gb_s:.0f} GB/s)", "took {compare_ms:.1f} ms, of which"],
         ),
         (
             "gpu_handover_nixl",
+            True,
             [
                 "took {transfer_ms:.1f} ms ({transfer_gb_s:.0f} GB/s)",
-                "took {fingerprints_ms:.2f} ms of the GPU",
-                "the comparison took {compare_ms:.1f} ms",
+                "in {prepare_ms:.1f} ms of the host",
+                "the comparison took {compare_ms:.2f} ms, {percent:.1f} % of the transfer",
+                "{fingerprints_ms:.2f} ms are the kernel",
+                "beside it took {transfer_beside_it_ms:.1f} ms",
             ],
         ),
     ],
 )
-def test_the_page_quotes_the_records(record: str, sentences: list[str]):
+def test_the_page_quotes_the_records(record: str, is_met: bool, sentences: list[str]):
     """Of two GPUs: equal bytes, no finding, all faults found, and the times that were measured."""
     told = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))
     page = " ".join((Path(__file__).parents[2] / "docs" / "handover.md").read_text(encoding="utf-8").split())
     assert told["clean"] == {"equal": True, "findings": []}
     assert [fault["fault"] for fault in told["faults"] if fault["found"]] == list(FAULTS)
-    assert [own for own in sentences if own.format(**told) not in page] == []
+    percent = 100 * told["compare_over_transfer"]
+    assert [own for own in sentences if own.format(**told, percent=percent) not in page] == []
+    assert (percent <= 100 * told["bar"]) is is_met
     assert f"`{record}.json`" in page.replace("tools/kvcanary_tools/bench/results/", "")
