@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from kvcanary.records import landings
+from kvcanary.records.fingerprints import fingerprints_of_slots
 from kvcanary.records.landings import KEPT, LEAST_ROOM, Landing, Landings
+from kvcanary_kernels.record.layout import COLUMNS
 from kvcanary_tools.bench.gpu.handover import Shape, Side, flip
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -68,6 +71,31 @@ def test_what_is_known_after_a_load_is_the_same_in_any_room(device, monkeypatch)
     for one, same in zip(loads, others, strict=True):
         assert all(map(torch.equal, one, same))
         assert all(part.any() for part in one)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("room", [SHAPE.tokens, 100])
+@torch.inference_mode()
+def test_a_landing_with_room_to_spare_compares_what_is_in_it_alone(device, room):
+    """The last slot comes again behind the others: right bytes are right, and one word that is not is seen."""
+    away = Away(device)
+    (pool,) = away.canary.session.state.pools
+    slots = torch.arange(away.pages[0] * SHAPE.page_size, (away.pages[-1] + 1) * SHAPE.page_size)
+    away.rows.copy_(away.sent)
+    sent, _ = fingerprints_of_slots(pool, slots.to(pool.records.device))
+    landing = Landing(pool, room)
+    for word in (0, 1, 0):
+        away.rows[4, -1, 1, 1, 2:4].view(torch.int32).bitwise_xor_(word)
+        landing.fill(slots.numpy(), np.zeros((len(slots), COLUMNS), np.int64), sent.cpu().numpy())
+        landing.read()
+        assert landing.is_right() is (word == 0)
+        away.rows[4, -1, 1, 1, 2:4].view(torch.int32).bitwise_xor_(word)
+    before = pool.content_a.clone(), pool.records.clone()
+    landing.write()
+    others = torch.ones(pool.view.num_slots, dtype=torch.bool).index_fill_(0, slots, False).to(pool.records.device)
+    assert torch.equal(pool.content_a[:, others], before[0][:, others])
+    assert torch.equal(pool.records[others], before[1][others])
+    assert torch.equal(pool.content_a[:, ~others].cpu(), sent.cpu())
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, KVCorruptionErr
 from kvcanary.ledger.ledger import NO_PAGE, Ledger, ReadQueue
 from kvcanary.ledger.requests import MOST_BATCHES
 from kvcanary.ledger.step_book import in_a_row
-from kvcanary_kernels.record.layout import chain_root, make_keys, mix_host
+from kvcanary_kernels.record.layout import SHARED_OWNER, chain_root, make_keys, mix_host
 
 KEYS = make_keys(7, 1, 4)
 ROOTS = (chain_root(KEYS, "target"), chain_root(KEYS, "draft"))
@@ -288,6 +288,36 @@ def test_a_request_without_pages_starts_anew():
     assert (request.committed_len, request.row_lens.tolist()) == (5, [5, 4])
     ledger.free("only", [7], 1)
     assert (request.pages, request.committed_len, request.row_lens.tolist()) == ([], 0, [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("positions", "before", "length"),
+    [(range(8), 0, 8), (range(4, 8), 0, 0), (range(4, 8), 4, 8), (range(2, 7), 3, 7), (range(5), 7, 7)],
+)
+@pytest.mark.parametrize("is_run", [False, True])
+def test_what_is_brought_lengthens_a_row_that_it_follows(positions, before, length, is_run):
+    """Whether or not somebody has said that the positions follow one another."""
+    ledger = make_ledger()
+    request = ledger.admit("only", list(range(8)), 0)
+    ledger.grant("only", [7, 2], 0, for_load=True)
+    ledger.restore("only", [7, 2], 0)
+    request.row_lens = [before, 0]
+    where = np.array(positions)
+    ledger.rows.note_brought(request, 0, np.array([7, 2])[where // 4] * 4 + where % 4, where, is_run)
+    assert request.row_lens.tolist() == [length, 0]
+
+
+@pytest.mark.parametrize("shared", [7, 2])
+def test_what_is_brought_into_pages_of_several_lengthens_no_row(shared):
+    """Of a page that is not the row's alone its entries do not count, be it the first or the last."""
+    ledger = make_ledger()
+    request = ledger.admit("only", list(range(8)), 0)
+    ledger.grant("only", [7, 2], 0, for_load=True)
+    ledger.restore("only", [7, 2], 0)
+    ledger.pages.owners[shared] = SHARED_OWNER
+    where = np.arange(5)
+    ledger.rows.note_brought(request, 0, np.array([7, 2])[where // 4] * 4 + where % 4, where, True)
+    assert request.row_lens.tolist() == [0 if shared == 7 else 4, 0]
 
 
 def test_an_event_names_a_page_once():

@@ -10,7 +10,7 @@ import pytest
 
 from kvcanary import CanaryConfig, CanaryManager
 from kvcanary.errors import LifetimeError, PageStateError
-from kvcanary.ledger.page_history import HISTORY_EVENTS, PageHistory, phrase
+from kvcanary.ledger.page_history import FEW, HISTORY_EVENTS, PageHistory, phrase
 from kvcanary.ledger.page_states import EVENTS, STATE_NAMES, Pages
 from kvcanary.native.layout import FINAL
 from kvcanary_kernels.record import layout as record
@@ -223,6 +223,19 @@ def test_history_keeps_events_of_several_requests():
     freed, site = ("freed", 1, "b"), history.of(4)[0].site
     assert reported == [[], [freed, ("granted", 2, "c")], [freed], [("granted", 2, "c")], [("granted", 2, "a")], []]
     assert site == (__file__, sys._getframe().f_lineno - 4)
+
+
+@pytest.mark.parametrize("count", [1, FEW - 1, FEW, 40])
+def test_history_of_many_pages_at_once_is_that_of_each(count):
+    """However many have an event together, and however many each has had."""
+    once, each = PageHistory(64), PageHistory(64)
+    for step in range(HISTORY_EVENTS + 2):
+        pages = np.arange(step, step + count)
+        once.add("granted", pages, step, "a")
+        for page in pages.tolist():
+            each.add("granted", np.array([page]), step, "a")
+    found, due = ([[event[:3] for event in history.of(page)] for page in range(64)] for history in (once, each))
+    assert found == due
 
 
 def test_history_knows_the_line_of_the_caller(make_engine):

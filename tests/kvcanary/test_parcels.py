@@ -110,26 +110,30 @@ def test_what_was_prepared_for_another_load_is_not_taken(make_toy):
     assert (target.records[slots, 0] != target.records[0, 0]).tolist() == [True] * 7 + [False]
 
 
-def test_grants_of_then_are_not_those_of_now(make_toy):
-    """A load that failed, into pages that come to another request: what was prepared names the first one."""
+@pytest.mark.parametrize("name", ["again", "back"])
+def test_grants_of_then_are_not_those_of_now(make_toy, name):
+    """A load that failed, into pages that come to another request, or are granted anew: what was prepared is old."""
     tier = Tier(make_toy(quarantine=0))
     pages, engine = begin_load(tier), tier.engine
     engine.canary.prepare_load("back", pages, tier.length, tier.snapshot)
     engine.canary.on_load_fail("back", pages)
-    engine.canary.release("back")
+    if name == "again":
+        engine.canary.release("back")
+        engine.canary.admit("again", TOKENS)
     engine.canary.on_free("back", pages)
-    engine.canary.admit("again", TOKENS)
-    engine.canary.on_alloc("again", pages, for_load=True)
-    engine.canary.on_load_begin("again", pages)
+    engine.canary.on_alloc(name, pages, for_load=True)
+    engine.canary.on_load_begin(name, pages)
     for pool, kept in tier.bytes.items():
         engine.pools[pool].kv[:, engine._slots_of(pages)] = kept
-    engine.canary.on_load_end("again", pages, tier.length, tier.snapshot)
-    engine.canary.commit("again", tier.length)
+    engine.canary.on_load_end(name, pages, tier.length, tier.snapshot)
+    engine.canary.commit(name, tier.length)
     engine.canary.collect(engine.canary.end_step())
     assert engine.canary.findings == []
-    request = engine.canary.session.ledger.request("again")
-    target = engine.canary.session.state.pools[0]
-    assert set((target.records[engine._slots_of(pages), 2] & 0xFFFFFFFF).tolist()) == {request.uid}
+    ledger, target = engine.canary.session.ledger, engine.canary.session.state.pools[0]
+    owners = target.records[engine._slots_of(pages), 2].tolist()
+    size = engine.shape.page_size
+    due = [int(ledger.generations[page]) << 32 | ledger.request(name).uid for page in pages for _ in range(size)]
+    assert owners == due
 
 
 def test_what_is_wrong_with_a_load_its_end_says(make_toy):
