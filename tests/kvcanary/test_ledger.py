@@ -314,10 +314,10 @@ def test_what_is_brought_into_pages_of_several_lengthens_no_row(shared):
     request = ledger.admit("only", list(range(8)), 0)
     ledger.grant("only", [7, 2], 0, for_load=True)
     ledger.restore("only", [7, 2], 0)
-    ledger.pages.owners[shared] = SHARED_OWNER
-    where = np.arange(5)
+    ledger.pages.owners[shared], request.row_lens = SHARED_OWNER, [2, 0]
+    where = np.arange(2, 6)  # two entries of each
     ledger.rows.note_brought(request, 0, np.array([7, 2])[where // 4] * 4 + where % 4, where, True)
-    assert request.row_lens.tolist() == [0 if shared == 7 else 4, 0]
+    assert request.row_lens.tolist() == [2 if shared == 7 else 4, 0]
 
 
 def test_an_event_names_a_page_once():
