@@ -6,6 +6,8 @@ keeps the states.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
@@ -29,6 +31,17 @@ class StateAccess(Protocol):
         ...
 
 
+def shape_of_size(size: int) -> DeltaShape:
+    """One head, keys of one number, and the shortest convolution with which a state has ``size`` numbers."""
+    for width in range(2, size):
+        v_dim, rest = divmod(size - 2 * (width - 1), width)
+        if rest == 0 and v_dim > 0:
+            return DeltaShape(1, 1, 1, v_dim, width)
+    raise CheckpointError(
+        f"no gated delta net of one head has a state of {size} numbers: take an even number, 4 at least"
+    )
+
+
 class HybridDecoder(Decoder):
     """A Decoder whose layers ``config.delta_layers`` keep a state of ``config.delta.size`` numbers.
 
@@ -36,7 +49,10 @@ class HybridDecoder(Decoder):
     of the RecurrentPool.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layers: Sequence[int] = (), size: int = 0) -> None:
+        """``layers``, ``size``: of a config that names none, which keep a state, of one head and so many numbers."""
+        if layers:
+            config = replace(config, delta=shape_of_size(size), delta_layers=tuple(layers))
         super().__init__(config)
         shape, layers = config.delta, config.delta_layers
         if shape is None or not layers:

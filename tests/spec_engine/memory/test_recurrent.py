@@ -177,5 +177,15 @@ def test_recurrent_layers_lie_within_the_model() -> None:
         HybridDecoder(replace(CONFIG, delta_layers=(1, 4)))
     with pytest.raises(CheckpointError, match=r"must have layers with a gated delta net, got DeltaShape.* in \(\)"):
         HybridDecoder(replace(CONFIG, delta_layers=()))
+    with pytest.raises(CheckpointError, match="of one head has a state of 5 numbers: take an even number"):
+        HybridDecoder(CONFIG, (1,), 5)
     model = HybridDecoder(replace(CONFIG, delta_layers=(1,)))
     assert (model.num_kv_layers, model.num_state_layers) == (3, 1)
+
+
+@pytest.mark.parametrize("size", [4, 7, 12, 20])
+def test_any_decoder_is_a_hybrid_with_states_of_a_size(size: int) -> None:
+    """A config that names no recurrent layers, and which of them are."""
+    model = HybridDecoder(replace(CONFIG, delta=None, delta_layers=()), (0, 2), size)
+    assert (model.state_size, model.num_state_layers, model.config.delta_layers) == (size, 2, (0, 2))
+    assert model.config.delta.size == sum(model.state_parts.values()) == size
