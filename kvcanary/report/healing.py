@@ -69,7 +69,7 @@ class Healing:
         self._ended: set[str] = set()  # until another request has the name
         self._open: list[Heal] = []
         self._heals: dict[int, Heal] = {}  # by incident
-        self._found: dict[str, list[int]] = {}  # by page or cause, in words, steps in which a heal began
+        self._found = _Found()
 
     def heals(self, request_id: str) -> bool:
         """Whether the request is to give up its pages and be computed again; until it is admitted anew."""
@@ -145,7 +145,7 @@ class Healing:
             self._open.remove(heal)
             for finding in heal.findings:
                 self._coverage.healed += 1
-                self._tell(self._log.heal(finding, "; ".join(heal.how)), heal, step)
+                _tell(self._log.heal(finding, "; ".join(heal.how)), heal, step)
 
     # helpers
 
@@ -161,10 +161,7 @@ class Healing:
         own = [finding for finding in findings if finding.code in DAMAGE]
         names = {f"page {one.page} of pool {one.pool!r}" for one in own if one.page >= 0 and one.entry is None}
         names |= {f"cause {one.causes[0].family!r}" for one in own if one.causes}
-        for name in names:
-            known = [before for before in self._found.get(name, ()) if before > step - FORGOTTEN_AFTER]
-            self._found[name] = [*known, step][-MOST_HEALS - 2 :]
-        return max(((len(self._found[name]), name) for name in names), default=(0, ""))
+        return self._found.count(names, step)
 
     def _put_back(
         self, groups: Sequence[ViolationGroup], damage: Sequence[Violation], touched: Collection[str], cached: set[int]
@@ -198,18 +195,89 @@ class Healing:
             self.pending.pop(name, None)
         self._open = [heal for heal in self._open if heal.names.isdisjoint(names)]
 
-    def _tell(self, finding: Finding, heal: Heal, step: int) -> None:
-        _events.info(
-            "kvcanary.healed",
-            code=finding.code,
-            incident=finding.incident,
-            pool=finding.pool,
-            page=finding.page,
-            healed=finding.healed,
-            step=step,
-            steps=step - heal.step,
-            ms=round(1e3 * (time.perf_counter() - heal.began), 3),
-        )
+
+class LoadHealing:
+    """Where an engine computes loads again that failed, and can do nothing else: other findings stop it."""
+
+    def __init__(self, engine: str, log: FindingLog) -> None:
+        """`engine`: what it is called in a finding"""
+        self._engine, self._log = engine, log
+        self._open: dict[str, Heal] = {}  # by request, of whose load blocks were reported as failed
+        self._over: dict[int, int] = {}  # by incident, the step in which it was made good
+        self._found = _Found()
+
+    def failed(self, request_id: str, step: int) -> None:
+        """Blocks of a load were wrong, and the engine was told that they failed."""
+        self._open[request_id] = Heal([], step, {request_id}, set(), [])
+
+    def treat(
+        self,
+        groups: Sequence[ViolationGroup],
+        findings: Sequence[Finding],
+        touched: frozenset[str],
+        cached: set[int],
+        step: int,
+    ) -> Treatment:
+        """As `Healing.treat`; without a ledger nobody is touched, and nothing is cached."""
+        loads = [own for own in findings if own.code == "T1" and own.reader in self._open]
+        names = {own.reader for own in loads if own.reader is not None}
+        count, what = self._found.count({f"cause {own.causes[0].family!r}" for own in loads if own.causes}, step)
+        why = f"finding {count} of {what}, healing does not last" if count > MOST_HEALS else ""
+        if len(loads) < len(findings):
+            codes = sorted({own.code for own in findings if own not in loads})
+            why = f"{', '.join(codes)} is no load that {self._engine} could compute again"
+        if why:
+            return _told(True, f"raised KVCorruptionError; no token of step {step} leaves; {why}", findings)
+        treatment = _told(False, f"heals: {self._engine} computes {', '.join(sorted(names))} again", findings)
+        for own in treatment.findings:
+            self._open[own.reader or ""].findings.append(own)
+        return treatment
+
+    def went_back(self, request_id: str, position: int, step: int) -> int:
+        """The engine computes this row again from here on; how many findings are made good by that."""
+        heal = self._open.pop(request_id, None)
+        if heal is None:
+            return 0
+        for finding in heal.findings:
+            self._over[finding.incident] = step
+            how = f"{self._engine} computes {request_id} again from position {position}"
+            _tell(self._log.heal(finding, how), heal, step)
+        return len(heal.findings)
+
+    def is_over(self, incident: int, step: int) -> bool:
+        """As of `Healing`."""
+        return step > self._over.get(incident, step)
+
+    def close(self, step: int) -> None:
+        """Nothing is left to tell."""
+
+
+class _Found:
+    """By page or cause, in words, the steps of late in which a heal began."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, list[int]] = {}
+
+    def count(self, names: Collection[str], step: int) -> tuple[int, str]:
+        """How often each of these was found, this step included: the one that was found most."""
+        for name in names:
+            known = [before for before in self._steps.get(name, ()) if before > step - FORGOTTEN_AFTER]
+            self._steps[name] = [*known, step][-MOST_HEALS - 2 :]
+        return max(((len(self._steps[name]), name) for name in names), default=(0, ""))
+
+
+def _tell(finding: Finding, heal: Heal, step: int) -> None:
+    _events.info(
+        "kvcanary.healed",
+        code=finding.code,
+        incident=finding.incident,
+        pool=finding.pool,
+        page=finding.page,
+        healed=finding.healed,
+        step=step,
+        steps=step - heal.step,
+        ms=round(1e3 * (time.perf_counter() - heal.began), 3),
+    )
 
 
 def _told(stops: bool, action: str, findings: Sequence[Finding]) -> Treatment:

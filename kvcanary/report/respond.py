@@ -15,7 +15,7 @@ from kvcanary.ledger.ledger import Ledger, Request
 from kvcanary.report.announce import announce
 from kvcanary.report.describe import Describer
 from kvcanary.report.finding import Finding, FindingLog
-from kvcanary.report.healing import DAMAGE, Healing
+from kvcanary.report.healing import DAMAGE, Healing, LoadHealing
 from kvcanary.report.render import Report
 
 REMEMBERED_INCIDENTS = 65536
@@ -51,7 +51,7 @@ class Response:
         self._unhooked: dict[tuple[int, int], int] = {}  # by pool and request: the incident of a forward without hooks
         self.damaged_pages: set[int] = set()  # that a prefix cache has
         self.log = FindingLog()
-        self.healing: Healing | None = None
+        self.healing: Healing | LoadHealing | None = None
 
     def act(self, groups: Sequence[ViolationGroup], step: int, coverage: Coverage) -> frozenset[str]:
         """Join what a violation log took into findings and tell them; the requests that end by them or begin anew."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcanary.adapters.hosted.content_names import Names
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.state import Group
 from kvcanary.names import Published
 from kvcanary_kernels.record.layout import Identity
 
@@ -39,6 +40,7 @@ class Loads:
         self._waited: set[str] = set()  # layers of this step whose attention need not wait
         self.names = [Names(canary, group, connector, published, model) for group in canary.groups]
         self._new: list[tuple[tuple[int, str], Tensor, Tensor]] = []
+        self.wrong: list[tuple[str, Group, Tensor]] = []  # of the last `arrived`: whose, and where, by group
 
     def expect(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, Identity]]) -> None:
         """Requests whose first entries may come from elsewhere; as `PagedCanary.admit` takes them."""
@@ -68,8 +70,11 @@ class Loads:
     def arrived(self, lines: Sequence[Tensor]) -> None:
         """Loads were started, on the stream of the forward: judge and record what they brought."""
         new, self._new = self._new, []
+        known = len(self.canary.events)
         for row, tokens, chains in new:
             self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self.names)
+        loads = [(event, event.load) for event in self.canary.events[known:] if event.load is not None]
+        self.wrong = [(load.request, event.group, event.slots[load.wrong]) for event, load in loads]
 
     def name(self) -> None:
         """Give names to what the last forward stored."""

@@ -67,10 +67,12 @@ class PagedCanary:
         max_tokens: int,
         device: torch.device | str,
         has_tokens: bool = False,
+        can_heal: bool = False,
     ) -> None:
         """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row;
-        max_tokens: of one forward; has_tokens: every forward shows what the engine knows of tokens"""
-        expect_watching(config, "one request from outside")
+        max_tokens: of one forward; has_tokens: every forward shows what the engine knows of tokens
+        can_heal: whoever makes this gives its response a `healing`"""
+        expect_watching(config, "one request from outside", can_heal)
         self.config, self.num_rows, self.max_tokens = config, num_rows, max_tokens
         self.memory = Memory(config, num_rows, max_rejected, device)
         self.launches = Launches(config, self.memory, num_rows, max_tokens)

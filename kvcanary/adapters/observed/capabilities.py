@@ -9,7 +9,11 @@ from kvcanary.errors import AdapterError
 PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "N1", "W1", "W4", "W5", "W6"})
 
 
-def expect_watching(config: CanaryConfig, one: str) -> None:
-    """AdapterError where the mode asks for what nobody can do from outside an engine: to end `one` thing of many."""
-    if config.mode not in ("log", "raise"):
-        raise AdapterError(f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end {one}")
+def expect_watching(config: CanaryConfig, one: str, can_heal: bool = False) -> None:
+    """AdapterError where the mode asks for what nobody can do from outside an engine: to end `one` thing of many.
+
+    can_heal: the engine computes loads again that it is told have failed
+    """
+    if config.mode not in ("log", "raise", *(["heal"] if can_heal else [])):
+        rest = ", or 'heal'" if can_heal else ""
+        raise AdapterError(f"mode must be 'log' or 'raise'{rest} here, got {config.mode!r}: nobody can end {one}")

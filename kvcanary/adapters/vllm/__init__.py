@@ -27,7 +27,7 @@ def register() -> None:
     from kvcanary.adapters.observed.capabilities import expect_watching
     from kvcanary.config import CanaryConfig
 
-    expect_watching(CanaryConfig.from_env(), "one request from outside")
+    expect_watching(CanaryConfig.from_env(), "one request from outside", can_heal=True)
     module, _, path = ANCHOR.partition(":")
     owner, name = path.split(".")
     wrapper = getattr(import_module(module), owner)

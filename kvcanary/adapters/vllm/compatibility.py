@@ -233,6 +233,16 @@ DRAFT_STATES_SIDE = (
     Needed(f"{_V2}model_states.interface:ModelState.prepare_attn", ("self", "input_batch")),
 )
 
+#: Of loads that are computed again (mode heal); where these are gone, that mode is refused.
+HEALING = "loads that are computed again"
+HEAL_SIDE = (
+    Needed("vllm.config.kv_transfer:KVTransferConfig", (), ("kv_load_failure_policy",)),
+    Needed(f"{_CONNECTOR}.get_block_ids_with_load_errors", ("self",)),
+    Needed(f"{_V2}states:RequestState", attributes=("num_computed_tokens", "prefill_len")),
+    Needed(f"{_V2}buffer_utils:StagedWriteTensor.stage_write_elem", ("self", "index", "x")),
+    Needed(f"{_V2}buffer_utils:StagedWriteTensor.apply_write", ("self",)),
+)
+
 #: Of probes of what attention reads; where these are gone, nobody asks.
 PROBES = "probes of attention"
 CONTEXT, BACKEND = "vllm.forward_context", "vllm.v1.attention.backend"
@@ -250,6 +260,7 @@ NEEDED = (
     *RANKS_SIDE,
     *STATES_SIDE,
     *DRAFT_STATES_SIDE,
+    *HEAL_SIDE,
     *PROBED_SIDE,
 )
 
@@ -273,7 +284,7 @@ def closed_paths() -> dict[str, str]:
     """By path, what is gone of its names, one sentence; those that are whole are left out."""
     gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
     gone |= {OWNERS: missing(SCHEDULER_SIDE), RANKS: missing(RANKS_SIDE), STATES: missing(STATES_SIDE)}
-    gone |= {DRAFT_STATES: missing(DRAFT_STATES_SIDE), PROBES: missing(PROBED_SIDE)}
+    gone |= {DRAFT_STATES: missing(DRAFT_STATES_SIDE), HEALING: missing(HEAL_SIDE), PROBES: missing(PROBED_SIDE)}
     return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 

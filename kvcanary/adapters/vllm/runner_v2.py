@@ -13,18 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
+from kvcanary.adapters.vllm.compatibility import HEAL_SIDE
 from kvcanary.adapters.vllm.handle import Handle
 from kvcanary.errors import AdapterError
+from kvcanary.report.healing import LoadHealing
 
 
 class HandleV2(Handle):
     """The canary of a worker with runner V2."""
 
     _pending: Forward | None = None  # until an external load is there
+    _healing: LoadHealing | None = None  # in mode heal
     _every_table: Sequence[torch.Tensor] = ()  # of the forward that is prepared, those of states as well
     _rows, _places = b"", list[int]()  # of the last forward, where each row had one token; and where its tensors lay
     hooks = ("execute_model", "prepare_attn", "sample_tokens")
@@ -48,9 +52,19 @@ class HandleV2(Handle):
             name, number, now = cached.req_ids[place], numbers[place], cached.num_computed_tokens[place]
             before = int(held[number])
             self.canary.take_back(number, name, before, now)
+            if self._healing is not None:
+                self._go_back(number, now)
+                self.canary.coverage.healed += self._healing.went_back(name, now, self.canary.step)
             if self._ledger is not None:
                 blocks = [own[now // size : -(-before // size)] for size, own in self._blocks(number)]
                 self._ledger.taken_back(name, blocks)
+
+    def _go_back(self, number: int, now: int) -> None:
+        """The runner's counts of entries and tokens go back with the scheduler's, which they do not (vllm#49250)."""
+        states = self.runner.req_states
+        states.num_computed_tokens.stage_write_elem(number, now)
+        states.num_computed_tokens.apply_write()
+        states.total_len.gpu[number] = int(states.prefill_len.np[number])  # what was sampled from it did not leave
 
     def _blocks(self, number: int) -> Iterator[tuple[int, list[int]]]:
         """Of a row, by group: entries of a block, and the manager's blocks. It waits for the device."""
@@ -134,8 +148,21 @@ class HandleV2(Handle):
             forward, self._pending = self._pending, None
             self._loads.wait()
             self._loads.arrived(self._lines())
+            if self._healing is not None and self.canary is not None:
+                for name, *_ in self._loads.wrong:
+                    self._healing.failed(name, self.canary.step)
             self._read(forward)
         return result
+
+    def _get_block_ids_with_load_errors(self, method: Any) -> set[int]:
+        """Mode heal: blocks in which something else arrived than was stored, too."""
+        failed = set(method())
+        for _, group, slots in self._loads.wrong if self._loads is not None else ():
+            size, ratio = self._block_of(group.number)
+            failed |= set((slots // (size * ratio)).tolist())
+        if self._loads is not None:
+            self._loads.wrong = []
+        return failed
 
     def _wait_for_layer_load(self, method: Any, layer_name: str) -> Any:
         """Attention asks for its layer: one that was waited for is there, and some connectors count the calls."""
@@ -188,7 +215,28 @@ class HandleV2(Handle):
             waits = replaced_by(inner, "wait_for_layer_load")
             own = self._published_names(), self._shard_of_model()
             self._loads = Loads(canary, connector_name(inner), self._stored_layers(), waits, *own)
+            if self.config.mode == "heal":
+                self._healing = canary.response.healing = LoadHealing("vLLM", canary.log)
+                if replaced_by(inner, "get_block_ids_with_load_errors") is None:
+                    self._hook(inner, ("get_block_ids_with_load_errors",))
         return canary
+
+    def _expect_healing(self) -> None:
+        """AdapterError where mode heal could not heal."""
+        transfer, gone = getattr(self.worker.vllm_config, "kv_transfer_config", None), missing(HEAL_SIDE)
+        if transfer is None:
+            why = "what vLLM computes again are loads, so serve with a connector"
+        elif getattr(transfer, "kv_load_failure_policy", None) != "recompute":
+            why = "vLLM ends requests whose loads fail: give --kv-transfer-config a kv_load_failure_policy of recompute"
+        elif len(self.runner.kv_cache_config.kv_cache_groups) > 1:
+            why = "vLLM computes loads again where a model has one group of layers"
+        elif self._max_new > 1:
+            why = "loads are not computed again where the server drafts"
+        elif gone:
+            why = "; ".join(gone)
+        else:
+            return
+        raise AdapterError(f"mode must be 'log' or 'raise' here, got 'heal': {why}")
 
     def _new_canary(self) -> PagedCanary:
         runner, tables, states = self.runner, self.runner.block_tables, self.runner.req_states
@@ -196,12 +244,15 @@ class HandleV2(Handle):
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
+        if self.config.mode == "heal":
+            self._expect_healing()
         self._slots, most = self._of_caches(list(tables.slot_mappings)), tables.slot_mappings.shape[1]
         self._slots_at = tables.slot_mappings.data_ptr()
         self._tokens = states.all_token_ids.gpu, states.total_len.gpu
         self._starts = runner.input_buffers.query_start_loc
         self._starts_at = self._starts.data_ptr()
-        return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device, has_tokens=True)
+        own = tables.max_num_reqs, self._max_new, most, runner.device
+        return PagedCanary(self.config, *own, has_tokens=True, can_heal=True)
 
     def _table_block(self, group: int) -> tuple[int, int]:
         tables = self.runner.block_tables

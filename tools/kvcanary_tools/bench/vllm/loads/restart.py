@@ -87,6 +87,17 @@ def _change(path: Path, change: Callable[[Any, int], Any]) -> None:
     save_file({"kv_cache": kept}, path)
 
 
+def by_files(store: Path) -> dict[str, Any]:
+    """vLLM's ExampleConnector."""
+    options = {"shared_storage_path": str(store)}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+
+
+def worker_of(llm: Any) -> Any:
+    """Its only worker, in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
 def started(folder: Path, transfer: dict[str, Any]) -> tuple[Any, Any]:
     """A small vLLM with this connector, and how it is asked."""
     from vllm import LLM, SamplingParams
@@ -126,11 +137,8 @@ def serve(folder: Path, phase: str) -> dict[str, Any]:
     if not _torch().cuda.is_available():
         interpret()
     store = folder / "store"
-    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    options = {"kv_connector_extra_config": {"shared_storage_path": str(store)}}
-    llm, params = started(folder, transfer | options)
-    core = llm.llm_engine.engine_core.engine_core
-    worker = core.model_executor.driver_worker.worker
+    llm, params = started(folder, by_files(store))
+    worker = worker_of(llm)
 
     def run() -> list[list[int]]:
         return list(asked(llm, params))
@@ -142,7 +150,7 @@ def serve(folder: Path, phase: str) -> dict[str, Any]:
         return told
     right = store.with_name("right")
     shutil.copytree(store, right)
-    order = [own.name for own in sorted(store.iterdir(), key=lambda own: own.stat().st_mtime_ns)]  # as they were asked
+    order = asked_first(store)
     for harm in HARMS:
         worker.kvcanary.detach()
         told[harm.__name__] = _harmed(llm, worker, run, harm, store, right, order)
@@ -155,14 +163,23 @@ def _harmed(
     from kvcanary import CanaryConfig
     from kvcanary.adapters.vllm.worker import attach
 
-    shutil.rmtree(store)
-    shutil.copytree(right, store)
-    files = [sorted(folder.glob("*.safetensors"), key=_layer) for folder in (store / name for name in order)]
-    harm(files)
+    harm(files_as_stored(store, right, order))
     llm.reset_prefix_cache()
     attach(worker, CanaryConfig.from_env(mode="log"))
     tokens = run()
     return {"tokens": tokens, **kept(worker.kvcanary.report())}
+
+
+def asked_first(store: Path) -> list[str]:
+    """Folders of prompts, in the order in which these were stored."""
+    return [own.name for own in sorted(store.iterdir(), key=lambda own: own.stat().st_mtime_ns)]
+
+
+def files_as_stored(store: Path, right: Path, order: list[str]) -> list[list[Path]]:
+    """By prompt its files, by layer, as they were once stored; `right`: a copy of that."""
+    shutil.rmtree(store)
+    shutil.copytree(right, store)
+    return [sorted(folder.glob("*.safetensors"), key=_layer) for folder in (store / name for name in order)]
 
 
 def _layer(path: Path) -> int:
