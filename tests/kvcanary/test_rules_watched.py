@@ -213,6 +213,17 @@ SAID = [
             (f"{watched.TAKEN_BACK} from entry 9 to 4 before step 7",),
         ),
     ),
+    (watched.load_failed, watching(a_violation(code="R12", notes=("group 0",))), None),
+    (
+        watched.load_failed,
+        watching(a_violation(code="R12", notes=("group 0", f"{watched.LOAD_FAILED}, A said in step 3: block 2"))),
+        Cause(
+            "transfer",
+            "the row goes on from a load that failed, and was not computed again",
+            "derived",
+            (f"{watched.LOAD_FAILED}, A said in step 3: block 2",),
+        ),
+    ),
     (watched.not_finite_before, watching(a_violation(code="N1", notes=("group 0",))), None),
     (
         watched.not_finite_before,

@@ -83,6 +83,8 @@ class PagedCanary:
         self.poison: FreeSlots | None = None
         self.prefixes = Prefixes(make_keys(self.memory.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
+        #: By group and block, which connector said that a load of it failed, and in which step.
+        self.failed_loads: dict[tuple[int, int], tuple[str, int]] = {}
         self._taken_back: dict[str, tuple[int, int]] = {}  # since the last forward, as in Step
         self._roots: dict[int, tuple[int, int]] = {}  # by row that is followed: the chain of none, and who writes
         own = weakref.proxy(self)  # pools are freed with the last user of a canary

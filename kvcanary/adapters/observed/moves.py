@@ -22,6 +22,7 @@ from kvcanary_kernels.record.layout import CHAIN, SEAL
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
 from kvcanary_kernels.watch.walk import table_slots
 
+MOST_FAILED = 4096  # blocks whose load failed that are remembered, for reports
 NO_NAMES = "entries loaded under a prefix that nobody wrote here"
 
 
@@ -102,6 +103,17 @@ def zeroed(canary: PagedCanary, group: Group, slots: Tensor, requests: Mapping[i
         layers.fingerprints[0, :, slots] = layers.keys.start_a[:, None]
         layers.fingerprints[1, :, slots] = 0
         _event(canary, f"zeroed {what}", group, layers, slots, requests)
+
+
+def failed(canary: PagedCanary, group: Group, slots: Tensor, connector: str) -> None:
+    """Slots [n] int64 of which a connector says that their load failed: to read them is R12 until somebody writes."""
+    group.records[slots] = 0
+    for layers in group.layers:
+        layers.stamps[slots] = 0
+    blocks = (slots // group.block_size).unique().tolist()
+    canary.failed_loads |= {(group.number, block): (connector, canary.step) for block in blocks}
+    for block in list(canary.failed_loads)[:-MOST_FAILED]:
+        del canary.failed_loads[block]
 
 
 def loaded(

@@ -21,7 +21,7 @@ from kvcanary.pools.launch_site import unpack_site
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
 from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.state import PoolState
-from kvcanary.report.causes.watched import GRANTED_ANEW, READ_BEFORE, TAKEN_BACK
+from kvcanary.report.causes.watched import GRANTED_ANEW, LOAD_FAILED, READ_BEFORE, TAKEN_BACK
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
@@ -68,7 +68,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 if stored not in (None, slot):
                     violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
                 violation.notes = (place_of(group, violation.slot), *_owner(canary, group, violation.slot, code))
-                violation.notes += _taken_back(step, violation)
+                violation.notes += _taken_back(step, violation) + _failed_load(canary, group, violation)
                 yield violation
         for slot in canary.written_twice(step, group)[:SHOWN]:
             writer = canary.writers.get(int(group.records[slot, REQUEST_GENERATION]) & MASK_32)
@@ -197,6 +197,13 @@ def _taken_back(step: Step, violation: Violation) -> tuple[str, ...]:
     """Where the row was taken back before this very forward; what goes wrong later has other causes."""
     ends = step.taken_back.get(violation.request_id or "")
     return () if ends is None else (f"{TAKEN_BACK} from entry {ends[0]} to {ends[1]} before step {step.number}",)
+
+
+def _failed_load(canary: PagedCanary, group: Group, violation: Violation) -> tuple[str, ...]:
+    """Of a slot where nothing is recorded: what its connector said of it."""
+    block = violation.slot // group.block_size
+    known = canary.failed_loads.get((group.number, block)) if violation.code == "R12" else None
+    return () if known is None else (f"{LOAD_FAILED}, {known[0]} said in step {known[1]}: block {block}",)
 
 
 def _granted_anew(canary: PagedCanary, group: Group, slot: int) -> tuple[str, ...]:

@@ -112,6 +112,8 @@ class HandleV1(Handle):
             raise AdapterError(
                 "external loads are followed with runner V2 only: serve without a connector, or unset KVCANARY_MODE"
             )
+        if self.config.mode == "heal":
+            raise AdapterError("mode must be 'log' or 'raise' here, got 'heal': vLLM's loads are healed with runner V2")
         self._max_new, self._max_len = 1 + int(runner.num_spec_tokens), int(runner.max_model_len)
         self._numbers: dict[str, int] = {}
         self._names = []

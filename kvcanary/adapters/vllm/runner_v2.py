@@ -16,6 +16,7 @@ import torch
 from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.hosted.replacements import replaced_by
+from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.compatibility import HEAL_SIDE
@@ -155,13 +156,21 @@ class HandleV2(Handle):
         return result
 
     def _get_block_ids_with_load_errors(self, method: Any) -> set[int]:
-        """Mode heal: blocks in which something else arrived than was stored, too."""
+        """Mode heal: blocks in which something else arrived than was stored, too.
+
+        A scheduler that is ahead has scheduled the row's next token by now, and lets it leave: what that reads failed.
+        """
         failed = set(method())
-        for _, group, slots in self._loads.wrong if self._loads is not None else ():
-            size, ratio = self._block_of(group.number)
-            failed |= set((slots // (size * ratio)).tolist())
-        if self._loads is not None:
+        if self.canary is None or self._loads is None:
+            return failed
+        if self._healing is not None:
+            for _, group, slots in self._loads.wrong:
+                size, ratio = self._block_of(group.number)
+                failed |= set((slots // (size * ratio)).tolist())
             self._loads.wrong = []
+        elif failed and self.is_armed:
+            for group in self.canary.groups:
+                paged_moves.failed(self.canary, group, self._slots_of(group, sorted(failed)), self._loads.connector)
         return failed
 
     def _wait_for_layer_load(self, method: Any, layer_name: str) -> Any:
@@ -217,9 +226,21 @@ class HandleV2(Handle):
             self._loads = Loads(canary, connector_name(inner), self._stored_layers(), waits, *own)
             if self.config.mode == "heal":
                 self._healing = canary.response.healing = LoadHealing("vLLM", canary.log)
-                if replaced_by(inner, "get_block_ids_with_load_errors") is None:
-                    self._hook(inner, ("get_block_ids_with_load_errors",))
+            is_told = self._healing is not None or (self._repeats_loads and self._is_ahead)
+            if is_told and replaced_by(inner, "get_block_ids_with_load_errors") is None:
+                self._hook(inner, ("get_block_ids_with_load_errors",))
         return canary
+
+    @property
+    def _repeats_loads(self) -> bool:
+        """Whether vLLM computes again what failed to load, and does not end the request."""
+        transfer = getattr(self.worker.vllm_config, "kv_transfer_config", None)
+        return getattr(transfer, "kv_load_failure_policy", None) == "recompute" and not missing(HEAL_SIDE)
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether the scheduler schedules a step before it has seen what came of the one before."""
+        return bool(getattr(getattr(self.worker.vllm_config, "scheduler_config", None), "async_scheduling", False))
 
     def _expect_healing(self) -> None:
         """AdapterError where mode heal could not heal."""
@@ -232,6 +253,10 @@ class HandleV2(Handle):
             why = "vLLM computes loads again where a model has one group of layers"
         elif self._max_new > 1:
             why = "loads are not computed again where the server drafts"
+        elif self._is_ahead:
+            why = (
+                "a scheduler that is ahead lets a wrong token leave behind a failed load, so give --no-async-scheduling"
+            )
         elif gone:
             why = "; ".join(gone)
         else:

@@ -10,6 +10,7 @@ from kvcanary.report.finding import Cause
 READ_BEFORE = "its row has read what is not finite"  # begins a note that says what, and who stored it
 GRANTED_ANEW = "the slot was granted again since"  # begins a note that says what lay there before, and whose it is now
 TAKEN_BACK = "the scheduler took the row back"  # begins a note that says from which entry to which
+LOAD_FAILED = "the load of this block failed"  # begins a note that says who said so, and when
 LAST_ENTRY = "the last entry that the row writes in this forward"  # a note of those who compare what was fed
 
 
@@ -38,6 +39,14 @@ def taken_back(facts: Evidence) -> Cause | None:
     if not evidence:
         return None
     return Cause("lengths", "the row was taken back, and the model runner went on behind it", "derived", evidence)
+
+
+def load_failed(facts: Evidence) -> Cause | None:
+    """A connector has told of a failed load, and a forward reads what did not come before it is computed again."""
+    evidence = tuple(note for note in facts.violation.notes if note.startswith(LOAD_FAILED))
+    if not evidence:
+        return None
+    return Cause("transfer", "the row goes on from a load that failed, and was not computed again", "derived", evidence)
 
 
 def stored_elsewhere(facts: Evidence) -> Cause | None:

@@ -64,6 +64,7 @@ class Served:
     forgets_images: bool = False  # and these
     forgets_salts: bool = False  # blocks are found by tokens alone
     frees_windows: bool = False  # blocks that no window reaches any more are given back
+    goes_back: bool = False  # rows whose loads failed are computed again
 
     def __post_init__(self) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -254,7 +255,12 @@ class Served:
         if not counts:
             return {}
         given = self.wrapper.sample_tokens(None).get_output()
+        failed = self.runner.kv_connector.failed if self.goes_back else ()
         for request in [request for request in self.running if request.name in counts]:
+            if wrong := [number for number, block in enumerate(request.blocks) if block in failed]:
+                request.computed, request.hashed = wrong[0] * BLOCK, min(request.hashed, wrong[0])
+                self.pool.evict_blocks(set(request.blocks[wrong[0] :]))
+                continue
             tokens = given[request.name]
             request.computed = min(
                 request.computed + counts[request.name], len(request.tokens) + max(len(tokens) - 1, 0)

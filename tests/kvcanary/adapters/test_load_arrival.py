@@ -24,6 +24,7 @@ class StoreConnector:
         self.kv_connector = self
         self.harm: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda kept, other: None
         self.job: list[int] = []
+        self.failed = set[int]()
 
     def save(self, served: Served, blocks: list[int]) -> dict[str, torch.Tensor]:
         self.served = served
@@ -34,6 +35,11 @@ class StoreConnector:
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is there when the load has begun."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """What it says itself."""
+        failed, self.failed = self.failed, set[int]()
+        return failed
 
     def start_load_kv(self) -> None:
         blocks, self.job = self.job, []
@@ -52,7 +58,7 @@ def kernel_blocks(blocks: list[int]) -> list[int]:
 def stored(serve: Any, **settings: Any) -> tuple[StoreConnector, Served]:
     """A connector that has kept the first two blocks of two prompts, and who served them."""
     connector = StoreConnector()
-    served = serve(settings={"connector": connector}, **settings)
+    served = serve(**{**settings, "settings": {"connector": connector, **settings.get("settings", {})}})
     served.ask("a", TOKENS, 4)
     served.ask("o", OTHERS, 4)
     go_on(served, 4)
@@ -65,6 +71,20 @@ def stored(serve: Any, **settings: Any) -> tuple[StoreConnector, Served]:
 def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False, **settings: Any) -> Any:
     """What is found when two blocks of a prefix come back by a connector that does this harm; None: nothing."""
     connector, served = stored(serve, **settings)
+    load(connector, served, harm)
+    served.ask("b", TOKENS, 4)
+    if is_clean:
+        served.run()
+        groups = len(served.wrapper.worker.kvcanary.canary.groups)
+        assert served.wrapper.kvcanary_report()["loads_checked"] == groups * 2 * BLOCK
+        return None
+    with pytest.raises(KVCorruptionError) as raised:
+        served.run()
+    return raised.value.findings[0]
+
+
+def load(connector: StoreConnector, served: Served, harm: Callable[..., Any]) -> list[int]:
+    """The blocks into which the connector brings the first prompt's with the step that is next."""
     served.cached.clear()
     blocks = served.free[:2]
     served.free = served.free[2:]
@@ -79,15 +99,7 @@ def loads(serve: Any, harm: Callable[..., Any], is_clean: bool = False, **settin
     for number, block in enumerate(blocks):
         served.cached[tuple(TOKENS[: (number + 1) * BLOCK])] = block
         served.users[block] = 1
-    served.ask("b", TOKENS, 4)
-    if is_clean:
-        served.run()
-        groups = len(served.wrapper.worker.kvcanary.canary.groups)
-        assert served.wrapper.kvcanary_report()["loads_checked"] == groups * 2 * BLOCK
-        return None
-    with pytest.raises(KVCorruptionError) as raised:
-        served.run()
-    return raised.value.findings[0]
+    return blocks
 
 
 def slots(block: int) -> range:

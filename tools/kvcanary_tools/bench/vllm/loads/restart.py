@@ -98,14 +98,14 @@ def worker_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
-def started(folder: Path, transfer: dict[str, Any]) -> tuple[Any, Any]:
-    """A small vLLM with this connector, and how it is asked."""
+def started(folder: Path, transfer: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    """A small vLLM with this connector and these options, and how it is asked."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
         max_num_seqs=8, seed=0, block_size=BLOCK, num_gpu_blocks_override=64, enable_prefix_caching=True,
-        gpu_memory_utilization=0.3, kv_transfer_config=transfer,
+        gpu_memory_utilization=0.3, kv_transfer_config=transfer, **options,
     )  # fmt: skip
     return llm, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 

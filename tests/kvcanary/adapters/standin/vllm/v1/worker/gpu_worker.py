@@ -10,11 +10,14 @@ from vllm.config.model import ModelConfig
 
 class Worker:
     def __init__(self, rank: int = 0, world_size: int = 1, **settings: Any) -> None:
+        transfer, is_ahead = settings.pop("transfer", None), settings.pop("is_ahead", False)
         self.settings, self.rank = settings, rank
         parallel = SimpleNamespace(world_size=world_size, tensor_parallel_size=world_size)
         parallel.prefill_context_parallel_size = 1
         parallel.distributed_executor_backend = "uni" if world_size == 1 else "mp"
         self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=ModelConfig(2 * world_size))
+        self.vllm_config.kv_transfer_config = transfer
+        self.vllm_config.scheduler_config = SimpleNamespace(async_scheduling=is_ahead)
 
     def init_device(self) -> None:
         settings = dict(self.settings)

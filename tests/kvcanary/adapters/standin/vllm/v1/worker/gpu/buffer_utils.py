@@ -7,4 +7,12 @@ import torch
 
 class StagedWriteTensor:
     def __init__(self, size, dtype) -> None:
-        self.gpu = torch.zeros(size, dtype=dtype)
+        self.gpu, self._staged = torch.zeros(size, dtype=dtype), list[tuple[int, int]]()
+
+    def stage_write_elem(self, index: int, x: int) -> None:
+        self._staged.append((index, x))
+
+    def apply_write(self) -> None:
+        for index, x in self._staged:
+            self.gpu[index] = x
+        self._staged.clear()

@@ -8,6 +8,8 @@ from vllm import RELEASE
 
 
 class KVConnector:
+    failed: frozenset[int] = frozenset()  # blocks of the last step's loads
+
     def before(self, scheduler_output: Any, input_batch: Any) -> None:
         pass
 
@@ -30,6 +32,7 @@ class _Active(KVConnector):
         if self.is_pending:
             self.kv_connector.start_load_kv()
         self.is_pending = False
+        self.failed = frozenset(self.kv_connector.get_block_ids_with_load_errors())
 
 
 if RELEASE < (0, 30):

@@ -98,7 +98,7 @@ class GPUModelRunner:
             number = states.req_id_to_index[new.req_id] = states.free.pop()
             length = len(new.prefill_token_ids)
             states.all_token_ids.gpu[number, :length] = torch.tensor(new.prefill_token_ids, dtype=torch.int32)
-            states.total_len.gpu[number] = length
+            states.total_len.gpu[number] = states.prefill_len.np[number] = length
             states.num_computed_tokens_np[number] = new.num_computed_tokens
             self.block_tables.append_block_ids(number, new.block_ids, overwrite=True)
 

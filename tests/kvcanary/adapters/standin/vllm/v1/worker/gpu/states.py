@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -14,4 +16,6 @@ class RequestState:
         self.free = list(range(max_num_reqs))
         self.all_token_ids = StagedWriteTensor((max_num_reqs, max_model_len), torch.int32)
         self.total_len = StagedWriteTensor(max_num_reqs, torch.int32)
+        self.num_computed_tokens = StagedWriteTensor(max_num_reqs, torch.int32)
+        self.prefill_len = SimpleNamespace(np=np.zeros(max_num_reqs, dtype=np.int32))
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)

@@ -9,3 +9,6 @@ class KVConnectorBase_V1:
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()

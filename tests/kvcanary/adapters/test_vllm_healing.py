@@ -1,0 +1,160 @@
+"""Mode heal in vLLM: blocks that a connector brought wrongly are told as failed, and vLLM computes them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcanary import KVCorruptionError
+from kvcanary.errors import AdapterError
+
+from .served import BLOCK, Served, go_on
+from .test_load_arrival import TOKENS, TWO_GROUPS, blocks_exchanged, layers_exchanged, load, noise, stored
+
+HARMS = (noise, blocks_exchanged, layers_exchanged)
+
+
+@pytest.fixture
+def make(serve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Served]:
+    """Make(policy, mode, settings) a server whose connector loads, and which computes failed loads again."""
+
+    def make(policy: str = "recompute", mode: str = "heal", **settings: Any) -> Any:
+        from vllm.config.kv_transfer import KVTransferConfig
+
+        monkeypatch.setenv("KVCANARY_MODE", mode)
+        own = {"transfer": KVTransferConfig("StoreConnector", policy), **settings.pop("settings", {})}
+        return stored(serve, goes_back=policy == "recompute", settings=own, **settings)
+
+    return make
+
+
+def right(serve: Any) -> list[int]:
+    """The tokens that are due."""
+    served = serve()
+    served.ask("b", TOKENS, 6)
+    return served.run()["b"]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_load_is_computed_again(serve, make, harm) -> None:
+    """Its tokens are those of a prompt that was never loaded, and the finding says how it was healed."""
+    due = right(serve)
+    connector, served = make()
+    load(connector, served, harm)
+    served.ask("b", TOKENS, 6)
+    assert served.run()["b"] == due
+    report = served.wrapper.kvcanary_report()
+    assert (report["fired"], report["healed"]) == ({"T1": 1}, 1)
+    [found] = report["findings"]
+    assert found["action"] == "heals: vLLM computes b again"
+    assert found["healed"] == "vLLM computes b again from position 0"
+
+
+def test_a_load_that_is_right_is_not_computed_again(make) -> None:
+    """The clean twin."""
+    connector, served = make()
+    load(connector, served, lambda kept, other: None)
+    served.ask("b", TOKENS, 4)
+    served.step()
+    assert served.running[0].computed > 2 * BLOCK
+    served.run()
+    assert served.wrapper.kvcanary_report()["fired"] == {}
+
+
+def test_what_the_connector_says_itself_fails_too(serve, make) -> None:
+    """Its own blocks are computed again beside those that the canary has found."""
+    due = right(serve)
+    connector, served = make()
+    connector.failed = {load(connector, served, lambda kept, other: None)[1]}
+    served.ask("b", TOKENS, 6)
+    assert served.run()["b"] == due
+    assert served.wrapper.kvcanary_report()["fired"] == {}
+
+
+def test_other_findings_stop_the_server(make) -> None:
+    """A byte of a resident block changes: no load that could come again."""
+    connector, served = make()
+    load(connector, served, lambda kept, other: None)
+    served.ask("b", TOKENS, 9)
+    go_on(served, 2)
+    block, offset = served.place("b", 3)
+    served.caches["l0"][block, 0, offset, 1] += 1
+    with pytest.raises(KVCorruptionError) as raised:
+        go_on(served, 2)
+    [finding] = raised.value.findings
+    assert finding.code == "R9"
+    assert finding.action.endswith("R9 is no load that vLLM could compute again")
+
+
+def test_the_third_damaged_load_stops_the_server(make) -> None:
+    """Two are healed; a tier that goes on so is no answer."""
+    connector, served = make()
+    for number in range(3):
+        kept = {name: values.clone() for name, values in connector.kept.items()}
+        load(connector, served, noise)
+        served.ask(f"b{number}", TOKENS, 4)
+        if number < 2:
+            served.run()
+            assert served.wrapper.kvcanary_report()["healed"] == number + 1
+            connector.kept = kept
+    with pytest.raises(KVCorruptionError) as raised:
+        served.run()
+    assert raised.value.findings[0].action.endswith("finding 3 of cause 'transfer', healing does not last")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"settings": {"transfer": None}}, "what vLLM computes again are loads, so serve with a connector"),
+        ({"policy": "fail"}, "give --kv-transfer-config a kv_load_failure_policy of recompute"),
+        ({"groups": TWO_GROUPS}, "where a model has one group of layers"),
+        ({"settings": {"is_ahead": True}}, "so give --no-async-scheduling"),
+        ({"layers": ("l0", "d0"), "settings": {"drafts": ("d0",)}}, "are not computed again where the server drafts"),
+    ],
+    ids=["no connector", "fails", "groups", "ahead", "drafts"],
+)
+def test_where_nothing_could_be_healed_the_mode_is_refused(make, settings, words) -> None:
+    """With the reason, and what to do."""
+    with pytest.raises(AdapterError, match="mode must be 'log' or 'raise' here, got 'heal'") as raised:
+        make(**settings)
+    assert words in str(raised.value)
+
+
+def test_runner_v1_has_no_loads_to_heal(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused at the start, as a mode that nobody has."""
+    monkeypatch.setenv("KVCANARY_MODE", "heal")
+    with pytest.raises(AdapterError, match="mode must be 'log' or 'raise' here, got 'heal': .* with runner V2"):
+        serve(settings={"runner": "v1"})
+
+
+def test_names_that_are_gone_close_the_mode(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What heals leans on names of vLLM."""
+    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+
+    monkeypatch.delattr(StagedWriteTensor, "apply_write")
+    with pytest.raises(AdapterError, match="apply_write"):
+        make()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_scheduler_that_is_ahead_goes_on_from_a_load_that_failed(make, policy, is_ahead) -> None:
+    """Its token of the next step leaves: R12, before it does. Where requests of failed loads end, none is read."""
+    connector, served = make(policy, "raise", settings={"is_ahead": is_ahead})
+    served.goes_back = False
+    block = load(connector, served, lambda kept, other: None)[1]
+    served.ask("b", TOKENS, 6)
+    connector.failed = {block}
+    served.step()
+    if (policy, is_ahead) != ("recompute", True):
+        served.run()
+        assert served.wrapper.kvcanary_report()["fired"] == {}
+        return
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    [finding] = raised.value.findings
+    assert (finding.code, finding.reader, finding.position) == ("R12", "b", BLOCK)
+    assert finding.causes[0].text == "the row goes on from a load that failed, and was not computed again"
+    assert finding.causes[0].evidence[0].startswith("the load of this block failed, StoreConnector said in step ")
