@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,13 @@ def serve(folder: Path, is_mended: bool) -> dict[str, Any]:
         told["stopped_by"] = error.findings[0].code
     canary = getattr(worker, "kvcanary", None)
     if canary is not None:
+        with suppress(KVCorruptionError):  # what is on its way when mode raise ends a run
+            canary.report()
         report = canary.report()
         names = ("code", "reader", "position", "site", "expected", "found", "causes")
         told |= {name: report[name] for name in ("fired", "loads_checked")}
         told["findings"] = [{name: entry[name] for name in names} for entry in report["findings"][:3]]
+    told["async_scheduling"] = bool(engine.vllm_config.scheduler_config.async_scheduling)
     return told | {"machine": machine()}
 
 
@@ -105,7 +109,11 @@ def main(out: Path, folder: Path | None, mended: bool) -> None:
         pairs = zip(own["failed"], own["stored"], strict=False)
         wrong = sum(one != other for gave, right in pairs for one, other in zip(gave, right, strict=False))
         record["wrong_tokens"][name] = wrong
-        record[name] = {key: own[key] for key in ("stopped_by", "fired", "loads_checked", "findings") if key in own}
+        record[name] = {
+            key: own[key]
+            for key in ("stopped_by", "async_scheduling", "fired", "loads_checked", "findings")
+            if key in own
+        }
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrong tokens: {record['wrong_tokens']}; found: {record['log']['fired']}")
 
