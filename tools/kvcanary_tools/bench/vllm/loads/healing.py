@@ -71,7 +71,8 @@ def serve(folder: Path, phase: str) -> dict[str, Any]:
     from kvcanary.adapters.vllm.worker import attach
 
     store = folder / "store"
-    llm, params = started(folder, by_files(store) | {"kv_load_failure_policy": "recompute"}, async_scheduling=False)
+    transfer = by_files(store) | {"kv_load_failure_policy": "recompute"}
+    llm, params = started(folder, transfer, async_scheduling=False, dtype="float32")  # rounding decides no token
     worker = worker_of(llm)
     told: dict[str, Any] = {"tokens": list(asked(llm, params))}
     if phase == "store":

@@ -109,11 +109,8 @@ def main(out: Path, folder: Path | None, mended: bool) -> None:
         pairs = zip(own["failed"], own["stored"], strict=False)
         wrong = sum(one != other for gave, right in pairs for one, other in zip(gave, right, strict=False))
         record["wrong_tokens"][name] = wrong
-        record[name] = {
-            key: own[key]
-            for key in ("stopped_by", "async_scheduling", "fired", "loads_checked", "findings")
-            if key in own
-        }
+        kept = "stopped_by", "async_scheduling", "fired", "loads_checked", "findings"
+        record[name] = {key: own[key] for key in kept if key in own}
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrong tokens: {record['wrong_tokens']}; found: {record['log']['fired']}")
 

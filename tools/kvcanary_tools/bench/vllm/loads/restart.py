@@ -103,9 +103,9 @@ def started(folder: Path, transfer: dict[str, Any], **options: Any) -> tuple[Any
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512,
-        max_num_seqs=8, seed=0, block_size=BLOCK, num_gpu_blocks_override=64, enable_prefix_caching=True,
-        gpu_memory_utilization=0.3, kv_transfer_config=transfer, **options,
+        model=str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=8,
+        dtype=options.pop("dtype", "bfloat16"), seed=0, block_size=BLOCK, num_gpu_blocks_override=64,
+        enable_prefix_caching=True, gpu_memory_utilization=0.3, kv_transfer_config=transfer, **options,
     )  # fmt: skip
     return llm, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
