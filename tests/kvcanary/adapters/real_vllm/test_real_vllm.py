@@ -278,6 +278,36 @@ def expect_recovery_found(told: dict[str, Any]) -> None:
     assert re.match(r"the scheduler took the row back from entry 128 to 32 before step \d+", first["evidence"][0])
 
 
+@pytest.mark.slow
+def test_damaged_loads_are_computed_again(tmp_path) -> None:
+    """Mode heal: files of an external store are damaged in five ways, and vLLM's tokens stay what they were."""
+    expect_healed(run("loads.healing", tmp_path / "record.json"))
+
+
+def test_the_record_of_healed_loads() -> None:
+    """The same, as it is committed, and what its page says of it."""
+    told = json.loads((ROOT / "tools/kvcanary_tools/bench/results/cpu_vllm_heal.json").read_text())
+    expect_healed(told)
+    page = " ".join((ROOT / "docs/vllm.md").read_text().split())
+    healed = sum(own["healed"] for runs in told["healed"].values() for own in runs)
+    healed += sum(own["healed"] for own in told["together"])
+    wrong = sum(own["wrong_tokens"] for runs in told["logged"].values() for own in runs)
+    assert f"All {healed} loads were healed" in page
+    assert f"In mode `log` {wrong} tokens were." in page
+
+
+def expect_healed(told: dict[str, Any]) -> None:
+    """Each damaged load is T1, with its kind, and made good; the third one of a server stops it."""
+    kinds = dict(zip(told["healed"], ("one word", "short", "misrouted", "misrouted", "other layout"), strict=True))
+    for harm, runs in told["healed"].items():
+        assert [(own["wrong_tokens"], own["fired"], own["healed"]) for own in runs] == [(0, {"T1": 1}, 1)] * 4
+        assert [own["found"][0][:2] for own in runs] == [["T1", kinds[harm]]] * 4
+    assert [(own["wrong_tokens"], own["healed"]) for own in told["together"]] == [(0, 1)] * 4
+    assert (told["equal_tokens"], told["clean"]["fired"], told["async_scheduling"]) == (True, {}, False)
+    assert sum(own["wrong_tokens"] for runs in told["logged"].values() for own in runs) > 0
+    assert told["one_after_the_other"]["stopped_by"].endswith("finding 3 of cause 'transfer', healing does not last")
+
+
 @pytest.mark.parametrize("record", ["vllm_loads", "cpu_vllm_loads"])
 def test_the_record_of_a_restart(record: str) -> None:
     """The same on a GPU and on a CPU, as it is committed."""
