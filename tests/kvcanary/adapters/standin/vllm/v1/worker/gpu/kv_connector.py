@@ -32,7 +32,7 @@ class _Active(KVConnector):
         if self.is_pending:
             self.kv_connector.start_load_kv()
         self.is_pending = False
-        self.failed = frozenset(self.kv_connector.get_block_ids_with_load_errors())
+        self.failed = frozenset(getattr(self.kv_connector, "get_block_ids_with_load_errors", frozenset)())
 
 
 if RELEASE < (0, 30):
