@@ -94,7 +94,7 @@ OBSERVED = {
     "kvcanary.adapters.transformers.attention_probe:misread_violation": "R4",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.go_on": "W5",
     "kvcanary.adapters.transformers.dense_cache:DenseRows.written_by": "R6",
-    "kvcanary.adapters.vllm.contents:Contents._tell": "R6",
+    "kvcanary.adapters.vllm.identity:Contents._tell": "R6",
     "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
     "kvcanary_kernels.watch.states:take_states": "R4 R6 R7 R8 R9 R12 T1 W1 W2 W3",
     "kvcanary.adapters.hosted.states:WatchedStates.copied": "T1",

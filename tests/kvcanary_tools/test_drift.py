@@ -142,7 +142,14 @@ def test_every_patch_is_looked_at_where_all_releases_share_their_minor() -> None
         (
             "vllm",
             [
-                *("every runner", "loads that are computed again", "owners of blocks", "probes of attention", "ranks of one model", "recurrent states"),
+                *(
+                    "every runner",
+                    "loads that are computed again",
+                    "owners of blocks",
+                    "probes of attention",
+                    "ranks of one model",
+                    "recurrent states",
+                ),
                 *("recurrent states where the server drafts", "runner V1", "runner V2"),
             ],
         ),

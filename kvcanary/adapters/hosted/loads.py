@@ -19,6 +19,9 @@ from kvcanary.adapters.observed.state import Group
 from kvcanary.names import Published
 from kvcanary_kernels.record.layout import Identity
 
+#: Of a row, by its request and number, its line of each group's block table.
+LinesOf = Callable[[str, int], Sequence[Tensor]]
+
 
 class Loads:
     """External loads of one worker; `connector`: what its engine calls that which loads."""
@@ -67,12 +70,13 @@ class Loads:
         self._waited.discard(layer)
         return was
 
-    def arrived(self, lines: Sequence[Tensor]) -> None:
+    def arrived(self, lines_of: LinesOf) -> None:
         """Loads were started, on the stream of the forward: judge and record what they brought."""
         new, self._new = self._new, []
         known = len(self.canary.events)
-        for row, tokens, chains in new:
-            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self.names)
+        for (number, request), tokens, chains in new:
+            lines = lines_of(request, number)
+            self.compared += paged_moves.loaded(self.canary, (number, request), tokens, chains, lines, self.names)
         loads = [(event, event.load) for event in self.canary.events[known:] if event.load is not None]
         self.wrong = [(load.request, event.group, event.slots[load.wrong]) for event, load in loads]
 

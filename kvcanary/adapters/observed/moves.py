@@ -129,7 +129,7 @@ def loaded(
     Gives how many of them could be compared with what was once written under the same prefix.
 
     row: its number and its request; tokens, chains: [n] int64 on the host, of this prefix
-    lines: by group, block tables by number
+    lines: by group, the row's line of the block table
     names: by group, of contents; bytes that are not those of their name are T1
     """
     (number, request), compared, memory, every_chain = row, 0, canary.memory, chains
@@ -137,7 +137,7 @@ def loaded(
     step, site = memory.upload(torch.tensor([canary.step + 1, pack_site("load", 0)])).split(1)
     positions, none = torch.arange(len(chains), device=memory.device), torch.zeros_like(step)
     for group, line, known in zip(canary.groups, lines, names, strict=True):
-        slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
+        slots = table_slots(line[None], positions[None], group.block_size)[0]
         held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
         is_in_pool = (slots >= group.null_slots) & (slots < group.records.shape[0])
         is_held = is_in_pool & (held[:, CHAIN] == chains)

@@ -65,7 +65,7 @@ class HostTier:
         for layer in range(int(counter.num_layers)):
             counter.events[counter.producer_index].wait(layer)
         self._own.canary.groups[0].records.index_fill_(0, slots, 0)
-        self._loads.arrived(lines)
+        self._loads.arrived(lambda request, number: [line[number] for line in lines])
         self._landing, self._waited = slots, -1
 
     def waits(self, layer: int) -> None:

@@ -26,8 +26,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, Group
 from kvcanary.adapters.vllm.attention_probe import probe_layers
 from kvcanary.adapters.vllm.compatibility import DRAFT_STATES_SIDE, PARALLEL, RANKS_SIDE, STATES_SIDE
-from kvcanary.adapters.vllm.contents import Contents, New, contents_of
-from kvcanary.adapters.vllm.identity import Identities
+from kvcanary.adapters.vllm.identity import Contents, Identities, New, contents_of
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.owners import BlockLedger
 from kvcanary.adapters.vllm.states import BlockStates, is_state, not_followed, states_of

@@ -1,28 +1,31 @@
 """Runner V1 of vLLM: rows of the batch move from step to step, so the canary gives each request a row of its own.
 
 Order of a step: _update_states (zeroed and copied blocks, rows that come and go), _build_attention_metadata (block
-tables and slots are there by then), the forward, sample_tokens. Tokens are compared with nothing (W6), since this
-runner keeps them in the host's memory; layers of a draft are not followed.
+tables and slots are there by then), an external load, the forward (_model_forward), sample_tokens. Tokens are compared
+with nothing (W6), since this runner keeps them in the host's memory; layers of a draft are not followed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.handle import Handle
+from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
 
 
-class HandleV1(Handle):
+class HandleV1(LoadingHandle):
     """The canary of a worker with runner V1."""
 
     hooks = ("_update_states", "_build_attention_metadata", "execute_model", "sample_tokens")
+    _row_ends: dict[str, int]  # of the last step, where a connector loads
     _prepared: Any = None  # what the step that is being prepared was told
     _names, _places = list[str](), list[int]()  # of the last forward, where each row had one token; where tensors lay
 
@@ -33,6 +36,9 @@ class HandleV1(Handle):
         cached = scheduler_output.scheduled_cached_reqs
         ended = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._leave(self.canary, [name for name in ended if name in self._numbers])
+        if self._loads is not None:
+            self._begin_loads()  # into blocks that were free until now
+            self._look_back(scheduler_output)
         moves = self._moving(scheduler_output)
         result = method(scheduler_output)
         new = []
@@ -53,11 +59,34 @@ class HandleV1(Handle):
         output, self._prepared = self._prepared, None
         is_forward = self.is_armed and output is not None and not kwargs.get("for_cudagraph_capture")
         if is_forward:
-            if not self._goes_on(output):
+            if self._loads is not None:
+                self._pending = self._forward_of(output)
+            elif not self._goes_on(output):
                 self._read(self._forward_of(output))
             if self._states is not None:
                 self._take([table.block_table.gpu for table in self._every_table()], result[0])
         return result
+
+    def _forward_behind_loads(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """A load that this forward needs was started."""
+        self._judge_loads()
+        return method(*args, **kwargs)
+
+    def _look_back(self, output: Any) -> None:
+        """Rows that the scheduler has computed again from an earlier entry."""
+        cached, ends = output.scheduled_cached_reqs, self._row_ends
+        self._row_ends = {}
+        counts = {own.req_id: own.num_computed_tokens for own in output.scheduled_new_reqs}
+        counts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, now in counts.items():
+            self._row_ends[name] = now + output.num_scheduled_tokens[name]
+            if now < ends.get(name, 0) and name in self._numbers and self._max_new == 1:  # drafts are rejected
+                self._taken_back(name, self._numbers[name], ends[name], now)
+
+    def _begin_again(self, name: str, number: int, before: int, now: int) -> None:
+        """It comes as one that is resumed."""
+        if self.canary is not None:
+            self._leave(self.canary, [name])
 
     def _goes_on(self, output: Any) -> bool:
         """Whether the last forward comes once more, each row by one entry, and was read so."""
@@ -84,6 +113,8 @@ class HandleV1(Handle):
             identity = self.identities.of(self.runner.requests[name], name)
             admitted.append((self._numbers[name], name, tokens, length, identity))
         self._admit(canary, admitted, [self.runner.requests[name].mm_features for name, *_ in new])
+        if self._loads is not None:
+            self._loads.expect(admitted)
 
     def _forward_of(self, output: Any) -> Forward:
         runner, batch = self.runner, self.runner.input_batch
@@ -108,17 +139,28 @@ class HandleV1(Handle):
         runner, device = self.runner, self.runner.device
         if runner.dcp_world_size != 1 or getattr(self._table(0), "pcp_world_size", 1) != 1:
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
-        if getattr(runner.vllm_config, "kv_transfer_config", None) is not None:
-            raise AdapterError(
-                "external loads are followed with runner V2 only: serve without a connector, or unset KVCANARY_MODE"
-            )
-        if self.config.mode == "heal":
-            raise AdapterError("mode must be 'log' or 'raise' here, got 'heal': vLLM's loads are healed with runner V2")
         self._max_new, self._max_len = 1 + int(runner.num_spec_tokens), int(runner.max_model_len)
+        if self.config.mode == "heal":
+            self._expect_healing()
         self._numbers: dict[str, int] = {}
         self._names = []
+        self._row_ends = {}
         self._free = list(range(runner.max_num_reqs))
-        return PagedCanary(self.config, runner.max_num_reqs, self._max_new, runner.max_num_tokens, device)
+        own = runner.max_num_reqs, self._max_new, runner.max_num_tokens, device
+        return PagedCanary(self.config, *own, can_heal=True)
+
+    def _bind(self) -> PagedCanary:
+        canary = super()._bind()
+        if self._loads is not None and replaced_by(self.runner, "_model_forward") is None:
+            self.replaced.replace(self.runner, "_model_forward", self._forward_behind_loads)
+        return canary
+
+    def _connector(self) -> Any:
+        """That of the process, where this worker has one."""
+        if getattr(self.runner.vllm_config, "kv_transfer_config", None) is None:
+            return None
+        group = import_module("vllm.distributed.kv_transfer")
+        return group.get_kv_transfer_group() if group.has_kv_transfer_group() else None
 
     def _table_block(self, group: int) -> tuple[int, int]:
         table = self._table(group)

@@ -7,29 +7,22 @@ slots), an external load, the forward, sample_tokens (which lets a draft propose
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvcanary.adapters.compatibility import missing
-from kvcanary.adapters.hosted.loads import Loads
 from kvcanary.adapters.hosted.replacements import replaced_by
-from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.compatibility import HEAL_SIDE
-from kvcanary.adapters.vllm.handle import Handle
+from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
-from kvcanary.report.healing import LoadHealing
 
 
-class HandleV2(Handle):
+class HandleV2(LoadingHandle):
     """The canary of a worker with runner V2."""
 
-    _pending: Forward | None = None  # until an external load is there
-    _healing: LoadHealing | None = None  # in mode heal
     _every_table: Sequence[torch.Tensor] = ()  # of the forward that is prepared, those of states as well
     _rows, _places = b"", list[int]()  # of the last forward, where each row had one token; and where its tensors lay
     hooks = ("execute_model", "prepare_attn", "sample_tokens")
@@ -50,28 +43,19 @@ class HandleV2(Handle):
             return
         numbers = [states.req_id_to_index[name] for name in cached.req_ids]
         for place in np.flatnonzero(held[numbers] > cached.num_computed_tokens).tolist():
-            name, number, now = cached.req_ids[place], numbers[place], cached.num_computed_tokens[place]
-            before = int(held[number])
-            self.canary.take_back(number, name, before, now)
-            if self._healing is not None:
-                self._go_back(number, now)
-                self.canary.coverage.healed += self._healing.went_back(name, now, self.canary.step)
-            if self._ledger is not None:
-                blocks = [own[now // size : -(-before // size)] for size, own in self._blocks(number)]
-                self._ledger.taken_back(name, blocks)
+            number, now = numbers[place], cached.num_computed_tokens[place]
+            self._taken_back(cached.req_ids[place], number, int(held[number]), now)
 
-    def _go_back(self, number: int, now: int) -> None:
-        """The runner's counts of entries and tokens go back with the scheduler's, which they do not (vllm#49250)."""
+    def _begin_again(self, name: str, number: int, before: int, now: int) -> None:
+        """Mode heal: the runner's counts of entries and tokens go back with the scheduler's, too (vllm#49250)."""
+        if self.canary is not None:
+            self.canary.take_back(number, name, before, now)
+        if self._healing is None:
+            return
         states = self.runner.req_states
         states.num_computed_tokens.stage_write_elem(number, now)
         states.num_computed_tokens.apply_write()
         states.total_len.gpu[number] = int(states.prefill_len.np[number])  # what was sampled from it did not leave
-
-    def _blocks(self, number: int) -> Iterator[tuple[int, list[int]]]:
-        """Of a row, by group: entries of a block, and the manager's blocks. It waits for the device."""
-        for group, line in enumerate(self._lines()):
-            size, ratio = self._block_of(group)
-            yield size * ratio, [block // ratio for block in line[number, ::ratio].tolist()]
 
     def _leave(self, scheduler_output: Any) -> None:
         """Requests end or are preempted."""
@@ -141,48 +125,10 @@ class HandleV2(Handle):
         return goes_on and self._read_again()
 
     def _pre_forward(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._loads is not None:
-            self._flush()
-            self._loads.begin()
+        self._begin_loads()
         result = method(*args, **kwargs)
-        if self.is_armed and self._pending is not None and self._loads is not None:
-            forward, self._pending = self._pending, None
-            self._loads.wait()
-            self._loads.arrived(self._lines())
-            if self._healing is not None and self.canary is not None:
-                for name, *_ in self._loads.wrong:
-                    self._healing.failed(name, self.canary.step)
-            self._read(forward)
+        self._judge_loads()
         return result
-
-    def _get_block_ids_with_load_errors(self, method: Any) -> set[int]:
-        """Mode heal: blocks in which something else arrived than was stored, too.
-
-        A scheduler that is ahead has scheduled the row's next token by now, and lets it leave: what that reads failed.
-        """
-        failed = set(method())
-        if self.canary is None or self._loads is None:
-            return failed
-        if self._healing is not None:
-            for _, group, slots in self._loads.wrong:
-                size, ratio = self._block_of(group.number)
-                failed |= set((slots // (size * ratio)).tolist())
-            self._loads.wrong = []
-        elif failed and self.is_armed:
-            for group in self.canary.groups:
-                paged_moves.failed(self.canary, group, self._slots_of(group, sorted(failed)), self._loads.connector)
-        return failed
-
-    def _wait_for_layer_load(self, method: Any, layer_name: str) -> Any:
-        """Attention asks for its layer: one that was waited for is there, and some connectors count the calls."""
-        return None if self._loads is not None and self._loads.was_waited_for(layer_name) else method(layer_name)
-
-    def _stored_layers(self) -> list[str]:
-        """Layers that the target's forward stores, in its order."""
-        late, groups = self._late_layers(), self._of_caches(self.runner.kv_cache_config.kv_cache_groups)
-        pooled = {name for group in groups for name in group.layer_names}
-        context = self.runner.compilation_config.static_forward_context
-        return [name for name in context if name in pooled and name not in late]
 
     def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
@@ -208,7 +154,7 @@ class HandleV2(Handle):
     def _bind(self) -> PagedCanary:
         self._rows = b""
         runner, canary = self.runner, super()._bind()
-        speculator, connector = getattr(runner, "speculator", None), getattr(runner, "kv_connector", None)
+        speculator = getattr(runner, "speculator", None)
         if speculator is not None and self._late_layers() and replaced_by(speculator, "propose") is None:
             self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
             self._hook(speculator, ("propose",))
@@ -216,52 +162,13 @@ class HandleV2(Handle):
             self._hook(runner.model_state, ("preprocess_state",))
             if self._drafts():
                 self.replaced.replace(runner.model_state, "prepare_attn", self._state_metadata)
-        if connector is not None and hasattr(connector, "kv_connector"):
-            inner = connector.kv_connector
-            if replaced_by(connector, "pre_forward") is None:
-                self._hook(connector, ("pre_forward",))
-                self._hook(inner, ("wait_for_layer_load",))
-            waits = replaced_by(inner, "wait_for_layer_load")
-            own = self._published_names(), self._shard_of_model()
-            self._loads = Loads(canary, connector_name(inner), self._stored_layers(), waits, *own)
-            if self.config.mode == "heal":
-                self._healing = canary.response.healing = LoadHealing("vLLM", canary.log)
-            is_told = self._healing is not None or (self._repeats_loads and self._is_ahead)
-            if is_told and replaced_by(inner, "get_block_ids_with_load_errors") is None:
-                self._hook(inner, ("get_block_ids_with_load_errors",))
+        connector = getattr(runner, "kv_connector", None)
+        if self._loads is not None and replaced_by(connector, "pre_forward") is None:
+            self._hook(connector, ("pre_forward",))
         return canary
 
-    @property
-    def _repeats_loads(self) -> bool:
-        """Whether vLLM computes again what failed to load, and does not end the request."""
-        transfer = getattr(self.worker.vllm_config, "kv_transfer_config", None)
-        return getattr(transfer, "kv_load_failure_policy", None) == "recompute" and not missing(HEAL_SIDE)
-
-    @property
-    def _is_ahead(self) -> bool:
-        """Whether the scheduler schedules a step before it has seen what came of the one before."""
-        return bool(getattr(getattr(self.worker.vllm_config, "scheduler_config", None), "async_scheduling", False))
-
-    def _expect_healing(self) -> None:
-        """AdapterError where mode heal could not heal."""
-        transfer, gone = getattr(self.worker.vllm_config, "kv_transfer_config", None), missing(HEAL_SIDE)
-        if transfer is None:
-            why = "what vLLM computes again are loads, so serve with a connector"
-        elif getattr(transfer, "kv_load_failure_policy", None) != "recompute":
-            why = "vLLM ends requests whose loads fail: give --kv-transfer-config a kv_load_failure_policy of recompute"
-        elif len(self.runner.kv_cache_config.kv_cache_groups) > 1:
-            why = "vLLM computes loads again where a model has one group of layers"
-        elif self._max_new > 1:
-            why = "loads are not computed again where the server drafts"
-        elif self._is_ahead:
-            why = (
-                "a scheduler that is ahead lets a wrong token leave behind a failed load, so give --no-async-scheduling"
-            )
-        elif gone:
-            why = "; ".join(gone)
-        else:
-            return
-        raise AdapterError(f"mode must be 'log' or 'raise' here, got 'heal': {why}")
+    def _connector(self) -> Any:
+        return getattr(getattr(self.runner, "kv_connector", None), "kv_connector", None)
 
     def _new_canary(self) -> PagedCanary:
         runner, tables, states = self.runner, self.runner.block_tables, self.runner.req_states
@@ -307,9 +214,3 @@ class HandleV2(Handle):
 
     def _lines(self) -> Sequence[torch.Tensor]:
         return [table.gpu for table in self._of_caches(self.runner.block_tables.block_tables)]
-
-
-def connector_name(connector: Any) -> str:
-    """What vLLM calls a connector; of several, each."""
-    name, parts = type(connector).__name__, getattr(connector, "_connectors", None)
-    return name if not parts else f"{name} of {', '.join(type(part).__name__ for part in parts)}"

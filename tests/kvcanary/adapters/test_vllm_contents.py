@@ -84,7 +84,7 @@ def test_of_every_group(serve) -> None:
 
 def test_who_had_what_is_forgotten_without_a_finding(serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that outlives what is remembered of its writer is counted, and not judged."""
-    monkeypatch.setattr("kvcanary.adapters.vllm.contents.NAMED_WRITERS", 2)
+    monkeypatch.setattr("kvcanary.adapters.vllm.identity.NAMED_WRITERS", 2)
     served = serve(num_blocks=40)
     assert asked(served, "first", image("cat")) is None
     for number in range(3):
