@@ -179,11 +179,16 @@ class PagedCanary:
             self._new[number] = number, length, 1, root, self._uid, tail
         return list(range(first, self._uid + 1))
 
-    def take_back(self, number: int, request: str, before: int, now: int) -> None:
-        """The engine, which has all tokens on the device, computes a row again from an entry before its last one."""
+    def take_back(
+        self, number: int, request: str, before: int, now: int, tokens: Sequence[int], identity: Identity
+    ) -> None:
+        """The engine computes a row again from entry `now`, which is before its last one; tokens: up to there at least,
+        where forwards do not show what the engine knows of them.
+        """
         if number in self._roots:
             root, uid = self._roots[number]
-            self._new[number] = number, now, 1, root, uid, root
+            tail = root if self._has_tokens or not now else self.prefixes.end(tokens[:now], identity)
+            self._new[number] = number, now, 1, root, uid, tail
         self._taken_back[request] = before, now
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:

@@ -84,9 +84,11 @@ class HandleV1(LoadingHandle):
                 self._taken_back(name, self._numbers[name], ends[name], now)
 
     def _begin_again(self, name: str, number: int, before: int, now: int) -> None:
-        """It comes as one that is resumed."""
+        """This runner's counts are the scheduler's."""
         if self.canary is not None:
-            self._leave(self.canary, [name])
+            state = self.runner.requests[name]
+            tokens = [*(state.prompt_token_ids or ()), *state.output_token_ids]
+            self.canary.take_back(number, name, before, now, tokens, self.identities.of(state, name))
 
     def _goes_on(self, output: Any) -> bool:
         """Whether the last forward comes once more, each row by one entry, and was read so."""

@@ -18,6 +18,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
+from kvcanary_kernels.record.layout import Identity
 
 
 class HandleV2(LoadingHandle):
@@ -49,7 +50,7 @@ class HandleV2(LoadingHandle):
     def _begin_again(self, name: str, number: int, before: int, now: int) -> None:
         """Mode heal: the runner's counts of entries and tokens go back with the scheduler's, too (vllm#49250)."""
         if self.canary is not None:
-            self.canary.take_back(number, name, before, now)
+            self.canary.take_back(number, name, before, now, (), Identity())
         if self._healing is None:
             return
         states = self.runner.req_states
