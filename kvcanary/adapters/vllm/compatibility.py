@@ -40,6 +40,7 @@ _WORKER, _RUNNER, _FIRST = (
 )
 _OUTPUT, _V2 = "vllm.v1.core.sched.output:", "vllm.v1.worker.gpu."
 _CACHE = "vllm.v1.kv_cache_interface:"
+KV_TRANSFER = "vllm.distributed.kv_transfer.kv_transfer_state"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 #: Of every runner.
 EVERY_RUNNER = (
@@ -164,6 +165,9 @@ NEEDED_OF = {
         Needed(f"{_FIRST}execute_model", ("self", "scheduler_output")),
         Needed(f"{_FIRST}sample_tokens", ("self", "grammar_output")),
         Needed(f"{_FIRST}_update_states", ("self", "scheduler_output")),
+        Needed(f"{_FIRST}_model_forward", ("self",)),
+        Needed(f"{KV_TRANSFER}:get_kv_transfer_group"),
+        Needed(f"{KV_TRANSFER}:has_kv_transfer_group"),
         Needed(
             f"{_FIRST}_build_attention_metadata",
             ("self", "num_tokens", "num_reqs", "max_query_len"),

@@ -17,6 +17,7 @@ import torch
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
+from kvcanary.adapters.vllm.compatibility import KV_TRANSFER
 from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
 
@@ -159,9 +160,9 @@ class HandleV1(LoadingHandle):
 
     def _connector(self) -> Any:
         """That of the process, where this worker has one."""
-        if getattr(self.runner.vllm_config, "kv_transfer_config", None) is None:
+        if getattr(self.worker.vllm_config, "kv_transfer_config", None) is None:
             return None
-        group = import_module("vllm.distributed.kv_transfer")
+        group = import_module(KV_TRANSFER)
         return group.get_kv_transfer_group() if group.has_kv_transfer_group() else None
 
     def _table_block(self, group: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 
 from kvcanary import KVCorruptionError
 from kvcanary.adapters.vllm.handle import Handle
-from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION
+from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, Identity
 
 from .served import BLOCK, Served, go_on, load
 
@@ -416,7 +416,7 @@ def test_a_row_that_is_taken_back_and_was_never_followed_stays_so(serve) -> None
     go_on(served, 4)
     canary = served.wrapper.worker.kvcanary.canary
     canary._roots.clear()
-    canary.take_back(served.runner.req_states.req_id_to_index["a"], "a", 31, BLOCK)
+    canary.take_back(served.runner.req_states.req_id_to_index["a"], "a", 31, BLOCK, (), Identity())
     assert canary._new == {}
     go_on(served, 3)
     assert served.wrapper.worker.kvcanary.report()["fired"] == {}

@@ -30,18 +30,19 @@ def make(serve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Served]:
     return make
 
 
-def right(serve: Any) -> list[int]:
+def right(serve: Any, runner: str = "v2") -> list[int]:
     """The tokens that are due."""
-    served = serve()
+    served = serve(settings={"runner": runner})
     served.ask("b", TOKENS, 6)
     return served.run()["b"]
 
 
+@pytest.mark.parametrize("runner", ["v2", "v1"])
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_load_is_computed_again(serve, make, harm) -> None:
+def test_a_damaged_load_is_computed_again(serve, make, harm, runner) -> None:
     """Its tokens are those of a prompt that was never loaded, and the finding says how it was healed."""
-    due = right(serve)
-    connector, served = make()
+    due = right(serve, runner)
+    connector, served = make(settings={"runner": runner})
     load(connector, served, harm)
     served.ask("b", TOKENS, 6)
     assert served.run()["b"] == due
@@ -52,21 +53,37 @@ def test_a_damaged_load_is_computed_again(serve, make, harm) -> None:
     assert found["healed"] == "vLLM computes b again from position 0"
 
 
-def test_a_load_that_is_right_is_not_computed_again(make) -> None:
+@pytest.mark.parametrize("runner", ["v2", "v1"])
+def test_a_load_that_is_right_is_not_computed_again(make, runner) -> None:
     """The clean twin."""
-    connector, served = make()
+    connector, served = make(settings={"runner": runner})
     load(connector, served, lambda kept, other: None)
     served.ask("b", TOKENS, 4)
     served.step()
     assert served.running[0].computed > 2 * BLOCK
     served.run()
-    assert served.wrapper.kvcanary_report()["fired"] == {}
+    report = served.wrapper.kvcanary_report()
+    assert (report["fired"], report["loads_checked"]) == ({}, 2 * BLOCK)
 
 
-def test_what_the_connector_says_itself_fails_too(serve, make) -> None:
-    """Its own blocks are computed again beside those that the canary has found."""
-    due = right(serve)
-    connector, served = make()
+@pytest.mark.parametrize("runner", ["v2", "v1"])
+def test_a_damaged_load_is_found_with_either_runner(make, runner) -> None:
+    """T1 in mode raise, before a token leaves."""
+    connector, served = make(mode="raise", settings={"runner": runner})
+    load(connector, served, blocks_exchanged)
+    served.ask("b", TOKENS, 4)
+    with pytest.raises(KVCorruptionError) as raised:
+        served.run()
+    [finding] = raised.value.findings
+    assert (finding.code, finding.found["verdict"], finding.reader) == ("T1", "misrouted", "b")
+    assert served.outputs["b"] == []
+
+
+@pytest.mark.parametrize(("runner", "mode"), [("v2", "heal"), ("v1", "heal"), ("v1", "raise")])
+def test_what_the_connector_says_itself_fails_too(serve, make, mode, runner) -> None:
+    """Its own blocks are computed again, beside those that the canary has found in mode heal; a right recovery."""
+    due = right(serve, runner)
+    connector, served = make(mode=mode, settings={"runner": runner})
     connector.failed = {load(connector, served, lambda kept, other: None)[1]}
     served.ask("b", TOKENS, 6)
     assert served.run()["b"] == due
@@ -110,7 +127,7 @@ def test_the_third_damaged_load_stops_the_server(make) -> None:
         ({"settings": {"transfer": None}}, "what vLLM computes again are loads, so serve with a connector"),
         ({"policy": "fail"}, "give --kv-transfer-config a kv_load_failure_policy of recompute"),
         ({"groups": TWO_GROUPS}, "where a model has one group of layers"),
-        ({"settings": {"is_ahead": True}}, "so give --no-async-scheduling"),
+        ({"settings": {"is_ahead": True}}, "behind a failed load: give --no-async-scheduling"),
         ({"layers": ("l0", "d0"), "settings": {"drafts": ("d0",)}}, "are not computed again where the server drafts"),
     ],
     ids=["no connector", "fails", "groups", "ahead", "drafts"],
@@ -120,13 +137,6 @@ def test_where_nothing_could_be_healed_the_mode_is_refused(make, settings, words
     with pytest.raises(AdapterError, match="mode must be 'log' or 'raise' here, got 'heal'") as raised:
         make(**settings)
     assert words in str(raised.value)
-
-
-def test_runner_v1_has_no_loads_to_heal(serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused at the start, as a mode that nobody has."""
-    monkeypatch.setenv("KVCANARY_MODE", "heal")
-    with pytest.raises(AdapterError, match=r"here, got 'heal': .* with runner V2"):
-        serve(settings={"runner": "v1"})
 
 
 def test_names_that_are_gone_close_the_mode(make, monkeypatch: pytest.MonkeyPatch) -> None:

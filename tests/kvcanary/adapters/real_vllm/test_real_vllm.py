@@ -284,9 +284,10 @@ def test_damaged_loads_are_computed_again(tmp_path) -> None:
     expect_healed(run("loads.healing", tmp_path / "record.json"))
 
 
-def test_the_record_of_healed_loads() -> None:
-    """The same, as it is committed, and what its page says of it."""
-    told = json.loads((ROOT / "tools/kvcanary_tools/bench/results/cpu_vllm_heal.json").read_text())
+@pytest.mark.parametrize("record", ["cpu_vllm_heal", "cpu_vllm_heal_v1"])
+def test_the_record_of_healed_loads(record: str) -> None:
+    """The same with either runner, as it is committed, and what its page says of it."""
+    told = json.loads((ROOT / "tools/kvcanary_tools/bench/results" / f"{record}.json").read_text())
     expect_healed(told)
     page = " ".join((ROOT / "docs/vllm.md").read_text().split())
     healed = sum(own["healed"] for runs in told["healed"].values() for own in runs)
@@ -294,6 +295,7 @@ def test_the_record_of_healed_loads() -> None:
     wrong = sum(own["wrong_tokens"] for runs in told["logged"].values() for own in runs)
     assert f"All {healed} loads were healed" in page
     assert f"In mode `log` {wrong} tokens were." in page
+    assert f"`{record}.json`" in page
 
 
 def expect_healed(told: dict[str, Any]) -> None:
@@ -308,9 +310,9 @@ def expect_healed(told: dict[str, Any]) -> None:
     assert told["one_after_the_other"]["stopped_by"].endswith("finding 3 of cause 'transfer', healing does not last")
 
 
-@pytest.mark.parametrize("record", ["vllm_loads", "cpu_vllm_loads"])
+@pytest.mark.parametrize("record", ["vllm_loads", "cpu_vllm_loads", "cpu_vllm_loads_v1"])
 def test_the_record_of_a_restart(record: str) -> None:
-    """The same on a GPU and on a CPU, as it is committed."""
+    """The same on a GPU and on a CPU, with either runner, as it is committed."""
     expect_named(json.loads((ROOT / "tools/kvcanary_tools/bench/results" / f"{record}.json").read_text()))
 
 

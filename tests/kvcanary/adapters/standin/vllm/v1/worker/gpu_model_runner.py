@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from vllm import RELEASE
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
@@ -51,6 +52,7 @@ class GPUModelRunner:
     def _update_states(self, scheduler_output) -> None:
         for name in scheduler_output.finished_req_ids:
             self.requests.pop(name, None)
+        self.kv_connector = SimpleNamespace(failed=frozenset())  # what a connector said of the last step
         self.zero(scheduler_output.new_block_ids_to_zero or ())
         cached = scheduler_output.scheduled_cached_reqs
         for new in scheduler_output.scheduled_new_reqs:
@@ -63,6 +65,8 @@ class GPUModelRunner:
         for name, count, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             state = self.requests[name]
             state.num_computed_tokens = count
+            end = count + scheduler_output.num_scheduled_tokens[name]
+            del state.output_token_ids[max(end - len(state.prompt_token_ids), 0) :]  # what a failed load has discarded
             for own, added in zip(state.block_ids, blocks or (), strict=False):
                 own.extend(added)
         # the rows that are left move up, the new ones follow: nobody keeps his row
@@ -117,8 +121,19 @@ class GPUModelRunner:
             num_tokens=total, num_reqs=self.input_batch.num_reqs, max_query_len=1,
             slot_mappings={number: table.slot_mapping.gpu[:total] for number, table in enumerate(tables)},
         )  # fmt: skip
+        connector = get_kv_transfer_group()
+        if connector is not None:
+            connector.start_load_kv()
+        self._model_forward(total)
+        if connector is not None:
+            self.kv_connector.failed = frozenset(connector.get_block_ids_with_load_errors())
+
+    def _model_forward(self, total) -> None:
+        connector, tables = get_kv_transfer_group(), self.input_batch.block_table.tables
         fed = self.input_ids.gpu[:total].long() * 31 + self.positions[:total]
-        for number, layer in enumerate(self.compilation_config.static_forward_context.values()):
+        for number, (name, layer) in enumerate(self.compilation_config.static_forward_context.items()):
+            if connector is not None:
+                connector.wait_for_layer_load(name)
             heads, dim = layer.kv_cache.shape[1], layer.kv_cache.shape[3] // 2
             key = torch.sin(fed.float()[:, None, None] * (1 + number) + torch.arange(heads * dim).view(heads, dim))
             slots = tables[layer.group].slot_mapping.gpu[:total]

@@ -22,7 +22,10 @@ class Worker:
     def init_device(self) -> None:
         settings = dict(self.settings)
         if settings.pop("runner", "v2") == "v1":
+            from vllm.distributed.kv_transfer import kv_transfer_state
             from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+            kv_transfer_state._KV_CONNECTOR_AGENT = settings.pop("connector", None)
         else:
             from vllm.v1.worker.gpu.model_runner import GPUModelRunner
         self.model_runner = GPUModelRunner(**settings)
