@@ -90,6 +90,32 @@ def test_what_the_connector_says_itself_fails_too(serve, make, mode, runner) -> 
     assert served.wrapper.kvcanary_report()["fired"] == {}
 
 
+def test_damage_in_the_same_block_is_another_fault_once_it_was_healed(make) -> None:
+    """Two loads into the same blocks, both wrong: two findings, both made good."""
+    connector, served = make()
+    blocks: list[int] = []
+    for name in ("b", "c"):
+        kept = {layer: values.clone() for layer, values in connector.kept.items()}
+        served.free = [*blocks, *(block for block in served.free if block not in blocks)]
+        blocks, again = load(connector, served, noise), blocks
+        served.ask(name, TOKENS, 4)
+        served.run()
+        connector.kept = kept
+    assert again == blocks
+    report = served.wrapper.kvcanary_report()
+    assert (len(report["incidents"]), report["healed"]) == (2, 2)
+
+
+def test_blocks_are_told_as_failed_once(make) -> None:
+    """In the step that loads them, and in none behind it."""
+    connector, served = make()
+    blocks = load(connector, served, noise)
+    served.ask("b", TOKENS, 4)
+    served.step()
+    assert served.runner.kv_connector.failed.intersection(blocks)
+    assert connector.get_block_ids_with_load_errors() == set()
+
+
 def test_other_findings_stop_the_server(make) -> None:
     """A byte of a resident block changes: no load that could come again."""
     connector, served = make()
