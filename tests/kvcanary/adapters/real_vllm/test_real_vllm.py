@@ -247,9 +247,10 @@ def test_a_kind_of_cache_is_watched(kind: str, groups: int, layer: int, parts: l
     assert nan["left"] == 0
 
 
-@pytest.mark.slow  # two engines, runner V2 interpreted
-def test_a_restart_between_store_and_load(tmp_path) -> None:
+@pytest.mark.parametrize("runner", ["0", pytest.param("1", marks=pytest.mark.slow)])  # V2 is interpreted
+def test_a_restart_between_store_and_load(tmp_path, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
     """vLLM's connector brings back from files what another process stored: right ones are silent, damaged ones T1."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     told = run("loads", tmp_path / "record.json")
     expect_named(told)
     assert told["equal_tokens"]
@@ -279,8 +280,10 @@ def expect_recovery_found(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_loads_are_computed_again(tmp_path) -> None:
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_damaged_loads_are_computed_again(tmp_path, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
     """Mode heal: files of an external store are damaged in five ways, and vLLM's tokens stay what they were."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     expect_healed(run("loads.healing", tmp_path / "record.json"))
 
 
