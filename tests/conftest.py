@@ -27,6 +27,7 @@ torch.set_num_threads(min(2, torch.get_num_threads()))  # OMP_NUM_THREADS=1 help
 LONG = (
     "test_real_sglang.py",
     "test_real_vllm.py",
+    "test_real_loads.py",
     "test_campaign.py",
     "test_batching.py",
     "test_huge_pages.py",

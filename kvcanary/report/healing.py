@@ -219,13 +219,13 @@ class LoadHealing:
         step: int,
     ) -> Treatment:
         """As `Healing.treat`; without a ledger nobody is touched, and nothing is cached."""
-        loads = [own for own in findings if own.code == "T1" and own.reader in self._open]
+        loads = [own for own in findings if (own.code, own.site[0]) == ("T1", "load") and own.reader in self._open]
+        others = {own.code for own in findings if own not in loads} | {_code(group) for group in groups} - {"T1"}
         names = {own.reader for own in loads if own.reader is not None}
         count, what = self._found.count({f"cause {own.causes[0].family!r}" for own in loads if own.causes}, step)
         why = f"finding {count} of {what}, healing does not last" if count > MOST_HEALS else ""
-        if len(loads) < len(findings):
-            codes = sorted({own.code for own in findings if own not in loads})
-            why = f"{', '.join(codes)} is no load that {self._engine} could compute again"
+        if others:
+            why = f"{', '.join(sorted(others))} is no load that {self._engine} could compute again"
         if why:
             return _told(True, f"raised KVCorruptionError; no token of step {step} leaves; {why}", findings)
         treatment = _told(False, f"heals: {self._engine} computes {', '.join(sorted(names))} again", findings)

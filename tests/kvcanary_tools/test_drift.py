@@ -144,6 +144,7 @@ def test_every_patch_is_looked_at_where_all_releases_share_their_minor() -> None
             [
                 *(
                     "every runner",
+                    "external loads with runner V1",
                     "loads that are computed again",
                     "owners of blocks",
                     "probes of attention",

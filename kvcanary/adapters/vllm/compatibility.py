@@ -165,9 +165,6 @@ NEEDED_OF = {
         Needed(f"{_FIRST}execute_model", ("self", "scheduler_output")),
         Needed(f"{_FIRST}sample_tokens", ("self", "grammar_output")),
         Needed(f"{_FIRST}_update_states", ("self", "scheduler_output")),
-        Needed(f"{_FIRST}_model_forward", ("self",)),
-        Needed(f"{KV_TRANSFER}:get_kv_transfer_group"),
-        Needed(f"{KV_TRANSFER}:has_kv_transfer_group"),
         Needed(
             f"{_FIRST}_build_attention_metadata",
             ("self", "num_tokens", "num_reqs", "max_query_len"),
@@ -237,6 +234,14 @@ DRAFT_STATES_SIDE = (
     Needed(f"{_V2}model_states.interface:ModelState.prepare_attn", ("self", "input_batch")),
 )
 
+#: Of connectors with runner V1; where these are gone, it is refused with a connector.
+LOADS_V1 = "external loads with runner V1"
+LOADS_V1_SIDE = (
+    Needed(f"{_FIRST}_model_forward", ("self",)),
+    Needed(f"{KV_TRANSFER}:get_kv_transfer_group"),
+    Needed(f"{KV_TRANSFER}:has_kv_transfer_group"),
+)
+
 #: Of loads that are computed again (mode heal); where these are gone, that mode is refused.
 HEALING = "loads that are computed again"
 HEAL_SIDE = (
@@ -263,6 +268,7 @@ SIDES = {
     RANKS: RANKS_SIDE,
     STATES: STATES_SIDE,
     DRAFT_STATES: DRAFT_STATES_SIDE,
+    LOADS_V1: LOADS_V1_SIDE,
     HEALING: HEAL_SIDE,
     PROBES: PROBED_SIDE,
 }

@@ -76,7 +76,9 @@ class LoadingHandle(Handle):
     def _expect_healing(self) -> None:
         """AdapterError where mode heal could not heal."""
         transfer, gone = getattr(self.worker.vllm_config, "kv_transfer_config", None), missing(HEAL_SIDE)
-        if transfer is None:
+        if "T1" in self.config.disable or self.config.content == "write":
+            why = "what a connector brings is not compared, so leave T1 on, and KVCANARY_CONTENT at rolling or full"
+        elif transfer is None:
             why = "what vLLM computes again are loads, so serve with a connector"
         elif getattr(transfer, "kv_load_failure_policy", None) != "recompute":
             why = "vLLM ends requests whose loads fail: give --kv-transfer-config a kv_load_failure_policy of recompute"

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.compatibility import KV_TRANSFER
+from kvcanary.adapters.vllm.compatibility import KV_TRANSFER, LOADS_V1_SIDE
 from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
 
@@ -162,6 +163,8 @@ class HandleV1(LoadingHandle):
         """That of the process, where this worker has one."""
         if getattr(self.worker.vllm_config, "kv_transfer_config", None) is None:
             return None
+        if gone := missing(LOADS_V1_SIDE):
+            raise AdapterError(f"external loads cannot be followed ({'; '.join(gone)}): serve without a connector")
         group = import_module(KV_TRANSFER)
         return group.get_kv_transfer_group() if group.has_kv_transfer_group() else None
 

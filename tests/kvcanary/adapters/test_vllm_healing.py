@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,11 @@ HARMS = (noise, blocks_exchanged, layers_exchanged)
 def make(serve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Served]:
     """Make(policy, mode, settings) a server whose connector loads, and which computes failed loads again."""
 
-    def make(policy: str = "recompute", mode: str = "heal", **settings: Any) -> Any:
+    def make(policy: str = "recompute", mode: str = "heal", disable: str = "", content: str = "full", **settings: Any):
         from vllm.config.kv_transfer import KVTransferConfig
 
-        monkeypatch.setenv("KVCANARY_MODE", mode)
+        for name, value in (("MODE", mode), ("DISABLE", disable), ("CONTENT", content)):
+            monkeypatch.setenv(f"KVCANARY_{name}", value)
         own = {"transfer": KVTransferConfig("StoreConnector", policy), **settings.pop("settings", {})}
         return stored(serve, goes_back=policy == "recompute", settings=own, **settings)
 
@@ -131,6 +134,23 @@ def test_other_findings_stop_the_server(make) -> None:
     assert finding.action.endswith("R9 is no load that vLLM could compute again")
 
 
+@pytest.mark.parametrize(
+    ("site", "fired", "stops"), [(("load", 0), "T1", False), (("move", 0), "T1", True), (("load", 0), "R9", True)]
+)
+def test_only_loads_are_healed(make, site, fired, stops) -> None:
+    """No copy that went wrong in a row whose load failed, and nothing where a fault beside it was not described."""
+    connector, served = make()
+    load(connector, served, noise)
+    served.ask("b", TOKENS, 4)
+    served.run()
+    handle = served.wrapper.worker.kvcanary
+    [finding] = handle.canary.log.findings
+    handle._healing.failed("b", 99)
+    group = SimpleNamespace(last=SimpleNamespace(code=fired))
+    treatment = handle._healing.treat([group], [replace(finding, site=site)], frozenset(), set(), 99)
+    assert treatment.stops is stops
+
+
 def test_the_third_damaged_load_stops_the_server(make) -> None:
     """Two are healed; a tier that goes on so is no answer."""
     connector, served = make()
@@ -150,13 +170,15 @@ def test_the_third_damaged_load_stops_the_server(make) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"disable": "T1"}, "so leave T1 on"),
+        ({"content": "write"}, "KVCANARY_CONTENT at rolling or full"),
         ({"settings": {"transfer": None}}, "what vLLM computes again are loads, so serve with a connector"),
         ({"policy": "fail"}, "give --kv-transfer-config a kv_load_failure_policy of recompute"),
         ({"groups": TWO_GROUPS}, "where a model has one group of layers"),
         ({"settings": {"is_ahead": True}}, "behind a failed load: give --no-async-scheduling"),
         ({"layers": ("l0", "d0"), "settings": {"drafts": ("d0",)}}, "are not computed again where the server drafts"),
     ],
-    ids=["no connector", "fails", "groups", "ahead", "drafts"],
+    ids=["without T1", "nothing compared", "no connector", "fails", "groups", "ahead", "drafts"],
 )
 def test_where_nothing_could_be_healed_the_mode_is_refused(make, settings, words) -> None:
     """With the reason, and what to do."""
@@ -172,6 +194,15 @@ def test_names_that_are_gone_close_the_mode(make, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(StagedWriteTensor, "apply_write")
     with pytest.raises(AdapterError, match="apply_write"):
         make()
+
+
+def test_names_that_are_gone_close_loads_with_runner_v1(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a connector it is refused; what runs without one does not need them."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.delattr(GPUModelRunner, "_model_forward")
+    with pytest.raises(AdapterError, match=r"external loads cannot be followed .*_model_forward.* without a connector"):
+        make(mode="raise", settings={"runner": "v1"})
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
