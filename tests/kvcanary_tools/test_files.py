@@ -60,7 +60,7 @@ def test_a_row_of_a_table_is_a_line(tmp_path: Path) -> None:
     told = {"meta": {"seed": 1, "of": {"two": [2]}}, "rows": [{"fault": "\n", "runs": {"all": 1}}, {"fault": "ö"}]}
     JsonFile(path).write({**told, "none": [], "told": True})
     assert json.loads(path.read_text(encoding="utf-8")) == {**told, "none": [], "told": True}
-    assert '  {"fault": "\\n", "runs": {"all": 1}},\n  {"fault": "ö"}\n' in path.read_text(encoding="utf-8")
+    assert '  {"fault":"\\n","runs":{"all":1}},\n  {"fault":"ö"}\n' in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -101,5 +101,6 @@ class JsonFile:
 def _lines(part: Any) -> str:
     """JSON of one part of an object; a list of objects is a table."""
     if isinstance(part, list) and part and all(isinstance(row, dict) for row in part):
-        return "[\n  " + ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in part) + "\n ]"
+        rows = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in part)
+        return "[\n  " + ",\n  ".join(rows) + "\n ]"
     return json.dumps(part, indent=1, ensure_ascii=False).replace("\n", "\n ")

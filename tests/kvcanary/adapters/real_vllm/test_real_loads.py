@@ -56,9 +56,9 @@ def test_damaged_loads_are_computed_again(tmp_path, monkeypatch: pytest.MonkeyPa
     expect_healed(run("loads.healing", tmp_path / "record.json"))
 
 
-@pytest.mark.parametrize("record", ["cpu_vllm_heal", "cpu_vllm_heal_v1"])
+@pytest.mark.parametrize("record", ["cpu_vllm_heal", "cpu_vllm_heal_v1", "gpu_vllm_heal"])
 def test_the_record_of_healed_loads(record: str) -> None:
-    """The same with either runner, as it is committed, and what its page says of it."""
+    """The same with either runner and on a GPU, as it is committed, and what its page says of it."""
     told = json.loads((RESULTS / f"{record}.json").read_text())
     expect_healed(told)
     page = " ".join((ROOT / "docs/vllm.md").read_text().split())
