@@ -32,10 +32,11 @@ from kvcanary_kernels.record.chain import chain_scan, chain_tree
 from kvcanary_kernels.record.seal import seal
 from kvcanary_kernels.watch.advance import advance as advance_watched
 from kvcanary_kernels.watch.begin import begin
+from kvcanary_kernels.watch.drafted_states import choose, note_accepted, note_drafted
 from kvcanary_kernels.watch.fetch import fetch, keep, send
 from kvcanary_kernels.watch.grant import grant
 from kvcanary_kernels.watch.reread import reread, take
-from kvcanary_kernels.watch.state_rows import choose, describe, follow, note_drafted, note_left
+from kvcanary_kernels.watch.state_rows import describe, follow, note_left
 from kvcanary_kernels.watch.states import leave_states, take_states
 from kvcanary_kernels.watch.walk import walk
 
@@ -81,6 +82,7 @@ class WatchOps:
     grant: Operation = grant
     keep: Operation = keep
     leave_states: Operation = leave_states
+    note_accepted: Operation = note_accepted
     note_drafted: Operation = note_drafted
     note_left: Operation = note_left
     reread: Operation = reread

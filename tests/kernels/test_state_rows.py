@@ -11,21 +11,15 @@ from kvcanary.pools.state_views import StateView
 from kvcanary_kernels.engine.copies import copy_entries, copy_entries_torch
 from kvcanary_kernels.record.layout import COLUMNS, make_keys
 from kvcanary_kernels.watch.state_rows import (
-    Draft,
-    choose,
-    choose_torch,
     describe,
     describe_torch,
     follow,
     follow_torch,
-    note_drafted,
-    note_drafted_torch,
     note_left,
     note_left_torch,
     rows_of,
 )
 from kvcanary_kernels.watch.states import States, taken_of
-from kvcanary_kernels.watch.walk import TAILS, Rows, Truth
 
 POISON, RING, LAYERS, ENTRIES, SLOTS = -77, 8, 3, 30, 40
 VERIFY, MOVE = pack_site("verify", 0), pack_site("move", 0)
@@ -85,73 +79,6 @@ def test_what_a_forward_leaves_is_noted(device: str, rows: int, new: int) -> Non
         return [taken.left]
 
     assert equal(run(note_left), run(note_left_torch))
-
-
-@pytest.mark.parametrize("which", ["none", "all", "some"])
-@pytest.mark.parametrize(("rows", "parts"), [(1, 2), (5, 3), (70, 4)])
-def test_rows_of_drafts_have_their_columns(device: str, rows: int, parts: int, which: str) -> None:
-    """They go on from that of the last accepted token, and leave a state behind each token; others have one entry."""
-    drawn = Drawn(rows + parts, device)
-    masks = {"none": drawn(0, 1, rows), "all": drawn(1, 2, rows), "some": drawn(0, 2, rows)}[which].bool()
-    table, new, accepted = (
-        drawn(0, ENTRIES, rows, parts + 2).to(torch.int32),
-        drawn(1, 7, rows),
-        drawn(1, parts + 1, rows),
-    )
-    starts = torch.cat((new.new_zeros(1), new.cumsum(0))).to(torch.int32)
-    draft = Draft(
-        None if which == "none" else masks,
-        None if which == "none" else table[masks, :parts],
-        None if which == "none" else accepted[masks].to(torch.int32),
-        None if which == "all" else table[:, 0][~masks],
-    )
-
-    def run(operation) -> list[Tensor]:
-        sources, (entries, after) = (
-            drawn(POISON, POISON + 1, rows + 2, 1),
-            drawn(POISON, POISON + 1, 2, rows + 2, parts),
-        )
-        operation(draft, starts, sources, entries, after, n=rows)
-        return [sources, entries, after]
-
-    sources, entries, after = run(choose_torch)
-    assert equal(run(choose), [sources, entries, after])
-    for row in range(rows):
-        lies = table[row, accepted[row] - 1 if masks[row] else 0]
-        behind = range(1, min(int(new[row]), parts) + 1) if masks[row] else [int(new[row])]
-        left = {n: int(table[row, place if masks[row] else 0]) for place, n in enumerate(behind)}
-        is_left = after[row] > 0
-        assert sources[row, 0] == lies
-        assert dict(zip(after[row][is_left].tolist(), entries[row][is_left].tolist(), strict=True)) == left
-    assert (sources[rows:] == POISON).all()
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(1, 2), (5, 3), (70, 4)])
-def test_what_drafts_leave_is_noted(device: str, rows: int, parts: int) -> None:
-    """Behind each of its tokens a row leaves a state with the chain that the forward stores there; padding none."""
-
-    def run(operation) -> list[Tensor]:
-        drawn, lines = Drawn(rows + parts, device), rows + 3
-        taken, live = taken_of(drawn.states("rolling"), 1, lines * parts), int(drawn(0, rows + 1, 1))
-        taken.left.fill_(POISON)
-        new, past = drawn(1, parts + 1, lines), drawn(0, 9, lines)
-        starts = torch.cat((new.new_zeros(1), new.cumsum(0))).to(torch.int32)
-        numbers = torch.randperm(lines, generator=torch.Generator().manual_seed(1)).to(device)
-        places = torch.arange(1, parts + 1, device=device).expand(lines, -1)
-        told = {"entries": drawn(0, ENTRIES, lines, parts), "after": torch.where(places <= new[:, None], places, -1)}
-        told["now"] = torch.tensor([live, 0, 5, VERIFY, 5, 0], device=device)
-        told["stored"], truth = drawn(0, 999, RING, int(starts[-1])), Truth(drawn(0, 99, lines, TAILS + 1))
-        table = drawn(0, ENTRIES, lines, parts).to(torch.int32)
-        own = Rows(numbers, table, (past + new).to(torch.int32), starts)
-        operation(taken, own, truth, **told)
-        noted = taken.left.unflatten(1, (2, -1))[:, 0].unflatten(1, (lines, parts))
-        last = new[:live, None] - 1
-        assert (noted[1, :live].gather(1, last)[:, 0] == (past + new)[:live]).all()
-        assert (noted[3, :live].gather(1, last)[:, 0] == told["stored"][5][starts[1 : live + 1].long() - 1]).all()
-        assert (noted[0, live:] == -1).all()
-        return [taken.left]
-
-    assert equal(run(note_drafted), run(note_drafted_torch))
 
 
 @pytest.mark.parametrize("content", ["write", "rolling", "full"])

@@ -20,7 +20,7 @@ NEWER = {
     f"kvcanary_kernels/{name}.py"
     for name in (
         *("judge/admit", "watch/advance", "watch/begin", "watch/grant", "watch/states", "content/reads"),
-        *("watch/state_rows", "engine/copies", "engine/delta"),
+        *("watch/state_rows", "watch/drafted_states", "engine/copies", "engine/delta"),
     )
 }
 #: Since the record: the next whole run has no mutants of them.

@@ -22,7 +22,7 @@ class Launches:
 
     def __init__(self, canary: Any, device: str) -> None:
         self._canary, self.numbers = canary, torch.tensor([0, 1], device=device)
-        self._now = torch.zeros(6, dtype=torch.int64, device=device)
+        self.now = torch.zeros(6, dtype=torch.int64, device=device)
         self.seeds = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self.chains = torch.zeros(RING, 64, dtype=torch.int64, device=device)
 
@@ -30,10 +30,10 @@ class Launches:
         """The next forward is there."""
         step = self._canary.step
         words = torch.tensor([2, num_tokens, step, pack_site(*site), step % RING, 0])
-        self._now.copy_(words.pin_memory() if self._now.is_cuda else words, non_blocking=True)
+        self.now.copy_(words.pin_memory() if self.now.is_cuda else words, non_blocking=True)
 
     def beside(self, _: Any, most_rows: int, launch: Callable[[Tensor, Tensor], None]) -> None:
-        launch(self._now, self.numbers[:most_rows])
+        launch(self.now, self.numbers[:most_rows])
 
     def stored_chains(self, _: Any) -> Tensor:
         return self.chains
@@ -44,7 +44,9 @@ def watching_canary(content: str, device: str = "cpu") -> Any:
     zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
     truth = Truth(zeros(2, TAILS + 2))
     truth.uids[:], truth.ends[:] = torch.tensor([11, 12]), 0
-    memory = SimpleNamespace(seed=3, truth=truth, total=zeros(1), upload=functools.partial(_upload, device))
+    memory = SimpleNamespace(
+        seed=3, truth=truth, total=zeros(1), upload=functools.partial(_upload, device), device=torch.device(device)
+    )
     canary = SimpleNamespace(
         memory=memory, step=0, events=[], beside=set(), num_rows=2, config=SimpleNamespace(content=content),
         coverage=Coverage(), groups=[0], steps=deque(maxlen=4), writers={11: "a", 12: "b"},

@@ -2,8 +2,7 @@
 
 `describe` says which entries rows go on from and what these should have absorbed, for `take_states`; `note_left` which
 entries the forward fills, for `leave_states`, and of what, by the records of the K and V that it has stored; `follow`
-takes along what is known of states that are copied. Of an engine that is watched and drafts, `choose` says which
-entries rows go on from and fill, and `note_drafted` of what.
+takes along what is known of states that are copied.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -27,8 +26,6 @@ from kvcanary_kernels.watch.walk import (
     UID,
     Rows,
     Truth,
-    context_lengths,
-    live_rows,
 )
 
 BLOCK = 64
@@ -131,95 +128,6 @@ def note_left(
 note_left_torch = partial(note_left, launches=False)
 
 
-class Draft(NamedTuple):
-    """Which entries the rows of a forward have, of n that are m rows of drafts and others.
-
-    is_draft: [>= n] bool, in batch order; None: no row is one
-    columns:  [>= m, parts] of rows of drafts: the state behind each token in the entry of its number
-    accepted: [>= m] of these, how many of the last forward's tokens were: the row goes on from the state of the last
-    others:   [>= n - m] of the other rows, the one entry of each; None where there is none
-    """
-
-    is_draft: Tensor | None
-    columns: Tensor | None
-    accepted: Tensor | None
-    others: Tensor | None
-
-
-def choose(
-    draft: Draft, starts: Tensor, sources: Tensor, entries: Tensor, after: Tensor, *, n: int, launches: bool = True
-) -> None:
-    """Where n rows go on from, and what they leave. No allocation of the kernel's, no wait.
-
-    starts:  [> n] where the tokens of each row begin
-    sources: [>= n, 1] int64;  entries, after: [>= n, most] int64 as of `note_drafted`; entries -1 where nothing is left
-    """
-    most = after.shape[1]
-    if launches:
-        absent = starts if draft.columns is None else draft.columns
-        masks = starts if draft.is_draft is None else draft.is_draft.view(torch.uint8)
-        others = absent if draft.others is None else draft.others
-        columns, accepted = absent, absent if draft.accepted is None else draft.accepted
-        _choose_kernel[(n,)](
-            masks, columns, accepted, others, starts, sources, entries, after, n, columns.shape[-1], columns.stride(0),
-            others.stride(0), most, HAS_DRAFTS=draft.is_draft is not None, BLOCK_R=triton.next_power_of_2(n),
-            BLOCK_P=triton.next_power_of_2(most),
-        )  # fmt: skip
-        return
-    new, place = starts[: n + 1].long().diff().tolist(), {True: 0, False: 0}
-    entries[:n], after[:n] = -1, -1
-    for row, count in enumerate(new):
-        is_draft = draft.is_draft is not None and bool(draft.is_draft[row])
-        at, place[is_draft] = place[is_draft], place[is_draft] + 1
-        if is_draft and draft.columns is not None and draft.accepted is not None:
-            own = min(count, draft.columns.shape[1])
-            sources[row] = draft.columns[at, int(draft.accepted[at]) - 1]
-            entries[row, :own] = draft.columns[at, :own]
-            after[row, :own] = torch.arange(1, own + 1)
-        elif draft.others is not None:
-            sources[row], entries[row, 0], after[row, 0] = draft.others[at], draft.others[at], count
-
-
-choose_torch = partial(choose, launches=False)
-
-
-def note_drafted(
-    taken: Taken,
-    rows: Rows,
-    truth: Truth,
-    *,
-    now: Tensor,
-    entries: Tensor,
-    after: Tensor,
-    stored: Tensor,
-    launches: bool = True,
-) -> None:
-    """The forward leaves states within its rows, behind tokens of which some are drafts. No allocation, no wait.
-
-    rows, now, stored: as of `take_states`
-    entries, after: [>= rows, m] int64, behind so many tokens of a row its state lies in this entry; -1: none does
-    """
-    n, parts, most = len(rows.numbers), after.shape[1], taken.cells.shape[2]
-    if launches:
-        _drafted_kernel[(triton.cdiv(n * parts, BLOCK),)](
-            taken.left, rows.numbers, rows.lengths, rows.starts, truth.lines, now, entries, after, stored, n * parts,
-            parts, most, truth.lines.stride(0), stored.stride(0), BLOCK_N=BLOCK,
-        )  # fmt: skip
-        return
-    live, place = live_rows(rows, now)
-    known = len(live.numbers)
-    past, starts, after = context_lengths(live), live.starts[:known].long(), after[:known]
-    is_left = after > 0
-    chains = stored[place][(starts[:, None] + after - 1).clamp(min=0)] * is_left
-    left = taken.left.unflatten(1, (2, most))[:, 0, : n * parts].unflatten(1, (n, parts))
-    uids = truth.uids[live.numbers.long()][:, None].expand_as(after)
-    left[0] = -1
-    left[:, :known] = torch.stack((torch.where(is_left, entries[:known], -1), past[:, None] + after, uids, chains))
-
-
-note_drafted_torch = partial(note_drafted, launches=False)
-
-
 def follow(states: States, sources: Tensor, entries: Tensor, now: Tensor, *, site: int, launches: bool = True) -> None:
     """The bytes of sources [n] were copied to entries [n], -1: none; none is both. No allocation, no wait.
 
@@ -309,90 +217,6 @@ def _note_kernel(
     tl.store(left + 4 * most + o_n, tl.load(uids + b_row, mask=m_n, other=0), mask=m_n)
     b_slot = tl.minimum(tl.maximum(tl.load(slots + o_n, mask=m_n, other=0), 0), num_slots - 1)
     tl.store(left + 6 * most + o_n, tl.load(records + b_slot * COLUMNS + COLUMN, mask=m_n, other=0), mask=m_n)
-
-
-@triton.jit(
-    do_not_specialize=["n", "parts", "columns_stride", "others_stride", "most"],
-    do_not_specialize_on_alignment=["masks", "columns", "accepted", "others", "starts"],
-)
-def _choose_kernel(
-    masks,
-    columns,
-    accepted,
-    others,
-    starts,
-    sources,
-    entries,
-    after,
-    n,
-    parts,
-    columns_stride,
-    others_stride,
-    most,
-    HAS_DRAFTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """One row."""
-    i_row = tl.program_id(0).to(tl.int64)
-    new = tl.load(starts + i_row + 1).to(tl.int64) - tl.load(starts + i_row).to(tl.int64)
-    o_p = tl.arange(0, BLOCK_P).to(tl.int64)
-    before, is_draft = i_row * 0, False
-    if HAS_DRAFTS:
-        o_r = tl.arange(0, BLOCK_R).to(tl.int64)
-        b_is = tl.load(masks + o_r, mask=o_r < n, other=0).to(tl.int64)
-        before = tl.sum(tl.where(o_r < i_row, b_is, 0))
-        is_draft = tl.load(masks + i_row) != 0
-    if is_draft:
-        own = columns + before * columns_stride
-        last = tl.load(accepted + before).to(tl.int64) - 1
-        tl.store(sources + i_row, tl.load(own + last).to(tl.int64))
-        m_p = (o_p < parts) & (o_p < new)
-        b_entries = tl.load(own + o_p, mask=m_p, other=-1).to(tl.int64)
-        tl.store(entries + i_row * most + o_p, b_entries, mask=o_p < most)
-        tl.store(after + i_row * most + o_p, tl.where(m_p, o_p + 1, -1), mask=o_p < most)
-    else:
-        entry = tl.load(others + (i_row - before) * others_stride).to(tl.int64)
-        tl.store(sources + i_row, entry)
-        tl.store(entries + i_row * most + o_p, tl.where(o_p == 0, entry, -1), mask=o_p < most)
-        tl.store(after + i_row * most + o_p, tl.where(o_p == 0, new, -1), mask=o_p < most)
-
-
-@triton.jit(
-    do_not_specialize=["n", "parts", "most", "truth_stride", "stored_stride"],
-    do_not_specialize_on_alignment=["numbers", "lengths", "starts", "stored"],
-)
-def _drafted_kernel(
-    left,
-    numbers,
-    lengths,
-    starts,
-    truth,
-    now,
-    entries,
-    after,
-    stored,
-    n,
-    parts,
-    most,
-    truth_stride,
-    stored_stride,
-    BLOCK_N: tl.constexpr,
-):
-    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
-    b_row = o_n // parts
-    m_n = (o_n < n) & (b_row < tl.load(now + NOW_ROWS))
-    b_start = tl.load(starts + b_row, mask=m_n, other=0).to(tl.int64)
-    b_new = tl.load(starts + b_row + 1, mask=m_n, other=0).to(tl.int64) - b_start
-    b_past = tl.load(lengths + b_row, mask=m_n, other=0).to(tl.int64) - b_new
-    b_after = tl.load(after + o_n, mask=m_n, other=-1)
-    m_left = m_n & (b_after > 0)
-    b_number = tl.load(numbers + b_row, mask=m_n, other=0).to(tl.int64)
-    at = stored + tl.load(now + NOW_PLACE) * stored_stride + b_start + b_after - 1
-    tl.store(left + o_n, tl.load(entries + o_n, mask=m_left, other=-1), mask=o_n < n)
-    tl.store(left + 2 * most + o_n, b_past + b_after, mask=m_n)
-    tl.store(left + 4 * most + o_n, tl.load(truth + b_number * truth_stride + UID, mask=m_n, other=0), mask=m_n)
-    tl.store(left + 6 * most + o_n, tl.load(at, mask=m_left, other=0), mask=m_n)
 
 
 @triton.jit(do_not_specialize=["num_entries", "sums_stride", "num_layers", "site"])

@@ -45,6 +45,7 @@ CELL_WIDTH = 8
 STEP, CODE, ENTRY, SOURCE, WANTED, ABSORBED, WRITER, SITE = map(tl.constexpr, range(CELL_WIDTH))
 LEFT_WIDTH = 4  # an entry, tokens absorbed, who writes, and the chain of these tokens
 WIDTH = tl.constexpr(CELL_WIDTH)
+CHOSEN = -1  # `block_size` of a table that says where a row goes on from, in which entry, and 1: it was copied there
 
 
 class States(NamedTuple):
@@ -61,6 +62,8 @@ class States(NamedTuple):
     null_entries: the first so many are nobody's
     moved:    site of a state that was copied for nobody in particular, who may be anybody's
     zeroed:   a row that begins goes on from what lies there, zeros of no token; else nobody reads that
+    counted:  a state has absorbed the tokens of its row, and is copied as it is; False: it is some words of more tokens
+              than were accepted, of which a copy takes others, so that it is compared where it was left alone
     """
 
     rows: PoolRows
@@ -74,6 +77,7 @@ class States(NamedTuple):
     null_entries: int
     moved: int
     zeroed: bool = False
+    counted: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +132,7 @@ def take_states(
     now:         [>= NOW_WIDTH] int64, the step
     total:       [1] int64, grows by the number of rows that are wrong
     seeds:       [>= rows, 2] of `advance`
-    block_size:  0: there is one column
+    block_size:  0: there is one column;  CHOSEN: what `choose` has made of a table
     checkpoints: a prompt leaves one more state: after the last multiple of so many tokens before its end, in the column
                  before its last, where it goes through that; 0: none. Where it does, what is not left is -1
     stored:      [ring, tokens] chains of what the forward stores, for these
@@ -142,8 +146,8 @@ def take_states(
             *states[2:6], *rows[:4], truth.lines, stored, seeds, now, taken.cells, taken.left, taken.slices, taken.kept,
             states.known.shape[1], rows.table.shape[1], rows.table.stride(0), truth.lines.shape[1], stored.stride(0),
             taken.cells.shape[2], states.sums.stride(0), taken.kept.stride(0), layers, block_size, checkpoints,
-            states.null_entries, states.moved, ZEROED=states.zeroed, SLICES=states.slices, COMPARED=states.compared,
-            BLOCK_L=triton.next_power_of_2(layers),
+            states.null_entries, states.moved, ZEROED=states.zeroed, COUNTED=states.counted, SLICES=states.slices,
+            COMPARED=states.compared, BLOCK_L=triton.next_power_of_2(layers),
         )  # fmt: skip
         if compared:
             fingerprint(states.rows, slices, states.keys, fingerprint_a=found)
@@ -158,21 +162,25 @@ def take_states(
     numbers, past = live.numbers.long(), context_lengths(live)
     n, ends, begins = len(numbers), live.lengths[: len(numbers)].long(), past == 0
     first, last = (columns_of(counts, block_size) for counts in (past, ends))
+    if block_size == CHOSEN:
+        first, last = 1 - rows.table[:n, 2], torch.ones_like(past)
     entries = entry_at(rows.table, last)
     sources = torch.where(begins, entries, entry_at(rows.table, first))
     is_outside = (torch.minimum(entries, sources) < 0) | (torch.maximum(entries, sources) >= states.known.shape[1])
     sources, entries = (torch.where(is_outside, 0, own) for own in (sources, entries))
     absorbed, writers, sites = states.known[:, sources]
+    if not states.counted:
+        absorbed = torch.where(first != last, UNKNOWN.value, absorbed)
     is_left, is_here = (absorbed >= 0) & (~begins | states.zeroed), sources == entries
     chains, is_known = seeds[:n].unbind(1)
     codes = torch.zeros_like(entries)
     for code, is_wrong in (
-        (R6, is_left & (is_known != 0) & (states.chains[sources] != chains)),
-        (R4, is_left & (absorbed != past)),
+        (R6, is_left & states.counted & (is_known != 0) & (states.chains[sources] != chains)),
+        (R4, is_left & states.counted & (absorbed != past)),
         (R8, is_left & is_here & (writers != truth.uids[numbers]) & (sites >> 32 != states.moved)),
         (R12, (absorbed == NOTHING.value) & ~begins),
         (R7, absorbed == FREED.value),
-        (W3, (first != last) & is_here & ~begins),
+        (W3, (first != last) & states.counted & is_here & ~begins),
         (W2, entries < states.null_entries),
         (W1, is_outside),
     ):
@@ -329,6 +337,7 @@ def _take_kernel(
     null_slots,
     site,
     ZEROED: tl.constexpr,
+    COUNTED: tl.constexpr,
     SLICES: tl.constexpr,
     COMPARED: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -353,6 +362,8 @@ def _take_kernel(
     first = tl.where(page_size > 0, tl.maximum(past - 1, 0) // size, 0)
     last = tl.where(page_size > 0, tl.maximum(end - 1, 0) // size, 0)
     row = table + i_row * table_stride
+    if page_size < 0:
+        first, last = 1 - tl.load(row + 2).to(tl.int64), tl.full((), 1, tl.int64)
     entry = tl.load(row + last, mask=last < table_width, other=-1).to(tl.int64)
     source = tl.load(row + first, mask=first < table_width, other=-1).to(tl.int64)
     source = tl.where(begins, entry, source)
@@ -366,18 +377,20 @@ def _take_kernel(
         tl.store(own, tl.where(is_outside, -1, entry * SLICES + phase))
     if is_first:
         absorbed = tl.load(known + source)
+        if not COUNTED:
+            absorbed = tl.where(first != last, UNKNOWN, absorbed)
         writer = tl.load(known + num_entries + source)
         left_at = tl.load(known + 2 * num_entries + source)
         uid = tl.load(line + UID)
         is_left = (absorbed >= 0) & ((past != 0) | ZEROED)
         is_here = source == entry
         is_known = tl.load(seeds + 2 * i_row + 1) != 0
-        code = tl.where(is_left & is_known & (tl.load(chains + source) != tl.load(seeds + 2 * i_row)), R6, 0)
-        code = tl.where(is_left & (absorbed != past), R4, code)
+        code = tl.where(COUNTED & is_left & is_known & (tl.load(chains + source) != tl.load(seeds + 2 * i_row)), R6, 0)
+        code = tl.where(COUNTED & is_left & (absorbed != past), R4, code)
         code = tl.where(is_left & is_here & (writer != uid) & (left_at >> 32 != site), R8, code)
         code = tl.where((absorbed == NOTHING) & (past != 0), R12, code)
         code = tl.where(absorbed == FREED, R7, code)
-        code = tl.where((first != last) & is_here & (past != 0), W3, code)
+        code = tl.where(COUNTED & (first != last) & is_here & (past != 0), W3, code)
         code = tl.where(entry < null_slots, W2, code)
         code = tl.where(is_outside, W1, code)
         cell = cells + tl.load(now + NOW_PLACE) * WIDTH * most + i_row

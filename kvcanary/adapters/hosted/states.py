@@ -23,8 +23,8 @@ from kvcanary.pools.state_views import StateView
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, make_keys
-from kvcanary_kernels.watch.state_rows import Draft
-from kvcanary_kernels.watch.states import CODE, FREED, NOTHING, STATE_CODES, STEP, UNKNOWN, States, taken_of
+from kvcanary_kernels.watch.drafted_states import Blocks, Draft, Places, places_of
+from kvcanary_kernels.watch.states import CHOSEN, CODE, FREED, NOTHING, STATE_CODES, STEP, UNKNOWN, States, taken_of
 from kvcanary_kernels.watch.walk import Rows
 
 MOVED = pack_site("move", 0)
@@ -73,9 +73,11 @@ class Found:
 class WatchedStates:
     """The states of one group of layers: of requests, and of a prefix cache."""
 
-    def __init__(self, canary: PagedCanary, view: StateView, number: int = 0, most_left: int = 1) -> None:
+    def __init__(
+        self, canary: PagedCanary, view: StateView, number: int = 0, most_left: int = 1, counted: bool = True
+    ) -> None:
         """number: of the group among those of states;  most_left: states that a row leaves in one forward, behind
-        tokens of which some may be drafts
+        tokens of which some may be drafts;  counted: as of `States`
         """
         self.canary, self.view, self.number, self._most_left = canary, view, number, most_left
         self._ops, count, words = watch_ops_for(view.device), view.num_slices, view.slices.words_per_row
@@ -85,10 +87,9 @@ class WatchedStates:
         sums = zeros(view.num_layers, view.num_entries * count)
         compared = {"write": 0, "full": count}.get(canary.config.content, 1)
         own = keys, known, chains, phases, sums, count, compared, view.null_entries, MOVED
-        self._states = States(view.slices, *own)
+        self._states = States(view.slices, *own, counted=counted)
         self._taken = taken_of(self._states, RING, canary.num_rows)
         self._column = torch.zeros(canary.num_rows, 1, dtype=torch.int64, device=view.device)
-        self._drafted = torch.zeros(2, canary.num_rows, most_left, dtype=torch.int64, device=view.device)
         self._left_by = self._taken if most_left == 1 else taken_of(self._states, 1, canary.num_rows * most_left)
         self._told: list[tuple[Tensor, int]] = []
         self.forward: Forward | None = None  # that is about to take states
@@ -151,17 +152,11 @@ class WatchedStates:
         self._column[: len(entries), 0].copy_(entries)
         self.taken(self._column, 0)
 
-    def taken_by(self, draft: Draft) -> None:
-        """As `taken`, where the forward leaves a state behind each of its drafts; the next one goes on from one of
-        these.
-        """
-        if self.forward is not None and len(self.forward.numbers):
-            n = len(self.forward.numbers)
-            self._ops.choose(draft, self.forward.starts, self._column, *self._drafted, n=n)
-        self.taken(self._column, 0)
+    def taken(self, table: Tensor, block_size: int, checkpoints: int = 0, places: Places | None = None) -> None:
+        """It has cleared and copied states, and goes on from those of its rows; as `take_states` has the others.
 
-    def taken(self, table: Tensor, block_size: int, checkpoints: int = 0) -> None:
-        """It has cleared and copied states, and goes on from those of its rows; as `take_states` has the others."""
+        places: of a server that drafts, where it leaves them
+        """
         forward, launches = self.forward, self.canary.launches
         if forward is None:
             return
@@ -169,7 +164,7 @@ class WatchedStates:
         n = len(forward.numbers)
         size = at_least(n, FEWEST_ROWS, self.canary.num_rows)
         checkpoints = checkpoints if forward.num_tokens > n else 0
-        leaves_more = checkpoints or self._most_left > 1
+        leaves_more = checkpoints or places is not None
         chains = launches.stored_chains(self.canary.groups[0]) if leaves_more else None
 
         def launch(now: Tensor, numbers: Tensor) -> None:
@@ -178,16 +173,14 @@ class WatchedStates:
                 self._states, rows, self.canary.memory.truth, self._taken, now=now, total=self.canary.memory.total,
                 seeds=launches.seeds, block_size=block_size, checkpoints=checkpoints, stored=chains,
             )  # fmt: skip
-            if self._most_left > 1:
-                entries, after = self._drafted
-                self._ops.note_drafted(
-                    self._left_by, rows, self.canary.memory.truth, now=now, entries=entries, after=after, stored=chains
-                )
+            if places is not None:
+                told = {"entries": places.entries, "after": places.after, "stored": chains}
+                self._ops.note_drafted(self._left_by, rows, self.canary.memory.truth, now=now, **told)
 
-        places = [tensor.data_ptr() for tensor in (table, forward.lengths, forward.starts)]
-        launches.beside(("taken", self.number, checkpoints, *places), size, launch)
+        lies = [tensor.data_ptr() for tensor in (table, forward.lengths, forward.starts)]
+        launches.beside(("taken", self.number, checkpoints, *lies), size, launch)
         self._leaving = size, checkpoints > 0
-        self.canary.coverage.states_checked += n
+        self.canary.coverage.states_checked += n if self._states.counted else 0
 
     def left(self) -> None:
         """The forward has run: each row's state has absorbed all of its tokens."""
@@ -199,6 +192,12 @@ class WatchedStates:
 
     def _left(self, size: int, between: bool, now: Tensor, _: Tensor) -> None:
         self._ops.leave_states(self._states, self._left_by, now, n=size * self._most_left, between=between)
+
+    def followed(self, sources: Tensor, entries: Tensor) -> None:
+        """What sources [n] hold lies in entries [n] as well, -1: in none; without a wait. Who goes on from there looks
+        whether it does.
+        """
+        self._ops.follow(self._states, sources, entries, self.canary.launches.now, site=MOVED)
 
     def violations(self, step: Step) -> Iterator[Violation]:
         """Of one of the last forwards."""
@@ -241,3 +240,41 @@ class WatchedStates:
             self._states.known[0].index_fill_(0, entries, state)
             if state == NOTHING.value:
                 self._states.known[1:].index_fill_(1, entries, 0)
+
+
+class DraftedStates:
+    """The states of one group of layers of an engine that drafts.
+
+    A forward leaves one behind each token of a row, in the entry of its number. The next one goes on from that of the
+    last token that was accepted; windows of convolutions lie in the first entry, whichever this is.
+    """
+
+    def __init__(self, watched: WatchedStates, windows: WatchedStates | None, blocks: Blocks, parts: int) -> None:
+        """parts: states that a row leaves in one forward at most"""
+        self.watched, self.windows, self._blocks = watched, windows, blocks
+        self._canary, device = watched.canary, watched.view.device
+        self._ops, self.places = watch_ops_for(device), places_of(watched.canary.num_rows, parts, device)
+        self._copied = torch.zeros(2, watched.canary.num_rows, dtype=torch.int64, device=device)
+        self._table: Tensor | None = None  # of the forward of which nobody knows yet what was accepted
+        self._count = 0  # of its rows
+
+    def taken(self, draft: Draft, table: Tensor) -> None:
+        """As `WatchedStates.taken`, once it is known which entries the kernels will take; table: in batch order."""
+        forward = self.watched.forward
+        if forward is None:
+            return
+        self._table, self._count = table, len(forward.numbers)
+        if self._count:
+            rows = Rows(self.watched.rows, table, forward.lengths, forward.starts)
+            self._ops.choose(draft, rows, self._canary.memory.truth, self.places, self._blocks, n=self._count)
+        self.watched.taken(self.places.taken, CHOSEN, places=self.places)
+        if self.windows is not None:
+            self.windows.taken(self.places.first, CHOSEN)
+
+    def accepted(self, counts: Tensor) -> None:
+        """So many tokens of each row were accepted, [n] in batch order, and what had to be copied for it was."""
+        table, self._table = self._table, None
+        if table is None or not self._count or not self._blocks.size:
+            return
+        self._ops.note_accepted(self.places, table, counts, self._copied, n=self._count, blocks=self._blocks)
+        self.watched.followed(*self._copied[:, : self._count])

@@ -132,6 +132,11 @@ class Launches:
         self._replays.run((key, most_rows), functools.partial(launch, self._now, numbers))
 
     @property
+    def now(self) -> Tensor:
+        """[>= NOW_WIDTH] of the forward that was read last."""
+        return self._now
+
+    @property
     def numbers(self) -> Tensor:
         """[num_rows] of the rows of the forward that was read last; behind them lies something else."""
         return self._now[NOW_WIDTH : NOW_WIDTH + self.num_rows]

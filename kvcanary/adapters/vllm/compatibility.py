@@ -228,10 +228,16 @@ STATES_SIDE = (
 #: Of such models where the server drafts; where these are gone, their states are not watched there.
 DRAFT_STATES = "recurrent states where the server drafts"
 _DRAFTED = ("spec_sequence_masks", "spec_state_indices_tensor", "non_spec_state_indices_tensor", "num_accepted_tokens")
+_MAMBA_DRAFTED = ("num_decodes", "state_indices_tensor_d", "state_indices_tensor_p", "num_accepted_tokens")
+ACCEPTED = "_update_states_after_model_execute"
 DRAFT_STATES_SIDE = (
     Needed(f"{_CACHE}MambaSpec", (), ("mamba_type",)),
     Needed("vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata", (), _DRAFTED),
+    Needed("vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata", (), _MAMBA_DRAFTED),
     Needed(f"{_V2}model_states.interface:ModelState.prepare_attn", ("self", "input_batch")),
+    Needed(f"{_V2}model_states.interface:ModelState.postprocess_state", ("self", "idx_mapping", "num_sampled")),
+    Needed(_FIRST.rstrip("."), attributes=("num_accepted_tokens",)),
+    Needed(f"{_FIRST}{ACCEPTED}", ("self", "output_token_ids")),
 )
 
 #: Of connectors with runner V1; where these are gone, it is refused with a connector.

@@ -351,6 +351,11 @@ class Handle(HostHandle):
             self._states.left()
         return super()._wrote()
 
+    def _accepted(self, counts: torch.Tensor) -> None:
+        """Of a server that drafts, how many tokens of the last forward's rows were: states are where they are now."""
+        if self.is_armed and self._states is not None:
+            self._states.accepted(counts)
+
     def _give(self, output: Any) -> None:
         """Rows are there: tell whose the blocks are that this step gives them."""
         given, self._given = self._given, []

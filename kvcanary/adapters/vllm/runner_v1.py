@@ -18,7 +18,7 @@ from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.compatibility import KV_TRANSFER, LOADS_V1_SIDE
+from kvcanary.adapters.vllm.compatibility import ACCEPTED, KV_TRANSFER, LOADS_V1_SIDE
 from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
 
@@ -73,6 +73,12 @@ class HandleV1(LoadingHandle):
         """A load that this forward needs was started."""
         self._judge_loads()
         return method(*args, **kwargs)
+
+    def _count_accepted(self, method: Any, output_token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Behind the sampler."""
+        result = method(output_token_ids, *args, **kwargs)
+        self._accepted(self.runner.num_accepted_tokens.gpu)
+        return result
 
     def _look_back(self, output: Any) -> None:
         """Rows that the scheduler has computed again from an earlier entry."""
@@ -157,6 +163,8 @@ class HandleV1(LoadingHandle):
         canary = super()._bind()
         if self._loads is not None and replaced_by(self.runner, "_model_forward") is None:
             self.replaced.replace(self.runner, "_model_forward", self._forward_behind_loads)
+        if self._states is not None and self._drafts() and replaced_by(self.runner, ACCEPTED) is None:
+            self.replaced.replace(self.runner, ACCEPTED, self._count_accepted)
         return canary
 
     def _connector(self) -> Any:

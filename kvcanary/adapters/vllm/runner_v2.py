@@ -108,6 +108,12 @@ class HandleV2(LoadingHandle):
         self._take_prepared(result)
         return result
 
+    def _postprocess_state(self, method: Any, idx_mapping: Any, num_sampled: Any, *args: Any, **kwargs: Any) -> Any:
+        """Behind the sampler: of each row so many tokens were accepted, in batch order."""
+        result = method(idx_mapping, num_sampled, *args, **kwargs)
+        self._accepted(torch.full_like(idx_mapping, num_sampled) if isinstance(num_sampled, int) else num_sampled)
+        return result
+
     def _take_prepared(self, metadata: Any) -> None:
         tables, self._every_table = self._every_table, ()
         if self.is_armed and tables:
@@ -163,6 +169,7 @@ class HandleV2(LoadingHandle):
             self._hook(runner.model_state, ("preprocess_state",))
             if self._drafts():
                 self.replaced.replace(runner.model_state, "prepare_attn", self._state_metadata)
+                self._hook(runner.model_state, ("postprocess_state",))
         connector = getattr(runner, "kv_connector", None)
         if self._loads is not None and replaced_by(connector, "pre_forward") is None:
             self._hook(connector, ("pre_forward",))

@@ -6,8 +6,9 @@ before it, the state is copied there first. What was left at the end of a full b
 of some models leave one more on their way through a prompt, in the last full block before its end.
 
 A server that drafts gives a request a block more for each draft. A forward leaves the state behind its n-th token in
-column n, and the next one goes on from that of the last token that was accepted. Which of its rows do so its metadata
-says, by which the kernels run.
+the n-th column from its own on, and the next one goes on from that of the last token that was accepted. Which of its
+rows do so its metadata says, by which the kernels run. Where accepted tokens fill a block, vLLM copies the state behind
+the last of them into that block.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import NOT_WATCHED, WatchedStates
+from kvcanary.adapters.hosted.states import NOT_WATCHED, DraftedStates, WatchedStates
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward, described
 from kvcanary.adapters.vllm.owners import NULL_BLOCK, Given
 from kvcanary.errors import PlanError
 from kvcanary.pools.state_views import StateView
-from kvcanary_kernels.watch.state_rows import Draft
+from kvcanary_kernels.watch.drafted_states import Blocks, Draft
 
 NONE, ALIGN = "none", "align"
+#: Layers of which metadata name the blocks of each draft.
+DRAFTING = ("GDN_ATTN", "MAMBA2")
 
 
 @dataclass(eq=False)
@@ -37,6 +40,7 @@ class StateGroup:
     number: of vLLM's group;  block_size: tokens of a block;  is_aligned: columns of its table are positions
     checkpoints: tokens of which a state that is left within a forward has absorbed a multiple; 0: none is left
     layer: the name of one
+    drafted: where the server drafts
     """
 
     number: int
@@ -45,6 +49,13 @@ class StateGroup:
     checkpoints: int
     watched: WatchedStates
     layer: str = ""
+    drafted: DraftedStates | None = None
+
+    @property
+    def every(self) -> list[WatchedStates]:
+        """All that lies in its blocks."""
+        windows = None if self.drafted is None else self.drafted.windows
+        return [self.watched] if windows is None else [self.watched, windows]
 
 
 class BlockStates:
@@ -53,19 +64,25 @@ class BlockStates:
     def __init__(self, groups: Sequence[StateGroup], block_sizes: Sequence[int]) -> None:
         """block_sizes: of all groups of vLLM, tokens of a block"""
         self.groups, self._block_sizes = groups, block_sizes
+        canary = groups[0].watched.canary
+        self._drafts = DraftReader(canary.num_rows, canary.memory.device)
 
     @property
     def described(self) -> list[dict[str, Any]]:
         """As the certificate says what is watched."""
-        return [described(group.watched.view.whole) for group in self.groups]
+        return [described(own.view.whole) for group in self.groups for own in group.every]
 
     def given(self, given: Iterable[Given]) -> None:
         """Requests are given blocks: those whose entries they do not have yet are no state that anybody left, in
         whichever group.
         """
         blocks = {block for one in given for block in self._new(*one)}
-        for group in self.groups if blocks else ():
-            group.watched.granted(group.watched.canary.memory.upload(torch.tensor(sorted(blocks))))
+        for own in self._every if blocks else ():
+            own.granted(own.canary.memory.upload(torch.tensor(sorted(blocks))))
+
+    @property
+    def _every(self) -> list[WatchedStates]:
+        return [own for group in self.groups for own in group.every]
 
     def _new(self, _: str, blocks: Sequence[Sequence[int]], length: int | None) -> Iterator[int]:
         for own, size in zip(blocks, self._block_sizes, strict=True):
@@ -73,9 +90,8 @@ class BlockStates:
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks were copied, (from, to)."""
-        for group in self.groups:
-            sources, entries = group.watched.canary.memory.upload(torch.tensor(pairs)).unbind(1)
-            group.watched.copied(sources, entries)
+        for own in self._every:
+            own.copied(*own.canary.memory.upload(torch.tensor(pairs)).unbind(1))
 
     def taken(self, forward: Forward, tables: Sequence[Tensor], metadata: Mapping[str, Any] | None = None) -> None:
         """A forward that was read goes on from its rows' states.
@@ -83,17 +99,24 @@ class BlockStates:
         tables: by vLLM's group, in batch order;  metadata: of a server that drafts, by layer
         """
         for group in self.groups:
-            group.watched.begin(forward)
-            if metadata is not None:
-                group.watched.taken_by(draft_of(metadata[group.layer]))
+            for own in group.every:
+                own.begin(forward)
+            if group.drafted is not None and metadata is not None:
+                group.drafted.taken(self._drafts.read(metadata[group.layer]), tables[group.number])
                 continue
             block_size = group.block_size if group.is_aligned else 0
             group.watched.taken(tables[group.number], block_size, group.checkpoints)
 
     def left(self) -> None:
         """The forward has run."""
+        for own in self._every:
+            own.left()
+
+    def accepted(self, counts: Tensor) -> None:
+        """Of a server that drafts, how many tokens of each row were, [n] in batch order; copies for it were made."""
         for group in self.groups:
-            group.watched.left()
+            if group.drafted is not None:
+                group.drafted.accepted(counts)
 
 
 def is_state(spec: Any) -> bool:
@@ -113,53 +136,72 @@ def not_followed(spec: Any, drafts: bool, connector: bool) -> str | None:
         return f"{NOT_WATCHED}with --mamba-cache-mode {mode} kernels leave further ones within a forward"
     if connector:
         return f"{NOT_WATCHED}a connector loads them, and tells which only in entries"
-    if (drafts or own.num_speculative_blocks) and not (mode == NONE and is_delta(own)):
-        return f"{NOT_WATCHED}where a server drafts, only those of gated delta nets are, without the prefix cache"
+    if (drafts or own.num_speculative_blocks) and kind_of(spec) not in DRAFTING:
+        return f"{NOT_WATCHED}where a server drafts, only those of gated delta nets and Mamba 2 are"
     return None
 
 
-def is_delta(spec: Any) -> bool:
-    """Whether the layers are gated delta nets, of which metadata name the blocks of each draft."""
-    return str(getattr(getattr(spec, "mamba_type", None), "name", "")) == "GDN_ATTN"
+def kind_of(spec: Any) -> str:
+    """Which layers these are, as vLLM calls them."""
+    return str(getattr(getattr(one_of(spec), "mamba_type", None), "name", ""))
 
 
-def draft_of(metadata: Any) -> Draft:
-    """Which states the kernels of gated delta nets are told that rows have."""
-    columns, accepted = metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
-    return Draft(metadata.spec_sequence_masks, columns, accepted, metadata.non_spec_state_indices_tensor)
+class DraftReader:
+    """What metadata say of where the states of a server that drafts are."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._num_rows, self._one = num_rows, torch.ones(num_rows, dtype=torch.int32, device=device)
+        self._are_first = torch.cat((self._one, torch.zeros_like(self._one))).bool()
+
+    def read(self, metadata: Any) -> Draft:
+        """Of gated delta nets, whose rows may lie in any order, or of Mamba 2, with rows that decode in front."""
+        if hasattr(metadata, "spec_sequence_masks"):
+            columns, accepted = metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
+            return Draft(metadata.spec_sequence_masks, columns, accepted, metadata.non_spec_state_indices_tensor)
+        count, accepted = metadata.num_decodes, metadata.num_accepted_tokens
+        accepted = self._one if accepted is None else accepted
+        is_draft = self._are_first[self._num_rows - count :] if count else None
+        return Draft(is_draft, metadata.state_indices_tensor_d, accepted, metadata.state_indices_tensor_p)
 
 
 def group_of(
-    canary: PagedCanary, number: int, place: int, spec: Any, layers: Sequence[Any], alignment: int, layer: str = ""
-) -> StateGroup:
+    canary: PagedCanary, number: int, place: int, spec: Any, layers: Sequence[Any], alignment: int, layer: str = "",
+    num_groups: int = 1,
+) -> StateGroup:  # fmt: skip
     """The watched states of these layers. PlanError where they are no dense rows of whole words.
 
-    number: of vLLM's group;  place: of it among those of states;  alignment: of tokens that may be hit
-    layer:  the name of one
+    number: of vLLM's group;  place: of it among those of states, of which there are num_groups
+    alignment: of tokens that may be hit;  layer: the name of one
     """
     own = one_of(spec)
     drafts = int(own.num_speculative_blocks)
     parts = list(zip(*(layer.kv_cache for layer in layers), strict=True))
     names = ("conv", "ssm") if len(parts) == 2 else [f"state {part}" for part in range(len(parts))]
-    name, named = f"states {place}" if place else "states", dict(zip(names, map(list, parts), strict=True))
-    if drafts:  # windows stay in the first column, and are moved within it by what was accepted
-        named.pop("conv", None)
-    try:
-        view = StateView(name, named)
-    except PlanError as error:
-        raise PlanError(f"{NOT_WATCHED}{error}") from error
+    named, end = dict(zip(names, map(list, parts), strict=True)), f" {place}" if place else ""
     is_aligned = own.mamba_cache_mode == ALIGN
     checkpoints = alignment if is_aligned and getattr(own, "num_prefill_checkpoint_blocks", 0) else 0
-    watched = WatchedStates(canary, view, place, 1 + drafts)
-    return StateGroup(number, own.block_size, is_aligned, checkpoints, watched, layer)
+    most_left = 1 + drafts + (drafts > 0 and checkpoints > 0)
+    windows = {name: named.pop(name) for name in ("conv",) if drafts and name in named}
+    try:
+        view = StateView(f"states{end}", named)
+        window = StateView(f"windows{end}", windows) if windows else None
+    except PlanError as error:
+        raise PlanError(f"{NOT_WATCHED}{error}") from error
+    group = StateGroup(
+        number, own.block_size, is_aligned, checkpoints, WatchedStates(canary, view, place, most_left), layer
+    )
+    if drafts:
+        beside = None if window is None else WatchedStates(canary, window, num_groups + place, counted=False)
+        blocks = Blocks(view.num_entries, view.null_entries, own.block_size if is_aligned else 0, checkpoints)
+        group.drafted = DraftedStates(group.watched, beside, blocks, most_left)
+    return group
 
 
 def states_of(canary: PagedCanary, groups: Sequence[Any], context: Mapping[str, Any], alignment: int) -> BlockStates:
     """The states of all of vLLM's groups that keep some; context: layers by name, alignment as in `group_of`."""
-    own = list[StateGroup]()
-    for number, group in enumerate(groups):
-        if is_state(group.kv_cache_spec):
-            layers = [context[name] for name in group.layer_names]
-            spec, layer = group.kv_cache_spec, group.layer_names[0]
-            own.append(group_of(canary, number, len(own), spec, layers, alignment, layer))
+    numbers, own = [number for number, group in enumerate(groups) if is_state(group.kv_cache_spec)], list[StateGroup]()
+    for place, number in enumerate(numbers):
+        spec, names = groups[number].kv_cache_spec, groups[number].layer_names
+        layers = [context[name] for name in names]
+        own.append(group_of(canary, number, place, spec, layers, alignment, names[0], len(numbers)))
     return BlockStates(own, [one_of(group.kv_cache_spec).block_size for group in groups])

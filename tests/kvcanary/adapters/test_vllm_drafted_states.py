@@ -15,6 +15,7 @@ from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed.state import RING
 from kvcanary.adapters.vllm import handle
 from kvcanary.adapters.vllm.compatibility import DRAFT_STATES_SIDE
+from kvcanary.adapters.vllm.runner_v1 import HandleV1
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.adapters.vllm.states import BlockStates, group_of, not_followed
 from tests.kvcanary.adapters.test_vllm_states import BLOCKS, layers, spec
@@ -22,34 +23,45 @@ from tests.support.watching_canary import found_in, watching_canary
 
 DRAFTS = 2
 COLUMNS = DRAFTS + 1
-DELTA = SimpleNamespace(name="GDN_ATTN")
+DELTA, MAMBA2 = SimpleNamespace(name="GDN_ATTN"), SimpleNamespace(name="MAMBA2")
+SIZE = 8  # tokens of a block, with a prefix cache
 CHAINS = 100, 200  # of the rows, before their first token
 
 
-def metadata_of(table: Tensor, is_draft: tuple[bool, ...], accepted: tuple[int, ...]) -> Any:
-    """As the builder of vLLM's gated delta nets has it of rows in batch order."""
-    masks, blocks = torch.tensor(is_draft), table[:, :COLUMNS]
+def metadata_of(columns: Tensor, is_draft: tuple[bool, ...], accepted: tuple[int, ...], kind: Any = DELTA) -> Any:
+    """As vLLM's builders have it of rows in batch order; columns: [rows, COLUMNS] of their tables.
+
+    Of Mamba 2, where rows of drafts stand in front; none was accepted where none are known.
+    """
+    masks = torch.tensor(is_draft)
+    if kind is MAMBA2:
+        count, known = sum(is_draft), torch.tensor(accepted)
+        own = {"state_indices_tensor_d": columns[:count], "state_indices_tensor_p": columns[count:, 0]}
+        own["num_accepted_tokens"] = known[:count] if (known > 1).any() else None
+        return SimpleNamespace(num_decodes=count, **own)
     if not any(is_draft):
         none = dict.fromkeys(("spec_sequence_masks", "spec_state_indices_tensor", "num_accepted_tokens"))
-        return SimpleNamespace(**none, non_spec_state_indices_tensor=blocks[:, 0])
+        return SimpleNamespace(**none, non_spec_state_indices_tensor=columns[:, 0])
     return SimpleNamespace(
         spec_sequence_masks=masks,
-        spec_state_indices_tensor=blocks[masks],
+        spec_state_indices_tensor=columns[masks],
         num_accepted_tokens=torch.tensor(accepted)[masks],
-        non_spec_state_indices_tensor=None if all(is_draft) else blocks[~masks, 0],
+        non_spec_state_indices_tensor=None if all(is_draft) else columns[~masks, 0],
     )
 
 
 class DraftHost:
     """Two rows with a block for each token of a step; `forward` runs `new` tokens of each row."""
 
-    def __init__(self, content: str = "full") -> None:
-        self.canary, self.layers = watching_canary(content), layers()
-        own = spec("none", num_speculative_blocks=DRAFTS, mamba_type=DELTA, block_size=512)
-        self.states = BlockStates([group_of(self.canary, 0, 0, own, self.layers, 0, "l0")], [512])
-        self.table = torch.tensor([[1, 3, 5], [2, 4, 6]], dtype=torch.int32)
-        self.states.given([("a", [[1, 3, 5]], 0), ("b", [[2, 4, 6]], 0)])
-        self.lens, self.accepted = [0, 0], [1, 1]
+    mode, table = "none", torch.tensor([[1, 3, 5], [2, 4, 6]], dtype=torch.int32)
+
+    def __init__(self, content: str = "full", kind: Any = DELTA, device: str = "cpu", **others: Any) -> None:
+        self.canary, self.layers, self.kind = watching_canary(content, device), layers(device), kind
+        own = spec(self.mode, num_speculative_blocks=DRAFTS, mamba_type=kind, **others)
+        self.states = BlockStates([group_of(self.canary, 0, 0, own, self.layers, SIZE, "l0")], [SIZE])
+        self.table = self.table.clone().to(device)
+        self.states.given([(name, [row.tolist()], 0) for name, row in zip("ab", self.table, strict=True)])
+        self.lens, self.accepted, self.chains = [0, 0], [1, 1], list(CHAINS)
 
     def forward(self, new: tuple[int, int], kept: tuple[int, int], is_draft: tuple[bool, bool] = (True, True)) -> Any:
         """kept: of the new tokens of each row, those that are accepted;  is_draft: as the kernels take the rows"""
@@ -60,19 +72,24 @@ class DraftHost:
         canary.events = []
         canary.launches.read(site, sum(new))
         past, ends = torch.tensor(self.lens), torch.tensor(self.lens) + torch.tensor(new)
-        canary.launches.seeds[:, 0], canary.launches.seeds[:, 1] = torch.tensor(CHAINS) + past, 1
-        own = [CHAINS[row] + self.lens[row] + 1 + n for row in (0, 1) for n in range(new[row])]
+        canary.launches.seeds[:, 0], canary.launches.seeds[:, 1] = torch.tensor(self.chains) + past, 1
+        own = [self.chains[row] + self.lens[row] + 1 + n for row in (0, 1) for n in range(new[row])]
         canary.launches.chains[canary.step % RING, : len(own)] = torch.tensor(own)
-        truth.ends[:], truth.tails[:, 0] = ends, torch.tensor(CHAINS) + ends
+        truth.ends[:], truth.tails[:, 0] = ends, torch.tensor(self.chains) + ends
+        self.move(ends.tolist())
         starts = torch.tensor([0, new[0], sum(new)], dtype=torch.int32)
         lengths = ends.to(torch.int32)
         made: Any = SimpleNamespace(lengths=lengths, starts=starts, num_tokens=sum(new), numbers=np.array([0, 1]))
-        self.states.taken(made, [self.table], {"l0": metadata_of(self.table, is_draft, tuple(self.accepted))})
+        columns = torch.stack([self.columns(row, int(ends[row])) for row in (0, 1)])
+        metadata = metadata_of(columns, is_draft, tuple(self.accepted), self.kind)
+        self.states.taken(made, [self.table], {"l0": metadata})
         for row in (0, 1):
+            self.layers[-1].kv_cache[0][columns[row, 0]] += 1
             for column in range(new[row] if is_draft[row] else 1):
-                self.layers[-1].kv_cache[1][self.table[row, column]] += 1
+                self.layers[-1].kv_cache[1][columns[row, column]] += 1
         self.states.left()
         self.lens, self.accepted = [n + k for n, k in zip(self.lens, kept, strict=True)], list(kept)
+        self.settle(is_draft)
         return [(found.code, found.request_id, found.slot, found.expected, found.found) for found in found_in(canary)]
 
     def prompt(self, lengths: tuple[int, int] = (7, 4)) -> Any:
@@ -80,10 +97,67 @@ class DraftHost:
         self.accepted = [1, 1]
         return found
 
+    def columns(self, row: int, end: int) -> Tensor:
+        """[COLUMNS] blocks of a forward up to so many tokens."""
+        return self.table[row, :COLUMNS]
 
-@pytest.fixture(params=["full", "rolling", "write"])
+    def move(self, ends: list[int]) -> None:
+        """What vLLM copies before a forward: nothing without a prefix cache."""
+
+    def settle(self, is_draft: tuple[bool, bool]) -> None:
+        """And once it is known what was accepted."""
+        self.states.accepted(torch.tensor(self.accepted))
+
+
+class CachedDraftHost(DraftHost):
+    """The same with a prefix cache: a row goes on in the column of its last token, and full blocks are kept."""
+
+    mode = "align"
+    table = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], dtype=torch.int32)
+    copies = keeps = True  # states into the next column, and into full blocks
+    went: list[int | None]  # column of the last forward, by row; None: there was none
+
+    def columns(self, row: int, end: int) -> Tensor:
+        first = (end - 1) // SIZE
+        return self.table[row, first : first + COLUMNS]
+
+    def move(self, ends: list[int]) -> None:
+        self.went = getattr(self, "went", [None, None])
+        for row, end in enumerate(ends):
+            past, now, last = self.lens[row], (end - 1) // SIZE, self.went[row]
+            last = (past - 1) // SIZE if last is None else last
+            if past and last != now:
+                if self.copies:
+                    self.copy(row, last, now, self.accepted[row] - 1)
+                self.accepted[row] = 1
+            self.went[row] = now
+
+    def copy(self, row: int, source: int, to: int, bias: int) -> None:
+        """The matrix of a column so many further on, and the window from so many tokens on."""
+        for layer in self.layers:
+            window, matrix = layer.kv_cache
+            own = self.table[row]
+            matrix[own[to]] = matrix[own[source + bias]].clone()
+            window[own[to], : 3 - bias] = window[own[source], bias:].clone()
+
+    def settle(self, is_draft: tuple[bool, bool]) -> None:
+        counts = [kept if own else 1 for kept, own in zip(self.accepted, is_draft, strict=True)]
+        for row, kept in enumerate(counts):
+            column = self.went[row]
+            first = self.lens[row] - kept + 1  # tokens that the first of its states has absorbed
+            full = self.lens[row] // SIZE
+            if column is None or full * SIZE < first:
+                continue
+            if full - 1 == column:
+                self.accepted[row] = 1
+            if self.keeps and (full - 1, 0) != (column, full * SIZE - first):
+                self.copy(row, column, full - 1, full * SIZE - first)
+        self.states.accepted(torch.tensor(counts))
+
+
+@pytest.fixture(params=[(content, kind) for content in ("full", "rolling", "write") for kind in (DELTA, MAMBA2)])
 def host(request: pytest.FixtureRequest) -> DraftHost:
-    host = DraftHost(request.param)
+    host = DraftHost(*request.param)
     assert host.prompt() == []
     return host
 
@@ -93,7 +167,7 @@ def test_rows_go_on_from_what_was_accepted(host: DraftHost) -> None:
     for new, kept in (((3, 3), (3, 1)), ((3, 1), (2, 1)), ((1, 3), (1, 2)), ((3, 3), (1, 3)), ((1, 1), (1, 1))):
         assert host.forward(new, kept) == []
     assert host.canary.coverage.states_checked == 12
-    assert host.states.described[0]["parts"].keys() == {"ssm"}
+    assert [own["parts"].keys() for own in host.states.described] == [{"ssm"}, {"conv"}]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +210,7 @@ def test_states_of_another_request_are_told(host: DraftHost) -> None:
     host.table = host.table.flip(0)
     found = host.forward((3, 3), (1, 1))
     assert {own[0] for own in found} == {"R8"}
-    assert [own[1] for own in found] == ["a", "b"]
+    assert sorted(own[1] for own in found) == ["a", "a", "b", "b"]  # of matrices and windows
 
 
 def test_a_bit_of_an_accepted_state_is_told() -> None:
@@ -152,12 +226,94 @@ def test_a_bit_of_an_accepted_state_is_told() -> None:
     assert [own[:3] for own in host.forward((3, 3), (1, 1))] == [("R9", "a", 3)]
 
 
-def test_drafts_are_followed_of_delta_nets_without_a_prefix_cache() -> None:
-    """Others say why they are not."""
+def test_a_window_is_compared_where_it_was_left() -> None:
+    """R9 of a byte that has changed in the first column; in the others lies none that anybody takes."""
+    host = DraftHost()
+    host.prompt()
+    host.forward((3, 3), (2, 3))
+    host.layers[1].kv_cache[0][5, 0, 3] += 1
+    assert host.forward((3, 3), (2, 3)) == []
+    host.layers[1].kv_cache[0][2, 0, 3] += 1
+    [found] = host.forward((3, 3), (1, 1))
+    assert found[:3] == ("R9", "b", 2)
+
+
+@pytest.fixture(params=[("full", DELTA), ("rolling", MAMBA2), ("write", DELTA)], ids=str)
+def cached(request: pytest.FixtureRequest) -> CachedDraftHost:
+    host = CachedDraftHost(*request.param)
+    assert host.prompt() == []
+    return host
+
+
+KEPT = (3, 1), (2, 3), (1, 1), (3, 3), (2, 2), (1, 3), (3, 1)
+
+
+def test_states_go_through_blocks_of_the_prefix_cache(cached: CachedDraftHost) -> None:
+    """Drafts fill blocks in their middle and at their end, and columns change between forwards."""
+    for kept in KEPT:
+        assert cached.forward((3, 3), kept) == []
+    assert cached.lens == [22, 18]
+
+
+def test_a_full_block_can_be_hit(cached: CachedDraftHost) -> None:
+    """By a row that begins behind it; R6 where its prompt is another. It was filled by drafts, and copied there."""
+    for kept in KEPT[:3]:
+        cached.forward((3, 3), kept)
+    for chain, found in (CHAINS[0], []), (CHAINS[0] + 1, [("R6", "b", 11)]):
+        cached.canary.memory.truth.uids[1] += 1
+        cached.table[1] = torch.tensor([1, 11, 0, 0, 0])
+        cached.states.given([("c", [[1, 11]], SIZE)])
+        cached.lens[1], cached.chains[1], cached.accepted[1], cached.went[1] = SIZE, chain, 1, None
+        assert [own[:3] for own in cached.forward((3, 5), (1, 5), (True, False))] == found
+
+
+@pytest.mark.parametrize("kind", [DELTA, MAMBA2], ids=str)
+def test_copies_that_are_left_out_are_told(kind: Any) -> None:
+    """T1 of the row whose next column is not what was to be copied there."""
+    host = CachedDraftHost(kind=kind)
+    host.prompt()
+    host.forward((3, 3), (1, 3))  # row b has 7 tokens, and goes on in its next column; row a is there already
+    host.copies = False
+    assert [own[:3] for own in host.forward((3, 3), (1, 1))] == [("T1", "b", 7)]
+
+
+def test_a_full_block_that_was_not_kept_is_told() -> None:
+    """Its row has accepted two drafts, of which the last fills it: the first column holds an older state then."""
+    host = CachedDraftHost()
+    host.prompt((5, 1))
+    host.keeps = False
+    assert host.forward((3, 3), (3, 1)) == []
+    assert [own[:3] for own in host.forward((3, 3), (1, 1))] == [("T1", "a", 2)]
+
+
+def test_a_full_block_that_drafts_go_on_in_is_told() -> None:
+    """W3: the table's next column is the block that is full, and that others may begin from."""
+    host = CachedDraftHost()
+    host.prompt((8, 1))
+    host.table[0, 1] = 1
+    assert ("W3", "a", 1) in [own[:3] for own in host.forward((3, 3), (1, 1))]
+
+
+def test_what_a_prompt_leaves_within_it_can_be_hit() -> None:
+    """A server that drafts has kernels, too, which leave a state at the end of the last full block of a prompt."""
+    host = CachedDraftHost(num_prefill_checkpoint_blocks=1)
+    for layer in host.layers:
+        for part in layer.kv_cache:
+            part[1] += 1
+    assert host.prompt((11, 3)) == []
+    [group] = host.states.groups
+    known, chains = group.watched._states.known, group.watched._states.chains
+    assert (known[0, 1], known[1, 1], chains[1]) == (SIZE, 11, CHAINS[0] + SIZE)
+
+
+def test_drafts_are_followed_of_delta_nets_and_mamba_2() -> None:
+    """With a prefix cache and without; others say why they are not."""
     drafting = {"num_speculative_blocks": 2}
-    assert not_followed(spec("none", mamba_type=DELTA, **drafting), True, False) is None
-    for other in (spec("align", mamba_type=DELTA, **drafting), spec("none", **drafting)):
-        assert "only those of gated delta nets" in (not_followed(other, True, False) or "")
+    for mode in "none", "align":
+        for kind in DELTA, MAMBA2:
+            assert not_followed(spec(mode, mamba_type=kind, **drafting), True, False) is None
+        other = not_followed(spec(mode, mamba_type=SimpleNamespace(name="LINEAR"), **drafting), True, False)
+        assert "only those of gated delta nets and Mamba 2 are" in (other or "")
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -169,6 +325,36 @@ def test_names_that_are_gone_leave_out_states_of_drafts_alone(monkeypatch: pytes
     )
     why = handle.Handle._without_states(own, 0, spec("none", mamba_type=DELTA, num_speculative_blocks=DRAFTS * drafts))
     assert why == (f"{NOT_WATCHED}it is gone" if drafts else None)
+
+
+@pytest.mark.parametrize("sampled", [2, torch.tensor([2, 2])], ids=["a number", "by row"])
+def test_runner_v2_tells_what_was_accepted(sampled: Any) -> None:
+    """Behind the copies that are made for it."""
+    told = list[Any]()
+    own: Any = SimpleNamespace(_accepted=lambda counts: told.append(counts.tolist()))
+    given = torch.tensor([1, 0]), sampled, "computed"
+    HandleV2._postprocess_state(own, lambda *args: told.append(args), *given)
+    assert (told[0], told[1]) == (given, [2, 2])
+
+
+def test_runner_v1_tells_what_was_accepted() -> None:
+    """As it has counted it."""
+    told, held = list[Any](), SimpleNamespace(gpu="counts")
+    own: Any = SimpleNamespace(_accepted=told.append, runner=SimpleNamespace(num_accepted_tokens=held))
+    HandleV1._count_accepted(own, lambda *args: told.append(args), "tokens", "output")
+    assert told == [("tokens", "output"), "counts"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [DELTA, MAMBA2], ids=str)
+def test_states_of_drafts_are_judged_on_a_gpu(kind: Any) -> None:
+    """As on a CPU: silent where blocks are filled, T1 where a copy is left out."""
+    host = CachedDraftHost("rolling", kind, "cuda")
+    assert host.prompt() == []
+    assert [host.forward((3, 3), kept) for kept in KEPT] == [[]] * len(KEPT)
+    host.copies = False
+    found = [own[0] for _ in range(4) for own in host.forward((3, 3), (3, 3))]
+    assert set(found) == {"T1"}
 
 
 @pytest.mark.parametrize("drafts", [True, False])

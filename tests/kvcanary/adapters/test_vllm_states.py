@@ -192,8 +192,8 @@ def test_blocks_that_are_copied_bring_their_state(host: Host) -> None:
 @pytest.mark.parametrize(
     ("own", "drafts", "connector", "why"),
     [
-        (spec(num_speculative_blocks=2), False, False, "where a server drafts, only those of gated delta nets are"),
-        (spec(), True, False, "where a server drafts, only those of gated delta nets are"),
+        (spec(num_speculative_blocks=2), False, False, "where a server drafts, only those of gated delta nets and"),
+        (spec(), True, False, "where a server drafts, only those of gated delta nets and"),
         (spec("all"), False, False, "with --mamba-cache-mode all kernels leave"),
         (spec(), False, True, "a connector loads them"),
     ],

@@ -28,8 +28,8 @@ AREAS: dict[str, tuple[str, ...]] = {
             "engine/layers",
             "engine/likeliest", "judge/move", "judge/plan", "content/poison", "judge/post", "engine/product",
             "content/put", "content/reads", "engine/relay", "watch/reread", "engine/scatter", "record/seal",
-            "judge/settle", "content/store", "judge/verify", "watch/advance", "watch/state_rows",
-            "watch/states", "watch/walk",
+            "judge/settle", "content/store", "judge/verify", "watch/advance", "watch/drafted_states",
+            "watch/state_rows", "watch/states", "watch/walk",
         )
     ),
 }  # fmt: skip

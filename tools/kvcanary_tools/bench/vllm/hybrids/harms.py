@@ -32,6 +32,12 @@ DRAFT_HARMS = (
     "rejected_draft",  # or from the one behind a draft that was rejected
     "no_drafts_no_column",  # a step without drafts goes on from the first column (vllm#39273)
 )
+#: Of one that has a prefix cache besides.
+CACHED_DRAFT_HARMS = (
+    *DRAFT_HARMS,
+    "next_column_not_copied",  # where a row goes on in its next block
+    "full_block_not_copied",  # where drafts that were accepted fill a block
+)
 FIRST_STEP = 12
 
 
@@ -192,6 +198,15 @@ class DraftHarms(Harms):
     _drafted: Mapping[str, int] = {}  # of the step before, by request
     _proposes: Callable[..., Any] | None = None
 
+    def state_of(self, name: str, row: int, accepted: int) -> int:
+        """The block behind so many accepted tokens."""
+        return int(self.table[row, self.column_of(name) + accepted - 1])
+
+    def column_of(self, name: str) -> int:
+        """In which the last forward of a request went on."""
+        is_aligned = self.runner.cache_config.mamba_cache_mode == "align"
+        return int(self.runner.mamba_state_idx[name]) if is_aligned else 0
+
     def accepted(self, output: Any, least: int = 2) -> list[tuple[str, int, int]]:
         """Requests of which the step before accepted so many tokens, of which all but one are drafts: name, row, how
         many.
@@ -207,23 +222,23 @@ class DraftHarms(Harms):
         import torch
 
         for name, row, accepted in self.accepted(output) if step >= FIRST_STEP else ():
-            block = self.table[row, accepted - 1]
+            block = self.state_of(name, row, accepted)
             self.states[-1][1][block].view(torch.int16).view(-1)[77] ^= 1 << 6
             return self._strike(name, block)
         return False
 
     def drafts_exchanged(self, output: Any, step: int) -> bool:
         known = self.accepted(output) if step >= FIRST_STEP else []
-        for (name, row, accepted), (_, other, its) in combinations(known, 2):
-            if accepted == its:  # so that each goes on from a column which the other has left
+        for (name, row, accepted), (also, other, its) in combinations(known, 2):
+            if accepted == its and self.column_of(name) == self.column_of(also):  # in columns which the other has left
                 self.table[[row, other]] = self.table[[other, row]]
-                return self._strike(name, self.table[row, accepted - 1])
+                return self._strike(name, self.state_of(name, row, accepted))
         return False
 
     def one_accepted_less(self, output: Any, step: int) -> bool:
         for name, row, accepted in self.accepted(output) if step >= FIRST_STEP else ():
             self.runner.input_batch.num_accepted_tokens_cpu[row] -= 1
-            return self._strike(name, self.table[row, accepted - 2])
+            return self._strike(name, self.state_of(name, row, accepted - 1))
         return False
 
     def rejected_draft(self, output: Any, step: int) -> bool:
@@ -231,7 +246,7 @@ class DraftHarms(Harms):
         for name, row, accepted in self.accepted(output, least=1) if step >= FIRST_STEP else ():
             if accepted <= before.get(name, 0) and name in self._drafted:
                 self.runner.input_batch.num_accepted_tokens_cpu[row] += 1
-                return self._strike(name, self.table[row, accepted])
+                return self._strike(name, self.state_of(name, row, accepted + 1))
         return False
 
     def no_drafts_no_column(self, output: Any, step: int) -> bool:
@@ -246,7 +261,7 @@ class DraftHarms(Harms):
             for group in groups:
                 self._without_drafts(group.get_metadata_builder(0))
         name, row, _ = chosen[0]
-        return self._strike(name, self.table[row, 0])
+        return self._strike(name, self.state_of(name, row, 1))
 
     def propose_every_second_time(self) -> None:
         """As where nothing matches what was generated: the steps between have no drafts."""
@@ -268,3 +283,35 @@ class DraftHarms(Harms):
             return build(*args, **{name: own for name, own in kwargs.items() if not name.startswith("num_")})
 
         builder.build = once
+
+    def next_column_not_copied(self, output: Any, step: int) -> bool:
+        """What its last column holds is not taken along into the one where a row goes on."""
+        cached = output.scheduled_cached_reqs
+        for name, row, accepted in self.accepted(output, least=1) if step >= FIRST_STEP else ():
+            length = cached.num_computed_tokens[cached.req_ids.index(name)] + output.num_scheduled_tokens[name]
+            if (length - 1) // self.size != self.column_of(name):
+                self._leave_out("do_mamba_copy_block", "run_fused_precopy")
+                return self._strike(name, self.state_of(name, row, accepted))
+        return False
+
+    def full_block_not_copied(self, output: Any, step: int) -> bool:
+        """Nor what lies behind the last token of a block that is full, into that block."""
+        cached = output.scheduled_cached_reqs
+        for name, row, _ in self.accepted(output, least=1) if step >= FIRST_STEP else ():
+            length = cached.num_computed_tokens[cached.req_ids.index(name)]
+            if length // self.size < (length + output.num_scheduled_tokens[name] - 1) // self.size:
+                self._leave_out("postprocess_mamba_align_gpu")
+                return self._strike(name, self.table[row, length // self.size])
+        return False
+
+    def _leave_out(self, *names: str) -> None:
+        """The next call of each of these does nothing."""
+        for name in names:
+            owner = self.copying if hasattr(self.copying, name) else self.copying.MambaSpecDecodeGPUContext
+            right = getattr(owner, name, None)
+
+            def nothing(*args: Any, owner: Any = owner, name: str = name, right: Any = right, **kwargs: Any) -> None:
+                setattr(owner, name, right)
+
+            if right is not None:
+                setattr(owner, name, nothing)
