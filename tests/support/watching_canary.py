@@ -59,7 +59,8 @@ def found_in(canary: Any) -> list[Any]:
     """The violations of the last step."""
     step = canary.steps[-1]
     events = [found for event in step.events for found in event.violations(step.number)]
-    return events + [found for judge in canary.beside for found in judge.violations(step)]
+    judges = sorted(canary.beside, key=lambda judge: judge.number)
+    return events + [found for judge in judges for found in judge.violations(step)]
 
 
 def _upload(device: str, values: Tensor) -> Tensor:

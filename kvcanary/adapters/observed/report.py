@@ -85,7 +85,7 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             yield from _of_event(canary, event, step.number)
         else:
             yield from event.violations(step.number)
-    for judge in canary.beside:
+    for judge in sorted(canary.beside, key=lambda own: own.number):
         yield from judge.violations(step)
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import click
 
-from kvcanary_tools.bench.vllm.cpu import ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
+from kvcanary_tools.bench.vllm.cpu import BUDGET, ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
 from kvcanary_tools.bench.vllm.hybrids.harms import CACHED_DRAFT_HARMS, DRAFT_HARMS, HARMS, DraftHarms, Harms
 from kvcanary_tools.bench.vllm.hybrids.models import randomise, write_hybrid
 from kvcanary_tools.bench.vllm.loads.restart import device_name
 from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 
-BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
+BLOCKS = {"gdn": 44, "gdn-dense": 44, "mamba2": 20}  # so few that requests are preempted
+ON_GPU = 3, 128  # as many times more, as blocks are larger there, and tokens of a step
 KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
 KEPT = ("code", "pool", "entry", "reader", "writer", "layers", "expected", "found", "history", "sentence")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -38,8 +39,12 @@ class HybridBench(CpuBench):
 
     def __init__(self, folder: Path, kind: str, **engine: Any) -> None:
         model = write_hybrid(folder / "model", kind)
-        own = {"load_format": "dummy", "block_size": None, "num_gpu_blocks_override": BLOCKS[kind]}
+        times, budget = ON_GPU if has_gpu() else (1, BUDGET)
+        own = {"load_format": "dummy", "block_size": None, "num_gpu_blocks_override": times * BLOCKS[kind]}
+        own["max_num_batched_tokens"] = budget
         own["mamba_ssm_cache_dtype"] = "float32"  # as CPUs with AVX-512 have it, whatever they are asked for
+        if engine.get("enable_prefix_caching"):
+            own["mamba_cache_mode"] = "align"  # and not `all`, as Mamba 2 may have it
         super().__init__(folder, model, **own | engine)
         randomise(self.runner.model)
 
@@ -92,6 +97,7 @@ def attempt(bench: HybridBench, harms: Harms, name: str, mode: str = "log") -> d
             left = sum(given.values()) - struck["tokens"]
         finally:
             bench.runner.execute_model = inner
+            harms.repair()
         log = handle.canary.log.findings
     own = {key: getattr(log[0], key) for key in KEPT} | {"cause": log[0].causes[0].text} if log else None
     codes = sorted({found.code for found in log})

@@ -60,6 +60,9 @@ class Harms:
         self.block: int | None = None
         self._hits: dict[int, int] = {}
 
+    def repair(self) -> None:
+        """Undo what was done to vLLM itself."""
+
     # where things are
 
     @property
@@ -198,6 +201,10 @@ class DraftHarms(Harms):
     _drafted: Mapping[str, int] = {}  # of the step before, by request
     _proposes: Callable[..., Any] | None = None
 
+    def __init__(self, bench: CpuBench) -> None:
+        super().__init__(bench)
+        self._right: list[tuple[Any, str, Any]] = []  # what is left out
+
     def state_of(self, name: str, row: int, accepted: int) -> int:
         """The block behind so many accepted tokens."""
         return int(self.table[row, self.column_of(name) + accepted - 1])
@@ -305,13 +312,13 @@ class DraftHarms(Harms):
         return False
 
     def _leave_out(self, *names: str) -> None:
-        """The next call of each of these does nothing."""
+        """From now on these do nothing."""
         for name in names:
             owner = self.copying if hasattr(self.copying, name) else self.copying.MambaSpecDecodeGPUContext
-            right = getattr(owner, name, None)
+            if hasattr(owner, name):
+                self._right.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, lambda *args, **kwargs: None)
 
-            def nothing(*args: Any, owner: Any = owner, name: str = name, right: Any = right, **kwargs: Any) -> None:
-                setattr(owner, name, right)
-
-            if right is not None:
-                setattr(owner, name, nothing)
+    def repair(self) -> None:
+        while self._right:
+            setattr(*self._right.pop())
