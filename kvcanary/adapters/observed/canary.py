@@ -100,8 +100,8 @@ class PagedCanary:
         #: as many entries as its launches were sized for.
         self._quiet, self._can_repeat, self._room = 0, False, 0
         self.events: list[Any] = []  # of what happened since the last forward
-        #: What judges more of forwards, `violations(step)` in the order of `number`, and keeps `num_bytes`; it holds the
-        #: canary.
+        #: What judges more of forwards, `violations(step)` in the order of `number`, and keeps `num_bytes`. It holds
+        #: the canary.
         self.beside: weakref.WeakSet[Any] = weakref.WeakSet()
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
         self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0

@@ -21,7 +21,7 @@ from kvcanary_tools.bench.vllm.hybrids.models import randomise, write_hybrid
 from kvcanary_tools.bench.vllm.loads.restart import device_name
 from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 
-BLOCKS = {"gdn": 44, "gdn-dense": 44, "mamba2": 20}  # so few that requests are preempted
+BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
 ON_GPU = 3, 128  # as many times more, as blocks are larger there, and tokens of a step
 KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
 KEPT = ("code", "pool", "entry", "reader", "writer", "layers", "expected", "found", "history", "sentence")

@@ -57,8 +57,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
 }
-#: Where no kernels for experts are.
-HYBRIDS["gdn-dense"] = HYBRIDS["gdn"] | {"mlp_only_layers": [0, 1, 2, 3]}
 #: The same as large as a model of 1.5 B parameters.
 HYBRIDS["mamba2-1b"] = HYBRIDS["mamba2"] | {
     "hidden_size": 2048,
