@@ -41,7 +41,7 @@ class HybridBench(CpuBench):
         model = write_hybrid(folder / "model", kind)
         times, budget = ON_GPU if has_gpu() else (1, BUDGET)
         own = {"load_format": "dummy", "block_size": None, "num_gpu_blocks_override": times * BLOCKS[kind]}
-        own["max_num_batched_tokens"] = budget
+        own |= {"max_num_batched_tokens": budget, "additional_config": {"gdn_prefill_backend": "triton"}}
         own["mamba_ssm_cache_dtype"] = "float32"  # as CPUs with AVX-512 have it, whatever they are asked for
         if engine.get("enable_prefix_caching"):
             own["mamba_cache_mode"] = "align"  # and not `all`, as Mamba 2 may have it
@@ -148,16 +148,22 @@ def accept_any_index() -> None:
 @click.option("--no-cache", is_flag=True, help="Without the prefix cache: mode none of states; faults with --drafts.")
 @click.option("--drafts", is_flag=True, help="Drafts of two tokens, found in the prompt.")
 @click.option(
+    "--always", is_flag=True, help="With --drafts: in every step, which alone is right before 0.32 (vllm#39273)."
+)
+@click.option(
     "--sparse", is_flag=True, help="With --drafts: steps without any between, which is vllm#39273 before 0.32."
 )
 @click.option("--requests", type=int, default=REQUESTS, show_default=True, help="Asked twice, without a fault.")
 @click.option("--runner", type=click.Choice(["v1", "v2"]), default="v1", help="V2 without faults.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
-def command(kind: str, no_cache: bool, drafts: bool, sparse: bool, requests: int, runner: str, out: Path) -> None:
+def command(
+    kind: str, no_cache: bool, drafts: bool, always: bool, sparse: bool, requests: int, runner: str, out: Path
+) -> None:
     """Run everything over one hybrid in one vLLM."""
     os.environ.update(ENVIRONMENT)
-    if sparse and not drafts:
-        raise click.UsageError("--sparse leaves out drafts, and there are none: give --drafts too")
+    if (sparse or always) and not drafts:
+        name, what = ("sparse", "leaves out") if sparse else ("always", "adds")
+        raise click.UsageError(f"--{name} {what} drafts, and there are none: give --drafts too")
     engine = {"speculative_config": DRAFTS} if drafts else {}
     is_slow = not has_gpu() and (runner == "v2" or (drafts and not no_cache))  # copies of the latter are kernels
     if is_slow:
@@ -166,12 +172,15 @@ def command(kind: str, no_cache: bool, drafts: bool, sparse: bool, requests: int
     with tempfile.TemporaryDirectory() as folder:
         bench = HybridBench(Path(folder), kind, enable_prefix_caching=not no_cache, **engine)
         record = {"kind": kind, "machine": machine() | {"device": device_name()}, "runner": runner}
+        if always:
+            DraftHarms(bench).propose_always()
         if sparse:
             record["sparse"] = every_second_time(bench)
         else:
             record["clean"] = clean(bench, min(requests, FEW) if is_slow else requests)
         if not sparse and runner == "v1" and (drafts or not no_cache) and not record["clean"]["not_watched"]:
-            of_drafts = DRAFT_HARMS if no_cache else CACHED_DRAFT_HARMS
+            every = DRAFT_HARMS if no_cache else CACHED_DRAFT_HARMS
+            of_drafts = [name for name in every if not always or name != "no_drafts_no_column"]
             made, names = (DraftHarms, of_drafts) if drafts else (Harms, HARMS)
             record["faults"] = {name: attempt(bench, made(bench), name) for name in names}
             record["raise"] = attempt(bench, made(bench), names[0], mode="raise")  # this engine answers nothing more
