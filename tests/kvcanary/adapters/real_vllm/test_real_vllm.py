@@ -303,28 +303,44 @@ CODES_OF_DRAFT_HARMS = {
     "rejected_draft": "R4",
     "no_drafts_no_column": "R4",
 }
+#: With a prefix cache besides; the last shows in the next step that takes the state.
+CODES_OF_CACHED_DRAFT_HARMS = CODES_OF_DRAFT_HARMS | {"next_column_not_copied": "T1", "full_block_not_copied": "R4"}
+OF_DRAFTS = [("--no-cache",), pytest.param((), marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def drafted(tmp_path_factory):
-    return run("hybrids", tmp_path_factory.mktemp("drafts") / "record.json", "gdn", "--drafts", "--requests", "8")
+@pytest.fixture(scope="module", params=OF_DRAFTS, ids=["not cached", "cached"])
+def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A hybrid that drafts, without a prefix cache and with it, with runner V1."""
+    record, options = tmp_path_factory.mktemp("drafts") / "record.json", request.param
+    return run("hybrids", record, "gdn", "--drafts", "--requests", "8", *options) | {"is_cached": not options}
 
 
 def test_states_of_drafts_are_watched_in_silence(drafted) -> None:
     """Some drafts were accepted, and tokens are those of a vLLM without the plug-in."""
     clean = drafted["clean"]
     assert (clean["findings"], clean["fired"], clean["unchecked"], clean["equal_tokens"]) == (0, {}, {}, True)
-    assert (clean["not_watched"], clean["states_checked"] > 500, clean["accepted"] > 50) == ([], True, True)
-    assert {own["pool"][:6] for own in clean["watched"]} == {"target", "states"}
+    assert (clean["not_watched"], clean["states_checked"] > 200, clean["accepted"] > 50) == ([], True, True)
+    assert {own["pool"][:6] for own in clean["watched"]} == {"target", "states", "window"}
+    assert (clean["prefix_hits"] > 0) == drafted["is_cached"]
 
 
-@pytest.mark.parametrize(("name", "code"), CODES_OF_DRAFT_HARMS.items())
-def test_a_fault_in_a_state_of_drafts_is_found_in_its_step(drafted, name: str, code: str) -> None:
-    """With its request, and the block where one group of layers is struck; the last is vllm#39273, as before 0.32."""
-    fault = drafted["faults"][name]
+@pytest.mark.parametrize("name", CODES_OF_CACHED_DRAFT_HARMS)
+def test_a_fault_in_a_state_of_drafts_is_found_in_its_step(drafted, name: str) -> None:
+    """With its request, and the block where one group of layers is struck; one is vllm#39273, as before 0.32."""
+    expect_found_in_time(drafted, name, not drafted["is_cached"])
+
+
+def expect_found_in_time(record: dict[str, Any], name: str, is_left_out: bool) -> None:
+    """The fault is found first by its code, in its step. Without a cache (is_left_out) two cannot be committed."""
+    if name not in CODES_OF_DRAFT_HARMS and is_left_out:
+        assert name not in record["faults"]
+        return
+    fault = record["faults"][name]
     found, struck = fault["found"], fault["struck"]
-    assert (found["code"], fault["found_in"], found["reader"]) == (code, struck["step"], struck["request"])
-    assert found["entry"] == struck["block"] or name not in ("drafted_bit", "drafts_exchanged")
+    assert found["code"] == CODES_OF_CACHED_DRAFT_HARMS[name]
+    later = fault["found_in"] - struck["step"]
+    assert later == 0 or (name == "full_block_not_copied" and later > 0)
+    assert found["entry"] == struck["block"] or name != "drafted_bit"
 
 
 def test_no_token_leaves_behind_a_state_of_drafts_that_is_wrong(drafted) -> None:
@@ -333,47 +349,61 @@ def test_no_token_leaves_behind_a_state_of_drafts_that_is_wrong(drafted) -> None
 
 
 @pytest.mark.slow
-def test_states_of_drafts_are_watched_in_the_other_runner(tmp_path: Path) -> None:
-    clean = run("hybrids", tmp_path / "record.json", "gdn", "--drafts", "--runner", "v2")["clean"]
+@pytest.mark.parametrize("options", [(), ("--no-cache",)], ids=["cached", "not cached"])
+def test_states_of_mamba_2_are_watched_where_a_server_drafts(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """In silence. Whether tokens are those of a vLLM without the plug-in is not asked: there its kernels for CPUs give
+    others from process to process, without a plug-in too.
+    """
+    clean = run("hybrids", tmp_path / "record.json", "mamba2", "--drafts", "--requests", "8", *options)["clean"]
+    assert (clean["findings"], clean["fired"], clean["unchecked"], clean["not_watched"]) == (0, {}, {}, [])
+    assert (clean["states_checked"] > 200, clean["drafted"] > 100) == (True, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-cache",)], ids=["cached", "not cached"])
+def test_states_of_drafts_are_watched_in_the_other_runner(tmp_path: Path, options: tuple[str, ...]) -> None:
+    clean = run("hybrids", tmp_path / "record.json", "gdn", "--drafts", "--runner", "v2", *options)["clean"]
     assert (clean["findings"], clean["equal_tokens"], clean["not_watched"]) == (0, True, [])
     assert (clean["states_checked"] > 300, clean["accepted"] > 50) == (True, True)
 
 
-@pytest.mark.slow
-def test_a_hybrid_whose_drafts_are_not_followed_has_its_entries_watched(tmp_path: Path) -> None:
-    """K and V of its attention are silent with equal tokens; of its states the certificate says why they are not."""
-    clean = run("hybrids", tmp_path / "record.json", "mamba2", "--drafts", "--requests", "5")["clean"]
-    assert (clean["findings"], clean["fired"], clean["unchecked"], clean["equal_tokens"]) == (0, {}, {}, True)
-    assert clean["states_checked"] == 0
-    [why] = clean["not_watched"]
-    assert why.endswith("where a server drafts, only those of gated delta nets are, without the prefix cache")
-    assert clean["slots_checked"] > 10_000
-    assert clean["drafted"] > 100
-
-
-def test_the_record_of_a_hybrid_that_drafts() -> None:
-    """What docs/vllm.md quotes."""
-    record = json.loads((RESULTS / "cpu_vllm_hybrid_gdn_drafts.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cpu_vllm_hybrid_gdn_drafts", "cpu_vllm_hybrid_gdn_cached_drafts", "cpu_vllm_hybrid_mamba2_drafts"),
+        *("cpu_vllm_hybrid_mamba2_cached_drafts", "gpu_vllm_hybrid_gdn_cached_drafts"),
+    ],
+)
+def test_the_record_of_a_hybrid_that_drafts(name: str) -> None:
+    """What docs/vllm.md quotes. The GPU's release has the bug that one of the faults is, and is not given it."""
+    record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     clean, page = record["clean"], " ".join((ROOT / "docs/vllm.md").read_text(encoding="utf-8").split())
-    assert (clean["findings"], clean["equal_tokens"], record["raise"]["left"]) == (0, True, 0)
-    assert f"{clean['states_checked']:,} states were judged" in page
-    assert f"{clean['accepted']} drafts were accepted and gone on from" in page
-    assert {name: fault["found"]["code"] for name, fault in record["faults"].items()} == CODES_OF_DRAFT_HARMS
-    assert all(fault["found_in"] == fault["struck"]["step"] for fault in record["faults"].values())
+    assert (clean["findings"], clean["equal_tokens"], clean["not_watched"]) == (0, True, [])
+    assert (record["raise"]["codes"], record["raise"]["left"]) == (["R9"], 0)
+    counts = f"| {clean['states_checked']:,} | {clean['accepted']} | {clean['prefix_hits']} | {len(record['faults'])} |"
+    assert f"{counts} `{name}.json` |" in page
+    is_on_gpu, is_cached = name.startswith("gpu"), "cached" in name
+    for fault in CODES_OF_CACHED_DRAFT_HARMS:
+        if fault == "no_drafts_no_column" and is_on_gpu:
+            assert fault not in record["faults"]
+        else:
+            expect_found_in_time(record, fault, not is_cached)
 
 
-def test_the_record_of_a_release_that_has_a_published_bug() -> None:
-    """vllm#39273 in 0.31, with nothing of vLLM's logic changed; the page quotes how many tokens were lost."""
-    record = json.loads((RESULTS / "cpu_vllm_31_drafts.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("name", "release"), [("cpu_vllm_31_drafts", "0.31.0"), ("gpu_vllm_26_drafts", "0.26.0")])
+def test_the_record_of_a_release_that_has_a_published_bug(name: str, release: str) -> None:
+    """vllm#39273, with nothing of vLLM's logic changed; the page quotes how many tokens were lost."""
+    record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     page = " ".join((ROOT / "docs/vllm.md").read_text(encoding="utf-8").split())
-    assert record["machine"]["vllm"] == "0.31.0"
+    assert record["machine"]["vllm"] == release
     found = record["sparse"]["found"]
     assert (found["code"], found["pool"][:6]) == ("R4", "states")
-    said = "the state had absorbed {found[absorbed]} tokens of {expected[absorbed]}"
-    assert said.format(**found) in page
+    assert "absorbed {found[absorbed]} tokens of {expected[absorbed]}".format(**found) in page
+    assert f"`{name}.json`" in page
 
 
-def test_drafts_that_are_left_out_are_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "what"), [("--sparse", "leaves out"), ("--always", "adds")])
+def test_drafts_that_are_left_out_are_asked_for(tmp_path: Path, option: str, what: str) -> None:
     """In a sentence."""
-    with pytest.raises(AssertionError, match="--sparse leaves out drafts, and there are none: give --drafts too"):
-        run("hybrids", tmp_path / "record.json", "gdn", "--sparse")
+    with pytest.raises(AssertionError, match=f"{option} {what} drafts, and there are none: give --drafts too"):
+        run("hybrids", tmp_path / "record.json", "gdn", option)
