@@ -228,18 +228,8 @@ note_accepted_torch = partial(note_accepted, launches=False)
 
 @triton.jit(
     do_not_specialize=[
-        "n",
-        "parts",
-        "columns_stride",
-        "others_stride",
-        "table_width",
-        "table_stride",
-        "truth_stride",
-        "most",
-        "num_entries",
-        "null_slots",
-        "page_size",
-        "checkpoints",
+        *("n", "parts", "columns_stride", "others_stride", "table_width", "table_stride", "truth_stride", "most"),
+        *("num_entries", "null_slots", "page_size", "checkpoints"),
     ],
     do_not_specialize_on_alignment=[
         *("masks", "columns", "accepted", "others", "numbers", "table", "lengths", "starts"),

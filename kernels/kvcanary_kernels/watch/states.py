@@ -290,19 +290,8 @@ def entry_at(table: Tensor, columns: Tensor) -> Tensor:
 
 @triton.jit(
     do_not_specialize=[
-        "num_entries",
-        "table_width",
-        "table_stride",
-        "truth_stride",
-        "stored_stride",
-        "most",
-        "sums_stride",
-        "kept_stride",
-        "num_layers",
-        "page_size",
-        "checkpoints",
-        "null_slots",
-        "site",
+        *("num_entries", "table_width", "table_stride", "truth_stride", "stored_stride", "most", "sums_stride"),
+        *("kept_stride", "num_layers", "page_size", "checkpoints", "null_slots", "site"),
     ],
     do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "stored"],
 )
