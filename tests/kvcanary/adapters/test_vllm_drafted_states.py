@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.hosted.guard import Guard
+from kvcanary.adapters.hosted.replacements import Replacements, replaced_by
 from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed.state import RING
 from kvcanary.adapters.vllm import handle
-from kvcanary.adapters.vllm.compatibility import DRAFT_STATES_SIDE
+from kvcanary.adapters.vllm.compatibility import ACCEPTED, DRAFT_STATES_SIDE
+from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.adapters.vllm.runner_v1 import HandleV1
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.adapters.vllm.states import BlockStates, group_of, not_followed
@@ -344,6 +347,23 @@ def test_runner_v1_tells_what_was_accepted() -> None:
     own: Any = SimpleNamespace(_accepted=told.append, runner=SimpleNamespace(num_accepted_tokens=held))
     HandleV1._count_accepted(own, lambda *args: told.append(args), "tokens", "output")
     assert told == [("tokens", "output"), "counts"]
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("runner", [HandleV1, HandleV2])
+def test_runners_are_asked_what_was_accepted_where_they_draft(
+    monkeypatch: pytest.MonkeyPatch, runner: Any, drafts: bool
+) -> None:
+    """By a hook, which comes with the states."""
+    monkeypatch.setattr(LoadingHandle, "_bind", lambda self: "canary")
+    own = runner.__new__(runner)
+    own._states, own._loads, own._max_new = object(), None, 1 + DRAFTS * drafts
+    own.replaced = Replacements(Guard("vllm", "log", lambda reason: None))
+    state = SimpleNamespace(preprocess_state=print, prepare_attn=print, postprocess_state=print)
+    own.runner = SimpleNamespace(model_state=state, **{ACCEPTED: print})
+    assert own._bind() == "canary"
+    asked = (own.runner, ACCEPTED) if runner is HandleV1 else (state, "postprocess_state")
+    assert (replaced_by(*asked) is not None) == drafts
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ class GPUModelRunner:
         self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
         self.optimistic_seq_lens_cpu = torch.zeros(max_num_reqs, dtype=torch.int32)
         self.query_start_loc = CpuGpuBuffer(max_num_reqs + 1, dtype=torch.int32)
+        self.num_accepted_tokens = CpuGpuBuffer(max_num_reqs, dtype=torch.int32)
         self.input_ids = CpuGpuBuffer(max_num_tokens, dtype=torch.int32)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64)
         self.input_batch, self.kv_caches = InputBatch(max_num_reqs), []
@@ -138,6 +139,10 @@ class GPUModelRunner:
             key = torch.sin(fed.float()[:, None, None] * (1 + number) + torch.arange(heads * dim).view(heads, dim))
             slots = tables[layer.group].slot_mapping.gpu[:total]
             layer.impl.do_kv_cache_update(layer, key, key.cos(), layer.kv_cache, slots)
+
+    def _update_states_after_model_execute(self, output_token_ids, scheduler_output) -> None:
+        """What was accepted is counted, and states are copied into blocks that are full by it."""
+        self.num_accepted_tokens.gpu[: len(output_token_ids)] = (output_token_ids >= 0).sum(1)
 
     def sample_tokens(self, grammar_output):
         given = {}

@@ -10,3 +10,6 @@ class ModelState:
     def prepare_attn(self, input_batch, *told) -> dict[str, object]:
         """By layer, what attention is told of the batch."""
         return {}
+
+    def postprocess_state(self, idx_mapping, num_sampled, num_computed_tokens=None) -> None:
+        """What was accepted is known; states are copied into blocks that are full by it."""
