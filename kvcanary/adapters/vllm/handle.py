@@ -194,10 +194,10 @@ class Handle(HostHandle):
         self.identities.told(scheduler_output)
         if self.is_armed and self.canary is not None:
             self._given = self.canary.recent.scheduled(scheduler_output)
-            if self._states is not None:
-                self._states.given(self._given)
             if self._ledger is not None:
                 self._ledger.begin(scheduler_output)
+            if self._states is not None:
+                self._states.given(self._given)
             self._told(scheduler_output)
         result = method(scheduler_output, *args, **kwargs)
         if self._moves:  # for no forward
@@ -246,6 +246,8 @@ class Handle(HostHandle):
         self._contents = Contents(canary)
         if self._caches is not None:
             self._states = self._bind_states(canary, groups)
+        if self._states is not None:
+            self._ledger.freed = self._states.freed
         return canary
 
     def _groups_of_caches(self, groups: Sequence[Any]) -> list[int] | None:

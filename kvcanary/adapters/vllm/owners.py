@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class BlockLedger:
         self.owners = canary.follow_blocks(block_sizes, are_shared)
         for group, own in enumerate(self.owners.of):
             own.told_of = functools.partial(self._told_of, group)
+        self.freed: Callable[[Sequence[int]], None] | None = None  # is told of blocks that the pool takes back
         self._uids: dict[str, int] = {}
         self._serial: int | None = None
         self._begin_anew()
@@ -180,6 +181,8 @@ class BlockLedger:
             self._share(self._known(blocks))
         else:
             self._full.difference_update(blocks)
+            if kind == FREED and self.freed is not None:
+                self.freed(blocks)
             for block in blocks if kind == FREED else ():
                 self._fresh.pop(block, None)
             self._give(self._known(blocks), *((FREE, GIVEN_BACK) if kind == FREED else (UNJUDGED, "not loaded")))

@@ -80,6 +80,14 @@ class BlockStates:
         for own in self._every if blocks else ():
             own.granted(own.canary.memory.upload(torch.tensor(sorted(blocks))))
 
+    def freed(self, blocks: Sequence[int]) -> None:
+        """The scheduler's pool has taken these back: whoever goes on from one of them has no right to. In mode `align`
+        somebody may be given it as a prefix.
+        """
+        own = [state for group in self.groups if not group.is_aligned for state in group.every]
+        for state in own:
+            state.freed(state.canary.memory.upload(torch.tensor(blocks)))
+
     @property
     def _every(self) -> list[WatchedStates]:
         return [own for group in self.groups for own in group.every]

@@ -122,6 +122,19 @@ def test_a_freed_block_that_is_still_read_is_told(serve, runner: str) -> None:
     assert f"block {block} was granted to 'a' in step 1" in found.evidence
 
 
+def test_states_hear_of_freed_blocks_before_they_are_given_anew(serve, monkeypatch) -> None:
+    """In the step that gives them, so that who begins there takes nobody's state."""
+    served = running(serve)
+    handle, block, told = served.wrapper.worker.kvcanary, request_of(served, "a").blocks[1], list[Any]()
+    states = SimpleNamespace(given=lambda given: told.append("given"), left=lambda: None, copied=None, described=[])
+    handle._states = states
+    handle._ledger.freed = lambda blocks: told.append(list(blocks))
+    served.pool.free_blocks([served.pool.blocks[block]])
+    with pytest.raises(KVCorruptionError):
+        go_on(served, 1)
+    assert told[:2] == [[block], "given"]
+
+
 def test_a_row_that_names_a_block_of_a_request_that_has_ended_is_told_by_the_worker_alone(serve) -> None:
     """Its own ledger knows who runs: R7 where a table leads to what nobody who runs was given."""
     served = running(serve, is_heard=False)

@@ -180,6 +180,24 @@ def test_without_a_prefix_cache_a_request_has_one_block() -> None:
     assert host.forward(20, 19) == [("R8", "a", 2)]
 
 
+def test_a_block_that_was_given_back_is_told() -> None:
+    """R7 of who goes on from it; whoever is given it begins there in silence, or R12 where a state should lie."""
+    host = Host(spec("none"))
+    host.forward(7, 6)
+    host.states.freed([1, 5])
+    assert host.forward(8, 7) == [("R7", "a", 1)]
+    host.states.freed([2])
+    host.states.given([("b", [[2]], 0)])
+    assert host.forward(9, 8) == [("R12", "b", 2)]
+
+
+def test_a_prefix_that_was_given_back_can_be_hit(host: Host) -> None:
+    """The prefix cache keeps it: whoever is given it next finds what was left there."""
+    assert host.forward(8, 6) == []
+    host.states.freed([1])
+    assert host.forward(9, 7) == []
+
+
 def test_blocks_that_are_copied_bring_their_state(host: Host) -> None:
     """As for a hit in the middle of a block: from one block to another, of which the request goes on."""
     host._each(7, lambda part: part[7].copy_(part[1]))

@@ -303,8 +303,13 @@ CODES_OF_DRAFT_HARMS = {
     "rejected_draft": "R4",
     "no_drafts_no_column": "R4",
 }
-#: With a prefix cache besides; the last shows in the next step that takes the state.
-CODES_OF_CACHED_DRAFT_HARMS = CODES_OF_DRAFT_HARMS | {"next_column_not_copied": "T1", "full_block_not_copied": "R4"}
+#: Without a prefix cache, and with one.
+CODES_OF_OWN, CODES_OF_CACHED = (
+    {"freed_too_early": "R7"},
+    {"next_column_not_copied": "T1", "full_block_not_copied": "R4"},
+)
+EVERY_CODE = CODES_OF_DRAFT_HARMS | CODES_OF_OWN | CODES_OF_CACHED
+SHOW_LATER = "freed_too_early", "full_block_not_copied"  # in the next step that is told of it, or takes the state
 OF_DRAFTS = [("--no-cache",), pytest.param((), marks=pytest.mark.slow)]
 
 
@@ -324,23 +329,22 @@ def test_states_of_drafts_are_watched_in_silence(drafted) -> None:
     assert (clean["prefix_hits"] > 0) == drafted["is_cached"]
 
 
-@pytest.mark.parametrize("name", CODES_OF_CACHED_DRAFT_HARMS)
+@pytest.mark.parametrize("name", EVERY_CODE)
 def test_a_fault_in_a_state_of_drafts_is_found_in_its_step(drafted, name: str) -> None:
     """With its request, and the block where one group of layers is struck; one is vllm#39273, as before 0.32."""
-    expect_found_in_time(drafted, name, not drafted["is_cached"])
+    if name in (CODES_OF_OWN if drafted["is_cached"] else CODES_OF_CACHED):
+        assert name not in drafted["faults"]  # it cannot be committed there
+    else:
+        expect_found_in_time(drafted["faults"][name], name)
 
 
-def expect_found_in_time(record: dict[str, Any], name: str, is_left_out: bool) -> None:
-    """The fault is found first by its code, in its step. Without a cache (is_left_out) two cannot be committed."""
-    if name not in CODES_OF_DRAFT_HARMS and is_left_out:
-        assert name not in record["faults"]
-        return
-    fault = record["faults"][name]
+def expect_found_in_time(fault: dict[str, Any], name: str) -> None:
+    """First by its code, and in its step."""
     found, struck = fault["found"], fault["struck"]
-    assert found["code"] == CODES_OF_CACHED_DRAFT_HARMS[name]
+    assert found["code"] == EVERY_CODE[name]
     later = fault["found_in"] - struck["step"]
-    assert later == 0 or (name == "full_block_not_copied" and later > 0)
-    assert found["entry"] == struck["block"] or name != "drafted_bit"
+    assert later == 0 or (name in SHOW_LATER and later > 0)
+    assert found["entry"] == struck["block"] or name not in ("drafted_bit", "freed_too_early")
 
 
 def test_no_token_leaves_behind_a_state_of_drafts_that_is_wrong(drafted) -> None:
@@ -382,12 +386,10 @@ def test_the_record_of_a_hybrid_that_drafts(name: str) -> None:
     assert (record["raise"]["codes"], record["raise"]["left"]) == (["R9"], 0)
     counts = f"| {clean['states_checked']:,} | {clean['accepted']} | {clean['prefix_hits']} | {len(record['faults'])} |"
     assert f"{counts} `{name}.json` |" in page
-    is_on_gpu, is_cached = name.startswith("gpu"), "cached" in name
-    for fault in CODES_OF_CACHED_DRAFT_HARMS:
-        if fault == "no_drafts_no_column" and is_on_gpu:
-            assert fault not in record["faults"]
-        else:
-            expect_found_in_time(record, fault, not is_cached)
+    tried = CODES_OF_DRAFT_HARMS.keys() | (CODES_OF_CACHED if "cached" in name else CODES_OF_OWN)
+    assert record["faults"].keys() == tried - ({"no_drafts_no_column"} if name.startswith("gpu") else set())
+    for fault, told in record["faults"].items():
+        expect_found_in_time(told, fault)
 
 
 @pytest.mark.parametrize(("name", "release"), [("cpu_vllm_31_drafts", "0.31.0"), ("gpu_vllm_26_drafts", "0.26.0")])

@@ -155,19 +155,7 @@ class CpuFaults(Faults):
         """The pool takes a block back that its request still reads; a step later it is whole again."""
         if not self.own_block(output, step):
             return False
-        block, schedule = self.pool.blocks[self.block], self.bench.scheduler.schedule
-        self.pool.free_blocks([block])
-
-        def touched(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            if block.ref_cnt == 0:
-                self.pool.touch([block])
-            else:
-                block.ref_cnt += 1
-            del self.bench.scheduler.schedule
-            return output
-
-        self.bench.scheduler.schedule = touched
+        free_for_a_step(self.bench.scheduler, self.pool.blocks[self.block])
         return True
 
     def foreign(self, output: Any, step: int) -> bool:
@@ -203,6 +191,23 @@ class CpuFaults(Faults):
                 block.ref_cnt = 0
                 if block.block_id not in free:
                     self.pool.free_block_queue.append_n([block])
+
+
+def free_for_a_step(scheduler: Any, block: Any) -> None:
+    """The pool takes a block back, which its request reads in the next step; behind this it is whole again."""
+    pool, schedule = scheduler.kv_cache_manager.block_pool, scheduler.schedule
+    pool.free_blocks([block])
+
+    def touched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        if block.ref_cnt == 0:
+            pool.touch([block])
+        else:
+            block.ref_cnt += 1
+        del scheduler.schedule
+        return output
+
+    scheduler.schedule = touched
 
 
 @contextmanager

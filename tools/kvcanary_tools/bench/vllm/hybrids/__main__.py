@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from kvcanary_tools.bench.vllm.cpu import BUDGET, ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
-from kvcanary_tools.bench.vllm.hybrids.harms import CACHED_DRAFT_HARMS, DRAFT_HARMS, HARMS, DraftHarms, Harms
+from kvcanary_tools.bench.vllm.hybrids.harms import CACHED_DRAFT_HARMS, HARMS, OWN_DRAFT_HARMS, DraftHarms, Harms
 from kvcanary_tools.bench.vllm.hybrids.models import randomise, write_hybrid
 from kvcanary_tools.bench.vllm.loads.restart import device_name
 from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
@@ -179,7 +179,7 @@ def command(
         else:
             record["clean"] = clean(bench, min(requests, FEW) if is_slow else requests)
         if not sparse and runner == "v1" and (drafts or not no_cache) and not record["clean"]["not_watched"]:
-            every = DRAFT_HARMS if no_cache else CACHED_DRAFT_HARMS
+            every = OWN_DRAFT_HARMS if no_cache else CACHED_DRAFT_HARMS
             of_drafts = [name for name in every if not always or name != "no_drafts_no_column"]
             made, names = (DraftHarms, of_drafts) if drafts else (Harms, HARMS)
             record["faults"] = {name: attempt(bench, made(bench), name) for name in names}

@@ -10,7 +10,7 @@ from itertools import combinations, cycle
 from typing import Any
 
 from kvcanary.adapters.vllm.states import is_state
-from kvcanary_tools.bench.vllm.cpu import CpuBench
+from kvcanary_tools.bench.vllm.cpu import CpuBench, free_for_a_step
 
 HARMS = (
     "bit",  # of a state at rest
@@ -32,7 +32,8 @@ DRAFT_HARMS = (
     "rejected_draft",  # or from the one behind a draft that was rejected
     "no_drafts_no_column",  # a step without drafts goes on from the first column (vllm#39273)
 )
-#: Of one that has a prefix cache besides.
+#: Of one that has no prefix cache, and of one that has one.
+OWN_DRAFT_HARMS = *DRAFT_HARMS, "freed_too_early"  # while its request runs
 CACHED_DRAFT_HARMS = (
     *DRAFT_HARMS,
     "next_column_not_copied",  # where a row goes on in its next block
@@ -300,6 +301,15 @@ class DraftHarms(Harms):
             return build(*args, **{name: own for name, own in kwargs.items() if not name.startswith("num_")})
 
         builder.build = once
+
+    def freed_too_early(self, output: Any, step: int) -> bool:
+        """The pool takes the block back which a row goes on from."""
+        scheduler = self.bench.scheduler
+        for name, row, accepted in self.accepted(output, least=1) if step >= FIRST_STEP else ():
+            block = self.state_of(name, row, accepted)
+            free_for_a_step(scheduler, scheduler.kv_cache_manager.block_pool.blocks[block])
+            return self._strike(name, block)
+        return False
 
     def next_column_not_copied(self, output: Any, step: int) -> bool:
         """What its last column holds is not taken along into the one where a row goes on."""
