@@ -304,10 +304,8 @@ CODES_OF_DRAFT_HARMS = {
     "no_drafts_no_column": "R4",
 }
 #: Without a prefix cache, and with one.
-CODES_OF_OWN, CODES_OF_CACHED = (
-    {"freed_too_early": "R7"},
-    {"next_column_not_copied": "T1", "full_block_not_copied": "R4"},
-)
+CODES_OF_OWN = {"freed_too_early": "R7"}
+CODES_OF_CACHED = {"next_column_not_copied": "T1", "full_block_not_copied": "R4"}
 EVERY_CODE = CODES_OF_DRAFT_HARMS | CODES_OF_OWN | CODES_OF_CACHED
 SHOW_LATER = "freed_too_early", "full_block_not_copied"  # in the next step that is told of it, or takes the state
 OF_DRAFTS = [("--no-cache",), pytest.param((), marks=pytest.mark.slow)]
