@@ -249,7 +249,7 @@ class DraftedStates:
     last token that was accepted; windows of convolutions lie in the first entry, whichever this is.
     """
 
-    def __init__(self, watched: WatchedStates, windows: WatchedStates | None, blocks: Blocks, parts: int) -> None:
+    def __init__(self, watched: WatchedStates, windows: WatchedStates, blocks: Blocks, parts: int) -> None:
         """parts: states that a row leaves in one forward at most"""
         self.watched, self.windows, self._blocks = watched, windows, blocks
         self._canary, device = watched.canary, watched.view.device
@@ -268,8 +268,7 @@ class DraftedStates:
             rows = Rows(self.watched.rows, table, forward.lengths, forward.starts)
             self._ops.choose(draft, rows, self._canary.memory.truth, self.places, self._blocks, n=self._count)
         self.watched.taken(self.places.taken, CHOSEN, places=self.places)
-        if self.windows is not None:
-            self.windows.taken(self.places.first, CHOSEN)
+        self.windows.taken(self.places.first, CHOSEN)
 
     def accepted(self, counts: Tensor) -> None:
         """So many tokens of each row were accepted, [n] in batch order, and what had to be copied for it was."""

@@ -54,8 +54,7 @@ class StateGroup:
     @property
     def every(self) -> list[WatchedStates]:
         """All that lies in its blocks."""
-        windows = None if self.drafted is None else self.drafted.windows
-        return [self.watched] if windows is None else [self.watched, windows]
+        return [self.watched] if self.drafted is None else [self.watched, self.drafted.windows]
 
 
 class BlockStates:
@@ -144,8 +143,9 @@ def not_followed(spec: Any, drafts: bool, connector: bool) -> str | None:
         return f"{NOT_WATCHED}with --mamba-cache-mode {mode} kernels leave further ones within a forward"
     if connector:
         return f"{NOT_WATCHED}a connector loads them, and tells which only in entries"
-    if (drafts or own.num_speculative_blocks) and kind_of(spec) not in DRAFTING:
-        return f"{NOT_WATCHED}where a server drafts, only those of gated delta nets and Mamba 2 are"
+    blocks = own.num_speculative_blocks
+    if (drafts or blocks) and not (blocks and kind_of(spec) in DRAFTING):
+        return f"{NOT_WATCHED}where a server drafts, only those of gated delta nets and Mamba 2 are, a block a draft"
     return None
 
 
@@ -189,19 +189,19 @@ def group_of(
     is_aligned = own.mamba_cache_mode == ALIGN
     checkpoints = alignment if is_aligned and getattr(own, "num_prefill_checkpoint_blocks", 0) else 0
     most_left = 1 + drafts + (drafts > 0 and checkpoints > 0)
-    windows = {name: named.pop(name) for name in ("conv",) if drafts and name in named}
+    if drafts and len(parts) != 2:
+        raise PlanError(f"{NOT_WATCHED}where a server drafts, they are a window and a matrix, not {len(parts)} parts")
     try:
+        windows = StateView(f"windows{end}", {"conv": named.pop("conv")}) if drafts else None
         view = StateView(f"states{end}", named)
-        window = StateView(f"windows{end}", windows) if windows else None
     except PlanError as error:
         raise PlanError(f"{NOT_WATCHED}{error}") from error
-    group = StateGroup(
-        number, own.block_size, is_aligned, checkpoints, WatchedStates(canary, view, place, most_left), layer
-    )
-    if drafts:
-        beside = None if window is None else WatchedStates(canary, window, num_groups + place, counted=False)
+    watched = WatchedStates(canary, view, place, most_left)
+    group = StateGroup(number, own.block_size, is_aligned, checkpoints, watched, layer)
+    if windows is not None:
+        beside = WatchedStates(canary, windows, num_groups + place, counted=False)
         blocks = Blocks(view.num_entries, view.null_entries, own.block_size if is_aligned else 0, checkpoints)
-        group.drafted = DraftedStates(group.watched, beside, blocks, most_left)
+        group.drafted = DraftedStates(watched, beside, blocks, most_left)
     return group
 
 

@@ -21,6 +21,7 @@ from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.adapters.vllm.runner_v1 import HandleV1
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.adapters.vllm.states import BlockStates, group_of, not_followed
+from kvcanary.errors import PlanError
 from tests.kvcanary.adapters.test_vllm_states import BLOCKS, layers, spec
 from tests.support.watching_canary import found_in, watching_canary
 
@@ -316,8 +317,17 @@ def test_drafts_are_followed_of_delta_nets_and_mamba_2() -> None:
     for mode in "none", "align":
         for kind in DELTA, MAMBA2:
             assert not_followed(spec(mode, mamba_type=kind, **drafting), True, False) is None
-        other = not_followed(spec(mode, mamba_type=SimpleNamespace(name="LINEAR"), **drafting), True, False)
-        assert "only those of gated delta nets and Mamba 2 are" in (other or "")
+        for other in spec(mode, mamba_type=SimpleNamespace(name="LINEAR"), **drafting), spec(mode, mamba_type=DELTA):
+            told = not_followed(other, True, False)
+            assert "only those of gated delta nets and Mamba 2 are, a block a draft" in (told or "")
+
+
+def test_a_state_of_other_parts_is_not_watched_where_a_server_drafts() -> None:
+    """Which of them is a window nobody knows."""
+    own = spec("none", mamba_type=MAMBA2, num_speculative_blocks=2)
+    three = [SimpleNamespace(kv_cache=(*layer.kv_cache, layer.kv_cache[1].clone())) for layer in layers()]
+    with pytest.raises(PlanError, match="they are a window and a matrix, not 3 parts"):
+        group_of(watching_canary("full"), 0, 0, own, three, 0)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
