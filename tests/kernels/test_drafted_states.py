@@ -95,6 +95,26 @@ def test_rows_of_drafts_have_their_columns(
         assert {after: entry for after, entry in noted if after > 0} == left
 
 
+@pytest.mark.parametrize("size", [0, SIZE])
+@pytest.mark.parametrize(("rows", "parts"), SIZES)
+def test_what_a_draft_does_not_say_is_not_read(device: str, rows: int, parts: int, size: int) -> None:
+    """Counts beyond the columns, and lists that end before their rows do: entry -1; nothing behind a list is read."""
+    batch = Batch(device, rows, parts, "some", size)
+    columns, others = batch.columns[batch.masks], batch.columns[:, 0][~batch.masks]
+    accepted = batch.drawn(0, parts + 3, len(columns)).to(torch.int32)
+    batch.draft = Draft(batch.masks, columns[: len(columns) // 2], accepted, others[: len(others) // 2])
+    places = batch.chosen(choose_torch)
+    assert equal(list(batch.chosen(choose)), list(places))
+    turn = {True: 0, False: 0}
+    for row, is_draft in enumerate(batch.masks.tolist()):
+        at, turn[is_draft] = turn[is_draft], turn[is_draft] + 1
+        told, entry = (columns, None) if is_draft else (others, None)
+        if at < len(told) // 2:
+            last = max(int(accepted[at]) - 1, 0) if is_draft else 0
+            entry = int(told[at].view(-1)[last]) if last < told[at].numel() else None
+        assert places.taken[row, 1] == (-1 if entry is None else entry)
+
+
 @pytest.mark.parametrize(("rows", "parts"), SIZES)
 def test_rows_go_on_from_what_was_copied_to_their_next_column(device: str, rows: int, parts: int) -> None:
     """From where the last forward's states lie, and one that begins with a prefix from the column of that."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.record.device import tl, triton
-from kvcanary_kernels.watch.states import Taken
+from kvcanary_kernels.watch.states import Taken, columns_of
 from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, UID, Rows, Truth, context_lengths, live_rows
 
 BLOCK = 64
@@ -33,7 +33,8 @@ class Draft(NamedTuple):
 
     is_draft: [>= n] bool, in batch order; None: no row is one
     columns:  [>= m, parts] of rows of drafts: the state behind each token in the entry of its number
-    accepted: [>= m] of these, how many of the last forward's tokens were: the row goes on from the state of the last
+    accepted: [>= m] of these, how many of the last forward's tokens were: the row goes on from the state of the last,
+              for 0 from the first, as kernels do
     others:   [>= n - m] of the other rows, the one entry of each; None where there is none
     """
 
@@ -88,7 +89,8 @@ def choose(
     """Where n rows go on from, and what they leave. No allocation of the kernel's, no wait.
 
     rows: in batch order. A row whose column is another than that of its last forward goes on from what was copied
-          there, unless its state lies there already, as one behind a draft may
+          there, unless its state lies there already, as one behind a draft may. A row of which the draft says nothing,
+          or names a column that there is not, has entry -1
     """
     most = places.after.shape[1]
     if launches:
@@ -96,28 +98,34 @@ def choose(
         masks = rows.starts if draft.is_draft is None else draft.is_draft.view(torch.uint8)
         others = absent if draft.others is None else draft.others
         columns, accepted = absent, absent if draft.accepted is None else draft.accepted
+        drafts, rest = (0 if own is None else len(own) for own in (draft.columns, draft.others))
         _choose_kernel[(n,)](
             masks, columns, accepted, others, *rows[:4], truth.lines, *places, n, columns.shape[-1], columns.stride(0),
-            others.stride(0), rows.table.shape[1], rows.table.stride(0), truth.lines.stride(0), most,
+            others.stride(0), drafts, rest, rows.table.shape[1], rows.table.stride(0), truth.lines.stride(0), most,
             *blocks, HAS_DRAFTS=draft.is_draft is not None, BLOCK_R=triton.next_power_of_2(n),
             BLOCK_P=triton.next_power_of_2(most),
         )  # fmt: skip
         return
     turn = {True: 0, False: 0}
-    ends, past = rows.lengths[:n].tolist(), context_lengths(rows._replace(numbers=rows.numbers[:n])).tolist()
+    counts = rows.lengths[:n].long(), context_lengths(rows._replace(numbers=rows.numbers[:n]))
+    ends, past = (own.tolist() for own in counts)
+    columns_now, columns_before = (columns_of(own, blocks.size).tolist() for own in counts)
+    named: list[list[Any]] = [[] if own is None else own.tolist() for own in draft[1:]]
+    drafted, kept, single = named
     places.entries[:n], places.after[:n] = -1, -1
     for row, number in enumerate(rows.numbers[:n].tolist()):
         is_draft = draft.is_draft is not None and bool(draft.is_draft[row])
         at, turn[is_draft] = turn[is_draft], turn[is_draft] + 1
         new, writer = ends[row] - past[row], int(truth.uids[number])
-        if is_draft and draft.columns is not None and draft.accepted is not None:
-            own = draft.columns[at].tolist()
-            entry, left = own[int(draft.accepted[at]) - 1], own[: min(new, most - (blocks.checkpoints > 0))]
+        if is_draft:
+            own = drafted[at] if at < len(drafted) else []
+            last = max(kept[at] - 1, 0) if own else 0
+            entry, left = own[last] if last < len(own) else -1, own[: min(new, most - (blocks.checkpoints > 0))]
             behind = list(range(1, len(left) + 1))
         else:
-            own = [-1 if draft.others is None else int(draft.others[at])]
+            own = single[at : at + 1] or [-1]
             entry, left, behind = own[0], own, [new]
-        column, before = _column_of(ends[row], blocks.size), _column_of(past[row], blocks.size)
+        first, column, before = own[0] if own else -1, columns_now[row], columns_before[row]
         writer_of, lies, last_column, is_later = places.held[number].tolist()
         if writer_of != writer:
             lies = int(rows.table[row, before]) if before < rows.table.shape[1] else -1
@@ -132,18 +140,13 @@ def choose(
         for place, (where, tokens) in enumerate(zip(left, behind, strict=True)):
             places.entries[row, place], places.after[row, place] = where, tokens
         is_there = bool(is_later) and lies == entry
-        for told, where, moved in (places.taken, entry, is_moved and not is_there), (places.first, own[0], is_moved):
-            told[row] = torch.tensor([lies if moved else where, where, moved])
+        for into, where, moved in (places.taken, entry, is_moved and not is_there), (places.first, first, is_moved):
+            into[row] = torch.tensor([lies if moved else where, where, moved])
         places.rows[row] = torch.tensor([number, writer, past[row], column])
     places.entries[:n].masked_fill_((places.entries[:n] < 0) | (places.entries[:n] >= blocks.num_entries), -1)
 
 
 choose_torch = partial(choose, launches=False)
-
-
-def _column_of(count: int, size: int) -> int:
-    """In which the state lies that has absorbed so many tokens."""
-    return max(count - 1, 0) // size if size else 0
 
 
 def note_drafted(
@@ -228,8 +231,8 @@ note_accepted_torch = partial(note_accepted, launches=False)
 
 @triton.jit(
     do_not_specialize=[
-        *("n", "parts", "columns_stride", "others_stride", "table_width", "table_stride", "truth_stride", "most"),
-        *("num_entries", "null_slots", "page_size", "checkpoints"),
+        *("n", "parts", "columns_stride", "others_stride", "num_drafts", "num_others", "table_width", "table_stride"),
+        *("truth_stride", "most", "num_entries", "null_slots", "page_size", "checkpoints"),
     ],
     do_not_specialize_on_alignment=[
         *("masks", "columns", "accepted", "others", "numbers", "table", "lengths", "starts"),
@@ -255,6 +258,8 @@ def _choose_kernel(
     parts,
     columns_stride,
     others_stride,
+    num_drafts,
+    num_others,
     table_width,
     table_stride,
     truth_stride,
@@ -284,14 +289,17 @@ def _choose_kernel(
         is_draft = tl.load(masks + i_row) != 0
     if is_draft:
         own = columns + before_row * columns_stride
-        last = tl.load(accepted + before_row).to(tl.int64) - 1
-        entry, start_entry = tl.load(own + last).to(tl.int64), tl.load(own).to(tl.int64)
+        is_told = before_row < num_drafts
+        last = tl.maximum(tl.load(accepted + before_row, mask=is_told, other=1).to(tl.int64) - 1, 0)
+        entry = tl.load(own + last, mask=is_told & (last < parts), other=-1).to(tl.int64)
+        start_entry = tl.load(own, mask=is_told, other=-1).to(tl.int64)
         drafted = most - (checkpoints > 0).to(tl.int64)
-        m_left = (o_p < parts) & (o_p < new) & (o_p < drafted)
+        m_left = is_told & (o_p < parts) & (o_p < new) & (o_p < drafted)
         b_entries = tl.load(own + o_p, mask=m_left, other=-1).to(tl.int64)
         b_after = tl.where(m_left, o_p + 1, -1)
     else:
-        entry = tl.load(others + (i_row - before_row) * others_stride).to(tl.int64)
+        i_other = i_row - before_row
+        entry = tl.load(others + i_other * others_stride, mask=i_other < num_others, other=-1).to(tl.int64)
         start_entry = entry
         b_entries, b_after = tl.where(o_p == 0, entry, -1), tl.where(o_p == 0, new, -1)
     row = table + i_row * table_stride
