@@ -191,7 +191,7 @@ class Pair:
         if kind not in self.sides:
             engine, link = (
                 make_engine(kind),
-                LooseLink(make_link(self.transport, f"decode-{kind}-{next(_NUMBERS)}", seconds=4)),
+                LooseLink(make_link(self.transport, f"decode-{kind}-{next(_NUMBERS)}", seconds=10)),
             )
             side = DecodeSide(engine, link, DECODE, timeout=20, clock=self.clock)
             if kind not in self._cards:
