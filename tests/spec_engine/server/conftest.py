@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,21 @@ class Running:
         """Do something to the engine in its own thread."""
         worker = self.server.worker
         return asyncio.run_coroutine_threadsafe(worker.call(act), worker._loop).result(seconds)
+
+    @contextmanager
+    def held(self, steps: int) -> Iterator[None]:
+        """Behind so many steps the engine waits for a command before each: nothing ends before a test has looked."""
+        worker, taken, is_over = self.server.worker, itertools.count(), threading.Event()
+
+        def wait() -> None:
+            if next(taken) >= steps:
+                wait_for(lambda: is_over.is_set() or not worker._commands.empty())
+
+        worker.before_step = wait
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def stop(self) -> None:
         self.server.should_exit = True

@@ -38,8 +38,10 @@ def test_the_page_draws_itself(start, tmp_path: Path) -> None:
     """Figures, the request that runs, its tree, the certificate and the finding are there; a picture is taken."""
     server = start("abort", debug=True, grace_seconds=0.0)
     _, name = strike(server)
-    running = Client(server, [7] * 30, max_tokens=450)
-    elements, picture = browse(server.url, tmp_path)
+    with server.held(steps=3):
+        running = Client(server, [7] * 30, max_tokens=450)
+        elements, picture = browse(server.url, tmp_path)
+        assert running.is_alive()
     elements = elements.partition("<script")[0]
     assert "live, with findings" in elements
     assert "the server does not answer" not in elements
@@ -50,7 +52,6 @@ def test_the_page_draws_itself(start, tmp_path: Path) -> None:
     assert 'class="mark found"' in elements  # the lane of its page
     assert "kvcanary explain http://" in elements
     assert '<section class="card" id="timebox" aria-labelledby="timehead" hidden' in elements  # of one incident
-    assert running.is_alive()
     assert "req-3" in elements.partition('id="requests"')[2].partition("</table>")[0]
     assert picture.stat().st_size > 10_000
 
@@ -58,8 +59,9 @@ def test_the_page_draws_itself(start, tmp_path: Path) -> None:
 def test_the_tree_marks_the_node_that_a_finding_names(start, tmp_path: Path) -> None:
     """Of several nodes at its position the one whose slot it has; its request has ended by then."""
     server = start("abort", debug=True, topk=2, num_steps=3, num_draft_tokens=8)
-    running = Client(server, [7] * 30, max_tokens=450)
-    wait_for(lambda: server.between_steps(see_a_sibling))
+    with server.held(steps=0):
+        running = Client(server, [7] * 30, max_tokens=450)
+        wait_for(lambda: server.between_steps(see_a_sibling))
     running.join(60)
     assert running.reason == "kv_corruption"
     finding = server.get("/debug/kvcanary/state").json()["findings"][-1]

@@ -59,8 +59,9 @@ def strike(server: Running) -> tuple[list[Client], str]:
     worker = server.server.worker
     everybody = worker.call(lambda _: wait_for(lambda: worker.num_live == len(PROMPTS)))
     asyncio.run_coroutine_threadsafe(everybody, worker._loop)
-    clients = [Client(server, prompt) for prompt in PROMPTS]
-    name = wait_for(lambda: server.between_steps(lambda engine: flip_bit(engine, PROMPTS[1][0])))
+    with server.held(steps=0):
+        clients = [Client(server, prompt) for prompt in PROMPTS]
+        name = wait_for(lambda: server.between_steps(lambda engine: flip_bit(engine, PROMPTS[1][0])))
     for client in clients:
         client.join(60)
     return clients, name
@@ -117,19 +118,18 @@ def test_log_serves_on_and_says_so(start) -> None:
 def test_a_client_that_goes_away_frees_its_pages(start) -> None:
     """Streaming or waiting, alone or several sequences: what nobody reads is not computed on."""
     server = start(canary="abort", prefix_cache=False)
-    server.server.worker.before_step = lambda: time.sleep(0.01)  # else it may be done before the client has read a line
+    worker = server.server.worker
     body = {"model": "toy", "prompt": PROMPTS[0], "max_tokens": 450, "n": 2, "ignore_eos": True}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body | {"stream": True}, headers=headers, timeout=60
-    ) as answer:
-        next(answer.iter_lines())
-        assert server.server.worker.num_live == 2
-    wait_for(lambda: server.server.worker.num_live == 0)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.5)
-    wait_for(lambda: server.server.worker.num_live == 0)
-    assert server.server.worker.ended == {"cancelled": 4}
+    headers, url = {"Authorization": f"Bearer {KEY}"}, f"{server.url}/v1/completions"
+    with server.held(steps=3):
+        with httpx.stream("POST", url, json=body | {"stream": True}, headers=headers, timeout=60) as answer:
+            next(answer.iter_lines())
+            assert worker.num_live == 2
+        wait_for(lambda: worker.num_live == 0)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body, headers=headers, timeout=0.5)
+        wait_for(lambda: worker.num_live == 0)
+    assert worker.ended == {"cancelled": 4}
     assert server.between_steps(lambda engine: engine.allocator.num_free == engine.allocator.num_pages)
 
 
@@ -138,8 +138,11 @@ def test_a_client_that_goes_away_frees_its_pages(start) -> None:
 def test_shutdown_finishes_or_aborts_with_a_reason(start, grace: float, reason: str, schedule: str) -> None:
     """Within the grace time what runs is finished; after it streams end as "shutdown"."""
     server = start(canary="raise", grace_seconds=grace, schedule=schedule)
-    client = Client(server, PROMPTS[0], max_tokens=60)
-    wait_for(lambda: client.text)
+    with server.held(steps=3):
+        client = Client(server, PROMPTS[0], max_tokens=60)
+        wait_for(lambda: client.text)
+        server.server.should_exit = True
+        wait_for(lambda: server.server.worker.is_draining)
     server.stop()
     client.join(10)
     assert client.reason == reason

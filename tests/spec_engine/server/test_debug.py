@@ -109,17 +109,15 @@ def test_nodes_have_the_slots_that_verify_stores_them_in(toy_model) -> None:
 
 def test_running_requests_are_shown_with_their_pages(watched) -> None:
     """Lengths and pages of what runs, owners in the map."""
-    client = Client(watched, [9] * 20, max_tokens=60)
-    requests = wait_for(
-        lambda: [one for one in watched.get("/debug/kvcanary/requests").json() if one["state"] == "running"]
-    )
-    pages = watched.get(PAGES).json()
+    with watched.held(steps=3):
+        client = Client(watched, [9] * 20, max_tokens=60)
+        [request] = wait_for(
+            lambda: [one for one in watched.get("/debug/kvcanary/requests").json() if one["state"] == "running"]
+        )
+        pages = watched.get(PAGES).json()
     client.join()
-    [request] = requests
     assert (request["prompt_len"], request["max_new_tokens"]) == (20, 60)
-    if request["request_id"] in pages["owners"]:  # else it has ended between the two looks
-        number = pages["owners"].index(request["request_id"])
-        assert number in pages["owner"]
+    assert pages["owners"].index(request["request_id"]) in pages["owner"]
 
 
 def test_the_page_needs_nothing_from_elsewhere(watched) -> None:
