@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from kvcanary.pools.state_views import StateView
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, make_keys
-from kvcanary_kernels.watch.drafted_states import Blocks, Draft, Places, places_of
+from kvcanary_kernels.watch.drafted_states import Blocks, Draft, places_of
 from kvcanary_kernels.watch.states import CHOSEN, CODE, FREED, NOTHING, STATE_CODES, STEP, UNKNOWN, States, taken_of
 from kvcanary_kernels.watch.walk import Rows
 
@@ -68,6 +70,16 @@ class Found:
                 code, pool, entry, wanted, self.requests[place], self.site, step, layers,
                 expected={"absorbed": wanted}, found={"absorbed": max(absorbed, 0)}, state=facts,
             )  # fmt: skip
+
+
+class Left(NamedTuple):
+    """Which states a forward leaves of its rows, in batch order.
+
+    entries, after: [num_rows, parts] int64, behind so many of a row's new tokens its state lies in this entry; -1: none
+    """
+
+    entries: Tensor
+    after: Tensor
 
 
 class WatchedStates:
@@ -124,14 +136,32 @@ class WatchedStates:
     def copied(self, sources: Tensor, entries: Tensor) -> None:
         """All bytes of sources [n] lie in entries [n] now: T1 where they do not."""
         self._apply()
-        canary, own, step = self.canary, self._states, self.canary.step & MASK_32
+        own, step = self._states, self.canary.step & MASK_32
         sources, entries = sources.to(torch.int64), entries.to(torch.int64)
         known = own.known[:, sources]
         own.known[:2, entries], own.chains[entries] = known[:2], own.chains[sources]
         own.known[2].index_fill_(0, entries, step | MOVED << 32)
         differs = self._differs(sources, entries) & (known[0] >= 0)
-        codes = differs.any(0).to(torch.int64) * STATE_CODES.index("T1")
-        cells = torch.stack((torch.full_like(codes, step), codes, entries, sources, known[0], *known))
+        self._tell("T1", differs, sources, entries, known)
+
+    @contextmanager
+    def renewed(self, entries: Tensor, was_kept: bool = True) -> Iterator[None]:
+        """Within, the engine puts other bytes into entries [n]: R9 where they `was_kept` until then, and were not."""
+        self._apply()
+        own, entries = self._states, entries.to(torch.int64)
+        if was_kept:
+            known = own.known[:, entries]
+            self._tell("R9", self._differs(entries, entries) & (known[0] >= 0), entries, entries, known)
+        yield
+        if own.compared:
+            own.sums[:, self._slices(entries)] = self._fingerprints(entries)
+
+    def _tell(self, code: str, differs: Tensor, sources: Tensor, entries: Tensor, known: Tensor) -> None:
+        """differs: [layers, n] of entries [n], which come from sources [n], of which [3, n] was known."""
+        canary = self.canary
+        codes = differs.any(0).to(torch.int64) * STATE_CODES.index(code)
+        step = torch.full_like(codes, canary.step & MASK_32)
+        cells = torch.stack((step, codes, entries, sources, known[0], *known))
         canary.memory.total += codes.count_nonzero()
         found = Found(cells, differs.to(torch.int64), [None] * len(entries), self, ("move", 0))
         (canary.steps[-1].events if self.forward is not None else canary.events).append(found)
@@ -147,15 +177,15 @@ class WatchedStates:
         """A forward was read."""
         self.forward = forward
 
-    def taken_from(self, entries: Tensor) -> None:
+    def taken_from(self, entries: Tensor, left: Left | None = None) -> None:
         """As `taken`, where each row has one entry for all its tokens; entries: [n] of its rows."""
         self._column[: len(entries), 0].copy_(entries)
-        self.taken(self._column, 0)
+        self.taken(self._column, 0, left=left)
 
-    def taken(self, table: Tensor, block_size: int, checkpoints: int = 0, places: Places | None = None) -> None:
+    def taken(self, table: Tensor, block_size: int, checkpoints: int = 0, left: Left | None = None) -> None:
         """It has cleared and copied states, and goes on from those of its rows; as `take_states` has the others.
 
-        places: of a server that drafts, where it leaves them
+        left: where it leaves them, if that is not behind all tokens of a row, in its entry
         """
         forward, launches = self.forward, self.canary.launches
         if forward is None:
@@ -164,7 +194,7 @@ class WatchedStates:
         n = len(forward.numbers)
         size = at_least(n, FEWEST_ROWS, self.canary.num_rows)
         checkpoints = checkpoints if forward.num_tokens > n else 0
-        leaves_more = checkpoints or places is not None
+        leaves_more = checkpoints or left is not None
         chains = launches.stored_chains(self.canary.groups[0]) if leaves_more else None
 
         def launch(now: Tensor, numbers: Tensor) -> None:
@@ -173,12 +203,12 @@ class WatchedStates:
                 self._states, rows, self.canary.memory.truth, self._taken, now=now, total=self.canary.memory.total,
                 seeds=launches.seeds, block_size=block_size, checkpoints=checkpoints, stored=chains,
             )  # fmt: skip
-            if places is not None:
-                told = {"entries": places.entries, "after": places.after, "stored": chains}
+            if left is not None:
+                told = {"entries": left.entries, "after": left.after, "stored": chains}
                 self._ops.note_drafted(self._left_by, rows, self.canary.memory.truth, now=now, **told)
 
         lies = [tensor.data_ptr() for tensor in (table, forward.lengths, forward.starts)]
-        launches.beside(("taken", self.number, checkpoints, *lies), size, launch)
+        launches.beside(("taken", self.number, checkpoints, left is None, *lies), size, launch)
         self._leaving = size, checkpoints > 0
         self.canary.coverage.states_checked += n if self._states.counted else 0
 
@@ -267,7 +297,7 @@ class DraftedStates:
         if self._count:
             rows = Rows(self.watched.rows, table, forward.lengths, forward.starts)
             self._ops.choose(draft, rows, self._canary.memory.truth, self.places, self._blocks, n=self._count)
-        self.watched.taken(self.places.taken, CHOSEN, places=self.places)
+        self.watched.taken(self.places.taken, CHOSEN, left=Left(self.places.entries, self.places.after))
         self.windows.taken(self.places.first, CHOSEN)
 
     def accepted(self, counts: Tensor) -> None:

@@ -182,11 +182,11 @@ class WatchedDraft(WatchedRunner):
         )  # fmt: skip
 
 
-class WatchedStandalone(WatchedDraft):
-    """The same of a draft model of its own, which SGLang feeds in the same way, one token further.
+class WatchedByPosition(WatchedDraft):
+    """The same where the prefix cache hands out entries by the tokens up to their position, not by the one behind it as
+    well: of a draft model of its own, and of every draft beside recurrent states.
 
-    Its prefix cache hands out entries by the tokens up to their position, of EAGLE alone by the one behind it as well:
-    the last entry that rows share may hold another one's next token. So entries have the names of the target's, as they
+    The last entry that rows share may hold another one's next token. So entries have the names of the target's, as they
     have in that cache, and what they are fed is judged when they are stored.
     """
 

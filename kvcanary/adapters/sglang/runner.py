@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.handle import HostHandle
-from kvcanary.adapters.hosted.states import WatchedStates
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
@@ -77,10 +76,10 @@ class WatchedRunner(HostHandle):
         self._generations: dict[int, int] = {}
         self._weights = ""
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
-        unwatched = states.not_followed(self.rows, width > 1)
+        has_states = self.role == "target" and getattr(self.rows, "mamba_pool", None) is not None
+        unwatched = states.not_followed(self.rows, runner.attn_backend) if has_states else None
         self.not_watched = [] if unwatched is None else [unwatched]
-        has_states = getattr(self.rows, "mamba_pool", None) is not None and not unwatched
-        self.states = WatchedStates(self.canary, states.view_of(self.rows.mamba_pool)) if has_states else None
+        self.states = states.RowStates(self.canary, self.rows, width > 1) if has_states and not unwatched else None
         self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
@@ -269,6 +268,8 @@ class WatchedRunner(HostHandle):
         self._flush()  # it stores before it is shown
         copies = (own.clone() for own in (batch.input_ids, batch.out_cache_loc, batch.seq_lens))
         self.verified = Verified(batch, *copies)
+        if self.states is not None:
+            self.states.verifying(batch.req_pool_indices[: batch.batch_size])
         return method()
 
     def accepted(self, lengths: Tensor, index: Tensor, chosen: Tensor) -> None:
@@ -297,6 +298,9 @@ class WatchedRunner(HostHandle):
         judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
         ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width
         self.read(FedForward(entries, new, tokens.flatten(), before + width, ends), batch, ("verify", 0))
+        if self.states is not None:
+            first = torch.arange(n, device=index.device)[:, None] * width
+            self.states.accepted(torch.where(index >= 0, index - first, -1))
         self._wrote()
 
     def admit(self, requests: Sequence[Any], lengths: Sequence[int]) -> None:

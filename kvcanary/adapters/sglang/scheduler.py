@@ -21,7 +21,7 @@ from kvcanary.adapters.hosted.sampled import GIVEN, of_one_seed
 from kvcanary.adapters.hosted.turns import report_without_turn
 from kvcanary.adapters.sglang import host_tier, lifetimes, ranks, states
 from kvcanary.adapters.sglang.compatibility import DRAFTS, WITHOUT_MODEL, check, unfollowed
-from kvcanary.adapters.sglang.draft import WatchedDraft, WatchedStandalone
+from kvcanary.adapters.sglang.draft import WatchedByPosition, WatchedDraft
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
@@ -29,7 +29,7 @@ from kvcanary.ranks.levels import Levels
 from kvcanary.report.finding import Finding
 
 #: Classes of draft workers whose forwards are known here, with what watches the draft's pool; None: there is none.
-FOLLOWED_DRAFTS = {"EAGLEWorkerV2": WatchedDraft, "StandaloneWorkerV2": WatchedStandalone, "NGRAMWorker": None}
+FOLLOWED_DRAFTS = {"EAGLEWorkerV2": WatchedDraft, "StandaloneWorkerV2": WatchedByPosition, "NGRAMWorker": None}
 #: Others, with what stands against them.
 UNFOLLOWED_DRAFTS = {
     "MultiLayerEagleWorkerV2": "each of its layers drafts in a pool of its own",
@@ -274,6 +274,8 @@ def watched(
     target, drafts = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width, shard), worker.draft_worker
     if watch is None:
         return target, None
+    if not getattr(getattr(scheduler.tree_cache, "tree_core", scheduler.tree_cache), "is_eagle", True):
+        watch = WatchedByPosition
     steps = drafts.speculative_num_steps
     draft = watch(drafts.draft_runner, config, most, width, drafts.topk, steps, target=target)
     for own in target, draft:

@@ -6,48 +6,173 @@ rows.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kvcanary.adapters.hosted.states import NOT_WATCHED, WatchedStates
+from kvcanary.adapters.hosted.states import NOT_WATCHED, Left, WatchedStates
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.state import Forward
 from kvcanary.errors import PlanError
 from kvcanary.pools.state_views import StateView
 
 RUN_INIT = "_maybe_execute_deferred_mamba_cow_and_clear"  # of a model runner: clears and copies as a forward begins
+COMMIT = "update_mamba_state_after_mtp_verify"  # of its attention backend: behind a verify
 SIDE_STATES = ("mamba_ckpt_pool", "mamba_v2p_table")  # of a table of rows: states lie in other types, or elsewhere
+REPLAYED = "enable_linear_replayssm_spec"  # of a pool: accepted tokens are kept, and absorbed several at a time
 
 
-def view_of(pool: Any) -> StateView:
-    """Where the states of a `MambaPool` lie: its convolution windows, and its matrices where it has any. PlanError
-    where they are no dense rows of whole words.
+def views_of(pool: Any, drafts: bool) -> list[StateView]:
+    """Where the states of a `MambaPool` lie: its matrices, if it has any, and its windows of convolutions, which are
+    looked at apart where a server drafts. PlanError where they are no dense rows of whole words.
     """
     cache = pool.mamba_cache
-    parts = {f"conv {number}": list(tensor.unbind(0)) for number, tensor in enumerate(cache.conv)}
-    if cache.temporal.numel():
-        parts["temporal"] = list(cache.temporal.unbind(0))
-    return StateView("states", parts)
+    windows = {f"conv {number}": list(tensor.unbind(0)) for number, tensor in enumerate(cache.conv)}
+    matrices = {"temporal": list(cache.temporal.unbind(0))} if cache.temporal.numel() else {}
+    if drafts and matrices:
+        return [StateView("states", matrices), StateView("windows", windows)]
+    return [StateView("states", windows | matrices)]
 
 
-def not_followed(rows: Any, drafts: bool) -> str | None:
-    """Why states of these rows are not watched; None: they are, or there are none."""
-    if getattr(rows, "mamba_pool", None) is None:
+def not_followed(rows: Any, backend: Any) -> str | None:
+    """Why states of these rows, which this attention backend takes, are not watched; None: they are, or there are no
+    states.
+    """
+    pool = getattr(rows, "mamba_pool", None)
+    if pool is None:
         return None
     why = None
-    if drafts:
-        why = "a server that drafts keeps several of each request"
-    elif any(getattr(rows, name, None) is not None for name in SIDE_STATES):
+    if any(getattr(rows, name, None) is not None for name in SIDE_STATES):
         why = "they lie in other types, or under other numbers, in its prefix cache"
-    elif getattr(rows, "enable_mamba_extra_buffer", False):
-        why = "with --mamba-scheduler-strategy extra_buffer kernels leave further ones within a forward"
+    elif getattr(pool, REPLAYED, False) or _is_seeded(backend):
+        why = "kernels of this server go on from what lies beside them, and put it into them later or not at all"
     else:
         try:
-            view_of(rows.mamba_pool)
+            views_of(pool, False)
         except PlanError as error:
             why = str(error)
     return why and f"{NOT_WATCHED}{why}"
+
+
+def _is_seeded(backend: Any) -> bool:
+    """Kernels of a server that drafts go on from the states of accepted nodes where a verify has left them."""
+    return getattr(getattr(backend, "linear_attn_backend", None), "accept_lens_pool", None) is not None
+
+
+class RowStates:
+    """The states of the target's rows, of which each has one; and those that are left for the prefix cache.
+
+    With the strategy `extra_buffer` a forward leaves one more of a row: of a prompt at the end of a chunk, later after
+    every so many tokens. When a tree was verified, `COMMIT` puts the state behind its last accepted node in the place
+    of the row's, which until then was as it had been; but windows were written over.
+    """
+
+    def __init__(self, canary: PagedCanary, table: Any, drafts: bool) -> None:
+        """table: SGLang's `HybridReqToTokenPool`"""
+        self._table, self._drafts = table, drafts
+        self._is_tracked = bool(getattr(table, "enable_mamba_extra_buffer", False))
+        parts, views = 1 + self._is_tracked, views_of(table.mamba_pool, drafts)
+        self._all = [WatchedStates(canary, view, n, parts, counted=n == 0) for n, view in enumerate(views)]
+        zeros = (torch.zeros(canary.num_rows, parts, dtype=torch.int64, device=views[0].device) for _ in range(2))
+        self._left = Left(*zeros)
+        self._verified: Tensor | None = None  # [n] rows of a verify whose acceptance is not known yet
+        self._committed: Sequence[Tensor | None] = ()  # as COMMIT was given it
+
+    # lifetimes: told at once
+
+    def forget(self) -> None:
+        """Nobody answers for the bytes any more."""
+        for own in self._all:
+            own.forget()
+
+    def copied(self, method: Any, src_indices: Tensor, dst_indices: Tensor) -> None:
+        method(src_indices, dst_indices)
+        for own in self._all:
+            own.copied(src_indices, dst_indices)
+
+    def cleared(self, method: Any, indices: Tensor) -> None:
+        method(indices)
+        for own in self._all:
+            own.cleared(indices)
+
+    def granted(self, method: Any, need_size: int) -> Any:
+        entries = method(need_size)
+        for own in self._all if entries is not None else ():
+            own.granted(entries)
+        return entries
+
+    def freed(self, method: Any, free_index: Tensor) -> None:
+        for own in self._all:
+            own.freed(free_index)
+        method(free_index)
+
+    # forwards
+
+    def begin(self, forward: Forward) -> None:
+        """A forward was read."""
+        for own in self._all:
+            own.begin(forward)
+
+    def initialised(self, method: Any, forward_batch: Any) -> None:
+        """It has cleared and copied states; one that was not read is that of trees."""
+        method(forward_batch)
+        forward = self._all[0].forward
+        if forward is None:
+            return
+        n = len(forward.numbers)
+        after, tracked = forward.starts[: n + 1].diff(), None
+        if self._is_tracked and forward_batch.mamba_track_mask is not None:
+            chunks = forward_batch.mamba_track_aligned_lens()
+            behind = torch.where(forward_batch.mamba_track_mask[:n], after if chunks is None else chunks[:n], -1)
+            tracked = behind, forward_batch.mamba_track_indices[:n]
+        self._take(after, tracked)
+
+    def left(self) -> None:
+        """The forward has run."""
+        for own in self._all:
+            own.left()
+
+    def verifying(self, rows: Tensor) -> None:
+        """Trees of these rows [n] are verified next."""
+        self._verified, self._committed = rows, ()
+
+    def committed(
+        self, method: Any, last_correct_step_indices: Tensor, mamba_track_indices: Tensor | None,
+        mamba_steps_to_track: Tensor | None, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """States of nodes, [n] of each tree, are put in the places of rows, and others in those of the prefix cache."""
+        told = self._committed = last_correct_step_indices, mamba_track_indices, mamba_steps_to_track
+        with ExitStack() as stack:
+            for own in self._all if self._verified is not None else ():
+                is_window = self._drafts and own is self._all[-1]
+                stack.enter_context(own.renewed(entries_of(self._table, self._verified), was_kept=not is_window))
+            return method(*told, *args, **kwargs)
+
+    def accepted(self, path: Tensor) -> None:
+        """The forward that was read is that of accepted nodes; path: [n, most] the number of each in its tree, or -1."""
+        step, into, other = self._committed or (path.new_full((len(path),), -2), None, None)
+        self._verified, self._committed = None, ()
+        self._take(_places(path, step), None if into is None else (_places(path, other), into))
+
+    def _take(self, after: Tensor, tracked: tuple[Tensor, Tensor] | None) -> None:
+        """after: [n] new tokens of each row behind which its state is left;  tracked: the same, and in which entries"""
+        n, table = len(after), self._table
+        entries = entries_of(table, self._all[0].rows)
+        self._left.entries[:n, 0], self._left.after[:n, 0] = entries, after
+        if self._is_tracked:
+            behind, into = (-1, -1) if tracked is None else (tracked[0], table.translate_mamba_indices(tracked[1]))
+            self._left.after[:n, 1], self._left.entries[:n, 1] = behind, into
+        for own in self._all:
+            own.taken_from(entries, self._left)
+
+
+def _places(path: Tensor, steps: Any) -> Tensor:
+    """[n] behind how many nodes of a path [n, most] that of this number [n] is; -1: it is not on the path."""
+    is_it = path == steps[:, None]
+    return torch.where(is_it.any(1), is_it.to(torch.int64).argmax(1) + 1, -1)
 
 
 def follow(scheduler: Any, own: Any, replace: Callable[..., None]) -> None:
@@ -55,44 +180,19 @@ def follow(scheduler: Any, own: Any, replace: Callable[..., None]) -> None:
     rows, states = own.rows, own.states
     if states is None:
         return
-    for owner, name, hook in (
-        (own.runner, RUN_INIT, functools.partial(_initialised, rows)),
-        (rows.mamba_pool, "copy_from", _copied),
-        (rows.mamba_pool, "clear_slots", _cleared),
-        (rows.mamba_allocator, "alloc", _granted),
-        (rows.mamba_allocator, "free", _freed),
-    ):
-        replace(owner, name, functools.partial(hook, states), own.guard)
+    hooks = [
+        (own.runner, RUN_INIT, states.initialised),
+        (rows.mamba_pool, "copy_from", states.copied),
+        (rows.mamba_pool, "clear_slots", states.cleared),
+        (rows.mamba_allocator, "alloc", states.granted),
+        (rows.mamba_allocator, "free", states.freed),
+    ]
+    if scheduler.draft_worker is not None:
+        hooks.append((own.runner.attn_backend, COMMIT, states.committed))
+    for owner, name, hook in hooks:
+        replace(owner, name, hook, own.guard)
 
 
 def entries_of(table: Any, rows: Tensor) -> Tensor:
     """[n] where the states of rows [n] of SGLang's `HybridReqToTokenPool` lie."""
     return table.translate_mamba_indices(table.get_mamba_indices(rows))
-
-
-def _initialised(table: Any, states: WatchedStates, method: Any, forward_batch: Any) -> None:
-    method(forward_batch)
-    if states.forward is not None:
-        states.taken_from(entries_of(table, states.rows))
-
-
-def _copied(states: WatchedStates, method: Any, src_indices: Tensor, dst_indices: Tensor) -> None:
-    method(src_indices, dst_indices)
-    states.copied(src_indices, dst_indices)
-
-
-def _cleared(states: WatchedStates, method: Any, indices: Tensor) -> None:
-    method(indices)
-    states.cleared(indices)
-
-
-def _granted(states: WatchedStates, method: Any, need_size: int) -> Any:
-    entries = method(need_size)
-    if entries is not None:
-        states.granted(entries)
-    return entries
-
-
-def _freed(states: WatchedStates, method: Any, free_index: Tensor) -> None:
-    states.freed(free_index)
-    method(free_index)

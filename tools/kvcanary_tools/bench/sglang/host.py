@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcanary_tools.bench.sglang import host_tier, models
+from kvcanary_tools.bench.sglang import deltas, host_tier, models
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
 DRAFTS = {"EAGLE": "draft", "STANDALONE": "standalone"}  # where their models lie
-QUIETER, ASTRAY = 0.003, 0.1  # how much layers add to their input; how far the draft is from the target
+ASTRAY = 0.1  # how far the draft is from the target
 QUIET = {"log_level": "error", "skip_tokenizer_init": True, "disable_cuda_graph": True, "random_seed": 0}
 ON_CPU = {"device": "cpu", "sampling_backend": "pytorch", "grammar_backend": "none", "dtype": "float32"}
 
@@ -164,6 +164,8 @@ class Host:
             wanted |= host_tier.SETTINGS
         if kind:
             wanted["model_path"] = str(models.make(folder, kind))
+        if kind == "deltas":
+            deltas.stand_in()
         load_plugins()
         server = ServerArgs(**(wanted | settings))
         server.resolve_once()
@@ -327,9 +329,8 @@ def make_models(folder: Path, layers: int = 2) -> None:
         )  # fmt: skip
 
     target, draft = (LlamaForCausalLM(config(count)).float() for count in (layers, 1))
-    for name, weight in (*target.named_parameters(), *draft.named_parameters()):
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.data *= QUIETER
+    for model in (target, draft):
+        models.quieten(model)
     target.save_pretrained(folder / "target")
     state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}

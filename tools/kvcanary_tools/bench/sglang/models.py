@@ -12,7 +12,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0, "tie_word_embeddings": False, "dtype": "float32", "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "initializer_range": 0.3,
 }  # fmt: skip
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 #: By name, what stands in config.json beside COMMON.
 KINDS: dict[str, dict[str, Any]] = {
     "latent": {  # MLATokenToKVPool
@@ -31,7 +31,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", FULL, "conv", FULL],
         "conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "rope_theta": 10000.0,
     },
+    "deltas": {  # the same, of gated delta nets, which keep a window and a matrix
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "layer_types": [LINEAR, FULL] * 2,
+        "full_attention_interval": 2, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
 }  # fmt: skip
+
+QUIET = ("deltas",)  # of which drafts are often accepted
+QUIETER = 0.003  # how much layers add to their input there
+
+
+def quieten(model: Any) -> None:
+    """Let the next token hang on the last one, mostly."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+            weight.data *= QUIETER
 
 
 def make(folder: Path, kind: str) -> Path:
@@ -45,8 +61,10 @@ def make(folder: Path, kind: str) -> Path:
         part.mkdir(exist_ok=True)
         (part / "config.json").write_text(json.dumps(COMMON | KINDS[kind]), encoding="utf-8")
         torch.manual_seed(1)
-        config = AutoConfig.from_pretrained(part)
-        AutoModelForCausalLM.from_config(config).float().save_pretrained(part)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(part)).float()
+        if kind in QUIET:
+            quieten(model)
+        model.save_pretrained(part)
         (part / "config.json").write_text(json.dumps(COMMON | KINDS[kind]), encoding="utf-8")
         part.rename(own)
     return own
