@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,26 +143,53 @@ class WatchedStates:
         differs = self._differs(sources, entries) & (known[0] >= 0)
         self._tell("T1", differs, sources, entries, known)
 
-    @contextmanager
-    def renewed(self, entries: Tensor, was_kept: bool = True) -> Iterator[None]:
-        """Within, the engine puts other bytes into entries [n]: R9 where they `was_kept` until then, and were not."""
+    def kept(self, entries: Tensor, requests: Sequence[str]) -> None:
+        """A verify is about to put other bytes into entries [n] of these rows: R9 where they are not what was left."""
         self._apply()
+        entries = entries.to(torch.int64)
+        known = self._states.known[:, entries]
+        self._tell("R9", self._differs(entries, entries) & (known[0] >= 0), entries, entries, known, requests)
+
+    def renewed(self, entries: Tensor) -> None:
+        """It has put others into entries [n], of tokens that it will tell of: from now on these count."""
         own, entries = self._states, entries.to(torch.int64)
-        if was_kept:
-            known = own.known[:, entries]
-            self._tell("R9", self._differs(entries, entries) & (known[0] >= 0), entries, entries, known)
-        yield
         if own.compared:
             own.sums[:, self._slices(entries)] = self._fingerprints(entries)
 
-    def _tell(self, code: str, differs: Tensor, sources: Tensor, entries: Tensor, known: Tensor) -> None:
-        """differs: [layers, n] of entries [n], which come from sources [n], of which [3, n] was known."""
+    def brought(
+        self, view: StateView, sources: Tensor, entries: Tensor, is_brought: Tensor, requests: Sequence[str]
+    ) -> None:
+        """Entries [n] of these rows hold what sources [n] of another view do, of entries of that size: T1 where they do
+        not.
+
+        is_brought: [n] bool, others are not looked at
+        """
+        own, sources, entries = self._states, sources.to(torch.int64), entries.to(torch.int64)
+        if not own.compared:
+            return
+        parts = self._slices(entries) - entries[:, None] * own.slices
+        sources = torch.where(is_brought, sources, 0)
+        slices = sources[:, None] * own.slices + parts
+        sums = slices.new_zeros(self.view.num_layers, slices.numel())
+        self._ops.fingerprint(view.slices, slices.flatten(), own.keys, fingerprint_a=sums)
+        differs = (sums.view(-1, *slices.shape) != self._fingerprints(entries)).any(2) & is_brought
+        self._tell("T1", differs, sources, entries, own.known[:, entries], requests)
+
+    def _tell(
+        self, code: str, differs: Tensor, sources: Tensor, entries: Tensor, known: Tensor,
+        requests: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        """differs: [layers, n] of entries [n], which come from sources [n], of which [3, n] was known.
+
+        requests: whose a verify has put there; None: the engine copied them
+        """
         canary = self.canary
         codes = differs.any(0).to(torch.int64) * STATE_CODES.index(code)
         step = torch.full_like(codes, canary.step & MASK_32)
         cells = torch.stack((step, codes, entries, sources, known[0], *known))
         canary.memory.total += codes.count_nonzero()
-        found = Found(cells, differs.to(torch.int64), [None] * len(entries), self, ("move", 0))
+        read, site = ([None] * len(entries), "move") if requests is None else (requests, "verify")
+        found = Found(cells, differs.to(torch.int64), read, self, (site, 0))
         (canary.steps[-1].events if self.forward is not None else canary.events).append(found)
 
     # forwards

@@ -269,7 +269,7 @@ class WatchedRunner(HostHandle):
         copies = (own.clone() for own in (batch.input_ids, batch.out_cache_loc, batch.seq_lens))
         self.verified = Verified(batch, *copies)
         if self.states is not None:
-            self.states.verifying(batch.req_pool_indices[: batch.batch_size])
+            self.states.verifying(batch.req_pool_indices[: batch.batch_size], list(batch.rids))
         return method()
 
     def accepted(self, lengths: Tensor, index: Tensor, chosen: Tensor) -> None:

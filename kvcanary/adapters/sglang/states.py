@@ -7,8 +7,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +34,26 @@ def views_of(pool: Any, drafts: bool) -> list[StateView]:
     if drafts and matrices:
         return [StateView("states", matrices), StateView("windows", windows)]
     return [StateView("states", windows | matrices)]
+
+
+class Nodes(NamedTuple):
+    """States that a verify leaves behind the nodes of its trees: entry n * steps + k is that of row n behind node k."""
+
+    view: StateView
+    steps: int
+
+
+def nodes_of(pool: Any, like: StateView) -> Nodes | None:
+    """Where these lie; None where they are not as large as the states of rows."""
+    states = getattr(pool.mamba_cache, "intermediate_ssm", None)
+    if states is None or not states.is_contiguous():
+        return None
+    try:
+        view = StateView("nodes", {"temporal": list(states.flatten(1, 2).unbind(0))})
+    except PlanError:
+        return None
+    same = view.slices.words_per_row == like.slices.words_per_row and view.num_slices == like.num_slices
+    return Nodes(view, states.shape[2]) if same else None
 
 
 def not_followed(rows: Any, backend: Any) -> str | None:
@@ -67,7 +86,7 @@ class RowStates:
 
     With the strategy `extra_buffer` a forward leaves one more of a row: of a prompt at the end of a chunk, later after
     every so many tokens. When a tree was verified, `COMMIT` puts the state behind its last accepted node in the place
-    of the row's, which until then was as it had been; but windows were written over.
+    of the row's, which until then is as it was; but windows are written over.
     """
 
     def __init__(self, canary: PagedCanary, table: Any, drafts: bool) -> None:
@@ -78,7 +97,9 @@ class RowStates:
         self._all = [WatchedStates(canary, view, n, parts, counted=n == 0) for n, view in enumerate(views)]
         zeros = (torch.zeros(canary.num_rows, parts, dtype=torch.int64, device=views[0].device) for _ in range(2))
         self._left = Left(*zeros)
-        self._verified: Tensor | None = None  # [n] rows of a verify whose acceptance is not known yet
+        self._nodes = nodes_of(table.mamba_pool, views[0]) if drafts else None
+        #: Rows of a verify whose acceptance is not known yet, [n], and the names of their requests.
+        self._verified: tuple[Tensor, Sequence[str]] | None = None
         self._committed: Sequence[Tensor | None] = ()  # as COMMIT was given it
 
     # lifetimes: told at once
@@ -121,6 +142,9 @@ class RowStates:
         method(forward_batch)
         forward = self._all[0].forward
         if forward is None:
+            if self._verified is not None:
+                rows, names = self._verified
+                self._all[-1].kept(entries_of(self._table, rows), names)
             return
         n = len(forward.numbers)
         after, tracked = forward.starts[: n + 1].diff(), None
@@ -135,9 +159,9 @@ class RowStates:
         for own in self._all:
             own.left()
 
-    def verifying(self, rows: Tensor) -> None:
-        """Trees of these rows [n] are verified next."""
-        self._verified, self._committed = rows, ()
+    def verifying(self, rows: Tensor, names: Sequence[str]) -> None:
+        """Trees of these rows [n] and requests are verified next."""
+        self._verified, self._committed = (rows, names), ()
 
     def committed(
         self, method: Any, last_correct_step_indices: Tensor, mamba_track_indices: Tensor | None,
@@ -145,14 +169,25 @@ class RowStates:
     ) -> Any:  # fmt: skip
         """States of nodes, [n] of each tree, are put in the places of rows, and others in those of the prefix cache."""
         told = self._committed = last_correct_step_indices, mamba_track_indices, mamba_steps_to_track
-        with ExitStack() as stack:
-            for own in self._all if self._verified is not None else ():
-                is_window = self._drafts and own is self._all[-1]
-                stack.enter_context(own.renewed(entries_of(self._table, self._verified), was_kept=not is_window))
+        if self._verified is None:
             return method(*told, *args, **kwargs)
+        rows, names = self._verified
+        entries = entries_of(self._table, rows)
+        for own in self._all[:-1]:
+            own.kept(entries, names)
+        result = method(*told, *args, **kwargs)
+        for own in self._all:
+            own.renewed(entries)
+        for steps, into in ((last_correct_step_indices, entries), (mamba_steps_to_track, mamba_track_indices)):
+            if self._nodes is not None and steps is not None and into is not None:
+                first = torch.arange(len(steps), device=steps.device) * self._nodes.steps
+                self._all[0].brought(self._nodes.view, first + steps, into, steps >= 0, names)
+        return result
 
     def accepted(self, path: Tensor) -> None:
-        """The forward that was read is that of accepted nodes; path: [n, most] the number of each in its tree, or -1."""
+        """The forward that was read is that of accepted nodes; path: [n, most], the number of each in its tree, -1 for
+        none.
+        """
         step, into, other = self._committed or (path.new_full((len(path),), -2), None, None)
         self._verified, self._committed = None, ()
         self._take(_places(path, step), None if into is None else (_places(path, other), into))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any
 
 
 def stand_in() -> None:
-    """Let these kernels be taken; before SGLang's models are imported. Models need 16-bit floats other than bfloat16,
-    which the interpreter cannot compute with.
+    """Let these kernels be taken; before SGLang's models are imported. They want 16-bit floats, and the interpreter
+    cannot compute with bfloat16: models are float16.
     """
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float16"
     import sglang.srt.utils as utils
     import torch
     import triton

@@ -276,6 +276,53 @@ def no_state_copy(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def state_commit(host: Any) -> Iterator[Touched]:
+    """Of every tree the state behind the node before the last accepted one is put in the row's place."""
+    backend, touched = host.scheduler.tp_worker.model_runner.attn_backend, {"rows": 0}
+
+    def commit(method: Any, last_correct_step_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        touched["rows"] += int((last_correct_step_indices > 0).sum())
+        return method((last_correct_step_indices - 1).clamp(min=0), *args, **kwargs)
+
+    with around(backend, "update_mamba_state_after_mtp_verify", commit):
+        yield touched
+
+
+def state_scatter(host: Any) -> Iterator[Touched]:
+    """The same within the kernel that copies: it takes the node before the one that it is told."""
+    from sglang.kernels.ops.mamba import mamba_state_scatter_triton as kernels
+
+    touched: Touched = {"rows": 0}
+
+    def scatter(method: Any, dst: Any, src: Any, into: Any, steps: Any, *args: Any) -> Any:
+        touched["rows"] += int((steps > 0).sum())
+        return method(dst, src, into, (steps - 1).clamp(min=0), *args)
+
+    with around(kernels, "fused_mamba_state_scatter_with_mask", scatter):
+        yield touched
+
+
+def state_untracked(host: Any) -> Iterator[Touched]:
+    """With the strategy extra_buffer: the state that a prompt leaves for the prefix cache is not put there. Another
+    request with that prompt comes behind it.
+    """
+    runner, touched = host.scheduler.tp_worker.model_runner, {"rows": 0}
+    prompt = [2, *range(3, 32)] * 3
+
+    def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_extend() and batch.mamba_track_mask is not None and batch.mamba_track_mask.any():
+            touched["rows"] += int(batch.mamba_track_mask.sum())
+            batch.mamba_track_mask.zero_()
+            batch.mamba_prefill_track_mask_cpu = [False] * batch.batch_size
+            if touched["rows"] == 1:
+                host.ask("that prompt again", prompt, 8)
+        return method(batch, *args, **kwargs)
+
+    host.ask("a long prompt", prompt, 8)
+    with around(runner, "forward", forward):
+        yield touched
+
+
 def draft_scatter(host: Any) -> Iterator[Touched]:
     """Slots of a round's second draft step are scattered one column too far: a row's last lands on the next's first."""
     runner = host.scheduler.draft_worker.draft_worker.draft_runner
@@ -323,13 +370,13 @@ FAULTS: dict[str, Fault] = {
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
         short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite, draft_scatter,
         verify_scatter, chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped, state_freed,
-        no_state_copy,
+        no_state_copy, state_commit, state_scatter, state_untracked,
     )
 }  # fmt: skip
 LASTING = (
     "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
     "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
-    "state_freed", "no_state_copy",
+    "state_freed", "no_state_copy", "state_untracked",
 )  # fmt: skip
 
 
