@@ -156,6 +156,10 @@ class WatchedStates:
         if own.compared:
             own.sums[:, self._slices(entries)] = self._fingerprints(entries)
 
+    def lost(self, entries: Tensor) -> None:
+        """Nobody answers for the bytes of entries [n] any more."""
+        self._states.known[0].index_fill_(0, entries.to(torch.int64), UNKNOWN.value)
+
     def brought(
         self, view: StateView, sources: Tensor, entries: Tensor, is_brought: Tensor, requests: Sequence[str]
     ) -> None:

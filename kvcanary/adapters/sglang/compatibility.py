@@ -18,6 +18,8 @@ __all__ = [
     "NOT_FOLLOWED",
     "PROBES",
     "RANKS",
+    "STATES",
+    "STATES_OF_DRAFTS",
     "TESTED",
     "WITHOUT_MODEL",
     "check",
@@ -32,6 +34,8 @@ ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS, WITHOUT_MODEL = "every scheduler", "drafts of a model", "drafts without a model"
 PROBES = "probes of attention"  # where its names are gone, nobody asks what attention reads
 RANKS = "ranks of one model"  # where its names are gone, nobody compares them
+#: Where their names are gone states are not watched: of any scheduler that has some, and of one that drafts.
+STATES, STATES_OF_DRAFTS = "recurrent states", "recurrent states of drafts"
 BATCH, CONTEXT = "sglang.srt.model_executor.forward_batch_info", "sglang.srt.model_executor.forward_context"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {
@@ -56,6 +60,7 @@ _MEMORY, _REQUEST = f"{_CACHE}memory_pool:", "sglang.srt.managers.schedule_batch
 _FORWARD, _RESULT = f"{BATCH}:", "sglang.srt.managers.utils:GenerationBatchResult"
 _SPECULATIVE = "sglang.srt.speculative."
 _WORKER, _NGRAM = f"{_SPECULATIVE}eagle_worker_v2:", f"{_SPECULATIVE}ngram_worker:NGRAMWorker"
+_LINEAR = "sglang.srt.layers.attention.hybrid_linear_attn_backend:"
 _ALLOCATE = Needed(
     f"{_CACHE}allocation:alloc_for_spec_decode",
     ("tree_cache", "req_to_token_pool"),
@@ -152,6 +157,9 @@ NEEDED_OF = {
     ),
     DRAFTS: (
         Needed(f"{_FORWARD}ForwardMode", attributes=("is_draft_extend_v2", "is_decode")),
+        Needed(f"{_CACHE}radix_cache:RadixCache", attributes=("is_eagle",)),
+        Needed(f"{_CACHE}unified_radix_cache:UnifiedRadixCache", attributes=("tree_core",)),
+        Needed(f"{_CACHE}unified_cache.unified_tree_core:UnifiedTreeCore", attributes=("is_eagle",)),
         Needed(_RESULT, (), ("accept_lens", "accept_index", "next_token_ids")),
         _ALLOCATE,
         Needed(f"{_WORKER}EAGLEWorkerV2", attributes=("draft_worker", "speculative_num_draft_tokens")),
@@ -188,6 +196,29 @@ NEEDED_OF = {
         Needed(f"{_FORWARD}ForwardBatch", (), ("forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc")),
         Needed(f"{CONTEXT}:ForwardContext", (), ("attn_backend",)),
         Needed(f"{CONTEXT}:forward_context", ("ctx",)),
+    ),
+    STATES: (
+        Needed(
+            f"{_MEMORY}HybridReqToTokenPool", attributes=("mamba_pool", "mamba_allocator", "enable_mamba_extra_buffer")
+        ),
+        Needed(f"{_MEMORY}HybridReqToTokenPool.get_mamba_indices", ("self", "req_indices")),
+        Needed(f"{_MEMORY}HybridReqToTokenPool.translate_mamba_indices", ("self", "mamba_indices")),
+        Needed(f"{_MEMORY}MambaPool", attributes=("mamba_cache",)),
+        Needed(f"{_MEMORY}MambaPool.State", attributes=("conv", "temporal")),
+        Needed(f"{_MEMORY}MambaPool.copy_from", ("self", "src_indices", "dst_indices")),
+        Needed(f"{_MEMORY}MambaPool.clear_slots", ("self", "indices")),
+        Needed(f"{_RUNNER}._maybe_execute_deferred_mamba_cow_and_clear", ("self", "forward_batch")),
+        Needed(f"{_FORWARD}ForwardBatch", attributes=("mamba_track_mask", "mamba_track_indices")),
+        Needed(f"{_FORWARD}ForwardBatch.mamba_track_aligned_lens", ("self",)),
+    ),
+    STATES_OF_DRAFTS: (
+        Needed(f"{_MEMORY}MambaPool", attributes=("enable_linear_replayssm_spec",)),
+        Needed(f"{_MEMORY}MambaPool.SpeculativeState", attributes=("intermediate_ssm",)),
+        Needed(f"{_LINEAR}MambaAttnBackendBase", attributes=("accept_lens_pool",)),
+        Needed(
+            f"{_LINEAR}HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+            ("self", "last_correct_step_indices", "mamba_track_indices", "mamba_steps_to_track"),
+        ),
     ),
     RANKS: (
         Needed(_SCHEDULER, attributes=("attn_tp_group", "model_config")),

@@ -77,7 +77,7 @@ class WatchedRunner(HostHandle):
         self._weights = ""
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
         has_states = self.role == "target" and getattr(self.rows, "mamba_pool", None) is not None
-        unwatched = states.not_followed(self.rows, runner.attn_backend) if has_states else None
+        unwatched = states.not_followed(self.rows, runner.attn_backend, width > 1) if has_states else None
         self.not_watched = [] if unwatched is None else [unwatched]
         self.states = states.RowStates(self.canary, self.rows, width > 1) if has_states and not unwatched else None
         self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere

@@ -268,19 +268,27 @@ def watched(
             f"speculative_algorithm {scheduler.server_args.speculative_algorithm!r} drafts by {kind}, which is not "
             f"followed: {why}; only {', '.join(FOLLOWED_DRAFTS)} are; unset KVCANARY_MODE to serve without a canary"
         )
-    now, watch = worker.speculative_num_draft_tokens, FOLLOWED_DRAFTS[kind]
+    now, watch = worker.speculative_num_draft_tokens, watch_of(kind, scheduler.tree_cache)
     width = max([now, *(state.speculative_num_draft_tokens for state in states_of(worker).values())])
     most = max(most, scheduler.max_running_requests * width)
     target, drafts = WatchedRunner(scheduler.tp_worker.model_runner, config, most, width, shard), worker.draft_worker
     if watch is None:
         return target, None
-    if not getattr(getattr(scheduler.tree_cache, "tree_core", scheduler.tree_cache), "is_eagle", True):
-        watch = WatchedByPosition
     steps = drafts.speculative_num_steps
     draft = watch(drafts.draft_runner, config, most, width, drafts.topk, steps, target=target)
     for own in target, draft:
         own.adapted(now, steps)
     return target, draft
+
+
+def watch_of(kind: str, cache: Any) -> type[WatchedDraft] | None:
+    """What watches the pool of a draft worker of this class, whose prefix cache this is; None: it has no pool.
+
+    SGLang's cache has pairs of tokens as keys for EAGLE, but not beside recurrent states.
+    """
+    watch = FOLLOWED_DRAFTS[kind]
+    by_pairs = getattr(getattr(cache, "tree_core", cache), "is_eagle", True)
+    return watch if watch is None or by_pairs else WatchedByPosition
 
 
 def states_of(worker: Any) -> Mapping[int, Any]:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.states import NOT_WATCHED, Left, WatchedStates
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
+from kvcanary.adapters.sglang.compatibility import NEEDED_OF, STATES, STATES_OF_DRAFTS
 from kvcanary.errors import PlanError
 from kvcanary.pools.state_views import StateView
 
@@ -56,24 +58,29 @@ def nodes_of(pool: Any, like: StateView) -> Nodes | None:
     return Nodes(view, states.shape[2]) if same else None
 
 
-def not_followed(rows: Any, backend: Any) -> str | None:
+def not_followed(rows: Any, backend: Any, drafts: bool) -> str | None:
     """Why states of these rows, which this attention backend takes, are not watched; None: they are, or there are no
     states.
     """
     pool = getattr(rows, "mamba_pool", None)
     if pool is None:
         return None
-    why = None
+    gone = missing((*NEEDED_OF[STATES], *(NEEDED_OF[STATES_OF_DRAFTS] if drafts else ())))
+    why = "; ".join(gone) or _unlike(rows, pool, backend)
+    return f"{NOT_WATCHED}{why}" if why else None
+
+
+def _unlike(rows: Any, pool: Any, backend: Any) -> str:
+    """What of these states is not as it is followed; empty: nothing is."""
     if any(getattr(rows, name, None) is not None for name in SIDE_STATES):
-        why = "they lie in other types, or under other numbers, in its prefix cache"
-    elif getattr(pool, REPLAYED, False) or _is_seeded(backend):
-        why = "kernels of this server go on from what lies beside them, and put it into them later or not at all"
-    else:
-        try:
-            views_of(pool, False)
-        except PlanError as error:
-            why = str(error)
-    return why and f"{NOT_WATCHED}{why}"
+        return "they lie in other types, or under other numbers, in its prefix cache"
+    if getattr(pool, REPLAYED, False) or _is_seeded(backend):
+        return "kernels of this server go on from what lies beside them, and put it into them later or not at all"
+    try:
+        views_of(pool, False)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def _is_seeded(backend: Any) -> bool:
@@ -188,6 +195,11 @@ class RowStates:
         """The forward that was read is that of accepted nodes; path: [n, most], the number of each in its tree, -1 for
         none.
         """
+        if (
+            not self._committed
+        ):  # the states lag behind from now on, as the next verify tells; windows are worth nothing
+            for own in self._all[1:]:
+                own.lost(entries_of(self._table, own.rows))
         step, into, other = self._committed or (path.new_full((len(path),), -2), None, None)
         self._verified, self._committed = None, ()
         self._take(_places(path, step), None if into is None else (_places(path, other), into))

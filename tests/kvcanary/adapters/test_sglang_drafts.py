@@ -14,7 +14,8 @@ from kvcanary import CanaryConfig, PoolView
 from kvcanary.adapters.observed import moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.sglang.compatibility import DRAFT_GRAPH
-from kvcanary.adapters.sglang.draft import WITHIN, WatchedDraft
+from kvcanary.adapters.sglang.draft import WITHIN, WatchedByPosition, WatchedDraft
+from kvcanary.adapters.sglang.scheduler import watch_of
 from kvcanary.adapters.sglang.step_trace import TRACE, traced_graphs
 
 
@@ -237,3 +238,19 @@ def test_moves_and_copies_are_judged_without_a_wait(device: str, kind: torch.dty
             torch.cuda.set_sync_debug_mode("default") if device == "cuda" else None
     assert int(canary.memory.total) == 2 * (2 + 1), "the values stayed where they were"
     assert [event.mismatch.tolist() for event in canary.events] == 2 * [[[1, 0], [1, 0]], [[1, 0], [0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache", "watch"),
+    [
+        ("EAGLEWorkerV2", SimpleNamespace(is_eagle=True), WatchedDraft),
+        ("EAGLEWorkerV2", SimpleNamespace(tree_core=SimpleNamespace(is_eagle=True)), WatchedDraft),
+        ("EAGLEWorkerV2", SimpleNamespace(tree_core=SimpleNamespace(is_eagle=False)), WatchedByPosition),
+        ("EAGLEWorkerV2", SimpleNamespace(), WatchedDraft),
+        ("StandaloneWorkerV2", SimpleNamespace(is_eagle=False), WatchedByPosition),
+        ("NGRAMWorker", SimpleNamespace(is_eagle=False), None),
+    ],
+)
+def test_names_of_a_drafts_entries_are_those_of_the_prefix_cache(kind: str, cache: Any, watch: Any) -> None:
+    """Of pairs of tokens where that has pairs as keys: EAGLE's has, but not beside recurrent states."""
+    assert watch_of(kind, cache) is watch

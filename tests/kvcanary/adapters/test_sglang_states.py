@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcanary.adapters.hosted.states import WatchedStates
-from kvcanary.adapters.sglang.states import entries_of, not_followed, view_of
+from kvcanary.adapters.sglang.states import entries_of, views_of
 from tests.support.watching_canary import found_in, watching_canary
 
 ENTRIES, LAYERS = 8, 2
@@ -49,7 +49,7 @@ class Host:
     def __init__(self, content: str = "full") -> None:
         self.canary = watching_canary(content)
         self.rows = Rows()
-        self.states = WatchedStates(self.canary, view_of(self.rows.mamba_pool))
+        self.states = WatchedStates(self.canary, *views_of(self.rows.mamba_pool, drafts=False))
         self.states.granted(torch.tensor([1, 2]))
 
     def forward(self, *ends: int, chains: tuple[int, int] = (100, 200)) -> list[tuple[str, str | None, int]]:
@@ -164,27 +164,3 @@ def test_under_write_no_bytes_are_read() -> None:
     assert host.forward(6, 7) == []
     host.rows.index = torch.tensor([2, 1])
     assert [code for code, *_ in host.forward(7, 8)] == ["R8", "R8"]
-
-
-ODD = SimpleNamespace(conv=[torch.zeros(1, 4, 3, dtype=torch.int8)], temporal=torch.zeros(0))
-
-
-@pytest.mark.parametrize(
-    ("changes", "drafts", "why"),
-    [
-        ({}, True, "a server that drafts keeps several of each request"),
-        ({"mamba_ckpt_pool": object()}, False, "they lie in other types, or under other numbers"),
-        ({"enable_mamba_extra_buffer": True}, False, "with --mamba-scheduler-strategy extra_buffer kernels leave"),
-        ({"mamba_pool": SimpleNamespace(mamba_cache=ODD)}, False, "whole 32-bit words"),
-    ],
-)
-def test_states_that_are_not_watched_are_named(changes: dict[str, Any], drafts: bool, why: str) -> None:
-    """The certificate says why; without changes they are watched, and a pool without states says nothing."""
-    rows = Rows()
-    assert not_followed(rows, False) is None
-    assert not_followed(SimpleNamespace(), drafts) is None
-    vars(rows).update(changes)
-    told = not_followed(rows, drafts)
-    assert told is not None
-    assert told.startswith("states of linear attention, of which a request has one for all its tokens: ")
-    assert why in told

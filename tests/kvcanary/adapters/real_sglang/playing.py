@@ -15,6 +15,7 @@ NOT_PROBED = (
     "attention not probed: two rows of 192 entries in blocks of 64 are more than this worker has room for",
 )
 INSTALLED = folder_of(pinned())
+Acts = list[dict[str, Any]]
 is_installed = pytest.mark.skipif(
     not (INSTALLED / "sglang").is_dir(), reason=f"no sglang in build/{INSTALLED.name}: make real-sglang installs it"
 )
@@ -33,3 +34,10 @@ def expect_sound(act: dict[str, Any], bare: dict[str, Any], least: int) -> None:
     assert act["reports"]["target"]["reader_probes"] in (1, *NOT_PROBED)
     assert bare["mode"] == "off"
     assert "reports" not in bare
+
+
+def first(acts: Acts, fault: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first finding of the act with this fault in mode log, and what was touched; every incident was told."""
+    [act] = [act for act in acts if (act["fault"], act["mode"], act["misreading"]) == (fault, "log", "")]
+    assert all(report["untold_incidents"] == 0 for report in act["reports"].values())
+    return act["findings"][0], act["touched"]

@@ -8,12 +8,11 @@ import pytest
 
 from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, TREES, served
 
-from .playing import INSTALLED, expect_sound, is_installed
+from .playing import INSTALLED, expect_sound, first, is_installed
 
 GIVEN_BACK = "the slot was given back while the row still reads it"
 ASTRAY = "the forward stores an entry where its row has another one"
 pytestmark = is_installed
-Acts = list[dict[str, Any]]
 
 
 def mode_of(act: dict[str, Any]) -> str:
@@ -102,13 +101,6 @@ def test_a_hook_that_fails_ends_no_request(scene) -> None:
     assert report["unchecked"] == {"stopped watching: RuntimeError in forward: a defect of ours": 1}
 
 
-def first(acts: Acts, fault: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first finding of the act with this fault in mode log, and what was touched; every incident was told."""
-    [act] = [act for act in acts if (act["fault"], act["mode"], act["misreading"]) == (fault, "log", "")]
-    assert all(report["untold_incidents"] == 0 for report in act["reports"].values())
-    return act["findings"][0], act["touched"]
-
-
 def test_layers_with_windows_are_watched_by_their_own_slots(scene) -> None:
     """Two pools, one of which is found by a map: silent, and a bit of either is found in its pool and layer."""
     act, bare = scene("windows")[:2]
@@ -155,41 +147,6 @@ def test_a_forward_that_does_not_wait_for_a_load_is_named(scene) -> None:
     assert (found["layers"], found["site"]) == ([0, 1], ["load", 0])
     assert found["reader"] in struck["outputs"]
     assert found["causes"][0]["text"] == "a copy, zeroing or staging buffer was used without waiting for its event"
-
-
-@pytest.mark.slow
-def test_states_beside_attention_are_watched(scene) -> None:
-    """One a row and forward, those that requests begin with from the prefix cache among them; others have none."""
-    reports = {name: scene(name)[0]["reports"]["target"] for name in ("states", "latent")}
-    assert [report["not_watched"] for report in reports.values()] == [[], []]
-    assert scene("states")[0]["counts"]["hits"] > 20
-    assert reports["states"]["states_checked"] > 50
-    assert reports["latent"]["states_checked"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "code", "cause"),
-    [
-        ("state_bit", "R9", "a write that nobody told: padding whose index was clamped, or a kernel's wrong index"),
-        ("state_swapped", "R8", "the index of another row is used: the entry is another request's"),
-        ("no_state_copy", "R12", "the entry is taken before anybody has left a state in it"),
-        ("state_freed", "R7", "the entry was given back while its row still goes on from it"),
-    ],
-)
-def test_what_is_wrong_with_a_state_names_request_and_entry(scene, fault: str, code: str, cause: str) -> None:
-    """Before the forward that takes it, in the pool of states alone: a bit, another's, none, one that was freed."""
-    acts = scene("states, faults")
-    [act] = [act for act in acts if act["fault"] == fault]
-    assert set(act["reports"]["target"]["fired"]) == {code}
-    found, touched = act["findings"][0], act["touched"]
-    assert (found["code"], found["pool"], found["causes"][0]["text"]) == (code, "states", cause)
-    if fault == "no_state_copy":
-        assert touched["copies"] == len(act["findings"]) == 2
-        assert {own["reader"] for own in act["findings"]} == {"c again 0", "d again 0"}
-    else:
-        assert (found["reader"], found["entry"], found["site"]) == (touched["request"], touched["slot"], ["decode", 0])
-    assert found["layers"] == [touched["layer"]] if fault == "state_bit" else not found["layers"]
 
 
 @pytest.mark.slow

@@ -171,6 +171,38 @@ STATE_FAULTS = Scene(
     }.items()),
     STATES,
 )  # fmt: skip
+#: Gated delta nets, which Triton's interpreter runs, a minute a scene. With `extra_buffer` they keep states for the
+#: prefix cache as they go on.
+DELTAS: Json = {
+    "kind": "deltas", "page_size": 1, "dtype": "float16", "attention_backend": "triton", "max_mamba_cache_size": 32,
+    "disable_overlap_schedule": True, "mamba_radix_cache_strategy": "no_buffer",
+}  # fmt: skip
+KEPT: Json = {**DELTAS, **WIDE, "mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 64}
+NGRAM: Json = {"eagle": True, "algorithm": "NGRAM", "nodes": 4}
+LATER: Json = {"new": 12, "at": 4}
+GOES_ON: Json = {"new": 12, "prefix": 54, "between": ["reload"]}
+STATES_OF_DRAFTS = {
+    "deltas, n-gram": Scene(
+        ({"new": 12}, {**OFF, "new": 12}, {**LATER, "mode": "raise", "fault": "state_uncommitted"}), {**DELTAS, **NGRAM}
+    ),
+    "deltas": Scene(({"new": 12}, {**OFF, "new": 12}), DELTAS),
+    "deltas, topk 2": Scene(
+        (
+            {"new": 12},
+            {**OFF, "new": 12},
+            *({**LATER, "fault": fault} for fault in ("state_bit", "state_swapped", "state_commit", "state_scatter")),
+        ),
+        {**DELTAS, "eagle": True, "topk": 2, "nodes": 6},
+    ),
+    "deltas, kept": Scene((GOES_ON, {**OFF, **GOES_ON}, {"at": 0, "fault": "state_untracked"}), KEPT),
+    "deltas, kept, NEXTN": Scene(
+        (GOES_ON, {**OFF, **GOES_ON}, {**LATER, "fault": "draft_bit"}),
+        {**KEPT, "eagle": True, "algorithm": "NEXTN", "topk": 1, "nodes": 4},
+    ),
+    "deltas, kept, n-gram": Scene(
+        (GOES_ON, {**OFF, **GOES_ON}, {"at": 0, "fault": "state_untracked"}), {**KEPT, **NGRAM}
+    ),
+}
 COMES_BACK: Json = {"between": ["many", "many"]}
 #: A tier in host memory, on stand-ins for what pins it and copies.
 TIER = Scene(
@@ -240,7 +272,9 @@ BESIDE = {
     ),
     "beside, topk 1": beside(1, "one_too_long"),
 }
-SCENES = QUICK | POOLS | {"states, faults": STATE_FAULTS, "host tier": TIER} | TREES | RANKS | BESIDE
+SCENES = (
+    QUICK | POOLS | {"states, faults": STATE_FAULTS} | STATES_OF_DRAFTS | {"host tier": TIER} | TREES | RANKS | BESIDE
+)
 
 
 def pinned() -> str:
@@ -354,6 +388,9 @@ def summed(acts: list[Json]) -> Iterator[Json]:
         own = {name: act[name] for name in kept if act.get(name) not in (None, "")}
         names = ("forwards", "slots_checked", "bytes_checked", "fired", "untold_incidents")
         own["pools"] = {role: {name: told[name] for name in names} for role, told in act["reports"].items()}
+        for role, told in act["reports"].items():
+            if told["states_checked"]:
+                own["pools"][role]["states_checked"] = told["states_checked"]
         if act["peer"]:
             own["peer"] = [line.splitlines()[0] for line in act["peer"]][:4]
         own["findings"] = [shown(finding) for finding in act["findings"]]

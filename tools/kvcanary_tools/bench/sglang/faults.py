@@ -288,6 +288,21 @@ def state_commit(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def state_uncommitted(host: Any) -> Iterator[Touched]:
+    """A worker does not commit the states of accepted nodes: published as sglang#26351, of n-gram drafts."""
+    from sglang.srt.speculative import eagle_worker_common, ngram_worker
+
+    touched: Touched = {"rows": 0}
+
+    def skip(method: Any, target_worker: Any, batch: Any, accept_lens: Any, *args: Any, **kwargs: Any) -> None:
+        touched["rows"] += len(accept_lens)
+
+    with ExitStack() as stack:
+        for worker in (eagle_worker_common, ngram_worker):
+            stack.enter_context(around(worker, "commit_mamba_states_after_verify", skip))
+        yield touched
+
+
 def state_scatter(host: Any) -> Iterator[Touched]:
     """The same within the kernel that copies: it takes the node before the one that it is told."""
     from sglang.kernels.ops.mamba import mamba_state_scatter_triton as kernels
@@ -303,8 +318,8 @@ def state_scatter(host: Any) -> Iterator[Touched]:
 
 
 def state_untracked(host: Any) -> Iterator[Touched]:
-    """With the strategy extra_buffer: the state that a prompt leaves for the prefix cache is not put there. Another
-    request with that prompt comes behind it.
+    """With the strategy extra_buffer: the state that a prompt leaves for the prefix cache is not put there, as of mixed
+    chunks in sglang#39342. Another request with that prompt comes behind it.
     """
     runner, touched = host.scheduler.tp_worker.model_runner, {"rows": 0}
     prompt = [2, *range(3, 32)] * 3
@@ -370,7 +385,7 @@ FAULTS: dict[str, Fault] = {
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
         short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite, draft_scatter,
         verify_scatter, chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped, state_freed,
-        no_state_copy, state_commit, state_scatter, state_untracked,
+        no_state_copy, state_commit, state_uncommitted, state_scatter, state_untracked,
     )
 }  # fmt: skip
 LASTING = (

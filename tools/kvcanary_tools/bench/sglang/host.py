@@ -20,8 +20,7 @@ from kvcanary_tools.bench.sglang import deltas, host_tier, models
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
-DRAFTS = {"EAGLE": "draft", "STANDALONE": "standalone"}  # where their models lie
-ASTRAY = 0.1  # how far the draft is from the target
+DRAFTS = {"EAGLE": "draft", "STANDALONE": "standalone", "NEXTN": "deltas"}  # where their models lie
 QUIET = {"log_level": "error", "skip_tokenizer_init": True, "disable_cuda_graph": True, "random_seed": 0}
 ON_CPU = {"device": "cpu", "sampling_backend": "pytorch", "grammar_backend": "none", "dtype": "float32"}
 
@@ -334,7 +333,7 @@ def make_models(folder: Path, layers: int = 2) -> None:
     target.save_pretrained(folder / "target")
     state = draft.state_dict()
     weights = {name.removeprefix("model."): w.clone() for name, w in state.items() if name.startswith("model.layers")}
-    weights["fc.weight"] = torch.cat((torch.eye(64) + torch.randn(64, 64) * ASTRAY, torch.zeros(64, 64)), 1)
+    weights["fc.weight"] = models.last_token(64)
     (folder / "draft").mkdir(parents=True)
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     told = {**config(1).to_dict(), "architectures": ["LlamaForCausalLMEagle"]}

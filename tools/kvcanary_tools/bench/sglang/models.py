@@ -39,7 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-QUIET = ("deltas",)  # of which drafts are often accepted
+QUIET = OWN_DRAFTS = ("deltas",)  # of which drafts are often accepted; which have a layer that drafts
+ASTRAY = 0.1  # how far a draft is from its target
 QUIETER = 0.003  # how much layers add to their input there
 
 
@@ -48,6 +49,25 @@ def quieten(model: Any) -> None:
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
             weight.data *= QUIETER
+
+
+def _save_draft(model: Any, folder: Path) -> None:
+    """The layer that drafts, as SGLang reads it with NEXTN: the target's first one with attention, fed the last token."""
+    import torch
+    from safetensors.torch import save_file
+
+    held, size = "model.layers.1.", COMMON["hidden_size"]
+    own = {n.replace(held, "mtp.layers.0."): w.clone() for n, w in model.state_dict().items() if n.startswith(held)}
+    own["mtp.fc.weight"] = last_token(size)
+    own |= {f"mtp.{name}.weight": torch.zeros(size) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    save_file(own, folder / "mtp.safetensors", metadata={"format": "pt"})
+
+
+def last_token(size: int) -> Any:
+    """[size, 2 * size] what a draft makes of a token's embedding and the target's state: mostly the first."""
+    import torch
+
+    return torch.cat((torch.eye(size) + torch.randn(size, size) * ASTRAY, torch.zeros(size, size)), 1)
 
 
 def make(folder: Path, kind: str) -> Path:
@@ -65,6 +85,8 @@ def make(folder: Path, kind: str) -> Path:
         if kind in QUIET:
             quieten(model)
         model.save_pretrained(part)
+        if kind in OWN_DRAFTS:
+            _save_draft(model, part)
         (part / "config.json").write_text(json.dumps(COMMON | KINDS[kind]), encoding="utf-8")
         part.rename(own)
     return own

@@ -67,7 +67,12 @@ def rank_of(act: Record) -> str:
 
 
 def judged(act: Record) -> str:
-    return ", ".join(f"{role} {own['forwards']}; {own['slots_checked']:,}" for role, own in act["pools"].items())
+    """Of each pool, its forwards, entries and states."""
+    told = []
+    for role, own in act["pools"].items():
+        states = f"; {own['states_checked']} states" if "states_checked" in own else ""
+        told.append(f"{role} {own['forwards']}; {own['slots_checked']:,}{states}")
+    return ", ".join(told)
 
 
 def fault_of(act: Record, scene: Record) -> str:
