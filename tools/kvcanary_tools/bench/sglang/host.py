@@ -346,5 +346,5 @@ def save_standalone(folder: Path, target: Any, own: Any) -> None:
     import torch
 
     own.load_state_dict(target.state_dict(), strict=False)
-    own.lm_head.weight.data += torch.randn_like(own.lm_head.weight) * ASTRAY
+    own.lm_head.weight.data += torch.randn_like(own.lm_head.weight) * models.ASTRAY
     own.float().save_pretrained(folder)

@@ -52,7 +52,7 @@ def quieten(model: Any) -> None:
 
 
 def _save_draft(model: Any, folder: Path) -> None:
-    """The layer that drafts, as SGLang reads it with NEXTN: the target's first one with attention, fed the last token."""
+    """The layer that drafts, as SGLang reads it with NEXTN: the target's first one with attention."""
     import torch
     from safetensors.torch import save_file
 
