@@ -238,7 +238,8 @@ take_states_torch = partial(take_states, launches=False)
 def leave_states(
     states: States, taken: Taken, now: Tensor, *, n: int, between: bool = False, launches: bool = True
 ) -> None:
-    """Note what the forward has left that took states. No allocation, no wait.
+    """Note what the forward has left that took states. No allocation, no wait. What was left in an entry that nobody has
+    is nobody's: whoever goes on from it has no right to.
 
     n:       rows, padding included, of `take_states`
     between: it leaves others within its prompts
@@ -263,6 +264,7 @@ def leave_states(
     left = taken.left.unflatten(1, (2, most))[:, :parts, :n].flatten(1)
     entries, ends, writers, chains = left[:, left[0] >= 0]
     own = torch.full_like(ends, signed((step & MASK_32.value) | site << 32))
+    ends = torch.where(states.known[0, entries] == FREED.value, FREED.value, ends)
     states.known[:, entries], states.chains[entries] = torch.stack((ends, writers, own)), chains
     states.phases[entries] = step % states.slices
     if compared:
@@ -478,7 +480,8 @@ def _leave_kernel(
     if COMPARED > 0:
         tl.store(own, entry * SLICES + (i_slice if COMPARED == SLICES else step % SLICES))
     if i_slice == 0:
-        tl.store(known + entry, tl.load(state + 2 * most))
+        ends = tl.load(state + 2 * most)
+        tl.store(known + entry, tl.where(tl.load(known + entry) == FREED, FREED, ends))
         tl.store(known + num_entries + entry, tl.load(state + 4 * most))
         tl.store(known + 2 * num_entries + entry, (step & MASK_32) | tl.load(now + NOW_SITE) << 32)
         tl.store(chains + entry, tl.load(state + 6 * most))

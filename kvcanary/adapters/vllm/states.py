@@ -72,28 +72,43 @@ class BlockStates:
         return [described(own.view.whole) for group in self.groups for own in group.every]
 
     def given(self, given: Iterable[Given]) -> None:
-        """Requests are given blocks: those whose entries they do not have yet are no state that anybody left, in
-        whichever group.
+        """Requests are given blocks: in those whose entries they do not have yet nobody has left a state, and a row may
+        go on from those of its own group alone.
         """
-        blocks = {block for one in given for block in self._new(*one)}
-        for own in self._every if blocks else ():
-            own.granted(own.canary.memory.upload(torch.tensor(sorted(blocks))))
+        blocks = [set[int]() for _ in self._block_sizes]
+        for one in given:
+            for own, new in zip(blocks, self._new(*one), strict=True):
+                own |= new
+        every = set[int]().union(*blocks)
+        if not every:
+            return
+        anybodys = self._uploaded(every)
+        for group in self.groups:
+            own_blocks = self._uploaded(blocks[group.number]) if blocks[group.number] else None
+            for state in group.every:
+                state.freed(anybodys)
+                if own_blocks is not None:
+                    state.granted(own_blocks)
+
+    def _uploaded(self, blocks: Iterable[int]) -> Tensor:
+        return self.groups[0].watched.canary.memory.upload(torch.tensor(sorted(blocks)))
 
     def freed(self, blocks: Sequence[int]) -> None:
         """The scheduler's pool has taken these back: whoever goes on from one of them has no right to. In mode `align`
         somebody may be given it as a prefix.
         """
-        own = [state for group in self.groups if not group.is_aligned for state in group.every]
-        for state in own:
-            state.freed(state.canary.memory.upload(torch.tensor(blocks)))
+        gone = self._uploaded(blocks)
+        for state in [own for group in self.groups if not group.is_aligned for own in group.every]:
+            state.freed(gone)
 
     @property
     def _every(self) -> list[WatchedStates]:
         return [own for group in self.groups for own in group.every]
 
-    def _new(self, _: str, blocks: Sequence[Sequence[int]], length: int | None) -> Iterator[int]:
+    def _new(self, _: str, blocks: Sequence[Sequence[int]], length: int | None) -> Iterator[set[int]]:
+        """By group, those whose entries the request does not have yet."""
         for own, size in zip(blocks, self._block_sizes, strict=True):
-            yield from (block for block in own[(length or 0) // size :] if block != NULL_BLOCK)
+            yield set(own[(length or 0) // size :]) - {NULL_BLOCK}
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks were copied, (from, to)."""

@@ -209,6 +209,16 @@ def test_a_step_without_drafts_leaves_one_state(host: DraftHost) -> None:
     assert changed == [1, 2]
 
 
+def test_a_state_in_a_block_that_was_given_back_is_nobodys(host: DraftHost) -> None:
+    """R7 once a row goes on from it, though the forwards between have left one there, behind tokens of its own."""
+    host.forward((3, 3), (1, 2))
+    [group] = host.states.groups
+    group.watched.freed(torch.tensor([3], device=host.table.device))
+    assert host.forward((3, 3), (2, 1)) == []
+    [found] = host.forward((3, 3), (1, 1))
+    assert found[:3] == ("R7", "a", 3)
+
+
 def test_states_of_another_request_are_told(host: DraftHost) -> None:
     """R8 of both rows, where lengths and chains would not tell them apart."""
     host.forward((3, 3), (3, 3))

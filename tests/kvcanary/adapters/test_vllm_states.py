@@ -181,14 +181,28 @@ def test_without_a_prefix_cache_a_request_has_one_block() -> None:
 
 
 def test_a_block_that_was_given_back_is_told() -> None:
-    """R7 of who goes on from it; whoever is given it begins there in silence, or R12 where a state should lie."""
+    """R7 of who goes on from it, as long as nobody is given it; who is begins there in silence, or R12 where a state
+    should lie.
+    """
     host = Host(spec("none"))
     host.forward(7, 6)
     host.states.freed([1, 5])
     assert host.forward(8, 7) == [("R7", "a", 1)]
     host.states.freed([2])
     host.states.given([("b", [[2]], 0)])
-    assert host.forward(9, 8) == [("R12", "b", 2)]
+    assert host.forward(9, 8) == [("R7", "a", 1), ("R12", "b", 2)]
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_a_block_that_another_group_was_given_is_told(mode: str) -> None:
+    """R7 of a row that goes on from a block of K and V; R12 where that is to be a state of its own group."""
+    host = Host(spec(mode))
+    host.states._block_sizes = [SIZE, SIZE]
+    host.forward(7, 6)
+    host.states.given([("b", ([], [1]), None)])
+    assert host.forward(8, 7) == [("R7", "a", 1)]
+    host.states.given([("b", ([1], []), None)])
+    assert host.forward(8, 8) == [("R12", "a", 1)]
 
 
 def test_a_prefix_that_was_given_back_can_be_hit(host: Host) -> None:

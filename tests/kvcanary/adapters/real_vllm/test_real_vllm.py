@@ -374,10 +374,13 @@ def test_states_of_drafts_are_watched_in_the_other_runner(tmp_path: Path, option
     [
         *("cpu_vllm_hybrid_gdn_drafts", "cpu_vllm_hybrid_gdn_cached_drafts", "cpu_vllm_hybrid_mamba2_drafts"),
         *("cpu_vllm_hybrid_mamba2_cached_drafts", "gpu_vllm_hybrid_gdn_cached_drafts"),
+        *("cpu_vllm_hybrid_gdn_mtp", "cpu_vllm_hybrid_gdn_cached_mtp"),
     ],
 )
 def test_the_record_of_a_hybrid_that_drafts(name: str) -> None:
-    """What docs/vllm.md quotes. The GPU's release has the bug that one of the faults is, and is not given it."""
+    """What docs/vllm.md quotes. The GPU's release has the bug that one of the faults is, and is not given it; nor is a
+    model whose own layer drafts, in every step.
+    """
     record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     clean, page = record["clean"], " ".join((ROOT / "docs/vllm.md").read_text(encoding="utf-8").split())
     assert (clean["findings"], clean["equal_tokens"], clean["not_watched"]) == (0, True, [])
@@ -385,7 +388,8 @@ def test_the_record_of_a_hybrid_that_drafts(name: str) -> None:
     counts = f"| {clean['states_checked']:,} | {clean['accepted']} | {clean['prefix_hits']} | {len(record['faults'])} |"
     assert f"{counts} `{name}.json` |" in page
     tried = CODES_OF_DRAFT_HARMS.keys() | (CODES_OF_CACHED if "cached" in name else CODES_OF_OWN)
-    assert record["faults"].keys() == tried - ({"no_drafts_no_column"} if name.startswith("gpu") else set())
+    always = name.startswith("gpu") or "mtp" in name
+    assert record["faults"].keys() == tried - ({"no_drafts_no_column"} if always else set())
     for fault, told in record["faults"].items():
         expect_found_in_time(told, fault)
 
@@ -402,8 +406,23 @@ def test_the_record_of_a_release_that_has_a_published_bug(name: str, release: st
     assert f"`{name}.json`" in page
 
 
-@pytest.mark.parametrize(("option", "what"), [("--sparse", "leaves out"), ("--always", "adds")])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-cache",)], ids=["cached", "not cached"])
+def test_states_are_watched_where_a_layer_of_the_models_own_drafts(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Silent, with tokens as without the plug-in; faults are found in their step, whose tokens do not leave."""
+    record = run("hybrids", tmp_path / "record.json", "gdn", "--drafts", "--mtp", *options)
+    clean = record["clean"]
+    assert (clean["findings"], clean["equal_tokens"], clean["not_watched"]) == (0, True, [])
+    assert clean["accepted"] > 100
+    for fault, told in record["faults"].items():
+        expect_found_in_time(told, fault)
+    assert (record["raise"]["codes"], record["raise"]["left"]) == (["R9"], 0)
+
+
+@pytest.mark.parametrize(("option", "what"), [("--sparse", "leaves out"), ("--always", "adds"), ("--mtp", "makes")])
 def test_drafts_that_are_left_out_are_asked_for(tmp_path: Path, option: str, what: str) -> None:
     """In a sentence."""
     with pytest.raises(AssertionError, match=f"{option} {what} drafts, and there are none: give --drafts too"):
         run("hybrids", tmp_path / "record.json", "gdn", option)
+    with pytest.raises(AssertionError, match="--mtp is of gdn, which has a layer that drafts"):
+        run("hybrids", tmp_path / "record.json", "mamba2", "--drafts", "--mtp")

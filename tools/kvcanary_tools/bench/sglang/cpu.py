@@ -171,8 +171,8 @@ STATE_FAULTS = Scene(
     }.items()),
     STATES,
 )  # fmt: skip
-#: Gated delta nets, which Triton's interpreter runs, a minute a scene. With `extra_buffer` they keep states for the
-#: prefix cache as they go on.
+#: Gated delta nets and Mamba 2, which Triton's interpreter runs, one to four minutes a scene. With `extra_buffer` they
+#: keep states for the prefix cache as they go on.
 DELTAS: Json = {
     "kind": "deltas", "page_size": 1, "dtype": "float16", "attention_backend": "triton", "max_mamba_cache_size": 32,
     "disable_overlap_schedule": True, "mamba_radix_cache_strategy": "no_buffer",
@@ -201,6 +201,9 @@ STATES_OF_DRAFTS = {
     ),
     "deltas, kept, n-gram": Scene(
         (GOES_ON, {**OFF, **GOES_ON}, {"at": 0, "fault": "state_untracked"}), {**KEPT, **NGRAM}
+    ),
+    "mamba2, kept, n-gram": Scene(
+        (GOES_ON, {**OFF, **GOES_ON}, {**LATER, "fault": "state_swapped"}), {**KEPT, **NGRAM, "kind": "mamba2"}
     ),
 }
 COMES_BACK: Json = {"between": ["many", "many"]}

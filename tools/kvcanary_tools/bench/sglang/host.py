@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcanary_tools.bench.sglang import deltas, host_tier, models
+from kvcanary_tools.bench.sglang import host_tier, models, recurrent
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
@@ -122,6 +122,8 @@ class Host:
         import torch
 
         torch.set_num_threads(1)
+        if kind in models.INTERPRETED:
+            recurrent.stand_in()
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import SpawnRanks, publish
@@ -163,8 +165,6 @@ class Host:
             wanted |= host_tier.SETTINGS
         if kind:
             wanted["model_path"] = str(models.make(folder, kind))
-        if kind == "deltas":
-            deltas.stand_in()
         load_plugins()
         server = ServerArgs(**(wanted | settings))
         server.resolve_once()

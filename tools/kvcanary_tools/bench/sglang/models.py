@@ -37,8 +37,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "mamba2": {  # the same, beside attention in every layer
+        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 128, "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_chunk_size": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }  # fmt: skip
 
+INTERPRETED = ("deltas", "mamba2")  # whose kernels Triton's interpreter runs
 QUIET = OWN_DRAFTS = ("deltas",)  # of which drafts are often accepted; which have a layer that drafts
 ASTRAY = 0.1  # how far a draft is from its target
 QUIETER = 0.003  # how much layers add to their input there

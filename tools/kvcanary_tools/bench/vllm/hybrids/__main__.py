@@ -17,7 +17,7 @@ import click
 
 from kvcanary_tools.bench.vllm.cpu import BUDGET, ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
 from kvcanary_tools.bench.vllm.hybrids.harms import CACHED_DRAFT_HARMS, HARMS, OWN_DRAFT_HARMS, DraftHarms, Harms
-from kvcanary_tools.bench.vllm.hybrids.models import randomise, write_hybrid
+from kvcanary_tools.bench.vllm.hybrids.models import draft_alike, randomise, write_hybrid
 from kvcanary_tools.bench.vllm.loads.restart import device_name
 from kvcanary_tools.bench.vllm.model import Prompts, make_prompts
 
@@ -26,6 +26,7 @@ ON_GPU = 3, 128  # as many times more, as blocks are larger there, and tokens of
 KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
 KEPT = ("code", "pool", "entry", "reader", "writer", "layers", "expected", "found", "history", "sentence")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 REPORTED = ("forwards", "states_checked", "slots_checked", "fired", "unchecked", "not_watched", "watched")
 
 
@@ -47,6 +48,8 @@ class HybridBench(CpuBench):
             own["mamba_cache_mode"] = "align"  # and not `all`, as Mamba 2 may have it
         super().__init__(folder, model, **own | engine)
         randomise(self.runner.model)
+        if engine.get("speculative_config") == MTP:
+            draft_alike(self.runner.model, (getattr(self.runner, "drafter", None) or self.runner.speculator).model)
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
         return make_prompts(count, seed, KIND)
@@ -147,6 +150,7 @@ def accept_any_index() -> None:
 @click.argument("kind", type=click.Choice(list(BLOCKS)))
 @click.option("--no-cache", is_flag=True, help="Without the prefix cache: mode none of states; faults with --drafts.")
 @click.option("--drafts", is_flag=True, help="Drafts of two tokens, found in the prompt.")
+@click.option("--mtp", is_flag=True, help="With --drafts: by a layer of the model's own, of gdn.")
 @click.option(
     "--always", is_flag=True, help="With --drafts: in every step, which alone is right before 0.32 (vllm#39273)."
 )
@@ -157,14 +161,19 @@ def accept_any_index() -> None:
 @click.option("--runner", type=click.Choice(["v1", "v2"]), default="v1", help="V2 without faults.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the JSON goes.")
 def command(
-    kind: str, no_cache: bool, drafts: bool, always: bool, sparse: bool, requests: int, runner: str, out: Path
-) -> None:
+    kind: str, no_cache: bool, drafts: bool, mtp: bool, always: bool, sparse: bool, requests: int, runner: str,
+    out: Path,
+) -> None:  # fmt: skip
     """Run everything over one hybrid in one vLLM."""
     os.environ.update(ENVIRONMENT)
-    if (sparse or always) and not drafts:
-        name, what = ("sparse", "leaves out") if sparse else ("always", "adds")
-        raise click.UsageError(f"--{name} {what} drafts, and there are none: give --drafts too")
-    engine = {"speculative_config": DRAFTS} if drafts else {}
+    for name, is_given, what in ("sparse", sparse, "leaves out"), ("always", always, "adds"), ("mtp", mtp, "makes"):
+        if is_given and not drafts:
+            raise click.UsageError(f"--{name} {what} drafts, and there are none: give --drafts too")
+    if mtp and (kind != "gdn" or sparse or always):
+        raise click.UsageError(
+            "--mtp is of gdn, which has a layer that drafts, and in every step: leave out the others"
+        )
+    engine = {"speculative_config": MTP if mtp else DRAFTS} if drafts else {}
     is_slow = not has_gpu() and (runner == "v2" or (drafts and not no_cache))  # copies of the latter are kernels
     if is_slow:
         interpret("kvcanary_tools.bench.vllm.hybrids")
@@ -180,7 +189,7 @@ def command(
             record["clean"] = clean(bench, min(requests, FEW) if is_slow else requests)
         if not sparse and runner == "v1" and (drafts or not no_cache) and not record["clean"]["not_watched"]:
             every = OWN_DRAFT_HARMS if no_cache else CACHED_DRAFT_HARMS
-            of_drafts = [name for name in every if not always or name != "no_drafts_no_column"]
+            of_drafts = [name for name in every if not (always or mtp) or name != "no_drafts_no_column"]
             made, names = (DraftHarms, of_drafts) if drafts else (Harms, HARMS)
             record["faults"] = {name: attempt(bench, made(bench), name) for name in names}
             record["raise"] = attempt(bench, made(bench), names[0], mode="raise")  # this engine answers nothing more

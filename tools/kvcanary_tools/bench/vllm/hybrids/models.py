@@ -29,6 +29,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_next",
         "head_dim": 32,
         "full_attention_interval": 4,
+        "num_nextn_predict_layers": 1,  # which draft, where a server does
         "linear_num_key_heads": 1,
         "linear_num_value_heads": 1,
         "linear_key_head_dim": 64,
@@ -74,11 +75,28 @@ HYBRIDS["mamba2-1b"] = HYBRIDS["mamba2"] | {
 }
 
 
+QUIETER = 0.2  # how much less experts say where a layer drafts
+
+
 def write_hybrid(folder: Path, kind: str) -> Path:
     """The configuration of one of HYBRIDS."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(HYBRIDS[kind]))
     return folder
+
+
+def draft_alike(target: Any, draft: Any) -> None:
+    """Let the layer that drafts make of the last token's embedding what the target does, in half of all cases."""
+    import torch
+
+    randomise(draft)
+    size = HYBRIDS["gdn"]["hidden_size"]
+    draft.model.fc.forward = lambda hidden: hidden[..., :size]  # behind this lies what the target makes of the token
+    with torch.no_grad():
+        for model in (target, draft):
+            for name, weight in model.named_parameters():
+                if name.endswith("w2_weight"):
+                    weight.mul_(QUIETER)
 
 
 def randomise(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gated delta nets of SGLang on a CPU: its Triton kernels, which Triton's interpreter runs, as on a GPU.
+"""Gated delta nets and Mamba 2 of SGLang on a CPU: its Triton kernels, which Triton's interpreter runs, as on a GPU.
 
 Those that it has for a CPU are of a package that is not here.
 """
@@ -30,9 +30,15 @@ def stand_in() -> None:
     triton.autotune = lambda configs, *args, **kwargs: tuned(configs[:1], *args, **kwargs)
     utils.is_cpu = lambda: False
     try:
+        import sglang.srt.layers.attention.mamba.mamba as mamba
         import sglang.srt.models.qwen3_5  # noqa: F401
     finally:
         utils.is_cpu = is_cpu
+    from sglang.kernels.ops.mamba import causal_conv1d_triton as convolutions
+
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):  # it has these of known devices alone
+        for own in (name, f"{name}_triton"):
+            setattr(mamba, own, getattr(convolutions, name))
     _scatter_by_torch()
 
 
