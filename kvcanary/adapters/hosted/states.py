@@ -238,7 +238,7 @@ class WatchedStates:
                 self._ops.note_drafted(self._left_by, rows, self.canary.memory.truth, now=now, **told)
 
         lies = [tensor.data_ptr() for tensor in (table, forward.lengths, forward.starts)]
-        launches.beside(("taken", self.number, checkpoints, left is None, *lies), size, launch)
+        launches.beside(("taken", self.number, checkpoints, *lies), size, launch)
         self._leaving = size, checkpoints > 0
         self.canary.coverage.states_checked += n if self._states.counted else 0
 

@@ -168,7 +168,7 @@ class RowStates:
 
     def verifying(self, rows: Tensor, names: Sequence[str]) -> None:
         """Trees of these rows [n] and requests are verified next."""
-        self._verified, self._committed = (rows, names), ()
+        self._verified = rows, names
 
     def committed(
         self, method: Any, last_correct_step_indices: Tensor, mamba_track_indices: Tensor | None,
