@@ -362,7 +362,7 @@ def test_states_of_mamba_2_are_watched_where_a_server_drafts(tmp_path: Path, opt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--no-cache",)], ids=["cached", "not cached"])
+@pytest.mark.parametrize("options", [(), ("--no-cache",), ("--mtp",), ("--mtp", "--no-cache")], ids=" ".join)
 def test_states_of_drafts_are_watched_in_the_other_runner(tmp_path: Path, options: tuple[str, ...]) -> None:
     clean = run("hybrids", tmp_path / "record.json", "gdn", "--drafts", "--runner", "v2", *options)["clean"]
     assert (clean["findings"], clean["equal_tokens"], clean["not_watched"]) == (0, True, [])
