@@ -59,16 +59,21 @@ class Found:
                 (f"granted to {writer!r}", f"left by its {kind}, step {left & MASK_32}") if writer else ()
             )
             history += ("given back",) if absorbed == FREED.value else ()
-            code = STATE_CODES[number]
+            code, ran = STATE_CODES[number], self._verified_before(self.requests[place], step)
             facts = StateFacts(
                 None if code == "T1" else wanted, lies, writer if code == "R8" else None,
-                is_free=absorbed == FREED.value, history=history,
+                is_free=absorbed == FREED.value, last_ran=ran if (ran or 0) > lies.step else None, history=history,
             )  # fmt: skip
             layers = tuple(mismatch[:, place].nonzero()[:, 0].tolist())
             yield Violation(
                 code, pool, entry, wanted, self.requests[place], self.site, step, layers,
                 expected={"absorbed": wanted}, found={"absorbed": max(absorbed, 0)}, state=facts,
             )  # fmt: skip
+
+    def _verified_before(self, request: str | None, step: int) -> int | None:
+        """The step of a request's last forward before this one, if that was a verify."""
+        ran = [own for own in self.states.canary.steps if own.number < step and request in own.requests]
+        return ran[-1].number if ran and ran[-1].site[0] == "verify" else None
 
 
 class Left(NamedTuple):

@@ -184,7 +184,7 @@ def test_a_state_behind_another_node_is_told_by_its_length(host: Host) -> None:
     assert host.verify([[0, 1, 3], [0, 2]], steps=(1, 2)) == []
     assert host.verify([[0], [0]]) == [("R4", "a", 1, "states")]
     [found] = found_in(host.canary)
-    assert (found.expected, found.found) == ({"absorbed": 8}, {"absorbed": 7})
+    assert (found.expected, found.found, found.state.last_ran) == ({"absorbed": 8}, {"absorbed": 7}, None)
     assert host.verify([[0], [0]]) == []
 
 
@@ -192,6 +192,7 @@ def test_what_was_never_committed_is_told_by_its_length(host: Host) -> None:
     """sglang#26351: R4 of every row in the next round, and nothing of windows, which the verify has written over."""
     assert host.verify([[0, 1], [0]], commit=skipped) == []
     assert host.verify([[0], [0]]) == [("R4", "a", 1, "states"), ("R4", "b", 2, "states")]
+    assert {own.state.last_ran for own in found_in(host.canary)} == {2}
 
 
 def test_a_node_that_is_not_on_the_path_is_left_out(host: Host) -> None:
