@@ -58,6 +58,7 @@ def test_states_of_a_server_that_drafts_are_watched(scene) -> None:
     for own in broken["findings"]:
         assert (own["pool"], own["site"]) == ("states", ["verify", 0])
         assert own["found"]["absorbed"] < own["expected"]["absorbed"]
+        assert own["causes"][0]["text"] == "the last verify's state was not copied to where its row goes on"
 
 
 @pytest.mark.slow
