@@ -98,6 +98,8 @@ OBSERVED = {
     "kvcanary.adapters.sglang.host_tier:HostTier.ran": "O1",
     "kvcanary_kernels.watch.states:take_states": "R4 R6 R7 R8 R9 R12 T1 W1 W2 W3",
     "kvcanary.adapters.hosted.states:WatchedStates.copied": "T1",
+    "kvcanary.adapters.hosted.states:WatchedStates.kept": "R9",
+    "kvcanary.adapters.hosted.states:WatchedStates.brought": "T1",
     "kvcanary.adapters.transformers.judging:judge_fed": "R12",
     "kvcanary.adapters.transformers.judging:judge_reread": "T1 R4 R6 R9 R12",
     "kvcanary.adapters.transformers.judging:judge_stored": "N1",

@@ -94,13 +94,16 @@ class JsonFile:
     def write(self, value: dict[str, Any]) -> None:
         """One indented object, a row of a table on a line of its own; nothing where no file is named."""
         if self.path is not None:
-            parts = [f" {json.dumps(key, ensure_ascii=False)}: {_lines(part)}" for key, part in value.items()]
-            write_text(self.path, "{\n" + ",\n".join(parts) + "\n}\n")
+            write_text(self.path, lines_of(value) + "\n")
 
 
-def _lines(part: Any) -> str:
-    """JSON of one part of an object; a list of objects is a table."""
-    if isinstance(part, list) and part and all(isinstance(row, dict) for row in part):
-        rows = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in part)
-        return "[\n  " + ",\n  ".join(rows) + "\n ]"
-    return json.dumps(part, indent=1, ensure_ascii=False).replace("\n", "\n ")
+def lines_of(value: Any, depth: int = 0) -> str:
+    """JSON, indented; a list of objects is a table, with a row on each line."""
+    begin, end = "\n" + " " * (depth + 1), "\n" + " " * depth
+    if isinstance(value, dict) and value:
+        parts = [f"{json.dumps(key, ensure_ascii=False)}: {lines_of(part, depth + 1)}" for key, part in value.items()]
+        return "{" + begin + f",{begin}".join(parts) + end + "}"
+    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        rows = [json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in value]
+        return "[" + begin + f",{begin}".join(rows) + end + "]"
+    return json.dumps(value, indent=1, ensure_ascii=False).replace("\n", end)

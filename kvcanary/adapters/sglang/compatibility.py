@@ -35,7 +35,7 @@ EVERY_SCHEDULER, DRAFTS, WITHOUT_MODEL = "every scheduler", "drafts of a model",
 PROBES = "probes of attention"  # where its names are gone, nobody asks what attention reads
 RANKS = "ranks of one model"  # where its names are gone, nobody compares them
 #: Where their names are gone states are not watched: of any scheduler that has some, and of one that drafts.
-STATES, STATES_OF_DRAFTS = "recurrent states", "recurrent states of drafts"
+STATES, STATES_OF_DRAFTS = "recurrent states", "recurrent states where the server drafts"
 BATCH, CONTEXT = "sglang.srt.model_executor.forward_batch_info", "sglang.srt.model_executor.forward_context"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
@@ -75,13 +75,22 @@ def reported(folder: Path, dump: Path) -> str:
 
 @contextmanager
 def busy(url: str) -> Iterator[None]:
-    """Three requests run."""
-    asking = [Thread(target=_ask, args=(url, prompt)) for prompt in PROMPTS]
+    """Three requests run at any time, however fast the machine is."""
+    is_over = Event()
+
+    def ask(prompt: str) -> None:
+        while not is_over.is_set():
+            _ask(url, prompt)
+
+    asking = [Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
     for thread in asking:
         thread.start()
-    yield
-    for thread in asking:
-        thread.join()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in asking:
+            thread.join()
 
 
 def _shoot_debug(started: Browser, url: str, size: str, scheme: str, folder: Path) -> None:

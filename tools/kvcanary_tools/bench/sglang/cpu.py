@@ -26,6 +26,7 @@ from typing import Any
 import click
 
 from kvcanary_tools.bench.sglang.misreading import MISREADINGS
+from kvcanary_tools.files import lines_of
 
 ROOT = Path(__file__).parents[4]
 PINS = ROOT / "tests" / "kvcanary" / "adapters" / "real_sglang" / "sglang.txt"
@@ -375,7 +376,7 @@ def main(names: tuple[str, ...], keep: bool) -> None:
             record["scenes"][name] = {**own, "seconds": round(time.perf_counter() - started, 1)}
             click.echo(f"{name}: {json.dumps(record['scenes'][name])}")
             if keep:
-                RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                RESULTS.write_text(lines_of(record) + "\n", encoding="utf-8")
 
 
 def summed(acts: list[Json]) -> Iterator[Json]:
