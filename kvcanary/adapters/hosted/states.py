@@ -151,19 +151,28 @@ class WatchedStates:
     def kept(self, entries: Tensor, requests: Sequence[str]) -> None:
         """A verify is about to put other bytes into entries [n] of these rows: R9 where they are not what was left."""
         self._apply()
-        entries = entries.to(torch.int64)
+        is_inside, entries = self.inside(entries) >= 0, self._null_outside(entries)
         known = self._states.known[:, entries]
-        self._tell("R9", self._differs(entries, entries) & (known[0] >= 0), entries, entries, known, requests)
+        differs = self._differs(entries, entries) & (known[0] >= 0) & is_inside
+        self._tell("R9", differs, entries, entries, known, requests)
 
     def renewed(self, entries: Tensor) -> None:
         """It has put others into entries [n], of tokens that it will tell of: from now on these count."""
-        own, entries = self._states, entries.to(torch.int64)
-        if own.compared:
-            own.sums[:, self._slices(entries)] = self._fingerprints(entries)
+        entries = self._null_outside(entries)
+        if self._states.compared:
+            self._states.sums[:, self._slices(entries)] = self._fingerprints(entries)
 
     def lost(self, entries: Tensor) -> None:
         """Nobody answers for the bytes of entries [n] any more."""
-        self._states.known[0].index_fill_(0, entries.to(torch.int64), UNKNOWN.value)
+        self._states.known[0].index_fill_(0, self._null_outside(entries), UNKNOWN.value)
+
+    def inside(self, entries: Tensor) -> Tensor:
+        """[n] int64, -1 for those that there are not."""
+        return torch.where((entries >= 0) & (entries < self.view.num_entries), entries, -1).to(torch.int64)
+
+    def _null_outside(self, entries: Tensor) -> Tensor:
+        """[n] int64, the null entry for those that there are not."""
+        return self.inside(entries).clamp(min=0)
 
     def brought(
         self, view: StateView, sources: Tensor, entries: Tensor, is_brought: Tensor, requests: Sequence[str]
@@ -173,11 +182,12 @@ class WatchedStates:
 
         is_brought: [n] bool, others are not looked at
         """
-        own, sources, entries = self._states, sources.to(torch.int64), entries.to(torch.int64)
+        own, is_brought = self._states, is_brought & (self.inside(entries) >= 0)
         if not own.compared:
             return
+        entries = self._null_outside(entries)
         parts = self._slices(entries) - entries[:, None] * own.slices
-        sources = torch.where(is_brought, sources, 0)
+        sources = torch.where(is_brought, sources, 0).to(torch.int64)
         slices = sources[:, None] * own.slices + parts
         sums = slices.new_zeros(self.view.num_layers, slices.numel())
         self._ops.fingerprint(view.slices, slices.flatten(), own.keys, fingerprint_a=sums)
@@ -197,8 +207,8 @@ class WatchedStates:
         step = torch.full_like(codes, canary.step & MASK_32)
         cells = torch.stack((step, codes, entries, sources, known[0], *known))
         canary.memory.total += codes.count_nonzero()
-        read, site = ([None] * len(entries), "move") if requests is None else (requests, "verify")
-        found = Found(cells, differs.to(torch.int64), read, self, (site, 0))
+        whose, kind = ([None] * len(entries), "move") if requests is None else (requests, "verify")
+        found = Found(cells, differs.to(torch.int64), whose, self, (kind, 0))
         (canary.steps[-1].events if self.forward is not None else canary.events).append(found)
 
     # forwards

@@ -157,7 +157,8 @@ class RowStates:
         after, tracked = forward.starts[: n + 1].diff(), None
         if self._is_tracked and forward_batch.mamba_track_mask is not None:
             chunks = forward_batch.mamba_track_aligned_lens()
-            behind = torch.where(forward_batch.mamba_track_mask[:n], after if chunks is None else chunks[:n], -1)
+            behind = after if chunks is None else chunks[:n]
+            behind = torch.where(forward_batch.mamba_track_mask[:n] & (behind <= after), behind, -1)
             tracked = behind, forward_batch.mamba_track_indices[:n]
         self._take(after, tracked)
 
@@ -175,10 +176,10 @@ class RowStates:
         mamba_steps_to_track: Tensor | None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """States of nodes, [n] of each tree, are put in the places of rows, and others in those of the prefix cache."""
-        told = self._committed = last_correct_step_indices, mamba_track_indices, mamba_steps_to_track
+        told = last_correct_step_indices, mamba_track_indices, mamba_steps_to_track
         if self._verified is None:
             return method(*told, *args, **kwargs)
-        rows, names = self._verified
+        self._committed, (rows, names) = told, self._verified
         entries = entries_of(self._table, rows)
         for own in self._all[:-1]:
             own.kept(entries, names)
@@ -188,30 +189,30 @@ class RowStates:
         for steps, into in ((last_correct_step_indices, entries), (mamba_steps_to_track, mamba_track_indices)):
             if self._nodes is not None and steps is not None and into is not None:
                 first = torch.arange(len(steps), device=steps.device) * self._nodes.steps
-                self._all[0].brought(self._nodes.view, first + steps, into, steps >= 0, names)
+                is_node = (steps >= 0) & (steps < self._nodes.steps)
+                self._all[0].brought(self._nodes.view, first + steps, into, is_node, names)
         return result
 
     def accepted(self, path: Tensor) -> None:
         """The forward that was read is that of accepted nodes; path: [n, most], the number of each in its tree, -1 for
         none.
         """
-        if (
-            not self._committed
-        ):  # the states lag behind from now on, as the next verify tells; windows are worth nothing
-            for own in self._all[1:]:
-                own.lost(entries_of(self._table, own.rows))
+        for own in self._all[1:] if not self._committed else ():  # states lag behind, as the next verify will tell
+            own.lost(entries_of(self._table, own.rows))  # windows were written over
         step, into, other = self._committed or (path.new_full((len(path),), -2), None, None)
         self._verified, self._committed = None, ()
         self._take(_places(path, step), None if into is None else (_places(path, other), into))
 
     def _take(self, after: Tensor, tracked: tuple[Tensor, Tensor] | None) -> None:
         """after: [n] new tokens of each row behind which its state is left;  tracked: the same, and in which entries"""
-        n, table = len(after), self._table
+        n, table, inside = len(after), self._table, self._all[0].inside
         entries = entries_of(table, self._all[0].rows)
-        self._left.entries[:n, 0], self._left.after[:n, 0] = entries, after
-        if self._is_tracked:
-            behind, into = (-1, -1) if tracked is None else (tracked[0], table.translate_mamba_indices(tracked[1]))
-            self._left.after[:n, 1], self._left.entries[:n, 1] = behind, into
+        self._left.entries[:n, 0], self._left.after[:n, 0] = inside(entries), after
+        if self._is_tracked and tracked is None:
+            self._left.after[:n, 1] = -1
+        elif tracked is not None:
+            self._left.after[:n, 1] = tracked[0]
+            self._left.entries[:n, 1] = inside(table.translate_mamba_indices(tracked[1]))
         for own in self._all:
             own.taken_from(entries, self._left)
 

@@ -97,9 +97,11 @@ class BlockStates:
         """The scheduler's pool has taken these back: whoever goes on from one of them has no right to. In mode `align`
         somebody may be given it as a prefix.
         """
-        gone = self._uploaded(blocks)
-        for state in [own for group in self.groups if not group.is_aligned for own in group.every]:
-            state.freed(gone)
+        own = [state for group in self.groups if not group.is_aligned for state in group.every]
+        if own:
+            gone = self._uploaded(blocks)
+            for state in own:
+                state.freed(gone)
 
     @property
     def _every(self) -> list[WatchedStates]:

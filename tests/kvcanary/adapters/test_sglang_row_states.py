@@ -51,6 +51,7 @@ class Host:
         self.states = RowStates(self.canary, self, drafts)
         self.states.granted(lambda size: self.tensor(1, 2, 5, 6), 4)
         self.lens, self.chains = [0, 0], list(CHAINS)
+        self.chunks: list[int] = []  # where chunks of prompts are said to end; empty: where they do
 
     def tensor(self, *numbers: int) -> Tensor:
         return torch.tensor(numbers, device=self.device)
@@ -64,7 +65,7 @@ class Host:
     def forward(self, *new: int, tracked: tuple[bool, bool] | None = None) -> Found:
         """Tokens of a prompt, or one of each row. tracked: whose state is kept at a chunk's end, if any's may be."""
         self.begin(new, "prefill")
-        chunks = [(past + n) // CHUNK * CHUNK - past for past, n in zip(self.lens, new, strict=True)]
+        chunks = self.chunks or [(past + n) // CHUNK * CHUNK - past for past, n in zip(self.lens, new, strict=True)]
         own = {"mamba_track_aligned_lens": lambda: self.tensor(*chunks) if max(new) > 1 else None}
         mask = None if tracked is None else torch.tensor(tracked, device=self.device)
         batch = SimpleNamespace(mamba_track_mask=mask, mamba_track_indices=self.tensor(5, 6), **own)
@@ -238,6 +239,17 @@ def test_another_rows_state_is_told_by_its_owner(host: Host) -> None:
     assert host.verify([[0], [0]]) == [(*own, pool) for pool in ("states", "windows") for own in told]
 
 
+def test_entries_and_nodes_that_there_are_not_are_not_read(host: Host) -> None:
+    """W1 of a row whose entry lies outside the pool; R4 in the next round of a node that no tree has."""
+    host.index = host.tensor(ENTRIES + 7, 2)
+    host.commit = lambda *_: None  # type: ignore[method-assign]
+    cache = host.mamba_pool.mamba_cache
+    conv, cache.conv = cache.conv, [torch.zeros(LAYERS, 99, 16, 4)]  # the engine's own writes go elsewhere
+    assert host.verify([[0], [0]], steps=(0, NODES + 3)) == [("W1", "a", 0, "states"), ("W1", "a", 0, "windows")]
+    cache.conv, host.index = conv, host.tensor(1, 2)
+    assert ("R4", "b", 2, "states") in host.verify([[0], [0]])
+
+
 def test_states_are_forgotten_and_freed_in_both_parts(host: Host) -> None:
     """What a flush forgets is trusted as it lies; R7 of what was given back."""
     host.states.forget()
@@ -268,6 +280,15 @@ def test_a_state_at_a_chunks_end_is_what_the_prefix_cache_gives(drafts: bool) ->
     assert {own[:3] for own in go_on_from(host, row=1, entry=6, length=1, like=1)} == {("R12", "b", 2)}
     assert [own[:3] for own in go_on_from(host, row=1, entry=5, length=5, like=0)] == [("R4", "b", 2)]
     assert [own[:3] for own in go_on_from(host, row=1, entry=5, length=4, like=1)] == [("R6", "b", 2)]
+
+
+def test_a_chunk_that_ends_behind_its_row_leaves_nothing() -> None:
+    """What would be read of its tokens lies outside: R12 of whoever begins with it."""
+    host = Host(tracked=True)
+    host.chunks = [10_000_000, 4]
+    assert host.forward(6, 6, tracked=(True, True)) == []
+    host.chunks = []
+    assert {own[:3] for own in go_on_from(host, row=1, entry=5, length=4, like=0)} == {("R12", "b", 2)}
 
 
 def test_a_state_that_was_not_kept_is_told_when_it_is_taken() -> None:
