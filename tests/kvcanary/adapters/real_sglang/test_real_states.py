@@ -69,8 +69,8 @@ def test_states_of_a_server_that_drafts_are_watched(scene) -> None:
 def test_gated_delta_nets_are_watched(scene, name: str) -> None:
     """Without drafts, with trees, and with states that are kept for the prefix cache at the ends of chunks."""
     act, bare = scene(name)[:2]
-    expect_sound(act, bare, 500)
-    assert act["reports"]["target"]["states_checked"] > 30
+    expect_sound(act, bare, 400)
+    assert act["reports"]["target"]["states_checked"] >= 30
     assert act["counts"]["hits"] >= (64 if "kept" in name else 4)
 
 
@@ -88,8 +88,10 @@ def test_what_is_wrong_with_a_state_of_drafts_is_found(scene, fault: str, code: 
     """A bit, another's, that behind another node, and one that arrived as another node's."""
     found, touched = first(scene("deltas, topk 2"), fault)
     assert (found["code"], found["pool"], found["site"]) == (code, pool, ["verify", 0])
-    if "request" in touched:
+    if fault == "state_bit":
         assert (found["reader"], found["entry"]) == (touched["request"], touched["slot"])
+    elif fault == "state_swapped":
+        assert found["reader"] in (touched["request"], touched["other"])
     else:
         assert touched["rows"] > 0
 
