@@ -31,7 +31,6 @@ OF_AN_ACT = (
     "fault",
     "new",
     "later",
-    "again",
     "prompt",
     "answer",
     "at",
@@ -68,7 +67,6 @@ def play(
     fault: str = "",
     new: int = 8,
     later: int = 0,
-    again: bool = False,
     prompt: int = 20,
     answer: int = 40,
     at: int = 3,
@@ -83,7 +81,7 @@ def play(
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
-    later: how many longer requests come after the first four, so that entries are evicted;  again: and come once more
+    later: how many longer requests come after the first four, so that entries are evicted
     prompt, answer: about how many tokens these have, and are given
     dump:  a folder for dumps
     between: of EVENTS, what happens before each further wave of the first four
@@ -120,12 +118,11 @@ def play(
             for name, tokens in PROMPTS.items():
                 host.ask(f"{name} again {wave}", shared + tokens, new)
             host.run(*(blow.turns if event is between[-1] else (before_nothing, before_nothing)))
-        for turn in ("", " again") if again else ("",):
-            for number in range(later):
-                tokens = [1, 8, number % 29 + 3] + [(7 * number + n) % 32 for n in range(prompt)]
-                host.ask(f"x{number}{turn}", tokens, answer)
-            if later:
-                host.run(*blow.turns)
+        for number in range(later):
+            tokens = [1, 8, number % 29 + 3] + [(7 * number + n) % 32 for n in range(prompt)]
+            host.ask(f"x{number}", tokens, answer)
+        if later:
+            host.run(*blow.turns)
     except Exception as error:
         said["raised"] = type(error).__name__
         said["left"] = sum(len(out) - before.get(name, 0) for name, out in host.outputs.items())
