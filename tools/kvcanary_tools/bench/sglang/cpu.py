@@ -301,12 +301,12 @@ def played(scene: Scene, installed: Path, place: Path) -> list[Json]:
     if ranks > 1:
         told["nccl_port"] = _free_port()
 
-    def lines_of(rank: int) -> list[str]:
+    def said_by(rank: int) -> list[str]:
         own = (place / f"rank {rank}", {**told, "rank": rank}) if ranks > 1 else (place, told)
         return _said("scene", installed, own[0], environ, json.dumps(own[1]), is_plugged=scene.is_plugged)
 
     with ThreadPoolExecutor(ranks) as children:
-        return [act for lines in children.map(lines_of, range(ranks)) for act in _told(lines)["acts"]]
+        return [act for lines in children.map(said_by, range(ranks)) for act in _told(lines)["acts"]]
 
 
 def _unbound(ranks: int) -> dict[str, str]:
