@@ -238,9 +238,7 @@ take_states_torch = partial(take_states, launches=False)
 def leave_states(
     states: States, taken: Taken, now: Tensor, *, n: int, between: bool = False, launches: bool = True
 ) -> None:
-    """Note what the forward has left that took states. No allocation, no wait.
-
-    What was left in an entry that nobody has is nobody's: whoever goes on from it has no right to.
+    """Note what the forward has left that took states; nobody's in an entry that nobody has. No allocation, no wait.
 
     n:       rows, padding included, of `take_states`
     between: it leaves others within its prompts

@@ -188,10 +188,8 @@ class WatchedStates:
         entries = self._null_outside(entries)
         parts = self._slices(entries) - entries[:, None] * own.slices
         sources = torch.where(is_brought, sources, 0).to(torch.int64)
-        slices = sources[:, None] * own.slices + parts
-        sums = slices.new_zeros(self.view.num_layers, slices.numel())
-        self._ops.fingerprint(view.slices, slices.flatten(), own.keys, fingerprint_a=sums)
-        differs = (sums.view(-1, *slices.shape) != self._fingerprints(entries)).any(2) & is_brought
+        right = self._fingerprints_of(view, sources[:, None] * own.slices + parts)
+        differs = (right != self._fingerprints(entries)).any(2) & is_brought
         self._tell("T1", differs, sources, entries, own.known[:, entries], requests)
 
     def _tell(
@@ -292,9 +290,12 @@ class WatchedStates:
 
     def _fingerprints(self, entries: Tensor) -> Tensor:
         """[layers, n, m] of what lies in these slices now."""
-        slices = self._slices(entries)
+        return self._fingerprints_of(self.view, self._slices(entries))
+
+    def _fingerprints_of(self, view: StateView, slices: Tensor) -> Tensor:
+        """[layers, n, m] of these slices [n, m] of a view with as many layers."""
         sums = slices.new_zeros(self.view.num_layers, slices.numel())
-        self._ops.fingerprint(self.view.slices, slices.flatten(), self._states.keys, fingerprint_a=sums)
+        self._ops.fingerprint(view.slices, slices.flatten(), self._states.keys, fingerprint_a=sums)
         return sums.view(-1, *slices.shape)
 
     def _differs(self, sources: Tensor, entries: Tensor) -> Tensor:

@@ -59,25 +59,20 @@ def nodes_of(pool: Any, like: StateView) -> Nodes | None:
 
 
 def not_followed(rows: Any, backend: Any, drafts: bool) -> str | None:
-    """Why states of these rows, which this attention backend takes, are not watched; None: they are, or there are no
-    states.
-    """
-    pool = getattr(rows, "mamba_pool", None)
-    if pool is None:
-        return None
+    """Why states of these rows, which this attention backend takes, are not watched; None: they are."""
     gone = missing((*NEEDED_OF[STATES], *(NEEDED_OF[STATES_OF_DRAFTS] if drafts else ())))
-    why = "; ".join(gone) or _unlike(rows, pool, backend)
+    why = "; ".join(gone) or _unlike(rows, backend)
     return f"{NOT_WATCHED}{why}" if why else None
 
 
-def _unlike(rows: Any, pool: Any, backend: Any) -> str:
+def _unlike(rows: Any, backend: Any) -> str:
     """What of these states is not as it is followed; empty: nothing is."""
     if any(getattr(rows, name, None) is not None for name in SIDE_STATES):
         return "they lie in other types, or under other numbers, in its prefix cache"
-    if getattr(pool, REPLAYED, False) or _is_seeded(backend):
+    if getattr(rows.mamba_pool, REPLAYED, False) or _is_seeded(backend):
         return "kernels of this server go on from what lies beside them, and put it into them later or not at all"
     try:
-        views_of(pool, False)
+        views_of(rows.mamba_pool, False)
     except PlanError as error:
         return str(error)
     return ""
@@ -98,7 +93,7 @@ class RowStates:
 
     def __init__(self, canary: PagedCanary, table: Any, drafts: bool) -> None:
         """table: SGLang's `HybridReqToTokenPool`"""
-        self._table, self._drafts = table, drafts
+        self._table = table
         self._is_tracked = bool(getattr(table, "enable_mamba_extra_buffer", False))
         parts, views = 1 + self._is_tracked, views_of(table.mamba_pool, drafts)
         self._all = [WatchedStates(canary, view, n, parts, counted=n == 0) for n, view in enumerate(views)]

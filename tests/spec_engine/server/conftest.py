@@ -56,15 +56,18 @@ class Running:
     def held(self, steps: int) -> Iterator[None]:
         """Behind so many steps the engine waits for a command before each: nothing ends before a test has looked."""
         worker, taken, is_over = self.server.worker, itertools.count(), threading.Event()
+        before_step = worker.before_step  # faults of a server that allows them strike there
 
         def wait() -> None:
             if next(taken) >= steps:
                 wait_for(lambda: is_over.is_set() or not worker._commands.empty())
+            before_step()
 
         worker.before_step = wait
         try:
             yield
         finally:
+            worker.before_step = before_step
             is_over.set()
 
     def stop(self) -> None:

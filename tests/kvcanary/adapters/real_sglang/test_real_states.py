@@ -66,7 +66,7 @@ def test_states_of_a_server_that_drafts_are_watched(scene) -> None:
     "name",
     ["deltas", "deltas, topk 2", "deltas, kept", "deltas, kept, NEXTN", "deltas, kept, n-gram", "mamba2, kept, n-gram"],
 )
-def test_gated_delta_nets_are_watched(scene, name: str) -> None:
+def test_layers_with_states_are_watched(scene, name: str) -> None:
     """Without drafts, with trees, and with states that are kept for the prefix cache at the ends of chunks."""
     act, bare = scene(name)[:2]
     expect_sound(act, bare, 400)

@@ -86,7 +86,7 @@ def write_hybrid(folder: Path, kind: str) -> Path:
 
 
 def draft_alike(target: Any, draft: Any) -> None:
-    """Let the layer that drafts make of the last token's embedding what the target does, in half of all cases."""
+    """Let the layer that drafts make of the last token's embedding what the target does, in most cases."""
     import torch
 
     randomise(draft)
