@@ -212,14 +212,15 @@ def test_a_profile_names_functions() -> None:
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        (("1b", "dense", False, "v2", "full"), "vllm"),
-        (("7b", "dense", True, "v2", "full"), "vllm_7b_eagle"),
-        (("1b", "dense", False, "v1", "piecewise"), "vllm_v1_piecewise"),
-        (("1b", "dense", False, "v2", "none"), "vllm_eager"),
-        (("1b", "mla", False, "v2", "full"), "vllm_mla"),
+        (("1b", "dense", None, "v2", "full"), "vllm"),
+        (("7b", "dense", "eagle", "v2", "full"), "vllm_7b_eagle"),
+        (("1b", "dense", None, "v1", "piecewise"), "vllm_v1_piecewise"),
+        (("1b", "dense", None, "v2", "none"), "vllm_eager"),
+        (("1b", "mla", None, "v2", "full"), "vllm_mla"),
+        (("1b", "hybrid", "ngram", "v1", "full"), "vllm_hybrid_ngram_v1"),
     ],
 )
-def test_every_setting_has_a_file_of_its_own(settings: tuple[str, str, bool, str, str], name: str) -> None:
+def test_every_setting_has_a_file_of_its_own(settings: tuple[str, str, str | None, str, str], name: str) -> None:
     """Results do not overwrite each other."""
     assert vllm_plugin.name_of(*settings) == name
 

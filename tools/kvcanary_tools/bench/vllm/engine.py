@@ -23,18 +23,36 @@ from kvcanary_tools.bench.vllm.model import (
 from kvcanary_tools.bench.vllm.turns import agreement, by_step, stepped, throughput
 
 WARM_UPS = 2
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+def draft_always(runner: Any) -> None:
+    """Propose the last token again, where nothing matches what was generated: each row that decodes has drafts.
+
+    runner: of n-grams, which proposes at times only
+    """
+    propose = runner.drafter.propose
+
+    def always(*args: Any, **kwargs: Any) -> Any:
+        drafts, sampled = propose(*args, **kwargs), next(own for own in args if isinstance(own, list))
+        return [own or row[-1:] * 2 for own, row in zip(drafts, sampled, strict=True)]
+
+    runner.drafter.propose = always
 
 
 class Bench:
     """One vLLM in this process, with or without the plug-in."""
 
     def __init__(
-        self, folder: Path, size: str, eagle: bool, deadline: float, kind: str = "dense", **engine: Any
+        self, folder: Path, size: str, drafts: str | None, deadline: float, kind: str = "dense", **engine: Any
     ) -> None:
+        """drafts: `eagle` or `ngram`"""
         self.started, self.deadline = time.perf_counter(), deadline
         model = KINDS[kind].write(folder / "model", size)
         speculative = {}
-        if eagle:
+        if drafts == "ngram":
+            speculative["speculative_config"] = N_GRAMS
+        if drafts == "eagle":
             draft = write_model(folder / "draft", SHAPES[size] | {"num_hidden_layers": 1}, is_draft=True)
             speculative["speculative_config"] = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
         self.say("checkpoint")
@@ -53,6 +71,8 @@ class Bench:
         if loaded is not None:
             loaded(self.worker.model_runner.model)
         self.runner, self.scheduler = self.worker.model_runner, core.scheduler
+        if drafts == "ngram":
+            draft_always(self.runner)
         self.is_plugged = hasattr(self.worker, "kvcanary")  # by the entry point, where KVCANARY_MODE asked for it
         self.say(f"engine with {type(self.runner).__module__}")
 

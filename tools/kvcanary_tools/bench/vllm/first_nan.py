@@ -128,7 +128,7 @@ class Tries:
 def command(out: Path, work: Path, kind: str, layer: int, tries: int, deadline: float) -> None:
     out.mkdir(parents=True, exist_ok=True)
     plants = planted_at_start(layer)
-    bench = Bench(work, "1b", False, deadline, kind)
+    bench = Bench(work, "1b", None, deadline, kind)
     [plant] = plants
     graphs = str(bench.runner.compilation_config.cudagraph_mode)
     result: dict[str, Any] = {"kind": kind, "graphs": graphs, **machine(), "attention": bench.attention, "tries": []}

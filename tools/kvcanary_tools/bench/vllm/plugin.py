@@ -1,6 +1,6 @@
 """The plug-in inside a real vLLM: silent and cheap over 256 requests, then one fault at a time.
 
-    python -m kvcanary_tools.bench.vllm.plugin --out FOLDER [--kind mla] [--eagle] [--graphs none] [--faults]
+    python -m kvcanary_tools.bench.vllm.plugin --out FOLDER [--kind mla] [--drafts eagle] [--graphs none] [--faults]
 
 Needs a GPU and vllm. A Llama of 1.1 B random parameters is written first; requests share prefixes, prompts come in
 chunks, and the pool is small enough that requests are preempted. With and without the plug-in in turn, in one process,
@@ -36,7 +36,11 @@ GRAPHS = {
 )
 @click.option("--size", type=click.Choice(list(SHAPES)), default="1b", help="Parameters of the model.")
 @click.option("--kind", type=click.Choice(list(KINDS)), default="dense", help="Of cache.")
-@click.option("--eagle", is_flag=True, help="With an EAGLE draft of random weights, which is nearly always rejected.")
+@click.option(
+    "--drafts",
+    type=click.Choice(["eagle", "ngram"]),
+    help="EAGLE of random weights, which is nearly always rejected; or n-grams of what was generated, in every step.",
+)
 @click.option("--runner", type=click.Choice(["v2", "v1"]), default="v2", help="vLLM's model runner.")
 @click.option("--graphs", type=click.Choice(list(GRAPHS)), default="full", help="CUDA graphs; none is eager.")
 @click.option("--pairs", default=3, help="Interleaved pairs with and without.")
@@ -49,7 +53,7 @@ def command(
     work: Path,
     size: str,
     kind: str,
-    eagle: bool,
+    drafts: str | None,
     runner: str,
     graphs: str,
     pairs: int,
@@ -61,11 +65,11 @@ def command(
     out.mkdir(parents=True, exist_ok=True)
     if runner == "v1":  # vLLM takes the other one for this model
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    bench = Bench(work, size, eagle, deadline, kind, **GRAPHS[graphs])
+    bench = Bench(work, size, drafts, deadline, kind, **GRAPHS[graphs])
     runner = "v2" if hasattr(bench.runner, "req_states") else "v1"  # whatever was asked for
-    result: dict[str, Any] = {"size": size, "kind": kind, "eagle": eagle, "runner": runner, "graphs": graphs}
+    result: dict[str, Any] = {"size": size, "kind": kind, "drafts": drafts, "runner": runner, "graphs": graphs}
     result |= machine() | {"attention": bench.attention}
-    path = out / f"{name_of(size, kind, eagle, runner, graphs)}.json"
+    path = out / f"{name_of(size, kind, drafts, runner, graphs)}.json"
 
     def keep(name: str, part: Any) -> None:
         result[name] = part
@@ -85,12 +89,12 @@ def command(
         bench.say(f"{name}: {json.dumps(found)[:700]}")  # the last one leaves a broken engine
 
 
-def name_of(size: str, kind: str, eagle: bool, runner: str, graphs: str) -> str:
+def name_of(size: str, kind: str, drafts: str | None, runner: str, graphs: str) -> str:
     """Of the file: vllm, and what is not the usual."""
     parts = {
         size: "1b",
         kind: "dense",
-        "eagle" if eagle else "": "",
+        drafts or "": "",
         runner: "v2",
         "eager" if graphs == "none" else graphs: "full",
     }

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from kvcanary_tools.bench.vllm.cpu import BUDGET, ENVIRONMENT, REQUESTS, TOKENS, CpuBench, interpret, machine, told
+from kvcanary_tools.bench.vllm.engine import N_GRAMS, draft_always
 from kvcanary_tools.bench.vllm.hybrids.harms import CACHED_DRAFT_HARMS, HARMS, OWN_DRAFT_HARMS, DraftHarms, Harms
 from kvcanary_tools.bench.vllm.hybrids.models import draft_alike, randomise, write_hybrid
 from kvcanary_tools.bench.vllm.loads.restart import device_name
@@ -25,7 +26,6 @@ BLOCKS = {"gdn": 44, "mamba2": 20}  # so few that requests are preempted
 ON_GPU = 3, 128  # as many times more, as blocks are larger there, and tokens of a step
 KIND = Prompts(prefixes=3, prefix_tokens=150, shortest=60, longest=200, vocabulary=512)
 KEPT = ("code", "pool", "entry", "reader", "writer", "layers", "expected", "found", "history", "sentence")
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 REPORTED = ("forwards", "states_checked", "slots_checked", "fired", "unchecked", "not_watched", "watched")
 
@@ -173,7 +173,7 @@ def command(
         raise click.UsageError(
             "--mtp is of gdn, which has a layer that drafts, and in every step: leave out the others"
         )
-    engine = {"speculative_config": MTP if mtp else DRAFTS} if drafts else {}
+    engine = {"speculative_config": MTP if mtp else N_GRAMS} if drafts else {}
     is_slow = not has_gpu() and (runner == "v2" or (drafts and not no_cache))  # copies of the latter are kernels
     if is_slow:
         interpret("kvcanary_tools.bench.vllm.hybrids")
@@ -182,7 +182,7 @@ def command(
         bench = HybridBench(Path(folder), kind, enable_prefix_caching=not no_cache, **engine)
         record = {"kind": kind, "machine": machine() | {"device": device_name()}, "runner": runner}
         if always:
-            DraftHarms(bench).propose_always()
+            draft_always(bench.runner)
         if sparse:
             record["sparse"] = every_second_time(bench)
         else:

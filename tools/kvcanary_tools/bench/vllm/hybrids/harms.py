@@ -271,16 +271,6 @@ class DraftHarms(Harms):
         name, row, _ = chosen[0]
         return self._strike(name, self.state_of(name, row, 1))
 
-    def propose_always(self) -> None:
-        """The last token again, where nothing matches what was generated: each row that decodes has drafts."""
-        propose = self.runner.drafter.propose
-
-        def always(*args: Any, **kwargs: Any) -> Any:
-            drafts, sampled = propose(*args, **kwargs), next(own for own in args if isinstance(own, list))
-            return [own or row[-1:] * 2 for own, row in zip(drafts, sampled, strict=True)]
-
-        self.runner.drafter.propose = always
-
     def propose_every_second_time(self) -> None:
         """As where nothing matches what was generated: the steps between have no drafts."""
         propose, turns = self.runner.drafter.propose, cycle((True, False))
