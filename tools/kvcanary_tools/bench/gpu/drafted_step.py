@@ -1,7 +1,7 @@
 """What the canary costs a captured step with drafts: ``python -m kvcanary_tools.bench.gpu.drafted_step``.
 
-Random weights of Llama-3-8B's shape in bf16 and an EAGLE head of the same widths, both made on the device, so that
-hardly a draft is accepted; trees and chains, requests of 4,096 tokens, overlap schedule. Engines without a canary, with
+Random weights of Llama-3-8B's shape, or with ``--model Qwen3.5-9B`` of that hybrid's, in bf16, and an EAGLE head of the
+same widths, both made on the device, so that hardly a draft is accepted; trees and chains, requests of 4,096 tokens, overlap schedule. Engines without a canary, with
 ``content=write`` and with the default rolling check take turns, some rounds of steps each, and are made anew until each
 has had every place in the device's memory; a step is timed from the host. All as in `kvcanary_tools.bench.gpu.step`.
 A draft substep lasts from where the index arrays of a draft forward are built to where those of the next forward are,
@@ -43,26 +43,27 @@ FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of the canaries, 
 MOST_FEW = 16
 RESERVE = 12 * step.PAGE_SIZE  # slots of a request for its branches, and for pages in quarantine
 SUBSTEP_STEPS = 16  # of a round in which substeps are timed
-NAME = "gpu_drafted_step"
+#: Records, by the model.
+NAMES = {"Llama-3-8B": "gpu_drafted_step", "Qwen3.5-9B": "gpu_drafted_step_hybrid"}
 
 
-def main(cases: Sequence[tuple[str, int]] = CASES, places: int | None = None) -> None:
+def main(cases: Sequence[tuple[str, int]] = CASES, places: int | None = None, name: str = "Llama-3-8B") -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.gpu.drafted_step measures a CUDA device, and there is none here")
-    model = step.random_decoder(step.LLAMA_8B)
+    model = step.random_decoder(step.MODELS[name][1])
     head, rows = random_head(model), []
     for drafts, size in cases:
         rows.append(measure(drafts, size, model, head, ROUNDS[size], places))
         tell(rows[-1])
         result = {
-            "what": f"milliseconds of a step with drafts, {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape and "
+            "what": f"milliseconds of a step with drafts, {step.PROMPT_LEN} tokens a request, {name}'s shape and "
             "an EAGLE head, bf16, overlap; canary on / off",
             "machine": machine() | device(),
             "drafts": DRAFTS,
             "steps": step.STEPS,
             "rows": rows,
         }
-        save(NAME, result)
+        save(NAMES[name], result)
 
 
 def tell(row: dict) -> None:
@@ -75,8 +76,9 @@ def tell(row: dict) -> None:
 
 
 def random_head(model: Decoder) -> Eagle:
-    """One layer of the model's own widths, on its device."""
-    return step.drawn(lambda: Eagle(replace(model.config, num_layers=1), model), model.embed_weight.device.type)
+    """One layer of attention of the model's own widths, on its device."""
+    config = replace(model.config, num_layers=1, delta=None, delta_layers=())
+    return step.drawn(lambda: Eagle(config, model), model.embed_weight.device.type)
 
 
 def measure(
@@ -85,7 +87,8 @@ def measure(
     """A row of the table; ``settings``: of the engines, beside those of DRAFTS. ``places``: None: one an engine."""
     names = FEW if size <= MOST_FEW else MANY
     places = min(places or len(names), len(names))
-    fits = fit(size, len(names), slots_of(2 * rounds), model)
+    nodes = int(DRAFTS[drafts].get("num_draft_tokens", DRAFTS[drafts]["num_steps"] + 1))
+    fits = fit(size, len(names), slots_of(2 * rounds), model, nodes=nodes)
     size = fits.requests
     orders = in_orders(names, places, lambda own: _one_order(drafts, size, model, head, own, rounds, settings))
     seconds, substeps = (mean_over([own[part] for own in orders]) for part in range(2))
@@ -196,5 +199,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", type=case, action="append", help="DRAFTSxREQUESTS, such as treex16")
     parser.add_argument("--places", type=int, choices=(1, 2, 3), help="orders of engines; by default one for each")
+    parser.add_argument("--model", choices=NAMES, default="Llama-3-8B", help="whose shape; by default Llama-3-8B's")
     arguments = parser.parse_args()
-    main(arguments.case or CASES, arguments.places)
+    main(arguments.case or CASES, arguments.places, arguments.model)

@@ -33,15 +33,16 @@ class Fit:
         return {"asked": self.asked, "fitted_to_gb": round(self.free / 1e9, 1)}
 
 
-def fit(asked: int, engines: int, slots: int, model: Decoder, free: int | None = None) -> Fit:
+def fit(asked: int, engines: int, slots: int, model: Decoder, free: int | None = None, nodes: int = 0) -> Fit:
     """For engines that hold their pools at the same time, each with so many slots a request.
 
+    nodes: of its drafts, behind each of which a recurrent layer leaves a state
     free: bytes; None: of the model's device, where that is a GPU. SystemExit where not one request fits.
     """
     if free is None and not model.embed_weight.is_cuda:
         return Fit(asked, asked)
     free = torch.cuda.mem_get_info(model.embed_weight.device)[0] if free is None else free
-    a_request = engines * (slots * slot_bytes(model) * RECORDS + state_bytes(model))
+    a_request = engines * (slots * slot_bytes(model) * RECORDS + (1 + nodes) * state_bytes(model))
     most = int((free - SPARE) // a_request)
     if most < 1:
         sys.exit(
