@@ -15,7 +15,7 @@ import functools
 import inspect
 import weakref
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import structlog
 import torch
@@ -34,7 +34,7 @@ from kvcanary.adapters.transformers.judging import DENSE_FED, NOT_KNOWN, DenseCa
 from kvcanary.adapters.transformers.needs import NEEDED, TESTED, check, closed_paths
 from kvcanary.adapters.transformers.positions import fed_by
 from kvcanary.adapters.transformers.states import states_of
-from kvcanary.adapters.transformers.unwatched import Unwatched, cache_argument, cache_given
+from kvcanary.adapters.transformers.unwatched import Unwatched, cache_argument, cache_given, cache_in
 from kvcanary.adapters.transformers.weights import Weights
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, HookOrderError, PlanError
@@ -70,8 +70,11 @@ class Handle:
         canary.num_layers = max(canary.num_layers, int(getattr(model.config, "num_hidden_layers", 0) or 0))
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._in_use: list[Any] | None = None  # caches of the generate() that runs
-        self._row_tokens: Tensor | None = None
+        self._row_tokens: Tensor | None = None  # of whole rows, or of a part of a prompt that is fed in chunks
+        self._prompt: Tensor | None = None  # whole rows, while they are fed in chunks
+        self._num_missing = 0  # entries of a row in front of the tokens that generate() knows
         self._before = 0
+        self._is_without = False  # the forward that runs was given no cache
         self._weights = Weights(model)
         self._unwatched = Unwatched(model, canary.config, canary.coverage)
         self._parameters = tuple(inspect.signature(model.forward).parameters)
@@ -83,7 +86,7 @@ class Handle:
         ]
         self._replaced = {"generate": self._generate}
         if "tokens of rows" not in canary.closed:
-            self._replaced["prepare_inputs_for_generation"] = self._prepare
+            self._replaced |= {"prepare_inputs_for_generation": self._prepare, "_prefill": self._prefill}
         self._batching = Batching(model.config, canary)
         if hasattr(model, "generate_batch"):
             self._replaced["generate_batch"] = self._generate_batch
@@ -172,7 +175,7 @@ class Handle:
                     cache.kv_rows.reread_all(cache._held, ("release", 0))
             return output
         finally:
-            self._in_use, self._row_tokens = outer, None
+            self._in_use, self._row_tokens, self._num_missing = outer, None, 0
 
     @property
     def _num_entries(self) -> int:
@@ -193,6 +196,36 @@ class Handle:
             self._unwatched.ended("generate_batch", before, self._num_entries - entries)
         return output
 
+    def _prefill(
+        self, method: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """The first forwards of a generate(), whose rows may begin with what it has no tokens of."""
+        embeds, mask = (model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask"))
+        masked = mask.shape[1] if _is_of_rows(mask) else getattr(generation_config, "_mask_length", None) or 0
+        known, given = input_ids.shape[1], 0 if embeds is None else embeds.shape[1]
+        self._num_missing = max(known, masked, given) - known
+        if generation_config.prefill_chunk_size is not None:
+            self._prompt = self._whole(input_ids)
+        try:
+            return method(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            self._prompt = None
+
+    def _whole(self, tokens: Tensor) -> Tensor:
+        """[batch, n] tokens behind those that nobody knows."""
+        return torch.nn.functional.pad(tokens, (self._num_missing, 0), value=NOT_KNOWN)
+
+    def _rows_of(self, prepared: Tensor, named: dict[str, Any], fed: int, length: int) -> Tensor:
+        """[batch, n] tokens of whole rows, of which the last `fed` are fed to a cache of this length.
+
+        prepared: what generate() had the forward prepared for
+        """
+        if self._prompt is None:
+            return self._whole(prepared)
+        mask = named.get("attention_mask")  # of all entries up to the end of this chunk
+        return self._prompt[:, : mask.shape[1] if _is_of_rows(mask) else length + fed]
+
     def _prepare(self, method: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = method(input_ids, *args, **kwargs)
         fed = inputs.get("input_ids")
@@ -212,37 +245,53 @@ class Handle:
                 self._unwatched.skip(reason)
             return
         if cache is None:
-            self._unwatched.skip(f"a forward was given no {self._cache}")
+            self._is_without = True  # until it is over: a model may make its own
             return
-        if not isinstance(cache, CanaryCache):
-            try:
-                watch(cache, self._canary)
-            except (AdapterError, PlanError) as error:
-                self._unwatched.refuse(error)
-                return
-            self._caches.add(cache)
-        is_new = self._in_use is None or not any(cache is known for known in self._in_use)
-        if self._in_use is not None and is_new:
-            self._in_use.append(cache)
+        if not self._watch(cache):
+            return
+        is_new = self._use(cache)
         num_fed = 1 if tokens is None else tokens.shape[1]
         if states := states_of(cache):
             cache.kv_rows.begin(states, num_fed)
         self._before = cache.kv_rows.length
         if row_tokens is not None and tokens is not None:
-            cache.kv_rows.expect(row_tokens, tokens.shape[1])
-        self._judge_inputs(cache.kv_rows, named, is_new)
+            rows, fed = cache.kv_rows, tokens.shape[1]
+            rows.expect(self._rows_of(row_tokens, named, fed, rows.length), fed)
+        self._judge_inputs(cache.kv_rows, named, self._before, is_new)
 
-    def _judge_inputs(self, rows: DenseRows, named: dict[str, Any], is_new: bool) -> None:
-        """`is_new`: the first forward of a generate() over this cache, or one that its caller runs by itself."""
-        fed = fed_by(named, rows.length)
+    def _watch(self, cache: Any) -> bool:
+        """Watch a cache, if nobody does; False where it is not followed."""
+        if not isinstance(cache, CanaryCache):
+            try:
+                watch(cache, self._canary)
+            except (AdapterError, PlanError) as error:
+                self._unwatched.refuse(error)
+                return False
+            self._caches.add(cache)
+        return True
+
+    def _use(self, cache: Any) -> bool:
+        """A forward uses this cache; gives whether it is the first of the generate() that runs, or there is none."""
+        is_new = self._in_use is None or not any(cache is known for known in self._in_use)
+        if self._in_use is not None and is_new:
+            self._in_use.append(cache)
+        return is_new
+
+    def _judge_inputs(self, rows: DenseRows, named: dict[str, Any], before: int, is_new: bool) -> None:
+        """before: entries of a row;  is_new: the first forward of a generate() over this cache, or one that its caller
+        runs by itself
+        """
+        fed = fed_by(named, before)
         count = 1 if fed is None else fed.positions.shape[1]
         if is_new:
-            rows.written_by(self._weights.number(looks=count > 1 or not rows.length), count)
+            rows.written_by(self._weights.number(looks=count > 1 or not before), count)
         rows.go_on(fed, count)
 
     def _after_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         named = self._by_name(args, kwargs)
         cache, tokens = cache_given(named), named.get("input_ids")
+        if self._is_without:
+            self._is_without, cache = False, self._made(named, output)
         if isinstance(cache, CanaryCache):
             if tokens is None:
                 tokens = torch.full(named["inputs_embeds"].shape[:2], NOT_KNOWN)
@@ -251,5 +300,23 @@ class Handle:
             if states:
                 cache.kv_rows.left(states)
 
+    def _made(self, named: dict[str, Any], output: Any) -> Any:
+        """The cache that a forward without one has made, followed from here on: what lies there counts as it lies."""
+        cache = cache_in(output)
+        if cache is None or isinstance(cache, CanaryCache):
+            self._unwatched.skip(f"a forward was given no {self._cache}")
+            return None
+        if not self._watch(cache):
+            return None
+        self._use(cache)
+        self._before = 0
+        self._judge_inputs(cache.kv_rows, named, 0, is_new=True)
+        return cache
+
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._parameters, args, strict=False)) | kwargs
+
+
+def _is_of_rows(mask: Any) -> TypeGuard[Tensor]:
+    """Whether an attention mask is [batch, entries]; models may be given others."""
+    return isinstance(mask, Tensor) and mask.dim() == 2

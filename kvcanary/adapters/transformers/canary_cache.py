@@ -17,8 +17,11 @@ from kvcanary.adapters.transformers.states import STATEFUL, UNFOLLOWED, states_o
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, CanaryConfigError, HookOrderError, PlanError
 
+STORES_NOTHING = "DummyLayer"  # of a layer without attention, or with that of another's K and V
 #: Layers whose tensors hold the last entries of the row, in order. Others are refused, never half-followed.
-FOLLOWED = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", *STATEFUL)
+FOLLOWED = (
+    "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", *STATEFUL, STORES_NOTHING,
+)  # fmt: skip
 
 
 def make_canary(config: CanaryConfig | None) -> DenseCanary:
@@ -152,7 +155,8 @@ def watch(cache: Any, canary: DenseCanary) -> Any:
         _expect_followed(layer)
     rows = DenseRows(canary)
     for number, layer in enumerate(cache.layers):
-        if getattr(layer, "is_initialized", False) and hasattr(layer, "keys") and int(layer.get_seq_length()):
+        is_there = getattr(layer, "is_initialized", False) and getattr(layer, "keys", None) is not None
+        if is_there and int(layer.get_seq_length()):
             rows.adopt(number, layer.keys, layer.values, int(layer.get_seq_length()))
     if lying := states_of(cache):
         rows.states.keep(lying, rows.length or 1)

@@ -240,15 +240,18 @@ class DenseRows:
             self._report([dense_violation("R6", (), 0, 0, _site(self.length, count), sides)])
 
     def expect(self, row_tokens: Tensor, num_fed: int) -> None:
-        """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6)."""
+        """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6); NOT_KNOWN
+        where nobody says.
+        """
         past = row_tokens.shape[1] - num_fed
         if self.states.is_trusted and not self.layers:  # nobody knows how many tokens they had absorbed
             self.states.absorbed, self.states.is_trusted = past, False
-        known = self._known(self.length, len(row_tokens))
-        violations = judge_tokens(
-            known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens
-        )
-        self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
+        known, wanted = self._known(self.length, len(row_tokens)), row_tokens[:, :past].cpu()
+        violations = judge_tokens(known, wanted, _site(past, num_fed), self.canary.config.show_tokens)
+        is_unknown = known == NOT_KNOWN
+        if known.shape == wanted.shape:
+            is_unknown |= wanted == NOT_KNOWN
+        self.canary.coverage.skip("entries whose token nobody said", int(is_unknown.sum()))
         self._report(violations)
 
     def fed(self, tokens: Tensor, before: int, has_states: bool = False) -> None:

@@ -303,13 +303,15 @@ def judge_reread(canary: DenseCanary, reread: Reread, fingerprints: Tensor, seen
 
 
 def judge_tokens(known: Tensor, wanted: Tensor, site: Site, show_tokens: bool) -> list[Violation]:
-    """R10 and R6: rows of the cache against those that the model is called for; both [batch, n] int64 on the host."""
+    """R10 and R6: rows of the cache against those that the model is called for; both [batch, n] int64 on the host,
+    NOT_KNOWN where nobody says.
+    """
     if known.shape != wanted.shape:
         position = min(known.shape[1], wanted.shape[1])
         rows, entries = ({"rows": len(side), "length": side.shape[1]} for side in (wanted, known))
         return [dense_violation("R10", (), 0, position, site, (rows, entries))]
     violations = []
-    differs = (known != wanted) & (known != NOT_KNOWN)
+    differs = (known != wanted) & (known != NOT_KNOWN) & (wanted != NOT_KNOWN)
     for row in differs.any(1).nonzero().flatten().tolist():
         position = int(differs[row].nonzero()[0])
         rows_of_it = (known[row] == wanted).all(1).nonzero().flatten().tolist()

@@ -32,7 +32,10 @@ PATHS: Mapping[str, Alternatives] = {
         ),
     ),
     "tokens of rows": (
-        (Needed(f"{_GENERATION}prepare_inputs_for_generation", ("self", "input_ids", "next_sequence_length")),),
+        (
+            Needed(f"{_GENERATION}prepare_inputs_for_generation", ("self", "input_ids", "next_sequence_length")),
+            Needed(f"{_GENERATION}_prefill", ("self", "input_ids", "generation_config", "model_kwargs")),
+        ),
     ),
     "crop": (
         (Needed(f"{_CACHE}crop", ("self", "max_length")),),  # 5.14

@@ -26,6 +26,7 @@ STATEFUL = (
     "LinearAttentionAndStaticSlidingWindowAttentionLayer",
 )
 PARTS = ("conv_states", "recurrent_states")
+OF_CACHES = "linear_cache"  # a list of a cache itself, by layer, as MiniMax has it
 SAMPLED = 64  # under `rolling`, one word in so many
 NOT_WORDS = "recurrent states that are no whole 32-bit words"
 UNFOLLOWED = "recurrent states taken as they lay"
@@ -34,7 +35,9 @@ Place = tuple[int, str]  # layer and part
 
 def states_of(cache: Any) -> dict[Place, Tensor]:
     """By layer and part, [batch, ...]; where a layer has several of a part, each under a name of its own."""
-    return {place: tensor for number, layer in enumerate(cache.layers) for place, tensor in _states_in(number, layer)}
+    own = {place: tensor for number, layer in enumerate(cache.layers) for place, tensor in _states_in(number, layer)}
+    of_cache = enumerate(getattr(cache, OF_CACHES, ()))
+    return own | {(number, OF_CACHES): state for number, state in of_cache if isinstance(state, Tensor)}
 
 
 def _states_in(number: int, layer: Any) -> Iterator[tuple[Place, Tensor]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import structlog
+from transformers.cache_utils import Cache
 
 from kvcanary.calls.coverage import Coverage
 from kvcanary.config import CanaryConfig
@@ -38,6 +39,12 @@ def cache_argument(model: Any) -> str:
 def cache_given(named: Mapping[str, Any]) -> Any:
     """The cache that a forward is given, also under a name that its release only still accepts; None without one."""
     return next((named[name] for name in CACHES if named.get(name) is not None), None)
+
+
+def cache_in(output: Any) -> Any:
+    """The decoder's cache that a forward gives back, by whatever name, or in a tuple; None without one."""
+    every = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return next((own for own in every if isinstance(own, Cache)), None)
 
 
 class Unwatched:

@@ -656,14 +656,14 @@ def test_a_layer_that_is_left_out_is_found(models, generate, monkeypatch) -> Non
 
 
 def test_arguments_by_place_and_embeddings(models) -> None:
-    """A cache that is given by place is followed too; a forward without one is counted, as are unknown tokens."""
+    """A cache that is given by place is followed too; a forward without any is counted, as are unknown tokens."""
     model, cache = models(), transformers.DynamicCache()
     prompt = torch.arange(3, 10)[None]
     with torch.no_grad(), attach(model, FULL) as handle:
         model(prompt, None, None, cache)
         assert isinstance(cache, CanaryCache)
         assert cache.kv_rows.tokens.tolist() == prompt.tolist()
-        model(prompt)
+        model(prompt, use_cache=False)
         assert handle.certificate()["unchecked"] == {"forwards without a cache that is watched": 1}
         embeds = model.get_input_embeddings()(prompt[:, :2])
         model(inputs_embeds=embeds, **{CACHE: cache})

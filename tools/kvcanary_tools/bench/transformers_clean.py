@@ -17,6 +17,7 @@ import transformers
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters.transformers import attach
+from kvcanary.adapters.transformers.unwatched import cache_argument
 from kvcanary_tools.bench.common import events_to_stderr, machine, progress, save
 
 ROWS, TOKENS, WINDOW = 10**6, 120, 8
@@ -54,6 +55,10 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "assisted": ({}, 1),  # an assistant of the same family
     "lookup": ({"prompt_lookup_num_tokens": 3}, 1),
     "static": ({"cache_implementation": "static", "disable_compile": True}, 2),
+    "chunks": ({"prefill_chunk_size": 3}, 2),
+    "embeddings": ({}, 2),  # of the prompt, in place of its tokens
+    "turns": ({}, 2),  # a second prompt goes on over the cache of the first one
+    "new tokens": ({}, 2),  # the same, of which only these are given
 }
 
 
@@ -136,6 +141,14 @@ def generate(
     if way == "assisted":
         arguments = {"assistant_model": assistant}
     mask = torch.ones_like(prompt)
+    if way == "embeddings":
+        arguments, prompt = {"inputs_embeds": model.get_input_embeddings()(prompt)}, None
+    elif way in ("turns", "new tokens"):
+        first = model.generate(prompt, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True)
+        cache = next(own for own in first.values() if isinstance(own, transformers.Cache))
+        whole = torch.cat((first.sequences, prompt[:, :3]), 1)
+        arguments, mask = {cache_argument(model): cache}, torch.ones_like(whole)
+        prompt = whole[:, cache.get_seq_length() :] if way == "new tokens" else whole
     return model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, **arguments, **others)
 
 

@@ -1,9 +1,10 @@
 """What the canary costs a captured step with drafts: ``python -m kvcanary_tools.bench.gpu.drafted_step``.
 
 Random weights of Llama-3-8B's shape, or with ``--model Qwen3.5-9B`` of that hybrid's, in bf16, and an EAGLE head of the
-same widths, both made on the device, so that hardly a draft is accepted; trees and chains, requests of 4,096 tokens, overlap schedule. Engines without a canary, with
-``content=write`` and with the default rolling check take turns, some rounds of steps each, and are made anew until each
-has had every place in the device's memory; a step is timed from the host. All as in `kvcanary_tools.bench.gpu.step`.
+same widths, both made on the device, so that hardly a draft is accepted; trees and chains, requests of 4,096 tokens,
+overlap schedule. Engines without a canary, with ``content=write`` and with the default rolling check take turns, some
+rounds of steps each, and are made anew until each has had every place in the device's memory; a step is timed from the
+host. All as in `kvcanary_tools.bench.gpu.step`.
 A draft substep lasts from where the index arrays of a draft forward are built to where those of the next forward are,
 the target's behind the last: with the selection that follows it. Stamps that the captured graphs hold time it, in every
 engine alike, in rounds of their own; what the canary adds is the difference of two medians of one round.
