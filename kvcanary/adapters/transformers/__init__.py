@@ -15,7 +15,7 @@ import functools
 import inspect
 import weakref
 from types import TracebackType
-from typing import Any, TypeGuard
+from typing import Any
 
 import structlog
 import torch
@@ -72,6 +72,7 @@ class Handle:
         self._in_use: list[Any] | None = None  # caches of the generate() that runs
         self._row_tokens: Tensor | None = None  # of whole rows, or of a part of a prompt that is fed in chunks
         self._prompt: Tensor | None = None  # whole rows, while they are fed in chunks
+        self._prompt_end: int | None = None  # of its last chunk; None before the first
         self._num_missing = 0  # entries of a row in front of the tokens that generate() knows
         self._before = 0
         self._is_without = False  # the forward that runs was given no cache
@@ -201,12 +202,14 @@ class Handle:
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         """The first forwards of a generate(), whose rows may begin with what it has no tokens of."""
-        embeds, mask = (model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask"))
-        masked = mask.shape[1] if _is_of_rows(mask) else getattr(generation_config, "_mask_length", None) or 0
+        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        masked = getattr(generation_config, "_mask_length", None) or 0  # where it was dropped, since it hides nothing
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            masked = mask.shape[1]
         known, given = input_ids.shape[1], 0 if embeds is None else embeds.shape[1]
         self._num_missing = max(known, masked, given) - known
         if generation_config.prefill_chunk_size is not None:
-            self._prompt = self._whole(input_ids)
+            self._prompt, self._prompt_end = self._whole(input_ids), None
         try:
             return method(input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
@@ -216,15 +219,15 @@ class Handle:
         """[batch, n] tokens behind those that nobody knows."""
         return torch.nn.functional.pad(tokens, (self._num_missing, 0), value=NOT_KNOWN)
 
-    def _rows_of(self, prepared: Tensor, named: dict[str, Any], fed: int, length: int) -> Tensor:
+    def _rows_of(self, prepared: Tensor, fed: int, length: int) -> Tensor:
         """[batch, n] tokens of whole rows, of which the last `fed` are fed to a cache of this length.
 
         prepared: what generate() had the forward prepared for
         """
         if self._prompt is None:
             return self._whole(prepared)
-        mask = named.get("attention_mask")  # of all entries up to the end of this chunk
-        return self._prompt[:, : mask.shape[1] if _is_of_rows(mask) else length + fed]
+        self._prompt_end = fed + (length if self._prompt_end is None else self._prompt_end)
+        return self._prompt[:, : self._prompt_end]
 
     def _prepare(self, method: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = method(input_ids, *args, **kwargs)
@@ -249,14 +252,16 @@ class Handle:
             return
         if not self._watch(cache):
             return
-        is_new = self._use(cache)
+        is_new = self._in_use is None or not any(cache is known for known in self._in_use)
+        if self._in_use is not None and is_new:
+            self._in_use.append(cache)
         num_fed = 1 if tokens is None else tokens.shape[1]
         if states := states_of(cache):
             cache.kv_rows.begin(states, num_fed)
         self._before = cache.kv_rows.length
         if row_tokens is not None and tokens is not None:
             rows, fed = cache.kv_rows, tokens.shape[1]
-            rows.expect(self._rows_of(row_tokens, named, fed, rows.length), fed)
+            rows.expect(self._rows_of(row_tokens, fed, rows.length), fed)
         self._judge_inputs(cache.kv_rows, named, self._before, is_new)
 
     def _watch(self, cache: Any) -> bool:
@@ -269,13 +274,6 @@ class Handle:
                 return False
             self._caches.add(cache)
         return True
-
-    def _use(self, cache: Any) -> bool:
-        """A forward uses this cache; gives whether it is the first of the generate() that runs, or there is none."""
-        is_new = self._in_use is None or not any(cache is known for known in self._in_use)
-        if self._in_use is not None and is_new:
-            self._in_use.append(cache)
-        return is_new
 
     def _judge_inputs(self, rows: DenseRows, named: dict[str, Any], before: int, is_new: bool) -> None:
         """before: entries of a row;  is_new: the first forward of a generate() over this cache, or one that its caller
@@ -308,15 +306,9 @@ class Handle:
             return None
         if not self._watch(cache):
             return None
-        self._use(cache)
         self._before = 0
         self._judge_inputs(cache.kv_rows, named, 0, is_new=True)
         return cache
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._parameters, args, strict=False)) | kwargs
-
-
-def _is_of_rows(mask: Any) -> TypeGuard[Tensor]:
-    """Whether an attention mask is [batch, entries]; models may be given others."""
-    return isinstance(mask, Tensor) and mask.dim() == 2

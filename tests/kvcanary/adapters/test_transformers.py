@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from kvcanary.adapters import compatibility  # noqa: E402
 from kvcanary.adapters import transformers as adapter  # noqa: E402
 from kvcanary.adapters.transformers import CanaryCache, attach  # noqa: E402
-from kvcanary.adapters.transformers.unwatched import cache_argument  # noqa: E402
+from kvcanary.adapters.transformers.unwatched import CACHES, cache_argument  # noqa: E402
 from kvcanary.errors import AdapterError, CanaryNotRunningError  # noqa: E402
 from kvcanary_tools.bench import transformers_clean  # noqa: E402
 
@@ -439,7 +439,7 @@ STATEFUL = [_mamba, lambda: _mamba("FalconMamba"), _rwkv]
 def test_a_model_of_which_nothing_can_be_watched_is_refused(make, mode: str) -> None:
     """Its state comes under a name that is no cache's: an error with the names, and nothing is attached."""
     model = make()
-    if CACHE in inspect.signature(model.forward).parameters:
+    if {*CACHES} & {*inspect.signature(model.forward).parameters}:
         pytest.skip("its state is a cache in this release: refused at the first forward")
     with pytest.raises(
         AdapterError,
@@ -455,7 +455,7 @@ def test_a_model_of_which_nothing_can_be_watched_is_refused(make, mode: str) -> 
 def test_a_state_that_is_a_cache_is_watched(make, content: str) -> None:
     """Where a release gives such models a cache: equal tokens, and every state was judged."""
     model = make()
-    if CACHE not in inspect.signature(model.forward).parameters:
+    if not {*CACHES} & {*inspect.signature(model.forward).parameters}:
         pytest.skip("its state is no cache in this release: refused by attach")
     prompt = torch.arange(3, 10)[None]
     expected = model.generate(prompt, max_new_tokens=3, do_sample=False)

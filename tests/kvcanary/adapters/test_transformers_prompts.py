@@ -105,6 +105,41 @@ def test_a_turn_over_the_cache_of_another_text_is_found(models, chunk: int | Non
         assert (finding.code, finding.position) == ("R6", 4)
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_entries_that_are_lost_between_chunks_are_found(models, monkeypatch, is_padded: bool) -> None:
+    """The cache is cut behind the first chunk: shorter than the mask says, or what was fed before."""
+    model, mask = models(), torch.ones_like(PROMPT)
+    mask[0, :2] = 1 - is_padded
+    with attach(model, FULL):
+        right, seen = model.prepare_inputs_for_generation, list[Any]()
+
+        def cut(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append(tokens)
+            if len(seen) == 2:
+                kwargs[cache_argument(model)].crop(2 if transformers.__version__.startswith("5.14.") else -2)
+            return right(tokens, *args, **kwargs)
+
+        monkeypatch.setattr(model, "prepare_inputs_for_generation", cut)
+        with pytest.raises(KVCorruptionError) as caught:
+            more(model, PROMPT, attention_mask=mask, prefill_chunk_size=4)
+    [finding] = caught.value.findings
+    assert (finding.code, finding.expected["length"], finding.found["length"]) == ("R10", 4, 2)
+
+
+def test_a_loop_of_ones_own_behind_embeddings_is_sound(models) -> None:
+    """Who prepares inputs by himself, behind a generate() that had no tokens, is not taken for that one."""
+    model = models()
+    with torch.no_grad(), attach(model, FULL) as handle:
+        more(model, None, inputs_embeds=model.get_input_embeddings()(PROMPT))
+        cache = transformers.DynamicCache()
+        for end in 10, 11, 12:
+            text = torch.cat((PROMPT, PROMPT), 1)[:, :end]
+            fed = None if end == 10 else 1
+            own = {cache_argument(model): cache, "next_sequence_length": fed, "is_first_iteration": end == 10}
+            model(**model.prepare_inputs_for_generation(text, **own))
+    assert handle.findings == []
+
+
 def test_an_entry_too_many_in_chunks_is_found(models, monkeypatch) -> None:
     """A chunk that is fed twice: rows are longer than what the prompt says."""
     model = models()
@@ -124,6 +159,8 @@ def test_an_entry_too_many_in_chunks_is_found(models, monkeypatch) -> None:
 @pytest.mark.parametrize("family", STORING_LESS)
 def test_layers_that_store_nothing_are_no_hindrance(family: str) -> None:
     """Layers without attention, and those that read what others store: greedy, beams and a second turn are sound."""
+    if family == "NemotronH" and transformers.__version__.startswith("5.14."):
+        pytest.skip("transformers 5.14 makes no NemotronH with layers of an MLP alone")
     model = make(*STORING_LESS[family])
     for settings in {}, {"num_beams": 3}:
         expected = more(model, PROMPT, **settings)
@@ -146,11 +183,9 @@ def test_the_cache_that_a_first_call_makes_is_followed(models) -> None:
         cache = cache_in(model(PROMPT))
         assert isinstance(cache, CanaryCache)
         assert cache.kv_rows.tokens.tolist() == PROMPT.tolist()
-        model(torch.tensor([[5]]), **{cache_argument(model): cache})
-        unchecked = handle.certificate()["unchecked"]
-        assert set(unchecked) == {"entries taken as they lay"}
+        assert set(handle.certificate()["unchecked"]) == {"entries taken as they lay"}
         with pytest.raises(KVCorruptionError, match="W5"):
-            model(torch.tensor([[6]]), position_ids=torch.tensor([[10]]), **{cache_argument(model): cache})
+            model(torch.tensor([[5]]), position_ids=torch.tensor([[11]]), **{cache_argument(model): cache})
 
 
 def test_bytes_that_change_behind_a_first_call_are_found(models) -> None:
