@@ -15,6 +15,7 @@ TEXT_AND_VISION = 4  # axes of positions of which the first counts text as if th
 class Fed(NamedTuple):
     """What a forward is fed, [batch, n] on the host.
 
+    is_real: what the mask hides is padding, which positions count or do not
     counted: positions where what the mask shows now is counted: it may hide entries of which earlier ones did not know
              that they are padding, as those behind the end of a row; None without a mask of whole rows
     """
@@ -81,16 +82,21 @@ class RowPositions:
         self._next, wrong = known.clone(), list[WrongPosition]()
         for row, start in enumerate(known.tolist()):
             entries = fed.is_real[row].nonzero().flatten()
-            if not len(entries):
+            if not len(entries) and start < 0:
                 continue
-            positions = fed.positions[row, entries]
-            wanted = (int(positions[0]) if start < 0 else start) + line[: len(entries)]
-            is_counted = fed.counted is not None and torch.equal(positions, fed.counted[row, entries])
-            differs = wanted[:0] if is_counted else (positions != wanted).nonzero().flatten()
+            own, every = fed.positions[row, entries], fed.positions[row, entries[0] if start < 0 else 0 :]
+            first = int(own[0]) if start < 0 else start
+            if torch.equal(every, first + line[: len(every)]):  # what the mask hides is counted, too
+                self._next[row] = first + len(every)
+                continue
+            differs = (own != first + line[: len(own)]).nonzero().flatten()
+            if fed.counted is not None and torch.equal(own, fed.counted[row, entries]):
+                differs = differs[:0]
             if len(differs) and start >= 0:
                 place = int(differs[0])
-                wrong.append(WrongPosition(row, int(entries[place]), int(wanted[place]), int(positions[place])))
-            self._next[row] = NO_POSITION if len(differs) and start < 0 else int(positions[-1]) + 1
+                wrong.append(WrongPosition(row, int(entries[place]), first + place, int(own[place])))
+            if len(own):
+                self._next[row] = NO_POSITION if len(differs) and start < 0 else int(own[-1]) + 1
         return wrong
 
     def cropped(self, count: int, length: int) -> None:

@@ -194,3 +194,54 @@ def test_a_training_loop(models) -> None:
             with torch.no_grad():
                 next(model.parameters()).mul_(1)
         assert handle.certificate()["findings"] == []
+
+
+def _fed(positions: list[int], shown: str) -> Fed:
+    """What a row is fed last; `shown`: of all its entries, 1 or 0."""
+    mask, given = torch.tensor([[int(one) for one in shown]]), torch.tensor([positions])
+    found = fed_by({"input_ids": given, "position_ids": given, "attention_mask": mask}, len(shown) - len(positions))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parts", "wrong"),
+    [
+        ([([0, 1, 2], "111"), ([3, 4], "10"), ([5], "1")], []),  # a token that looks like padding, which counts
+        ([([0, 1, 2], "111"), ([3, 4], "10"), ([4], "1")], []),  # one that does not
+        ([([0, 1, 2], "111"), ([3, 4], "00"), ([5, 6], "01")], []),  # nothing but such, and one in front
+        ([([0, 1, 2], "111"), ([3, 4, 5], "101"), ([6], "1")], []),
+        ([([0, 1, 2], "111"), ([3, 1, 4], "101"), ([5], "1")], []),
+        ([([0, 1, 2], "111"), ([3, 4], "10"), ([6], "1")], [(0, 5, 6)]),
+        ([([0, 1, 2], "111"), ([3, 5, 5], "101")], [(2, 4, 5)]),
+    ],
+)
+def test_padding_inside_of_a_row_is_counted_or_not(
+    parts: list[tuple[list[int], str]], wrong: list[tuple[int, ...]]
+) -> None:
+    """What a mask hides behind a row's first token, as the pad token that an assistant has drawn: both ways go on."""
+    rows, found, shown = RowPositions(), list[tuple[int, ...]](), ""
+    for positions, more in parts:
+        shown += more
+        found += [(own.entry, own.wanted, own.found) for own in rows.follow(_fed(positions, shown))]
+    assert found == wrong
+
+
+def test_an_assistant_that_draws_the_pad_token_is_sound(models) -> None:
+    """transformers takes such tokens for padding when an assistant goes on, and counts them."""
+    model, assistant, hidden = models(), models(), 0
+    drawn = model.generate(PROMPT, max_new_tokens=12, do_sample=False)[0, PROMPT.shape[1] :].tolist()
+    follow = RowPositions.follow
+
+    with attach(assistant, FULL) as handle, pytest.MonkeyPatch.context() as patch:
+
+        def noted(rows: RowPositions, fed: Fed | None) -> list:
+            nonlocal hidden
+            hidden += fed is not None and not bool(fed.is_real.all())
+            return follow(rows, fed)
+
+        patch.setattr(RowPositions, "follow", noted)
+        for token in {*drawn} - {*PROMPT[0].tolist()}:
+            model.generation_config.pad_token_id = assistant.generation_config.pad_token_id = token
+            model.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=assistant)
+    assert (handle.findings, hidden > 0) == ([], True)
