@@ -152,7 +152,7 @@ class Launches:
 
     def take_now(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor) -> None:
         """Take the bytes of these slots [n] as they lie now."""
-        now = torch.tensor([0, len(slots), 0, 0, 0], device=self.memory.device)
+        now = self.memory.upload(torch.tensor([0, len(slots), 0, 0, 0]))
         self._take(group, layers, slots[None], chains[None], now, len(slots), are_stored=False)
 
     def restart(self) -> None:

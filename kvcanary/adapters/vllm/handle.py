@@ -372,8 +372,8 @@ class Handle(HostHandle):
 
     def _slots_of(self, group: Group, blocks: Iterable[int]) -> torch.Tensor:
         """Of the manager's blocks."""
-        own = torch.tensor(self._table_blocks(group.number, blocks), device=self.runner.device)
-        return paged_moves.slots_of(group, own)
+        own = torch.tensor(self._table_blocks(group.number, blocks), dtype=torch.int64)
+        return paged_moves.slots_of(group, own if self.canary is None else self.canary.memory.upload(own))
 
     def _new_blocks(self, scheduler_output: Any, group: int) -> dict[int, str]:
         """By block of a group's table, the request that was given it for this step, in whichever group: what moves

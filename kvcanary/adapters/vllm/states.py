@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class BlockStates:
         self.groups, self._block_sizes = groups, block_sizes
         canary = groups[0].watched.canary
         self._drafts = DraftReader(canary.num_rows, canary.memory.device)
+        self._gone = set[int]()  # blocks that the scheduler's pool has taken back for the step that is next
 
     @property
     def described(self) -> list[dict[str, Any]]:
@@ -72,36 +74,31 @@ class BlockStates:
         return [described(own.view.whole) for group in self.groups for own in group.every]
 
     def given(self, given: Iterable[Given]) -> None:
-        """Requests are given blocks: in those whose entries they do not have yet nobody has left a state, and a row may
-        go on from those of its own group alone.
+        """A step begins, in which requests are given blocks: in those whose entries they do not have yet nobody has left
+        a state, and a row may go on from those of its own group alone.
         """
         blocks = [set[int]() for _ in self._block_sizes]
         for one in given:
             for own, new in zip(blocks, self._new(*one), strict=True):
                 own |= new
-        every = set[int]().union(*blocks)
-        if not every:
-            return
-        anybodys = self._uploaded(every)
+        every, gone = frozenset[int]().union(*blocks), frozenset(self._gone)
+        self._gone.clear()
+        uploaded = cache(self._uploaded)
         for group in self.groups:
-            own_blocks = self._uploaded(blocks[group.number]) if blocks[group.number] else None
-            for state in group.every:
-                state.freed(anybodys)
-                if own_blocks is not None:
-                    state.granted(own_blocks)
+            granted, free = frozenset(blocks[group.number]), every if group.is_aligned else every | gone
+            for state in group.every if free else ():
+                state.freed(uploaded(free))
+                if granted:
+                    state.granted(uploaded(granted))
 
-    def _uploaded(self, blocks: Iterable[int]) -> Tensor:
+    def _uploaded(self, blocks: frozenset[int]) -> Tensor:
         return self.groups[0].watched.canary.memory.upload(torch.tensor(sorted(blocks)))
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """The scheduler's pool has taken these back: whoever goes on from one of them has no right to. In mode `align`
-        somebody may be given it as a prefix.
+        """The scheduler's pool has taken these back, before `given` is told of the step: whoever goes on from one of
+        them has no right to. In mode `align` somebody may be given it as a prefix.
         """
-        own = [state for group in self.groups if not group.is_aligned for state in group.every]
-        if own:
-            gone = self._uploaded(blocks)
-            for state in own:
-                state.freed(gone)
+        self._gone.update(blocks)
 
     @property
     def _every(self) -> list[WatchedStates]:

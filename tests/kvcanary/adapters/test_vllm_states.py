@@ -186,11 +186,15 @@ def test_a_block_that_was_given_back_is_told() -> None:
     """
     host = Host(spec("none"))
     host.forward(7, 6)
-    host.states.freed([1, 5])
+    host.states.freed([1])
+    host.states.freed([5])
+    host.states.given([])
     assert host.forward(8, 7) == [("R7", "a", 1)]
     host.states.freed([2])
     host.states.given([("b", [[2]], 0)])
     assert host.forward(9, 8) == [("R7", "a", 1), ("R12", "b", 2)]
+    host.states.given([])
+    assert host.forward(10, 9) == [("R7", "a", 1)]
 
 
 @pytest.mark.parametrize("mode", ["none", "align"])
@@ -209,6 +213,7 @@ def test_a_prefix_that_was_given_back_can_be_hit(host: Host) -> None:
     """The prefix cache keeps it: whoever is given it next finds what was left there."""
     assert host.forward(8, 6) == []
     host.states.freed([1])
+    host.states.given([])
     assert host.forward(9, 7) == []
 
 
