@@ -74,8 +74,8 @@ class BlockStates:
         return [described(own.view.whole) for group in self.groups for own in group.every]
 
     def given(self, given: Iterable[Given]) -> None:
-        """A step begins, in which requests are given blocks: in those whose entries they do not have yet nobody has left
-        a state, and a row may go on from those of its own group alone.
+        """A step begins that gives blocks to requests: in those whose entries they do not have yet nobody has left a
+        state, and a row may go on from those of its own group alone.
         """
         blocks = [set[int]() for _ in self._block_sizes]
         for one in given:
