@@ -9,7 +9,7 @@ import pytest
 
 from kvcanary.config import ROTATION_STEPS
 from kvcanary_tools.bench.common import RESULTS
-from kvcanary_tools.bench.gpu import drafted_step, host_work, scaling, step
+from kvcanary_tools.bench.gpu import drafted_step, fitting, host_work, scaling, step
 from kvcanary_tools.bench.vllm import beside as beside_vllm
 from spec_engine.models.config import load_config
 from spec_engine.models.decoder import Decoder
@@ -59,6 +59,28 @@ def test_drafted_steps_and_their_substeps_are_timed(
         assert added["min"] <= added["median"] <= added["max"]
     row["certificates"].clear()
     drafted_step.tell(row)
+
+
+def hybrid() -> Decoder:
+    parts = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
+    own = {f"linear_{part}": size for part, size in parts.items()} | {"num_hidden_layers": 4, "head_dim": 8}
+    return step.random_decoder(step.QWEN_9B | SHAPE | own, "cpu")
+
+
+def test_drafted_steps_of_a_hybrid_are_timed(model: Decoder) -> None:
+    """Its states are watched, of which each node of a draft leaves one."""
+    own = hybrid()
+    row = drafted_step.measure("chain", 2, own, drafted_step.random_head(own), 2, **HERE)
+    for certificate in row["certificates"].values():
+        assert (certificate["findings"], certificate["states_checked"] > 0) == ([], True)
+
+
+def test_states_of_drafts_take_room() -> None:
+    """A hybrid's request has one more state for each node of its drafts."""
+    model = hybrid()
+    entries, state = int(100 * fitting.slot_bytes(model) * fitting.RECORDS), fitting.state_bytes(model)
+    free = fitting.SPARE + 8 * (entries + 5 * state)
+    assert [fitting.fit(64, 1, 100, model, free, nodes).requests for nodes in (4, 5)] == [8, 7]
 
 
 @pytest.mark.parametrize("drafts", ["none", "chain", "tree"])
@@ -186,7 +208,7 @@ def recorded(name: str) -> list[dict]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
 
 
-@pytest.mark.parametrize("name", ["gpu_step", "gpu_drafted_step"])
+@pytest.mark.parametrize("name", ["gpu_step", "gpu_drafted_step", "gpu_drafted_step_hybrid"])
 def test_recorded_steps_reread_all_live_bytes_within_a_rotation(name: str) -> None:
     """The rolling check of the engines that were timed: no committed byte has waited longer, and nothing was found."""
     for row in recorded(name):

@@ -35,6 +35,36 @@ def test_the_page_quotes_the_record_of_a_hybrid() -> None:
         assert said.format(*values) in flat
 
 
+def test_the_page_quotes_the_record_of_a_hybrid_with_drafts() -> None:
+    """The same with drafts, and how long hooks are."""
+    compared = json.loads((RESULTS / "gpu_vllm_hybrid_ngram.json").read_text(encoding="utf-8"))["compared"]
+    certificate, page = compared["certificate"], " ".join(vllm_page.PAGE.read_text(encoding="utf-8").split())
+    assert (compared["findings"], certificate["not_watched"], compared["on_off"][0]["share"]) == (0, [], 1)
+    [ratio], step, hooks = compared["ratios"], compared["by_step"]["ms"][0], min(compared["hooks_us"]) / 1000
+    for said in (
+        f"a run judged {certificate['states_checked']:,} states with 0 findings and equal tokens",
+        f"In one pair of runs throughput was {ratio:.3f} of that without",
+        f"A step took {step:.1f} ms without it, and hooks {hooks:.1f} ms",
+    ):
+        assert said in page
+
+
+def test_the_page_quotes_the_records_of_hooks() -> None:
+    """By device, the last record of it."""
+    page = " ".join(vllm_page.PAGE.read_text(encoding="utf-8").split())
+    gpus = json.loads((RESULTS / "gpu_vllm_hooks.json").read_text(encoding="utf-8"))
+    [cpu] = json.loads((RESULTS / "cpu_vllm_hooks.json").read_text(encoding="utf-8"))
+    (h100, h200), here = (
+        [[round(own["hooks"][kind]["median_us"]) for kind in ("quiet", "arriving")] for own in records]
+        for records in (gpus, [cpu])
+    )
+    assert (
+        "Beside one H200 a quiet step took {} us and one with an arrival {} us, beside one H100".format(*h200) in page
+    )
+    assert "beside one H100 {} and {} us (`gpu_vllm_hooks.json`)".format(*h100) in page
+    assert "on a CPU: {} us of a quiet step and {} us of one in which a request comes".format(*here[0]) in page
+
+
 @pytest.mark.parametrize("record", vllm_page.FIRST_NAN)
 def test_the_first_place_of_nan_was_always_named(record: str) -> None:
     """A hundred tries in captured steps; layer, request, position and step, and that it is N1 of a decode."""

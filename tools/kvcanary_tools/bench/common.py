@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import structlog
 import torch
 
 from kvcanary_tools import heap
+from kvcanary_tools.files import lines_of
 from spec_engine import Engine, SamplingParams
 from spec_engine.metrics import Metrics
 
@@ -123,7 +123,7 @@ def save(name: str, result: dict, path: Path | None = None) -> None:
     """Write ``results/NAME.json``, or another file."""
     path = RESULTS / f"{name}.json" if path is None else path
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.write_text(lines_of(result) + "\n", encoding="utf-8")
     print(f"written: {path}", file=sys.stderr)
 
 

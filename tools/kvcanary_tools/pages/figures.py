@@ -50,6 +50,9 @@ def drafted() -> Iterator[Line]:
     for row in record("gpu_drafted_step")["rows"]:
         case = f"drafts in a {row['drafts']}, 8B shape, {requests(row['batch'])}"
         yield case, f"{row['off_ms']:.1f} ms", spread(row["over_off"]["rolling"]), "gpu_drafted_step"
+    for row in record("gpu_drafted_step_hybrid")["rows"]:
+        case = f"drafts in a {row['drafts']}, a hybrid's 9B shape, {requests(row['batch'])}"
+        yield case, f"{row['off_ms']:.1f} ms", spread(row["over_off"]["rolling"]), "gpu_drafted_step_hybrid"
 
 
 def draft_forwards() -> Iterator[Line]:

@@ -28,6 +28,7 @@ from kvcanary_tools.bench.common import RESULTS
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
 from kvcanary_tools.bench.vllm.model import SHAPES, Prompts, make_prompts, write_model
+from kvcanary_tools.files import lines_of
 
 #: One process, few blocks, and no word to the outside.
 ENVIRONMENT = {
@@ -418,7 +419,7 @@ def main(out: Path | None, runner: str, keep: bool) -> None:
         path = RESULTS / f"{KEPT[runner]}.json"
         records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         records[record["machine"]["vllm"]] = record
-        path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n", encoding="utf-8")
+        path.write_text(lines_of(dict(sorted(records.items()))) + "\n", encoding="utf-8")
     print(f"vLLM {record['machine']['vllm']}: {record.get('error') or record['clean']['findings']}", file=sys.stderr)
 
 

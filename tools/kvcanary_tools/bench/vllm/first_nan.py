@@ -9,7 +9,6 @@ lets one of them store NaN in a step in which all decode, and compares the first
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
 from kvcanary_tools.bench.vllm.model import KINDS
 from kvcanary_tools.bench.vllm.plugin import machine
+from kvcanary_tools.files import lines_of
 
 REQUESTS, TOKENS, STEPS = 8, 40, (6, 30)  # of a try, and between which of its steps NaN comes
 PLACE = ("layer", "request", "position", "step")
@@ -139,7 +139,7 @@ def command(out: Path, work: Path, kind: str, layer: int, tries: int, deadline: 
             break
     result["right"] = {name: sum(name in one["right"] for one in result["tries"]) for name in PLACE}
     result["all_right"] = sum(len(one["right"]) == len(PLACE) for one in result["tries"])
-    (out / f"vllm_first_nan_{kind}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"vllm_first_nan_{kind}.json").write_text(lines_of(result) + "\n")
     print(
         f"{kind}: {result['all_right']} of {len(result['tries'])}: {result['right']}, {result['tries'][0]}", flush=True
     )
