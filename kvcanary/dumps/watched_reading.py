@@ -101,7 +101,11 @@ class _Reader(MemberReader):
         groups = manifest["groups"]
         self._expect(isinstance(groups, list) and len(groups) <= MOST_POOLS, "it has no list of groups")
         for group in groups:
-            for key, low, high in (("number", 0, MOST_POOLS), ("block_size", 1, MOST_SLOTS), ("window", 0, _INT64)):
+            for key, low, high in (
+                ("number", 0, MOST_POOLS),
+                ("block_size", 1, MOST_SLOTS),
+                ("window", -_INT64, _INT64),
+            ):
                 self._int(group[key], low, high)
             self._int(group["num_slots"], 1, MOST_SLOTS)
             for pool in group["pools"]:

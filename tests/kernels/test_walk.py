@@ -311,10 +311,28 @@ def test_rows_that_nobody_follows_are_left_alone(rig: Rig) -> None:
 def test_a_window_hides_what_lies_before_it(rig: Rig) -> None:
     """Blocks that left the window may be anybody's; the first visible entry still has its position."""
     rig.forward({0: list(range(20))})
-    rig.table[0, :3] = 0
+    rig.table[0, :2] = 0
+    rig.kv[0].view(torch.int32)[rig.table[0, 2], 0, 1, 0] ^= 2
     assert rig.forward({0: [1]}, window=8)[:2] == ([None], [None])
     rig.table[0, 4] = rig.table[0, 3]
     assert rig.forward({0: [1]}, window=8)[0] == [("R4", 16)]
+
+
+def test_chunks_hide_what_lies_before_them(rig: Rig) -> None:
+    """Blocks of earlier chunks may be anybody's; behind a whole one nothing is seen."""
+    rig.forward({0: list(range(20))})
+    before = rig.table[0, 3].clone()
+    rig.table[0, :3] = 0
+    rig.kv[0].view(torch.int32)[before, 0, 1, 0] ^= 2
+    assert rig.forward({0: [1]}, window=-8)[:2] == ([None], [None])
+    own, rig.table[0, 4] = rig.table[0, 4].clone(), before
+    assert rig.forward({0: [1]}, window=-8)[0] == [("R4", 16)]
+    rig.table[0, 4] = own
+    assert rig.forward({0: [1, 2]}, window=-8)[:2] == ([None], [None])
+    rig.table[0, :6] = 0
+    assert rig.forward({0: [3]}, window=-8)[:2] == ([None], [None])
+    rig.table[0, 6] = before
+    assert rig.forward({0: [3]}, window=-8)[0] == [("R4", 24)]
 
 
 def test_wrong_writes_are_found(rig: Rig) -> None:
@@ -433,7 +451,12 @@ def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
         violations.append(rig.violations)
         rig.forward({1: [1]}, accepted={1: 3})
         violations.append(rig.violations)
-    assert all(torch.equal(*pair) for pair in zip(violations[:2], violations[2:], strict=True))
+        for window in 8, -8, -32:
+            rig.forward({0: [1]}, window=window)
+            violations.append(rig.violations)
+    half = len(violations) // 2
+    assert all(torch.equal(*pair) for pair in zip(violations[:half], violations[half:], strict=True))
+    assert [int((own != NO_VIOLATION).sum()) for own in violations[2:half]] == [0, 0, 0]  # what is wrong lies before them
     # walk of rows 0 and 1, advance of row 1, reread of row 0: layer and slot
     assert (violations[0] != NO_VIOLATION).sum() == 5
     first, second = rigs

@@ -30,6 +30,8 @@ from kvcanary_kernels.watch.walk import (
     Truth,
     Watched,
     context_lengths,
+    device_first_seen,
+    first_seen,
     lines_of,
     live_rows,
 )
@@ -179,8 +181,7 @@ def reread(
     sizes = (ends if whole else context_lengths(rows)) * (ends >= 0)
     positions = torch.arange(phase, max(phase, max_length), stride, device=records.device)
     live = positions < sizes[:, None]
-    if window:
-        live &= positions > (sizes - window)[:, None]
+    live &= positions >= first_seen(sizes, window)[:, None]
     row, column = live.nonzero(as_tuple=True)
     position = positions[column]
     lines = numbers if whole else lines_of(rows)
@@ -333,9 +334,7 @@ def _reread_kernel(
     if tl.load(truth + number * truth_stride + END) < 0:
         return
     o_n = first_n + tl.arange(0, TILE) * stride
-    m_n = o_n < length
-    if window > 0:
-        m_n = m_n & (o_n > length - window)
+    m_n = (o_n < length) & (o_n >= device_first_seen(length, window))
     b_slot = device_slot_at(row, o_n, m_n, table_width, PAGE)
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
     b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)

@@ -70,7 +70,8 @@ class Watched(NamedTuple):
     records:    [num_slots, 8] int64
     keys:       of identities
     block_size: slots of a block
-    window:     tokens that attention sees, the reader's own included; 0: all
+    window:     tokens that attention sees, the reader's own included; 0: all; below 0: those of the reader's chunk, of
+                -window tokens each
     now:        [>= NOW_WIDTH] int64, the step
     total:      [1] int64, grows by the number of wrong entries
     null_slots: the first so many slots are nobody's
@@ -158,7 +159,7 @@ def walk(
     tell_torch(
         violations[place], total, unexplained, past[unexplained], torch.full_like(unexplained, violation_bit("R10"))
     )
-    first = (past + 1 - window).clamp(min=0) if window else torch.zeros_like(past)
+    first = first_seen(past, window)
     lengths = (past - first).clamp(min=0) * is_followed
     row = torch.arange(len(numbers), device=past.device).repeat_interleave(lengths)
     (positions,) = segment_entries(lengths, len(row), first)
@@ -281,9 +282,7 @@ def _walk_kernel(
     is_known = tl.load(seeds + 2 * i_row + 1) != 0
     root = tl.load(line + ROOT_CHAIN)
     cell = violations + tl.load(now + NOW_PLACE) * violations_stride + i_row
-    first = past * 0
-    if window > 0:
-        first = tl.maximum(past + 1 - window, 0)
+    first = device_first_seen(past, window)
     if i_split == 0:
         if past > first:
             tl.atomic_add(counted, past - first, sem="relaxed")
@@ -313,6 +312,24 @@ def _walk_kernel(
         b_bits = refused_or(b_bits, b_slot, num_slots, null_slots)
         b_violation, b_count = note(b_violation, b_count, o_n, b_bits, m_n)
     tell(cell, total, b_violation, b_count)
+
+
+def first_seen(counts: Tensor, window: int) -> Tensor:
+    """The first entry that a token behind so many entries sees; window: as of `Watched`."""
+    if window < 0:
+        return counts // -window * -window
+    return (counts + 1 - window).clamp(min=0) if window else torch.zeros_like(counts)
+
+
+@triton.jit
+def device_first_seen(count, window):
+    """`first_seen` in a kernel."""
+    first = count * 0
+    if window > 0:
+        first = tl.maximum(count + 1 - window, 0)
+    if window < 0:
+        first = count // -window * -window
+    return first
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from kvcanary_kernels.content.fingerprint import fingerprint
 from kvcanary_kernels.record.bitmap import bitmaps_of
 from kvcanary_kernels.record.layout import CHAIN, SEAL
 from kvcanary_kernels.record.seal import identity_words, seal_torch, seal_values
-from kvcanary_kernels.watch.walk import table_slots
+from kvcanary_kernels.watch.walk import first_seen, table_slots
 
 MOST_FAILED = 4096  # blocks whose load failed that are remembered, for reports
 NO_NAMES = "entries loaded under a prefix that nobody wrote here"
@@ -142,8 +142,7 @@ def loaded(
         is_in_pool = (slots >= group.null_slots) & (slots < group.records.shape[0])
         is_held = is_in_pool & (held[:, CHAIN] == chains)
         is_new = is_in_pool & ~is_held
-        if group.window:  # entries before it may be anybody's
-            is_new &= positions > len(chains) - group.window
+        is_new &= positions >= first_seen(torch.tensor(len(chains)), group.window)  # others may be anybody's
         row_slots, is_there = slots, is_held | is_new
         slots, own, places, words = slots[is_new], chains[is_new], positions[is_new], tokens[is_new]
         if not len(slots):

@@ -25,7 +25,7 @@ from kvcanary.report.causes.watched import GRANTED_ANEW, LOAD_FAILED, READ_BEFOR
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
-from kvcanary_kernels.watch.walk import NO_VIOLATION, code_of, table_slots
+from kvcanary_kernels.watch.walk import NO_VIOLATION, code_of, first_seen, table_slots
 
 SHOWN_LAYERS = 4
 RIGHT_AGAIN = (
@@ -157,7 +157,7 @@ def _read_before(
     numbers = dict(zip(step.requests, step.numbers.tolist(), strict=True))
     if request not in numbers or not position:
         return ""
-    lines, first = canary.kept[group.number], max(0, position - group.window) if group.window else 0
+    lines, first = canary.kept[group.number], int(first_seen(torch.tensor(position), group.window))
     places = torch.arange(first, position, device=lines.device)
     slots = table_slots(lines[numbers[request]][None], places[None], group.block_size)[0]
     slots = slots[(slots >= 0) & (slots < len(group.records))]
@@ -323,7 +323,9 @@ def place_of(group: Group, slot: int, names: Sequence[str] = ()) -> str:
 
     Where tables name entries, pages are those of the pool.
     """
-    window = f" with a window of {group.window}" if group.window else ""
+    window = f" with a window of {group.window}" if group.window > 0 else ""
+    if group.window < 0:
+        window = f" with chunks of {-group.window}"
     what, size = "block", group.block_size
     if size == 1:
         what, size = "page", group.layers[0].view.page_size

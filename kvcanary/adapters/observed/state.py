@@ -68,6 +68,7 @@ def all_layers(layers: Layers) -> Tensor:
 class Group:
     """Layers that share slots: one block table, one record a slot.
 
+    window:     as of kvcanary_kernels.watch.walk.Watched
     null_slots: the first so many are nobody's: what pads tables and slot mappings
     owners:     of its slots, where the engine tells of grants
     """

@@ -237,6 +237,7 @@ class Handle(HostHandle):
             layers = [(name, context[name]) for name in spec.layer_names]
             pools = pools_of(layers, spec.kv_cache_spec, late, null_slots=size * ratio, shard=self._shard_of)
             window = int(getattr(spec.kv_cache_spec, "sliding_window", None) or 0)
+            window = window or -int(getattr(spec.kv_cache_spec, "attention_chunk_size", None) or 0)
             group = canary.memory.add_group(number, size, pools[0][0].num_slots, window, null_slots=size * ratio)
             for view, names in pools:
                 canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))

@@ -21,7 +21,7 @@ from kvcanary.adapters.observed.canary import NAMED_WRITERS, PagedCanary
 from kvcanary.adapters.observed.state import Event, Group, all_layers
 from kvcanary.adapters.vllm.block_pool import SALTS
 from kvcanary_kernels.record.layout import CHAIN, MASK_32, REQUEST_GENERATION, Identity
-from kvcanary_kernels.watch.walk import table_slots
+from kvcanary_kernels.watch.walk import first_seen, table_slots
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, and its beginning
@@ -73,8 +73,7 @@ class Contents:
         slots = table_slots(line[None], positions[None], group.block_size)[0]
         held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
         is_own = (held[:, CHAIN] == chains) & (slots >= group.null_slots) & (slots < group.records.shape[0])
-        if group.window:
-            is_own &= positions > len(chains) - group.window
+        is_own &= positions >= first_seen(torch.tensor(len(chains)), group.window)
         writers = torch.where(is_own, held[:, REQUEST_GENERATION] & MASK_32, 0).cpu()
         wrong = torch.zeros(len(chains), dtype=torch.bool)
         told: dict[int, str] = {}

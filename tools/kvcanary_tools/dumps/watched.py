@@ -275,13 +275,20 @@ def watched_summary(dump: WatchedDump) -> dict[str, Any]:
     }
 
 
+def _seen(window: int | None) -> str:
+    """What attention sees; window: as of kvcanary_kernels.watch.walk.Watched, None as 0."""
+    if not window:
+        return "all"
+    return str(window) if window > 0 else f"chunks of {-window}"
+
+
 def watched_summary_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['dump']}: version {facts['version']}, written by kvcanary {facts['kvcanary']} at {facts['created']}"
     yield f"because of a finding in a pool that was only watched, in {environment_text(facts['environment'])}"
     steps = numbered(facts["steps"], "step")
     yield f"{steps}, {facts['first_step']} to {facts['step']}; token ids {facts['tokens']}; it cannot be replayed"
     yield ""
-    pools = [[p["name"], p["group"], p["layers"], p["num_slots"], p["window"] or "all"] for p in facts["pools"]]
+    pools = [[p["name"], p["group"], p["layers"], p["num_slots"], _seen(p["window"])] for p in facts["pools"]]
     yield from table(("pool", "group", "layers", "slots", "sees"), pools)
     yield ""
     found = [

@@ -187,25 +187,23 @@ def test_a_soak_finds_its_flips_and_nothing_else(tmp_path) -> None:
     assert [flip["found"]["code"] for flip in soak["flips"]] == ["R9", "R9"]
 
 
-@pytest.mark.slow
+K_AND_V = [["K", "torch.bfloat16", [2, 64]], ["V", "torch.bfloat16", [2, 64]]]
+SLOW_FP8 = pytest.mark.slow, pytest.mark.skipif(not HAS_AVX512, reason="vLLM keeps fp8 on CPUs with AVX-512 alone")
+
+
 @pytest.mark.parametrize(
     ("kind", "groups", "layer", "parts"),
     [
-        ("mla", 1, 1, [["K", "torch.bfloat16", [1, 576]]]),
-        pytest.param(
-            "fp8",
-            1,
-            1,
-            [["K", "torch.float8_e4m3fn", [2, 64]], ["V", "torch.float8_e4m3fn", [2, 64]]],
-            marks=pytest.mark.skipif(not HAS_AVX512, reason="vLLM keeps fp8 on CPUs with AVX-512 alone"),
-        ),
-        ("windows", 2, 0, [["K", "torch.bfloat16", [2, 64]], ["V", "torch.bfloat16", [2, 64]]]),
+        pytest.param("mla", 1, 1, [["K", "torch.bfloat16", [1, 576]]], marks=pytest.mark.slow),
+        pytest.param("fp8", 1, 1, [[name, "torch.float8_e4m3fn", [2, 64]] for name in "KV"], marks=SLOW_FP8),
+        pytest.param("windows", 2, 0, K_AND_V, marks=pytest.mark.slow),
+        ("chunks", 2, 0, K_AND_V),
     ],
 )
 def test_a_kind_of_cache_is_watched(kind: str, groups: int, layer: int, parts: list[Any], tmp_path) -> None:
-    """MLA and fp8 as this build stores them, and layers with windows, whose blocks share the memory of the others:
-    silent with equal tokens, a flipped bit, a write into a free block and the first NaN are named, and no token of the
-    step that stored NaN leaves.
+    """MLA and fp8 as this build stores them, and layers with windows, or chunks as in Llama 4, whose blocks share the
+    memory of the others: silent with equal tokens, a flipped bit, a write into a free block and the first NaN are
+    named, and no token of the step that stored NaN leaves.
 
     layer: the model's second, among those of its group
     """

@@ -18,10 +18,26 @@ from typing import Any
 import click
 
 from kvcanary_tools.bench.vllm.cpu import BLOCK, ENVIRONMENT, REQUESTS, TOKENS, CpuBench, machine
+from kvcanary_tools.bench.vllm.hybrids.models import randomise
 from kvcanary_tools.bench.vllm.model import SHAPES, write_latent_model, write_model
 
-KINDS = ("bf16", "fp8", "mla", "windows")
+KINDS = ("bf16", "fp8", "mla", "windows", "chunks")
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 48, "num_hidden_layers": 4}
+#: Of Llama 4, whose tokens see their own chunk in every other layer.
+CHUNKED = SHAPES["tiny"] | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 0, 1, 0],
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
+    "attention_chunk_size": 64,  # a multiple of a block
+    "intermediate_size_mlp": 256,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+NARROW = ("sliding_window", "attention_chunk_size")  # of layers that do not see a whole row
 HARM_STEP, LAYER = 12, 1
 KEPT = ("code", "reader", "writer", "position", "page", "layer", "layers", "part", "bit", "site")
 
@@ -30,6 +46,12 @@ def bench_of(kind: str, folder: Path) -> CpuBench:
     if kind == "mla":  # its backend for CPUs takes whole prompts, in blocks of its own size
         options = {"enable_prefix_caching": False, "max_num_batched_tokens": 512, "block_size": 16}
         return CpuBench(folder, write_latent_model(folder / "model"), num_gpu_blocks_override=200, **options)
+    if kind == "chunks":
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(CHUNKED))
+        bench = CpuBench(folder, folder / "model", load_format="dummy")
+        randomise(bench.runner.model)
+        return bench
     shape = SHAPES["tiny"] | ({"num_hidden_layers": 3} if kind != "windows" else WINDOWS)
     return CpuBench(folder, write_model(folder / "model", shape), kv_cache_dtype="fp8" if kind == "fp8" else "auto")
 
@@ -40,7 +62,7 @@ class Rows:
     def __init__(self, bench: CpuBench) -> None:
         self.runner = bench.runner
         context = self.runner.compilation_config.static_forward_context
-        self.layers = [layer for layer in context.values() if layer.kv_cache.numel()]
+        self.layers = [layer for layer in context.values() if hasattr(layer, "kv_cache") and layer.kv_cache.numel()]
         self.scheduled: Any = None
 
     def chosen(self) -> tuple[str, int, int]:
@@ -77,11 +99,14 @@ def flipped(bench: CpuBench, rows: Rows) -> dict[str, Any]:
     """One bit in the cell of a request's fifth entry, in the second layer; what the canary says of it."""
     import torch
 
+    specs = [own.kv_cache_spec for own in rows.runner.kv_cache_config.kv_cache_groups]
+    whole = next(n for n, spec in enumerate(specs) if not any(getattr(spec, name, None) for name in NARROW))
+
     def harm() -> dict[str, Any] | None:
         batch = rows.runner.input_batch
         for number, name in enumerate(batch.req_ids):
             if name in rows.scheduled.num_scheduled_tokens and batch.num_computed_tokens_cpu[number] > BLOCK:
-                block = int(batch.block_table[0].block_table.np[number, 0])
+                block = int(batch.block_table[whole].block_table.np[number, 0])
                 rows.layers[LAYER].kv_cache[block].view(torch.uint8).view(-1)[401] ^= 1 << 3
                 return {"request": name, "block": block}
         return None
@@ -110,7 +135,7 @@ def written_when_free(bench: CpuBench, rows: Rows) -> dict[str, Any]:
         return {"block": block}
 
     with bench.watched(mode="log", content="full") as handle, stepping(rows, harm) as state:
-        bench.run(bench.prompts(REQUESTS, seed=6), TOKENS)
+        bench.run(bench.prompts(2 * REQUESTS, seed=6), TOKENS)
         report = handle.report()
     found = [{name: entry[name] for name in KEPT} for entry in report["findings"][:3]]
     return {"struck": state["struck"], "found": found, "fired": report["fired"]}
