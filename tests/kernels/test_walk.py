@@ -456,7 +456,11 @@ def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
             violations.append(rig.violations)
     half = len(violations) // 2
     assert all(torch.equal(*pair) for pair in zip(violations[:half], violations[half:], strict=True))
-    assert [int((own != NO_VIOLATION).sum()) for own in violations[2:half]] == [0, 0, 0]  # what is wrong lies before them
+    assert [int((own != NO_VIOLATION).sum()) for own in violations[2:half]] == [
+        0,
+        0,
+        0,
+    ]  # what is wrong lies before them
     # walk of rows 0 and 1, advance of row 1, reread of row 0: layer and slot
     assert (violations[0] != NO_VIOLATION).sum() == 5
     first, second = rigs

@@ -111,6 +111,14 @@ def test_inspect_and_certify_read_it(kvcanary) -> None:
     assert "mode raise, content full" in shown.stdout
 
 
+@pytest.mark.parametrize(("window", "sees"), [(0, "all"), (12, "12"), (-64, "chunks of 64")])
+def test_inspect_says_what_attention_sees(kvcanary, tmp_path, window: int, sees: str) -> None:
+    """Everything, a window, or the chunk of its token."""
+    groups = [{**group, "window": window} for group in json.loads(members()["manifest.json"])["groups"]]
+    path = packed(tmp_path / "own.kvdump", manifest(groups=groups))
+    assert re.search(rf"\d  +{sees}$", kvcanary("inspect", str(path)).stdout, re.MULTILINE)
+
+
 def changed(what: str, line: int, **values: Any) -> dict[str, bytes]:
     """The members, with other values in one JSON line of one of them."""
     parts = members()

@@ -8,6 +8,8 @@ import pytest
 
 from kvcanary import KVCorruptionError
 
+from .served import BLOCK
+
 pytestmark = pytest.mark.usefixtures("host")
 TEXT, HOLES = [(3 * n) % 97 for n in range(10)], [0] * 6
 PROMPT = [*TEXT, *HOLES, *[(5 * n) % 97 for n in range(14)]]
@@ -80,6 +82,15 @@ def test_of_every_group(serve) -> None:
     assert asked(served, "cat", image("cat")) is None
     found = asked(served, "dog", image("dog"))
     assert (found.code, found.position) == ("R6", len(TEXT))
+
+
+def test_what_a_window_hides_of_a_hit_is_not_asked(serve) -> None:
+    """All layers have one: what the prompt goes on from is the first that is wrong, behind the other image."""
+    served = serve(window=12, forgets_images=True)
+    assert asked(served, "cat", image("cat")) is None
+    found = asked(served, "dog", image("dog"))
+    hit = len(PROMPT) // BLOCK * BLOCK
+    assert (found.code, found.position) == ("R6", hit + 1 - 12)
 
 
 def test_who_had_what_is_forgotten_without_a_finding(serve, monkeypatch: pytest.MonkeyPatch) -> None:

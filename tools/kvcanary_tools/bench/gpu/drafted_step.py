@@ -78,8 +78,7 @@ def tell(row: dict) -> None:
 
 def random_head(model: Decoder) -> Eagle:
     """One layer of attention of the model's own widths, on its device."""
-    config = replace(model.config, num_layers=1, delta=None, delta_layers=())
-    return step.drawn(lambda: Eagle(config, model), model.embed_weight.device.type)
+    return step.drawn(lambda: Eagle(replace(model.config, num_layers=1), model), model.embed_weight.device.type)
 
 
 def measure(
