@@ -236,6 +236,20 @@ def test_a_load_that_goes_wrong_in_one_group_is_found_there(serve, layer: str) -
     assert layer in " ".join(found.evidence)
 
 
+def test_what_a_window_hides_of_a_load_is_not_compared(serve) -> None:
+    """Entries in front of the window that the row goes on with may be anybody's."""
+    connector, served = stored(serve, groups=TWO_GROUPS, window=6)
+
+    def harm(kept: dict[str, Any], other: dict[str, Any]) -> None:
+        kept["l1"][:RATIO] = 0  # the first block
+
+    load(connector, served, harm)
+    served.ask("b", TOKENS, 4)
+    served.run()
+    report = served.wrapper.kvcanary_report()
+    assert (report["fired"], report["loads_checked"]) == ({}, 2 * BLOCK + 5)
+
+
 def remember(harm: Any, served: Served) -> Served:
     harm.served = served
     return served
