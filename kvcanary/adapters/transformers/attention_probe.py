@@ -23,12 +23,19 @@ from kvcanary.calls.violation import Violation
 
 #: Tokens of the forwards: a prompt, one token, a few, and some whose keys name the positions behind these.
 CHUNKS, ASKED = (5, 1, 3, 4), 9
-NEAR = 0.02  # of the largest value, in what attention gives: 16-bit numbers round by less
+#: Of the largest value, in what attention gives: what a type rounds scores, weights and sums by is less.
+NEAR, NEAR_IN_BFLOAT16 = 0.02, 0.06
 SHARPNESS = 3.0  # score of a query with its own key
 NEEDED = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
 #: Types of models whose attention was tried, and is the function that is expected here.
 UNDERSTOOD = frozenset(
-    ("cohere", "glm", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "smollm3", "stablelm")
+    (
+        *("arcee", "bamba", "cohere", "cwm", "ernie4_5", "ernie4_5_moe"),
+        *("gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe"),
+        *("helium", "jais2", "llama", "ministral", "mistral", "mixtral"),
+        *("phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+        *("stablelm",),
+    )
 )
 #: What makes attention of such a type another function: of a module, and of a configuration.
 OTHERWISE = ("sinks", "qk_norm", "q_layernorm", "k_layernorm")
@@ -49,11 +56,13 @@ class Misread(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], and its query over its key."""
+    """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], and its query over its key,
+    [kv_heads, 1].
+    """
 
     module: Any
     outputs: list[Tensor]
-    sharpness: list[float]
+    sharpness: list[Tensor]
 
 
 def why_not(model: Any) -> str | None:
@@ -99,8 +108,10 @@ def probe(model: Any) -> Misread | None:
             ids = torch.ones(1, count, dtype=torch.int64, device=device)
             model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
     for layer, own in sorted(asked.items()):
-        keys, values = (held[0].float().cpu() for held in (cache.layers[layer].keys, cache.layers[layer].values))
-        if (found := _judged(layer, own, keys, values)) is not None:
+        stored = cache.layers[layer]
+        near = NEAR_IN_BFLOAT16 if stored.keys.dtype is torch.bfloat16 else NEAR
+        keys, values = (held[0].float().cpu() for held in (stored.keys, stored.values))
+        if (found := _judged(layer, own, keys, values, near)) is not None:
             return found
     return None
 
@@ -131,10 +142,10 @@ def _answering(own: Asked) -> Iterator[None]:
         """Behind the norm of queries, where there is one."""
         held = known["key"].view(-1, module.head_dim)
         held = held if norm is None else module.k_norm(held)
-        times = SHARPNESS / float(module.scaling * (held.float() ** 2).sum(-1).mean())
-        own.sharpness.append(times)
+        times = SHARPNESS / (module.scaling * (held.float() ** 2).sum(-1, keepdim=True))  # heads may differ much
+        own.sharpness.append(times.cpu())
         asked = output.view(*output.shape[:2], -1, module.head_dim)
-        each = (held * times).repeat_interleave(asked.shape[2] // len(held), 0)
+        each = (held * times).to(output).repeat_interleave(asked.shape[2] // len(held), 0)
         return each.expand_as(asked).reshape(output.shape)
 
     def value(_: Any, args: Any, output: Tensor) -> Tensor:
@@ -155,42 +166,49 @@ def _answering(own: Asked) -> Iterator[None]:
             hook.remove()
 
 
-def _judged(layer: int, own: Asked, keys: Tensor, values: Tensor) -> Misread | None:
-    """keys, values: [kv_heads, tokens, dim]"""
+def _judged(layer: int, own: Asked, keys: Tensor, values: Tensor, near: float) -> Misread | None:
+    """keys, values: [kv_heads, tokens, dim];  near: of the largest value"""
     outputs = torch.cat(own.outputs)[:ASKED]
     wanted = functools.partial(_attended, keys, values, scale=own.module.scaling * own.sharpness[0])
     for position, got in enumerate(outputs):
-        if not _is_near(got, wanted(position, position + 1)):
-            return Misread(layer, position, *_named(position, got, wanted, len(keys[0]), own))
+        if _off(got, wanted(position, position + 1)) > near:
+            return Misread(layer, position, *_named(position, got, wanted, len(keys[0]), own, near))
     return None
 
 
-def _attended(keys: Tensor, values: Tensor, query: int, end: int, scale: float, first: int = 0) -> Tensor:
-    """[kv_heads, dim] what a query that is the key of one position gets of the entries [first, end)."""
+def _attended(keys: Tensor, values: Tensor, query: int, end: int, scale: Tensor, first: int = 0) -> Tensor:
+    """[kv_heads, dim] what a query that is the key of one position gets of the entries [first, end).
+
+    scale: [kv_heads, 1]
+    """
     scores = scale * (keys[:, first:end] @ keys[:, query, :, None])[..., 0]
     return (scores.softmax(-1)[:, None] @ values[:, first:end])[:, 0]
 
 
-def _is_near(got: Tensor, wanted: Tensor) -> bool:
-    """got: [heads, dim], of several heads to each of `wanted` [kv_heads, dim]"""
+def _off(got: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest value; got: [heads, dim], of several heads to each of `wanted`
+    [kv_heads, dim].
+    """
     each = wanted.repeat_interleave(len(got) // len(wanted), 0)
-    return bool(torch.isfinite(got).all()) and float((got - each).abs().max()) <= NEAR * float(wanted.abs().max())
+    return float((got - each).abs().max() / wanted.abs().max()) if bool(torch.isfinite(got).all()) else torch.inf
 
 
 def _named(
-    position: int, got: Tensor, wanted: Callable[..., Tensor], count: int, own: Asked
+    position: int, got: Tensor, wanted: Callable[..., Tensor], count: int, own: Asked, near: float
 ) -> tuple[str, str, int | None]:
-    """What attention did instead, by what would give this."""
-    end = position + 1
-    for other in range(count):
-        if other != position and _is_near(got, wanted(other, end)):
-            return "addressing", f"the query at position {position} was rotated for position {other}", other
-    for behind in range(end + 1, count + 1):
-        if _is_near(got, wanted(position, behind)):
-            return "lengths", f"attention at position {position} read {behind - end} entries behind it as well", None
+    """What attention did instead, by what would give this; of several the nearest."""
+    end, at = position + 1, f"at position {position}"
+    tried: list[tuple[Tensor, tuple[str, str, int | None]]] = []
+    for other in (other for other in range(count) if other != position):
+        told = "addressing", f"the query {at} was rotated for position {other}", other
+        tried.append((wanted(other, end), told))
+    for behind in range(1, count + 1 - end):
+        read = "lengths", f"attention {at} read {behind} entries behind it as well", None
+        tried.append((wanted(position, end + behind), read))
     for first in range(1, end):
-        if _is_near(got, wanted(position, end, first=first)):
-            return "lengths", f"attention at position {position} left out the first {first} entries", None
-    if _is_near(got, wanted(position, end, scale=own.sharpness[0])):
-        return "scales", "the scale of the scores is missing", None
-    return "scales", "entries weigh otherwise than their keys and the query say", None
+        left = "lengths", f"attention {at} left out the first {first} entries", None
+        tried.append((wanted(position, end, first=first), left))
+    unscaled = wanted(position, end, scale=own.sharpness[0])
+    tried.append((unscaled, ("scales", "the scale of the scores is missing", None)))
+    nearest, named = min(((_off(got, given), named) for given, named in tried), key=lambda one: one[0])
+    return named if nearest <= near else ("scales", "entries weigh otherwise than their keys and the query say", None)

@@ -17,6 +17,8 @@ from kvcanary.adapters.transformers import attach
 from kvcanary.adapters.transformers.attention_probe import probe, why_not
 from kvcanary.adapters.transformers.unwatched import cache_argument
 
+from .test_transformers_prompts import make
+
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
 right_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -30,6 +32,26 @@ def test_sound_attention_is_silent(models, family: str, implementation: str, dty
     model.set_attn_implementation(implementation)
     assert why_not(model) is None
     assert probe(model) is None
+
+
+def test_16_bit_models_of_many_weights_are_silent() -> None:
+    """Eager attention rounds scores and weights too; some heads have keys that are much longer than those of others."""
+    for seed in range(40):
+        model = make("LlamaConfig", {"num_key_value_heads": 4}, seed=seed)
+        with torch.no_grad():
+            for layer in model.model.layers[seed % 2 :: 2]:
+                layer.self_attn.k_proj.weight[:8] *= 6
+        model.set_attn_implementation("eager")
+        for dtype in torch.bfloat16, torch.float16:
+            assert probe(model.to(dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_several_explanations_the_nearest_is_told(dtype: torch.dtype) -> None:
+    """Where values round coarsely, more than one fits: a missing scale is no other rotation."""
+    for seed in range(12):
+        with attending(no_scale):
+            assert "scale of the scores is missing" in probe(make("LlamaConfig", {}, seed=seed).to(dtype)).text
 
 
 def test_a_probe_leaves_the_model_as_it_was(models) -> None:
@@ -56,7 +78,7 @@ def rotating_queries_by(shift: int, model: Any) -> Iterator[None]:
         step = 1e4 ** (-torch.arange(half) * 2 / cos.shape[-1])
         moved = torch.cat((angle + shift * step,) * 2, -1)
         queries, _ = right_rotation(q, k, moved.cos(), moved.sin(), *rest)
-        return queries, keys
+        return queries.to(q.dtype), keys
 
     module.apply_rotary_pos_emb = rotate
     try:
@@ -108,6 +130,32 @@ def without_the_first(module: Any, query: Any, key: Any, value: Any, mask: Any, 
     count, total = query.shape[2], key.shape[2]
     line, own = torch.arange(total), torch.arange(count)[:, None] + total - count
     return module, query, key, value, ((line <= own) & ((line > 0) | (own == 0)))[None, None]
+
+
+#: Types whose attention is the function of a Llama, a Qwen or a Cohere, and what their shapes have besides.
+ALIKE: dict[str, dict[str, Any]] = {
+    **{family: {} for family in ("Arcee", "Cwm", "Ernie4_5", "Gemma", "Glm4", "Helium", "Jais2", "Ministral")},
+    "Bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1, 3]},
+    "Ernie4_5_Moe": {"moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+    "Glm4Moe": {"n_routed_experts": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
+    "GraniteMoe": {"attention_multiplier": 0.2},
+    "Phimoe": {"sliding_window": 64},
+    "Qwen3Moe": {"num_experts": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("family", ALIKE)
+def test_models_whose_attention_is_that_of_others_are_asked(family: str) -> None:
+    """In silence, in every implementation; a scale that is missing and a mask that lets in too much are named."""
+    for dtype in torch.float32, torch.bfloat16:
+        for implementation in "eager", "sdpa":
+            model = make(f"{family}Config", ALIKE[family]).to(dtype)
+            model.set_attn_implementation(implementation)
+            assert (why_not(model), probe(model)) == (None, None)
+    with attending(no_scale):
+        assert "scale of the scores is missing" in probe(model).text
+    with attending(one_behind):
+        assert "read 1 entries behind it" in probe(model).text
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,11 @@ RECURRENT: dict[str, dict[str, Any]] = {
 IS_5_24 = transformers.__version__.startswith("5.24.")
 
 
-def make(config: str, shape: dict[str, Any], scale: float = 0.0) -> Any:
+def make(config: str, shape: dict[str, Any], scale: float = 0.0, seed: int = 0) -> Any:
     """scale: of weights that make the model say something else for every token; 0: as the release draws them."""
     if not hasattr(transformers, config):
         pytest.skip(f"transformers {transformers.__version__} has no {config}")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     own = getattr(transformers, config)(**SMALL | shape)
     model = transformers.AutoModelForCausalLM.from_config(own).eval()
     for weight in model.parameters() if scale else ():
