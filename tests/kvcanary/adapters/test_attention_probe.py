@@ -34,13 +34,16 @@ def test_sound_attention_is_silent(models, family: str, implementation: str, dty
     assert probe(model) is None
 
 
+MANY_HEADS = {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16}
+
+
 def test_16_bit_models_of_many_weights_are_silent() -> None:
     """Eager attention rounds scores and weights too; some heads have keys that are much longer than those of others."""
     for seed in range(40):
-        model = make("LlamaConfig", {"num_key_value_heads": 4}, seed=seed)
+        model = make("LlamaConfig", MANY_HEADS, seed=seed)
         with torch.no_grad():
             for layer in model.model.layers[seed % 2 :: 2]:
-                layer.self_attn.k_proj.weight[:8] *= 6
+                layer.self_attn.k_proj.weight[:8] *= 20
         model.set_attn_implementation("eager")
         for dtype in torch.bfloat16, torch.float16:
             assert probe(model.to(dtype)) is None
