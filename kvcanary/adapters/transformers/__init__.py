@@ -239,7 +239,7 @@ class Handle:
     def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named, row_tokens = self._by_name(args, kwargs), self._row_tokens
         cache, tokens = cache_given(named), named.get("input_ids")
-        self._row_tokens = None
+        self._row_tokens, self._is_without = None, False
         self._unwatched.num_forwards += 1
         paged = self._batching.cache_in(named)
         if paged is not None:
@@ -250,7 +250,10 @@ class Handle:
         if cache is None:
             self._is_without = True  # until it is over: a model may make its own
             return
-        if not self._watch(cache):
+        try:
+            self._watch(cache)
+        except (AdapterError, PlanError) as error:
+            self._unwatched.refuse(error)
             return
         is_new = self._in_use is None or not any(cache is known for known in self._in_use)
         if self._in_use is not None and is_new:
@@ -264,16 +267,11 @@ class Handle:
             rows.expect(self._rows_of(row_tokens, fed, rows.length), fed)
         self._judge_inputs(cache.kv_rows, named, self._before, is_new)
 
-    def _watch(self, cache: Any) -> bool:
-        """Watch a cache, if nobody does; False where it is not followed."""
+    def _watch(self, cache: Any) -> None:
+        """Watch a cache, if nobody does; AdapterError or PlanError where it is not followed."""
         if not isinstance(cache, CanaryCache):
-            try:
-                watch(cache, self._canary)
-            except (AdapterError, PlanError) as error:
-                self._unwatched.refuse(error)
-                return False
+            watch(cache, self._canary)
             self._caches.add(cache)
-        return True
 
     def _judge_inputs(self, rows: DenseRows, named: dict[str, Any], before: int, is_new: bool) -> None:
         """before: entries of a row;  is_new: the first forward of a generate() over this cache, or one that its caller
@@ -304,7 +302,10 @@ class Handle:
         if cache is None or isinstance(cache, CanaryCache):
             self._unwatched.skip(f"a forward was given no {self._cache}")
             return None
-        if not self._watch(cache):
+        try:
+            self._watch(cache)
+        except (AdapterError, PlanError) as error:  # nobody asked for a cache
+            self._unwatched.skip(str(error))
             return None
         self._before = 0
         self._judge_inputs(cache.kv_rows, named, 0, is_new=True)

@@ -209,6 +209,28 @@ def test_a_tuple_may_hold_the_cache(models) -> None:
         assert handle.certificate()["unchecked"]["forwards without a cache that is watched"] == 1
 
 
+def test_a_cache_that_is_not_followed_is_counted_where_nobody_asked_for_one() -> None:
+    """An encoder and a decoder, called as for a loss: no error, in mode raise."""
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    with torch.no_grad(), attach(model, FULL) as handle:
+        model(input_ids=PROMPT, decoder_input_ids=PROMPT)
+    assert handle.certificate()["unchecked"] == {"forwards without a cache that is watched": 1}
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(models) -> None:
+    """The next one has a cache, and is judged as any other."""
+    model, cache = models(), transformers.DynamicCache()
+    with torch.no_grad(), attach(model, FULL) as handle:
+        with pytest.raises(IndexError):
+            model(PROMPT + 1000)
+        model(PROMPT, **{cache_argument(model): cache})
+        assert cache.kv_rows.tokens.tolist() == PROMPT.tolist()
+    assert (handle.findings, handle.certificate()["unchecked"]) == ([], {})
+
+
 # states, and what a release does to them
 
 
