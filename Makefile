@@ -83,7 +83,8 @@ test-transformers: $(STAMP)
 	@test -d "$(OTHER)/psutil" || $(INSTALL) --no-deps --target "$(OTHER)" \
 	  "transformers==$(TRANSFORMERS)" "huggingface_hub==$(HUB)" "psutil==$(PSUTIL)" $(TOKENIZERS:%="tokenizers==%")
 	PYTHONPATH="$(OTHER)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not slow" \
-	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
+	  $(wildcard tests/kvcanary/adapters/test_transformers*.py) tests/kvcanary/adapters/test_positions.py \
+	  tests/kvcanary/adapters/test_attention_probe.py tests/kvcanary/adapters/test_batching.py
 
 # Releases of others that tests run, where they can be had: they need nothing but pip.
 engines: $(MADE)

@@ -246,4 +246,4 @@ def test_an_assistant_that_draws_the_pad_token_is_sound(models) -> None:
             model.generation_config.pad_token_id = assistant.generation_config.pad_token_id = token
             model.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=assistant)
     assert handle.findings == []
-    assert hidden or transformers.__version__.startswith("5.14.")  # which hides none of them
+    assert hidden or transformers.__version__ < "5.20"  # which hide none of them

@@ -38,7 +38,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "FalconMamba": {"state_size": 8},
     "MiniMax": {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 8},
 }
-IS_5_24 = transformers.__version__.startswith("5.24.")
+HAS_FAULTS = transformers.__version__.startswith(("5.20.", "5.23.", "5.24."))  # that were tried
 
 
 def make(config: str, shape: dict[str, Any], scale: float = 0.0, seed: int = 0) -> Any:
@@ -248,9 +248,9 @@ def test_a_state_in_a_list_of_the_cache_is_watched() -> None:
     assert (finding.code, finding.layers) == ("R9", (2,))
 
 
-@pytest.mark.skipif(not IS_5_24, reason="a fault of transformers 5.24")
+@pytest.mark.skipif(not HAS_FAULTS, reason="a fault of transformers 5.20, 5.23 and 5.24")
 def test_beams_of_minimax_leave_states_where_they_were() -> None:
-    """transformers 5.24: `reorder_cache` passes by them, so that beams go on from each other's, and say something else
+    """transformers to 5.24: `reorder_cache` passes by them, so that beams go on from each other's, and say something else
     than without a cache: T1 where rows move, no token leaves.
     """
     model = make("MiniMaxConfig", RECURRENT["MiniMax"], scale=0.3)
@@ -262,10 +262,10 @@ def test_beams_of_minimax_leave_states_where_they_were() -> None:
     assert (finding.code, finding.layers) == ("T1", (0, 2))
 
 
-@pytest.mark.skipif(not IS_5_24, reason="a fault of transformers 5.24")
+@pytest.mark.skipif(not HAS_FAULTS, reason="a fault of transformers 5.20, 5.23 and 5.24")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_second_turn_feeds_states_the_whole_row_again(family: str) -> None:
-    """transformers 5.24: of a cache that has states alone the tokens are not cut off which it has absorbed, and answers
+    """transformers to 5.24: of a cache that has states alone the tokens are not cut off which it has absorbed, and answers
     are others than without it: R10 in front of the first forward, no token leaves.
     """
     model, text = make(f"{family}Config", RECURRENT[family], scale=0.5), torch.tensor([[11, 12, 13]])
