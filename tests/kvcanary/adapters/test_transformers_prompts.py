@@ -250,8 +250,8 @@ def test_a_state_in_a_list_of_the_cache_is_watched() -> None:
 
 @pytest.mark.skipif(not HAS_FAULTS, reason="a fault of transformers 5.20, 5.23 and 5.24")
 def test_beams_of_minimax_leave_states_where_they_were() -> None:
-    """transformers to 5.24: `reorder_cache` passes by them, so that beams go on from each other's, and say something else
-    than without a cache: T1 where rows move, no token leaves.
+    """transformers to 5.24: `reorder_cache` passes by them, so that beams go on from each other's, and say something
+    else than without a cache: T1 where rows move, no token leaves.
     """
     model = make("MiniMaxConfig", RECURRENT["MiniMax"], scale=0.3)
     beams = {"num_beams": 4, "tokens": 14}
@@ -265,8 +265,8 @@ def test_beams_of_minimax_leave_states_where_they_were() -> None:
 @pytest.mark.skipif(not HAS_FAULTS, reason="a fault of transformers 5.20, 5.23 and 5.24")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_second_turn_feeds_states_the_whole_row_again(family: str) -> None:
-    """transformers to 5.24: of a cache that has states alone the tokens are not cut off which it has absorbed, and answers
-    are others than without it: R10 in front of the first forward, no token leaves.
+    """transformers to 5.24: of a cache that has states alone the tokens are not cut off which it has absorbed, and
+    answers are others than without it: R10 in front of the first forward, no token leaves.
     """
     model, text = make(f"{family}Config", RECURRENT[family], scale=0.5), torch.tensor([[11, 12, 13]])
     once = more(model, torch.cat((more(model, PROMPT), text), 1), tokens=10)
