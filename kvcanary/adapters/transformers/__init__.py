@@ -164,7 +164,7 @@ class Handle:
         return around
 
     def _generate(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        outer, self._in_use = self._in_use, []
+        outer, missing, self._in_use = self._in_use, self._num_missing, []
         before, entries = self._unwatched.num_forwards, self._num_entries
         try:
             output = method(*args, **kwargs)
@@ -176,7 +176,7 @@ class Handle:
                     cache.kv_rows.reread_all(cache._held, ("release", 0))
             return output
         finally:
-            self._in_use, self._row_tokens, self._num_missing = outer, None, 0
+            self._in_use, self._row_tokens, self._num_missing = outer, None, missing
 
     @property
     def _num_entries(self) -> int:

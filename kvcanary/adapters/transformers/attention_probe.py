@@ -186,11 +186,12 @@ def _attended(keys: Tensor, values: Tensor, query: int, end: int, scale: Tensor,
 
 
 def _off(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest value; got: [heads, dim], of several heads to each of `wanted`
-    [kv_heads, dim].
+    """The largest difference over the largest value, inf where something is not finite.
+
+    got: [heads, dim], of several heads to each of `wanted` [kv_heads, dim]
     """
-    each = wanted.repeat_interleave(len(got) // len(wanted), 0)
-    return float((got - each).abs().max() / wanted.abs().max()) if bool(torch.isfinite(got).all()) else torch.inf
+    off = (got - wanted.repeat_interleave(len(got) // len(wanted), 0)).abs().max() / wanted.abs().max()
+    return float(off) if bool(torch.isfinite(off)) else torch.inf
 
 
 def _named(

@@ -34,6 +34,17 @@ def test_sound_attention_is_silent(models, family: str, implementation: str, dty
     assert probe(model) is None
 
 
+@pytest.mark.parametrize("part", ["k_proj", "v_proj", "q_proj"])
+def test_what_is_not_finite_is_not_near(models, part: str) -> None:
+    """Keys of NaN make all that attention gives NaN, also what it is to give."""
+    model = models()
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, part).weight.fill_(torch.nan)
+    found = probe(model)
+    assert (found is None) == (part != "k_proj")  # what the others give is replaced
+    assert found is None or found.layer == 1
+
+
 MANY_HEADS = {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16}
 
 
