@@ -200,7 +200,7 @@ def _named(
     """What attention did instead, by what would give this; of several the nearest."""
     end, at = position + 1, f"at position {position}"
     tried: list[tuple[Tensor, tuple[str, str, int | None]]] = []
-    for other in (other for other in range(count) if other != position):
+    for other in (*range(position), *range(end, count)):
         told = "addressing", f"the query {at} was rotated for position {other}", other
         tried.append((wanted(other, end), told))
     for behind in range(1, count + 1 - end):

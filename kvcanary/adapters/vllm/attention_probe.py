@@ -66,8 +66,10 @@ class _Asked:
             return "; ".join(gone)
         if not view.v:
             return "its layers keep no K and V of their own"
-        if "Chunked" in spec or "Cross" in spec:
+        if "Cross" in spec:
             return f"what layers of a {spec} see was not tried"
+        if self._window < 0:
+            return "its layers see the chunk of a token alone, which was not tried"
         for layer in self._layers.values():
             odd = [name for name in OTHERWISE if is_given(getattr(layer.impl, name, None))]
             if odd:

@@ -82,6 +82,8 @@ EVERY_RUNNER = (
     Needed(f"{_CACHE}KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
     Needed(f"{_CACHE}KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     Needed(f"{_CACHE}AttentionSpec", (), ("block_size", "num_kv_heads", "head_size", "dtype")),
+    Needed(f"{_CACHE}SlidingWindowSpec", (), ("sliding_window",)),
+    Needed(f"{_CACHE}ChunkedLocalAttentionSpec", (), ("attention_chunk_size",)),
 )
 #: By runner, what is needed of it alone.
 NEEDED_OF = {

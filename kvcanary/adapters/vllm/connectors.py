@@ -133,7 +133,9 @@ class LoadingHandle(Handle):
             self._loads.wrong = []
         elif failed and self.is_armed:
             for group in self.canary.groups:
-                paged_moves.failed(self.canary, group, self._slots_of(group, sorted(failed)), self._loads.connector)
+                paged_moves.failed(
+                    self.canary, group, self._slots_of(self.canary, group, sorted(failed)), self._loads.connector
+                )
         return failed
 
     def _taken_back(self, name: str, number: int, before: int, now: int) -> None:

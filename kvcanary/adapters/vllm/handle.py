@@ -181,9 +181,9 @@ class Handle(HostHandle):
         for group in self.canary.groups:
             requests = self._new_blocks(scheduler_output, group.number)
             if zeroed:
-                paged_moves.zeroed(self.canary, group, self._slots_of(group, zeroed), requests)
+                paged_moves.zeroed(self.canary, group, self._slots_of(self.canary, group, zeroed), requests)
             if copies:
-                src, dst = (self._slots_of(group, [pair[side] for pair in copies]) for side in (0, 1))
+                src, dst = (self._slots_of(self.canary, group, [pair[side] for pair in copies]) for side in (0, 1))
                 paged_moves.copied(self.canary, group, src, dst, requests)
         if copies and self._states is not None:
             self._states.copied(copies)
@@ -371,10 +371,10 @@ class Handle(HostHandle):
         _, ratio = self._block_of(group)
         return [block * ratio + part for block in blocks for part in range(ratio)]
 
-    def _slots_of(self, group: Group, blocks: Iterable[int]) -> torch.Tensor:
-        """Of the manager's blocks."""
+    def _slots_of(self, canary: PagedCanary, group: Group, blocks: Iterable[int]) -> torch.Tensor:
+        """Of the manager's blocks; without a wait."""
         own = torch.tensor(self._table_blocks(group.number, blocks), dtype=torch.int64)
-        return paged_moves.slots_of(group, own if self.canary is None else self.canary.memory.upload(own))
+        return paged_moves.slots_of(group, canary.memory.upload(own))
 
     def _new_blocks(self, scheduler_output: Any, group: int) -> dict[int, str]:
         """By block of a group's table, the request that was given it for this step, in whichever group: what moves

@@ -165,6 +165,7 @@ def test_in_mode_raise_the_worker_does_not_serve(host) -> None:
     ("change", "said"),
     [
         (lambda worker: setattr(worker.layer.impl, "sinks", torch.zeros(4)), "its layers have sinks"),
+        (lambda worker: setattr(worker.canary.groups[0], "window", -8), "its layers see the chunk of a token alone"),
         (lambda worker: setattr(worker.layer, "calculate_kv_scales", True), "take their scales from what they see"),
         (lambda worker: setattr(worker.layer, "head_size_v", 8), "K and V differ in size"),
         (lambda worker: setattr(worker.builder.kv_cache_spec, "block_size", 16), "larger than the pages of the pool"),

@@ -139,7 +139,7 @@ def command(out: Path, work: Path, kind: str, layer: int, tries: int, deadline: 
             break
     result["right"] = {name: sum(name in one["right"] for one in result["tries"]) for name in PLACE}
     result["all_right"] = sum(len(one["right"]) == len(PLACE) for one in result["tries"])
-    (out / f"vllm_first_nan_{kind}.json").write_text(lines_of(result) + "\n")
+    (out / f"vllm_first_nan_{kind}.json").write_text(lines_of(result) + "\n", encoding="utf-8")
     print(
         f"{kind}: {result['all_right']} of {len(result['tries'])}: {result['right']}, {result['tries'][0]}", flush=True
     )

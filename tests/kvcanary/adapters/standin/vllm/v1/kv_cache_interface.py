@@ -17,6 +17,16 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class SlidingWindowSpec(AttentionSpec):
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    attention_chunk_size: int = 0
+
+
+@dataclass(frozen=True)
 class MambaSpec:
     block_size: int
     shapes: tuple[tuple[int, ...], ...]
