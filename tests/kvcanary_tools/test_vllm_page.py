@@ -41,9 +41,11 @@ def test_the_page_quotes_the_record_of_a_hybrid_with_drafts() -> None:
     certificate, page = compared["certificate"], " ".join(vllm_page.PAGE.read_text(encoding="utf-8").split())
     assert (compared["findings"], certificate["not_watched"], compared["on_off"][0]["share"]) == (0, [], 1)
     [ratio], step, hooks = compared["ratios"], compared["by_step"]["ms"][0], min(compared["hooks_us"]) / 1000
+    [noise] = compared["off_over_off"]
     for said in (
         f"a run judged {certificate['states_checked']:,} states with 0 findings and equal tokens",
         f"In one pair of runs throughput was {ratio:.3f} of that without",
+        f"where two runs without it were {noise:.3f} of one another. A step",
         f"A step took {step:.1f} ms without it, and hooks {hooks:.1f} ms",
     ):
         assert said in page

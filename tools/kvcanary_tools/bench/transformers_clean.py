@@ -17,7 +17,7 @@ import transformers
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters.transformers import attach
-from kvcanary.adapters.transformers.unwatched import cache_argument
+from kvcanary.adapters.transformers.unwatched import cache_argument, cache_in
 from kvcanary_tools.bench.common import events_to_stderr, machine, progress, save
 
 ROWS, TOKENS, WINDOW = 10**6, 120, 8
@@ -145,8 +145,7 @@ def generate(
         arguments, prompt = {"inputs_embeds": model.get_input_embeddings()(prompt)}, None
     elif way in ("turns", "new tokens"):
         first = model.generate(prompt, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True)
-        cache = next(own for own in first.values() if isinstance(own, transformers.Cache))
-        whole = torch.cat((first.sequences, prompt[:, :3]), 1)
+        cache, whole = cache_in(first), torch.cat((first.sequences, prompt[:, :3]), 1)
         arguments, mask = {cache_argument(model): cache}, torch.ones_like(whole)
         prompt = whole[:, cache.get_seq_length() :] if way == "new tokens" else whole
     return model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, **arguments, **others)
