@@ -6,6 +6,7 @@ certificate and its metrics. What the engine itself raises passes as it is, and 
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,20 +37,36 @@ class Guard:
         self.host, self.rank, self.pool, self._on_stop, self._parts = host, rank, pool, on_stop, parts
         self._is_lenient, self.is_serving, self.stopped = mode == "log", False, ""
 
-    def call(self, wrapper: Callable[..., Any], method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`wrapper(method, ...)`; where that fails, what `method` gave, or gives now."""
-        if self.stopped:
-            return method(*args, **kwargs)
-        if not self._is_lenient or not self.is_serving:
-            return wrapper(method, *args, **kwargs)
-        own = _Once(method)
-        try:
-            return wrapper(own, *args, **kwargs)
-        except Exception as error:
-            if error is own.error:
-                raise
-            self.stop(error, getattr(method, "__name__", repr(method)))
-        return own.result if own.is_done else method(*args, **kwargs)
+    def around(self, wrapper: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+        """What calls `wrapper(method, ...)`; where that fails, it gives what `method` gave, or gives now."""
+
+        @functools.wraps(method)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            if self.stopped:
+                return method(*args, **kwargs)
+            if not self._is_lenient or not self.is_serving:
+                return wrapper(method, *args, **kwargs)
+            given: list[Any] = []
+            raised: BaseException | None = None
+
+            def once(*args: Any, **kwargs: Any) -> Any:
+                nonlocal raised
+                try:
+                    given.append(method(*args, **kwargs))
+                except BaseException as error:
+                    raised = error
+                    raise
+                return given[-1]
+
+            try:
+                return wrapper(once, *args, **kwargs)
+            except Exception as error:
+                if error is raised:
+                    raise
+                self.stop(error, getattr(method, "__name__", repr(method)))
+            return given[-1] if given else method(*args, **kwargs)
+
+        return around
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(...)`, all of it ours; None where it fails, or nothing is watched any more."""
@@ -80,22 +97,3 @@ class Guard:
         if not self.stopped:
             self.stopped = reason
             self._on_stop(reason)
-
-
-class _Once:
-    """A method, and what came of it."""
-
-    __slots__ = ("error", "is_done", "method", "result")
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method, self.is_done, self.result = method, False, None
-        self.error: BaseException | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            self.result = self.method(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-            raise
-        self.is_done = True
-        return self.result

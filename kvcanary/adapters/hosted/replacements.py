@@ -20,24 +20,15 @@ class Replacements:
     def replace(self, owner: Any, name: str, wrapper: Callable[..., Any], guard: Guard | None = None) -> None:
         """Let `owner.name(...)` call `wrapper(method, ...)`, on this instance alone; `method` is the one replaced."""
         method = getattr(owner, name)
-        own, call = owner.__dict__.get(name), (guard or self._guard).call
-
-        @functools.wraps(method)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return call(wrapper, method, args, kwargs)
-
+        own, around = owner.__dict__.get(name), (guard or self._guard).around(wrapper, method)
         around.kvcanary_replaces = method  # type: ignore[attr-defined]
         setattr(owner, name, around)
         self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
 
     def replace_function(self, module: str, name: str, wrapper: Callable[..., Any]) -> None:
         """The same for a function, in every module that has it under its name."""
-        function, call = getattr(sys.modules[module], name), self._guard.call
-
-        @functools.wraps(function)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return call(wrapper, function, args, kwargs)
-
+        function = getattr(sys.modules[module], name)
+        around = self._guard.around(wrapper, function)
         for holder in list(sys.modules.values()):
             if (getattr(holder, "__dict__", None) or {}).get(name) is function:
                 setattr(holder, name, around)

@@ -111,7 +111,8 @@ class PagedCanary:
         self._fresh: list[tuple[int, str]] = []
         self._new: dict[int, tuple[int, ...]] = {}  # lines of Truth, behind their numbers
         self._uid = 0
-        self._forward: Forward | None = None
+        self._forward: Forward | None = None  # that was read last, and at most how many entries it stores
+        self._most_stored = 0
 
     @property
     def num_bytes(self) -> int:
@@ -248,7 +249,7 @@ class PagedCanary:
             ran = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
             self.recent.ran(ran, self._measured, self._grown)
             self._ran(1, forward.num_tokens)
-        self._forward = forward
+        self._forward, self._most_stored = forward, at_least(forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
         self.launches.before(forward, most_rows, self._room, events)
         if self.poison is not None:
             self._look_at_poison(self.poison, step.events)
@@ -324,13 +325,13 @@ class PagedCanary:
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
         if self._forward is not None:
-            self.launches.after(self._most_tokens(self._forward))
+            self.launches.after(self._most_stored)
             self._wrote.append(self.step)
 
     def took(self, rejected: Tensor) -> None:
         """Late layers have stored this forward's entries now; `rejected` [>= rows]: the last so many are not kept."""
         if self._forward is not None:
-            self.launches.late(self._forward.starts, rejected, self._most_tokens(self._forward))
+            self.launches.late(self._forward.starts, rejected, self._most_stored)
 
     def launch_on_stored(self, name: str, group: Group, launch: Callable[[Tensor, Tensor], None]) -> None:
         """`launch(slots, chains)` of what this forward stored in a group, [n] each; slot -1: nothing.
@@ -338,10 +339,7 @@ class PagedCanary:
         It may be captured: all that changes from step to step lies in tensors; `name` tells such launches apart.
         """
         if self._forward is not None:
-            self.launches.on_stored(name, group, launch, self._most_tokens(self._forward))
-
-    def _most_tokens(self, forward: Forward) -> int:
-        return at_least(forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
+            self.launches.on_stored(name, group, launch, self._most_stored)
 
     def prepare(self, forward: Forward) -> None:
         """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""

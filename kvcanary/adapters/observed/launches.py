@@ -45,10 +45,10 @@ class Launches:
         self._line_bytes, self._line_width = self._lines_here.data.cast("B"), self._lines_here[0].nbytes
         self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
-        self._counts_here = self._counts.numpy()
+        self._counts_here = self._counts.numpy().data
         #: Of layers whose fingerprints are summed up as they are stored: their sum [1], and what it was after the last
         #: steps, as a count, twice as `_counts`.
-        self._sums: dict[Layers, tuple[Tensor, Tensor, NDArray[np.int64]]] = {}
+        self._sums: dict[Layers, tuple[Tensor, Tensor, memoryview]] = {}
         #: [rows, 2] of the last forward's, the chain of what each had before it, and whether that is known.
         self.seeds, self._rejected = memory.zeros(num_rows, 2), memory.zeros(num_rows)
         self.not_finite: set[int] = set()  # writers of records who are known to have stored NaN or Inf
@@ -144,7 +144,7 @@ class Launches:
     def sum_stored(self, layers: Layers) -> None:
         """From now on keep the sum of what forwards store into these layers; before anything is captured."""
         sent = self.memory.pinned(RING)
-        self._sums[layers] = self.memory.zeros(1), sent, sent.numpy()
+        self._sums[layers] = self.memory.zeros(1), sent, sent.numpy().data
 
     def stored_chains(self, group: Group) -> Tensor:
         """[RING, max_tokens] of what the last forwards stored."""
@@ -178,7 +178,7 @@ class Launches:
         if not self.memory.is_cuda:
             return int(self.memory.total) & COUNTS
         torch.cuda.synchronize(self.memory.device)  # whatever thread and stream this is
-        return int(self._counts_here[step % RING]) & COUNTS
+        return int(self._counts_here[step % RING] & COUNTS)
 
     def violations_of(self, step: Step) -> dict[str, Tensor]:
         """On the host: the cells of one step, which waits for the device.
@@ -369,7 +369,7 @@ def events_of(words: Tensor, gone: int) -> tuple[Tensor, Tensor, Tensor]:
     return words[:first], words[first:second], words[second:].view(new, NEW_WIDTH)
 
 
-def _count_in(sent: NDArray[np.int64], step: int) -> int | None:
+def _count_in(sent: memoryview, step: int) -> int | None:
     """What was sent behind a step; None: it is not there."""
-    stamp, count = divmod(int(sent[step % RING]), 1 << COUNT_BITS)
-    return count if stamp == step & STAMPS else None
+    word = sent[step % RING]
+    return word & COUNTS if word >> COUNT_BITS == step & STAMPS else None

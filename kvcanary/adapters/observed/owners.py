@@ -19,14 +19,14 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.record.layout import STEP_SITE
 from kvcanary_kernels.watch import walk
-from kvcanary_kernels.watch.grant import BLOCK_MASK, CHANGE_WIDTH, GROUP_SHIFT
+from kvcanary_kernels.watch.grant import CHANGE_WIDTH, GROUP_SHIFT
 from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
 SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of one line, and that a launch is sized for
 WIDTH = CHANGE_WIDTH * MOST_CHANGES
-PADDING = b"\xff" * (8 * MOST_CHANGES)  # changes of group -1
+NOBODY = (-1,)  # a change of group -1, which there is not
 
 
 class Owners:
@@ -107,11 +107,6 @@ def place_of(group: int, block: int) -> int:
     return group << GROUP_SHIFT | block
 
 
-def block_of(place: int) -> int:
-    """The block of such a number."""
-    return place & BLOCK_MASK
-
-
 class BlockOwners:
     """Owners of the blocks of all groups: known on the host, and put into the slots of what changed by one launch.
 
@@ -128,7 +123,7 @@ class BlockOwners:
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
         self._lines, self._ticks = torch.zeros(LINES, WIDTH, dtype=torch.int64, pin_memory=is_cuda), zeros(2)
-        self._line_bytes, self._next = self._lines.numpy().data.cast("B"), 0
+        self._line_words, self._next = self._lines.numpy().data.cast("B").cast("q"), 0
         self._again: dict[int, Callable[[], Any]] = {}
         self._words, self._cells = zeros(WIDTH), zeros(LINES, 1)
         self.forget()
@@ -157,7 +152,7 @@ class BlockOwners:
         """Do what was told; on the stream of the forward that is next."""
         if not self._changed:
             return
-        places, owners = array("q", self._changed), array("q", self._changed.values())
+        places, owners = tuple(self._changed), tuple(self._changed.values())
         self._changed = {}
         for first in range(0, len(places), MOST_CHANGES):
             if first and first % (LINES // 2 * MOST_CHANGES) == 0 and self._device.type == "cuda":
@@ -169,19 +164,20 @@ class BlockOwners:
         for _ in range(2):
             size = FEWEST_CHANGES
             while size <= MOST_CHANGES:
-                self._launch(nobody := array("q", (-1,)) * size, nobody)
+                self._launch(NOBODY * size, NOBODY * size)
                 size *= 4
         self._ticks.zero_()
         self._next = 0
 
-    def _launch(self, places: array[int], owners: array[int]) -> None:
+    def _launch(self, places: tuple[int, ...], owners: tuple[int, ...]) -> None:
         most = FEWEST_CHANGES
         while most < len(places):
             most *= 4
-        padding = PADDING[: 8 * (most - len(places))]
+        padding = NOBODY * (most - len(places))
         self._next = (self._next + 1) % LINES
-        first, room = self._next * WIDTH * 8, CHANGE_WIDTH * most * 8
-        self._line_bytes[first : first + room] = b"".join((places.tobytes(), padding, owners.tobytes(), padding))
+        first = self._next * WIDTH
+        changes = array("q", (*places, *padding, *owners, *padding))
+        self._line_words[first : first + CHANGE_WIDTH * most] = changes
         again = self._again.get(most) or functools.partial(
             self._replays.run, most, functools.partial(self._grant, most)
         )

@@ -72,15 +72,18 @@ class RecentSteps:
             self._events += [(ENDED, name) for name in sorted(output.finished_req_ids)]
         if output.preempted_req_ids:
             self._events += [(PREEMPTED, name) for name in sorted(output.preempted_req_ids)]
-        granted = [(data.req_id, data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
+        granted: list[tuple[str, Any, int | None]] = [
+            (new.req_id, _kept(new.block_ids or ()), new.num_computed_tokens) for new in output.scheduled_new_reqs
+        ]
         cached = output.scheduled_cached_reqs
-        if any(cached.new_block_ids):
-            resumed = getattr(cached, "resumed_req_ids", NONE)
-            given = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-            granted += [(name, own, length if name in resumed else None) for name, own, length in given if own]
-        for name, blocks, length in granted:  # the engine goes on using lists of all blocks of a request
-            held = blocks if length is None else tuple(map(tuple, blocks or ()))
-            self._events.append((GRANTED, name, held, length))
+        names, resumed = cached.req_ids, getattr(cached, "resumed_req_ids", NONE)
+        for row, own in enumerate(cached.new_block_ids):
+            if own and names[row] in resumed:
+                granted.append((names[row], _kept(own), cached.num_computed_tokens[row]))
+            elif own:
+                granted.append((names[row], own, None))
+        if granted:
+            self._events.append((GRANTED, granted))
         return granted
 
     def moved(self, kind: str, group: Group, *facts: Any) -> None:
@@ -161,7 +164,7 @@ class RecentSteps:
             "site": list(step.site),
             "tokens": step.num_tokens,
             "rows": [list(row) for row in step.rows],
-            "events": [_told(event, self._granted) for event in step.events],
+            "events": [told for event in step.events for told in _told(event, self._granted)],
         }
 
     def _granted(self, granted: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -173,15 +176,19 @@ class RecentSteps:
         return [block * ratio + part for block in blocks for part in range(ratio)]
 
 
-def _told(event: tuple[Any, ...], blocks_of: Callable[[Sequence[Sequence[int]]], list[list[int]]]) -> list[Any]:
-    """An event as plain JSON."""
+def _kept(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """All blocks of a request, whose lists the engine goes on using."""
+    return tuple(map(tuple, blocks))
+
+
+def _told(event: tuple[Any, ...], blocks_of: Callable[[Sequence[Sequence[int]]], list[list[int]]]) -> list[list[Any]]:
+    """An event as plain JSON; of what a step grants, one for each request."""
     kind, *facts = event
     if kind == GRANTED:
-        request, granted, length = facts
-        return [kind, request, blocks_of(granted), length]
+        return [[kind, request, blocks_of(granted), length] for request, granted, length in facts[0]]
     if kind in (ENDED, PREEMPTED):
-        return [kind, *facts]
+        return [[kind, *facts]]
     group, size, *moved = facts
     slots = [fact // size for fact in moved if isinstance(fact, Tensor)]
     blocks = torch.stack(slots).unique_consecutive(dim=1).tolist()  # pairs, where they were copied
-    return [kind, group, *(fact for fact in moved if not isinstance(fact, Tensor)), *blocks]
+    return [[kind, group, *(fact for fact in moved if not isinstance(fact, Tensor)), *blocks]]

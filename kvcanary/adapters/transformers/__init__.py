@@ -93,7 +93,7 @@ class Handle:
             self._replaced["generate_batch"] = self._generate_batch
         self._own = {name: model.__dict__[name] for name in self._replaced if name in model.__dict__}
         for name, wrapper in self._replaced.items():
-            setattr(model, name, self._around(getattr(model, name), wrapper))
+            setattr(model, name, self._canary.guard.around(wrapper, getattr(model, name)))
         for path, reason in canary.closed.items():
             _events.warning("kvcanary.closed_path", path=path, reason=reason)
 
@@ -155,13 +155,6 @@ class Handle:
         self.detach()
 
     # around the model's methods
-
-    def _around(self, method: Any, wrapper: Any) -> Any:
-        @functools.wraps(method)  # generate() reads the signature
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return self._canary.guard.call(wrapper, method, args, kwargs)
-
-        return around
 
     def _generate(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         outer, missing, self._in_use = self._in_use, self._num_missing, []

@@ -96,11 +96,7 @@ class Batching:
                 return method(cache, *args, **kwargs)
             return wrapper(held, functools.partial(method, cache), *args, **kwargs)
 
-        @functools.wraps(method)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return self.canary.guard.call(hook, method, args, kwargs)
-
-        setattr(kind, name, around)
+        setattr(kind, name, self.canary.guard.around(hook, method))
 
     def _guard(self, function: Callable[..., Any], *args: Any) -> None:
         """An error ends a background thread, where the caller does not see it: keep it."""

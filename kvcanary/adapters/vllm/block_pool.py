@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -48,19 +48,15 @@ class Notes:
         return array("i", (self.serial & 0x7FFFFFFF,)).tobytes() + words.tobytes()
 
 
-def read(told: bytes) -> tuple[int, Iterator[tuple[int, list[int]]]]:
+def read(told: bytes) -> tuple[int, list[tuple[int, list[int]]]]:
     """The serial number, and each kind with its blocks, in the order in which it happened."""
-    words = array("i")
-    words.frombytes(told)
-    return words[0], _each(words)
-
-
-def _each(words: array[int]) -> Iterator[tuple[int, list[int]]]:
-    place = 1
+    words = memoryview(told).cast("i").tolist()
+    happened, place = [], 1
     while place < len(words):
         kind, count = words[place : place + 2]
-        yield kind, words[place + 2 : place + 2 + count].tolist()
+        happened.append((kind, words[place + 2 : place + 2 + count]))
         place += 2 + count
+    return words[0], happened
 
 
 def follow() -> Callable[[], None]:

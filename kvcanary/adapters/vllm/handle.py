@@ -359,12 +359,13 @@ class Handle(HostHandle):
         if self.is_armed and self._states is not None:
             self._states.accepted(counts)
 
-    def _give(self, output: Any) -> None:
+    def _give(self) -> None:
         """Rows are there: tell whose the blocks are that this step gives them."""
         given, self._given = self._given, []
         if given and self._ledger is not None:
-            own = [(name, self._of_caches(blocks), length) for name, blocks, length in given]
-            self._ledger.given(output, own)
+            if self._caches is not None:
+                given = [(name, self._of_caches(blocks), length) for name, blocks, length in given]
+            self._ledger.given(given)
 
     def _table_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:
         """Of the manager's blocks."""

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED, block_of, place_of
+from kvcanary.adapters.observed.owners import FREE, SHARED, SHARED_WRITER, UNJUDGED, place_of
 from kvcanary.adapters.vllm.block_pool import ATTRIBUTE, FREED, GRANTED, HASHED, TOUCHED, read
+from kvcanary.scrub.free_slots import FreeSlots
 
 BY_WORKER, BY_SCHEDULER = "the worker's own ledger", "the scheduler's block pool"
 FED_BY = {BY_WORKER: frozenset({"R7", "R8", "W2"}), BY_SCHEDULER: frozenset({"R7", "R8", "W2", "W3"})}
@@ -33,6 +34,8 @@ GRANTED_TO, SHARED_WITH, FULL, GIVEN_BACK, TAKEN_BACK = (
 MOST_EVENTS, MOST_TOLD = 1 << 12, 3  # that are kept, and told of one block
 #: A request, by group blocks that it was given, and how many entries it had; None: they follow what it had before.
 Given = tuple[str, Sequence[Sequence[int]], int | None]
+#: A request, the place of its group's block 0, and blocks of that group.
+Claimed = tuple[str, int, Sequence[int]]
 #: What happened (with a place for a request's name), the step, and to which blocks, each with that name. All that a
 #: step gives is one of these: an object a block is as much more for the garbage collector, and for cold caches.
 Happened = tuple[str, int, dict[int, str]]
@@ -41,7 +44,7 @@ Happened = tuple[str, int, dict[int, str]]
 class BlockLedger:
     """Who was given which block, and in which step.
 
-    fed_by: what all of it is known from; None until the first blocks are given
+    fed_by: what all of it is known from; None until the first step
     """
 
     def __init__(self, canary: PagedCanary, block_sizes: Sequence[int], are_shared: bool = False) -> None:
@@ -73,6 +76,9 @@ class BlockLedger:
     def begin(self, output: Any) -> None:
         """What vLLM's scheduler says of the step that is next, but for the blocks that rows are given in it."""
         told = getattr(output, ATTRIBUTE, None)
+        feed = BY_WORKER if told is None else BY_SCHEDULER
+        if feed != self.fed_by:
+            self._follow(feed)
         if told is not None:
             self._replay(told)
         if output.finished_req_ids or output.preempted_req_ids:
@@ -84,9 +90,8 @@ class BlockLedger:
         """Requests have rows now, with these uids."""
         self._uids |= uids
 
-    def given(self, output: Any, given: Sequence[Given]) -> None:
+    def given(self, given: Sequence[Given]) -> None:
         """Blocks that rows are given in this step: those that they will write first, for others may read them too."""
-        self._follow(BY_WORKER if getattr(output, ATTRIBUTE, None) is None else BY_SCHEDULER)
         take = self._take_own if self.fed_by == BY_WORKER else self._take_fresh
         anew = [one for one in given if one[2] is not None]  # all its blocks, once more
         for name, _, _ in anew:
@@ -102,38 +107,39 @@ class BlockLedger:
             places = [place_of(group, block) for group, own in enumerate(lines) for block in own if block != NULL_BLOCK]
             self._put(dict.fromkeys(places, SHARED_WRITER - uid), TAKEN_BACK, dict.fromkeys(places, name))
 
-    def _claimed(self, given: Sequence[Given], is_old: bool) -> list[tuple[int, str]]:
-        """Blocks whose entries their request has already (is_old), or has not all of them; each with its name."""
+    def _claimed(self, given: Sequence[Given], is_old: bool) -> list[Claimed]:
+        """Blocks whose entries their request has already (is_old), or has not all of them."""
         claimed = []
         for name, blocks, length in given:
             for group, own in enumerate(blocks):
                 if length is not None:
                     old = length // self.owners.block_sizes[group]
                     own = own[:old] if is_old else own[old:]
-                claimed += [(place_of(group, block), name) for block in own if block != NULL_BLOCK]
+                if own:
+                    claimed.append((name, place_of(group, 0), own))
         return claimed
 
     def _follow(self, feed: str) -> None:
-        if feed != self.fed_by:
-            self._begin_anew()
-            self.fed_by, self.canary.fed = feed, self._fed | FED_BY[feed]
-            if self.canary.poison is not None and feed == BY_SCHEDULER:
-                self.canary.fed |= {"P1"}
+        self._begin_anew()
+        self.fed_by, self.canary.fed = feed, self._fed | FED_BY[feed]
+        if self.canary.poison is not None and feed == BY_SCHEDULER:
+            self.canary.fed |= {"P1"}
 
     # by what workers are told anyway
 
-    def _take_own(self, claimed: Sequence[tuple[int, str]], is_old: bool) -> None:
+    def _take_own(self, claimed: Sequence[Claimed], is_old: bool) -> None:
         """Blocks that nobody has filled are one request's alone; the others are a prefix cache's, or were loaded."""
-        if is_old:
-            for place, name in claimed:
+        owners, names = dict[int, int](), dict[int, str]()
+        for name, first, blocks in claimed:
+            own = [first | block for block in blocks if block != NULL_BLOCK]
+            self._given.setdefault(name, []).extend(own)
+            owners.update(dict.fromkeys(own, UNJUDGED if is_old else self._uids.get(name, UNJUDGED)))
+            names.update(dict.fromkeys(own, name))
+            for place in own if is_old else ():
                 self._hold(place, name)
-            self._put({place: UNJUDGED for place, _ in claimed}, SHARED_WITH, dict(claimed))
-        else:
-            uids = self._uids
-            self._holders.update(claimed)
-            self._put({place: uids.get(name, UNJUDGED) for place, name in claimed}, GRANTED_TO, dict(claimed))
-        for place, name in claimed:
-            self._given.setdefault(name, []).append(place)
+        if not is_old:
+            self._holders.update(names)
+        self._put(owners, SHARED_WITH if is_old else GRANTED_TO, names)
 
     def _hold(self, place: int, name: str) -> None:
         """One more request has this block."""
@@ -163,7 +169,6 @@ class BlockLedger:
             self._begin_anew()
             self.canary.coverage.skip(UNHEARD, 1)
         self._serial = serial
-        self._follow(BY_SCHEDULER)
         if self._full:
             full, self._full = self._known(self._full), set()
             self._give([place for place in full if self.owners.owner(place) != FREE], SHARED, FULL)
@@ -171,7 +176,8 @@ class BlockLedger:
             self._happened(kind, blocks)
 
     def _happened(self, kind: int, blocks: Sequence[int]) -> None:
-        self._poison(kind, blocks)
+        if self.canary.poison is not None:
+            self._poison(self.canary.poison, kind, blocks)
         if kind == GRANTED:
             self._fresh.update(dict.fromkeys(blocks, False))
         elif kind == HASHED:
@@ -187,11 +193,8 @@ class BlockLedger:
                 self._fresh.pop(block, None)
             self._give(self._known(blocks), *((FREE, GIVEN_BACK) if kind == FREED else (UNJUDGED, "not loaded")))
 
-    def _poison(self, kind: int, blocks: Sequence[int]) -> None:
+    def _poison(self, poison: FreeSlots, kind: int, blocks: Sequence[int]) -> None:
         """What is free and will be granted before it is read again is filled, and looked at when it is granted."""
-        poison = self.canary.poison
-        if poison is None:
-            return
         if kind == GRANTED:
             slots = self._slots_of(poison.group, blocks)
             poison.granted(slots, torch.zeros_like(slots))
@@ -213,17 +216,20 @@ class BlockLedger:
         shared = {place: SHARED_WRITER - own if own else SHARED for place, own in owners.items() if own >= FREE}
         self._put(shared, "shared", dict.fromkeys(shared, ""))
 
-    def _take_fresh(self, claimed: Sequence[tuple[int, str]], is_old: bool) -> None:
+    def _take_fresh(self, claimed: Sequence[Claimed], is_old: bool) -> None:
         """Blocks that the pool has granted are who writes them first; what it has not granted stays whose it is."""
-        owners, names = {}, {}
-        for place, name in claimed:
-            is_shared, uid = self._fresh.get(block_of(place)), self._uids.get(name)
-            if is_shared is not None:
-                owners[place] = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
-                names[place] = name
+        owners, names, fresh = dict[int, int](), dict[int, str](), self._fresh
+        for name, first, blocks in claimed:
+            uid = self._uids.get(name)
+            for block in blocks:
+                is_shared = fresh.get(block)
+                if is_shared is not None:
+                    owners[first | block] = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
+                    names[first | block] = name
         self._put(owners, GRANTED_TO, names)
-        for place, _ in claimed:
-            self._fresh.pop(block_of(place), None)
+        for _, _, blocks in claimed:
+            for block in blocks:
+                fresh.pop(block, None)
 
     # helpers
 

@@ -51,7 +51,7 @@ class HandleV1(LoadingHandle):
                 state = self.runner.requests[name]
                 new.append((name, [*(state.prompt_token_ids or ()), *state.output_token_ids], length))
         self._come(self.canary, new)
-        self._give(scheduler_output)
+        self._give()
         if moves:
             self._moved(scheduler_output)
         return result

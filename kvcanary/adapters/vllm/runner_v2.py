@@ -86,7 +86,7 @@ class HandleV2(LoadingHandle):
             if self._scheduled.scheduled_new_reqs:
                 self._come(self._scheduled.scheduled_new_reqs)
             if self._given:
-                self._give(self._scheduled)
+                self._give()
             tables, slots = result
             self._every_table, tables = tables, self._of_caches(tables)
             if self._loads is not None:

@@ -27,7 +27,7 @@ N_GRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 
 
 
 def draft_always(runner: Any) -> None:
-    """Propose the last token again, where nothing matches what was generated: each row that decodes has drafts.
+    """Propose the last token again, where too little matches what was generated: each row that decodes has all drafts.
 
     runner: of n-grams, which proposes at times only
     """
@@ -35,7 +35,8 @@ def draft_always(runner: Any) -> None:
 
     def always(*args: Any, **kwargs: Any) -> Any:
         drafts, sampled = propose(*args, **kwargs), next(own for own in args if isinstance(own, list))
-        return [own or row[-1:] * 2 for own, row in zip(drafts, sampled, strict=True)]
+        most = runner.drafter.k
+        return [[*own, *row[-1:] * most][:most] for own, row in zip(drafts, sampled, strict=True)]
 
     runner.drafter.propose = always
 

@@ -236,12 +236,20 @@ class DraftHarms(Harms):
         return False
 
     def drafts_exchanged(self, output: Any, step: int) -> bool:
-        known = self.accepted(output) if step >= FIRST_STEP else []
+        before = self._drafted_before(output)
+        known = self.accepted(output, least=1) if step >= FIRST_STEP else []
         for (name, row, accepted), (also, other, its) in combinations(known, 2):
-            if accepted == its and self.column_of(name) == self.column_of(also):  # in columns which the other has left
+            both = max(accepted, its)  # in columns which the other has left, and not both behind the first token
+            are_there = both <= 1 + min(before.get(name, 0), before.get(also, 0))
+            if both > 1 and are_there and self.column_of(name) == self.column_of(also):
                 self.table[[row, other]] = self.table[[other, row]]
                 return self._strike(name, self.state_of(name, row, accepted))
         return False
+
+    def _drafted_before(self, output: Any) -> Mapping[str, int]:
+        """How many drafts each request had in the step before; to be called in every step."""
+        before, self._drafted = self._drafted, {n: len(own) for n, own in output.scheduled_spec_decode_tokens.items()}
+        return before
 
     def one_accepted_less(self, output: Any, step: int) -> bool:
         for name, row, accepted in self.accepted(output) if step >= FIRST_STEP else ():
@@ -250,7 +258,7 @@ class DraftHarms(Harms):
         return False
 
     def rejected_draft(self, output: Any, step: int) -> bool:
-        before, self._drafted = self._drafted, {n: len(own) for n, own in output.scheduled_spec_decode_tokens.items()}
+        before = self._drafted_before(output)
         for name, row, accepted in self.accepted(output, least=1) if step >= FIRST_STEP else ():
             if accepted <= before.get(name, 0) and name in self._drafted:
                 self.runner.input_batch.num_accepted_tokens_cpu[row] += 1
