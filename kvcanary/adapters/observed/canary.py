@@ -146,7 +146,7 @@ class PagedCanary:
         are_shared:  their memory is that of other blocks too, of which nobody tells
         """
         num_slots = [group.records.shape[0] for group in self.groups]
-        self.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
+        self.owners = self.launches.owners = owners = BlockOwners(num_slots, block_sizes, self.memory.device)
         for group, own in zip(self.groups, owners.of, strict=True):
             group.owners = own
         self.poison = None if are_shared else self._poison_of(self.memory.covering(block_sizes))

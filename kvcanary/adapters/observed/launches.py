@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.memory import Memory
+from kvcanary.adapters.observed.owners import FEW_WORDS, NOBODY, BlockOwners
 from kvcanary.adapters.observed.state import COUNT_BITS, LOOKS, RING, Forward, Group, Layers, Step
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.pools.launch_site import pack_site
@@ -29,7 +30,10 @@ from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_TOKENS, NOW
 
 STAMPS = (1 << 63 - COUNT_BITS) - 1
 COUNTS = (1 << COUNT_BITS) - 1
-HEAD_WORDS = struct.Struct(f"={NOW_WIDTH}q")
+NO_CHANGES = NOBODY * FEW_WORDS
+#: A line: `now`, changes of owners, rows, events.
+ROWS_AT = NOW_WIDTH + FEW_WORDS
+HEAD = struct.Struct(f"={ROWS_AT}q")
 
 
 class Launches:
@@ -39,7 +43,7 @@ class Launches:
         """As PagedCanary."""
         self.config, self.memory, self.num_rows, self.max_tokens = config, memory, num_rows, max_tokens
         self._ops, self._replays = watch_ops_for(memory.device), Replays(memory.device)
-        width = NOW_WIDTH + num_rows + events_width(num_rows, num_rows)
+        width = ROWS_AT + num_rows + events_width(num_rows, num_rows)
         self._lines = memory.pinned(RING, width)  # what the last steps were
         self._lines_here = self._lines.numpy()
         self._line_bytes, self._line_width = self._lines_here.data.cast("B"), self._lines_here[0].nbytes
@@ -52,6 +56,7 @@ class Launches:
         #: [rows, 2] of the last forward's, the chain of what each had before it, and whether that is known.
         self.seeds, self._rejected = memory.zeros(num_rows, 2), memory.zeros(num_rows)
         self.not_finite: set[int] = set()  # writers of records who are known to have stored NaN or Inf
+        self.owners: BlockOwners | None = None  # whose changes lines take along
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         #: What an engine gives with every forward, as long as it gives the same, and where that lies.
         self._lasting: tuple[Sequence[Tensor], Sequence[Tensor], tuple[int, ...]] = (), (), ()
@@ -68,20 +73,21 @@ class Launches:
         n, place = len(forward.numbers), step % RING
         line, stamp = self._lines_here[place], (step & STAMPS) << COUNT_BITS
         self._head = n, forward.num_tokens, pack_site(*forward.site)
-        HEAD_WORDS.pack_into(
-            self._line_bytes, place * line.nbytes, n, forward.num_tokens, step, self._head[2], place, stamp
-        )
-        line[NOW_WIDTH : NOW_WIDTH + n] = self._numbers = forward.numbers
+        changes = NO_CHANGES if self.owners is None else self.owners.few()
+        now = n, forward.num_tokens, step, self._head[2], place, stamp
+        HEAD.pack_into(self._line_bytes, place * line.nbytes, *now, *changes)
+        line[ROWS_AT : ROWS_AT + n] = self._numbers = forward.numbers
         self._numbers_in[place] = forward.numbers
-        return line[NOW_WIDTH + most_rows :]
+        return line[ROWS_AT + most_rows :]
 
     def again(self, step: int) -> None:
         """The forward that was launched last once more, as another step."""
         place, (n, num_tokens, site) = step % RING, self._head
         stamp = (step & STAMPS) << COUNT_BITS
-        HEAD_WORDS.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp)
+        changes = NO_CHANGES if self.owners is None else self.owners.few()
+        HEAD.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp, *changes)
         if self._numbers_in[place] is not self._numbers:
-            self._lines_here[place, NOW_WIDTH : NOW_WIDTH + n] = self._numbers_in[place] = self._numbers
+            self._lines_here[place, ROWS_AT : ROWS_AT + n] = self._numbers_in[place] = self._numbers
         self._again = self._again() or self._again
 
     def before(self, forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
@@ -128,7 +134,7 @@ class Launches:
 
         key: what tells the launch apart, and all that it depends on which does not lie on the device
         """
-        numbers = self._now[NOW_WIDTH : NOW_WIDTH + most_rows]
+        numbers = self._now[ROWS_AT : ROWS_AT + most_rows]
         self._replays.run((key, most_rows), functools.partial(launch, self._now, numbers))
 
     @property
@@ -139,7 +145,7 @@ class Launches:
     @property
     def numbers(self) -> Tensor:
         """[num_rows] of the rows of the forward that was read last; behind them lies something else."""
-        return self._now[NOW_WIDTH : NOW_WIDTH + self.num_rows]
+        return self._now[ROWS_AT : ROWS_AT + self.num_rows]
 
     def sum_stored(self, layers: Layers) -> None:
         """From now on keep the sum of what forwards store into these layers; before anything is captured."""
@@ -212,10 +218,12 @@ class Launches:
 
     def _before(self, forward: Forward, most_rows: int, most_entries: int, most_gone: int, most_new: int) -> None:
         now, memory, cells = self._now, self.memory, self._cells
-        end = NOW_WIDTH + most_rows
+        end = ROWS_AT + most_rows
         width = end + events_width(most_gone, most_new)
         self._ops.fetch(self._lines, self._ticks, now, width=width, cells=cells.flatten(1))
-        numbers, (gone, fresh, new) = now[NOW_WIDTH:end], events_of(now[end:width], most_gone)
+        if self.owners is not None:
+            self.owners.grant(now[NOW_WIDTH:ROWS_AT])
+        numbers, (gone, fresh, new) = now[ROWS_AT:end], events_of(now[end:width], most_gone)
         if most_gone:
             self._look(gone, 1, most_entries)
         if most_new:

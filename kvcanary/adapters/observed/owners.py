@@ -8,7 +8,7 @@ of blocks `BlockOwners`.
 from __future__ import annotations
 
 import functools
-from array import array
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +24,11 @@ from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
 SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
-LINES, MOST_CHANGES, FEWEST_CHANGES = 64, 1024, 16  # that are on their way, of one line, and that a launch is sized for
+LINES, MOST_CHANGES = 64, 1024  # lines that are on their way, and changes of one
 WIDTH = CHANGE_WIDTH * MOST_CHANGES
+#: Changes that a forward takes along in its own line; where there are more, all have launches of their own.
+FEW_CHANGES = 32
+FEW_WORDS = CHANGE_WIDTH * FEW_CHANGES
 NOBODY = (-1,)  # a change of group -1, which there is not
 
 
@@ -108,7 +111,7 @@ def place_of(group: int, block: int) -> int:
 
 
 class BlockOwners:
-    """Owners of the blocks of all groups: known on the host, and put into the slots of what changed by one launch.
+    """Owners of the blocks of all groups: known on the host, and put into the slots of what changed.
 
     of: by group, its slots; all are UNJUDGED until something is told of them
     """
@@ -123,7 +126,7 @@ class BlockOwners:
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
         self._lines, self._ticks = torch.zeros(LINES, WIDTH, dtype=torch.int64, pin_memory=is_cuda), zeros(2)
-        self._line_words, self._next = self._lines.numpy().data.cast("B").cast("q"), 0
+        self._line_bytes, self._next = self._lines.numpy().data.cast("B"), 0
         self._again: dict[int, Callable[[], Any]] = {}
         self._words, self._cells = zeros(WIDTH), zeros(LINES, 1)
         self.forget()
@@ -149,8 +152,8 @@ class BlockOwners:
             own.slots.fill_(UNJUDGED)
 
     def apply(self) -> None:
-        """Do what was told; on the stream of the forward that is next."""
-        if not self._changed:
+        """Do what was told, where `few` cannot; on the stream of the forward that is next."""
+        if len(self._changed) <= FEW_CHANGES:
             return
         places, owners = tuple(self._changed), tuple(self._changed.values())
         self._changed = {}
@@ -159,10 +162,16 @@ class BlockOwners:
                 torch.cuda.current_stream(self._device).synchronize()  # lines are about to be used again
             self._launch(places[first : first + MOST_CHANGES], owners[first : first + MOST_CHANGES])
 
+    def few(self) -> tuple[int, ...]:
+        """[FEW_WORDS] of what was told and `apply` has left: the forward that is next takes them along."""
+        changed, self._changed = self._changed, {}
+        padding = NOBODY * (FEW_CHANGES - len(changed))
+        return *changed, *padding, *changed.values(), *padding
+
     def prepare(self) -> None:
         """Compile and capture what changes of every number launch."""
         for _ in range(2):
-            size = FEWEST_CHANGES
+            size = FEW_CHANGES
             while size <= MOST_CHANGES:
                 self._launch(NOBODY * size, NOBODY * size)
                 size *= 4
@@ -170,14 +179,13 @@ class BlockOwners:
         self._next = 0
 
     def _launch(self, places: tuple[int, ...], owners: tuple[int, ...]) -> None:
-        most = FEWEST_CHANGES
+        most = FEW_CHANGES
         while most < len(places):
             most *= 4
         padding = NOBODY * (most - len(places))
         self._next = (self._next + 1) % LINES
-        first = self._next * WIDTH
-        changes = array("q", (*places, *padding, *owners, *padding))
-        self._line_words[first : first + CHANGE_WIDTH * most] = changes
+        words = *places, *padding, *owners, *padding
+        struct.pack_into(f"={len(words)}q", self._line_bytes, self._next * WIDTH * 8, *words)
         again = self._again.get(most) or functools.partial(
             self._replays.run, most, functools.partial(self._grant, most)
         )
@@ -186,6 +194,10 @@ class BlockOwners:
     def _grant(self, most: int) -> None:
         width = CHANGE_WIDTH * most
         self._ops.fetch(self._lines, self._ticks, self._words, width=width, cells=self._cells)
-        changes = self._words[:width].view(CHANGE_WIDTH, most)
+        self.grant(self._words[:width])
+
+    def grant(self, words: Tensor) -> None:
+        """Put changes into slots. words: [CHANGE_WIDTH * n] int64 on the device, places and owners"""
+        changes = words.view(CHANGE_WIDTH, -1)
         for number, (own, size) in enumerate(zip(self.of, self.block_sizes, strict=True)):
             self._ops.grant(changes, own.slots, group=number, block_size=size)

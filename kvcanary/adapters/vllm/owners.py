@@ -34,8 +34,6 @@ GRANTED_TO, SHARED_WITH, FULL, GIVEN_BACK, TAKEN_BACK = (
 MOST_EVENTS, MOST_TOLD = 1 << 12, 3  # that are kept, and told of one block
 #: A request, by group blocks that it was given, and how many entries it had; None: they follow what it had before.
 Given = tuple[str, Sequence[Sequence[int]], int | None]
-#: A request, the place of its group's block 0, and blocks of that group.
-Claimed = tuple[str, int, Sequence[int]]
 #: What happened (with a place for a request's name), the step, and to which blocks, each with that name. All that a
 #: step gives is one of these: an object a block is as much more for the garbage collector, and for cold caches.
 Happened = tuple[str, int, dict[int, str]]
@@ -91,14 +89,11 @@ class BlockLedger:
         self._uids |= uids
 
     def given(self, given: Sequence[Given]) -> None:
-        """Blocks that rows are given in this step: those that they will write first, for others may read them too."""
-        take = self._take_own if self.fed_by == BY_WORKER else self._take_fresh
-        anew = [one for one in given if one[2] is not None]  # all its blocks, once more
-        for name, _, _ in anew:
-            self._left(name)
-        take(self._claimed(given, is_old=False), is_old=False)
-        if anew:
-            take(self._claimed(anew, is_old=True), is_old=True)
+        """Blocks that rows are given in this step."""
+        if self.fed_by == BY_SCHEDULER:
+            self._take_fresh(given)
+        else:
+            self._take_own(given)
 
     def taken_back(self, name: str, lines: Sequence[Sequence[int]]) -> None:
         """The scheduler has a row computed again: it writes these blocks once more, by group, which others may read."""
@@ -106,18 +101,6 @@ class BlockLedger:
         if uid is not None and self.fed_by == BY_SCHEDULER:
             places = [place_of(group, block) for group, own in enumerate(lines) for block in own if block != NULL_BLOCK]
             self._put(dict.fromkeys(places, SHARED_WRITER - uid), TAKEN_BACK, dict.fromkeys(places, name))
-
-    def _claimed(self, given: Sequence[Given], is_old: bool) -> list[Claimed]:
-        """Blocks whose entries their request has already (is_old), or has not all of them."""
-        claimed = []
-        for name, blocks, length in given:
-            for group, own in enumerate(blocks):
-                if length is not None:
-                    old = length // self.owners.block_sizes[group]
-                    own = own[:old] if is_old else own[old:]
-                if own:
-                    claimed.append((name, place_of(group, 0), own))
-        return claimed
 
     def _follow(self, feed: str) -> None:
         self._begin_anew()
@@ -127,19 +110,34 @@ class BlockLedger:
 
     # by what workers are told anyway
 
-    def _take_own(self, claimed: Sequence[Claimed], is_old: bool) -> None:
-        """Blocks that nobody has filled are one request's alone; the others are a prefix cache's, or were loaded."""
-        owners, names = dict[int, int](), dict[int, str]()
-        for name, first, blocks in claimed:
-            own = [first | block for block in blocks if block != NULL_BLOCK]
-            self._given.setdefault(name, []).extend(own)
-            owners.update(dict.fromkeys(own, UNJUDGED if is_old else self._uids.get(name, UNJUDGED)))
-            names.update(dict.fromkeys(own, name))
-            for place in own if is_old else ():
-                self._hold(place, name)
-        if not is_old:
-            self._holders.update(names)
-        self._put(owners, SHARED_WITH if is_old else GRANTED_TO, names)
+    def _take_own(self, given: Sequence[Given]) -> None:
+        """Blocks that nobody has filled are one request's alone; the others are a prefix cache's, or were loaded.
+
+        Those that they will write come first, for others may read them too.
+        """
+        anew = [one for one in given if one[2] is not None]  # all its blocks, once more
+        for name, _, _ in anew:
+            self._left(name)
+        fresh = self._claimed(given, is_old=False)
+        self._holders.update(fresh)
+        self._put({place: self._uids.get(name, UNJUDGED) for place, name in fresh.items()}, GRANTED_TO, fresh)
+        old = self._claimed(anew, is_old=True)
+        for place, name in old.items():
+            self._hold(place, name)
+        self._put(dict.fromkeys(old, UNJUDGED), SHARED_WITH, old)
+
+    def _claimed(self, given: Sequence[Given], is_old: bool) -> dict[int, str]:
+        """Blocks whose entries their request has already (is_old), or has not all of them; by place, with its name."""
+        claimed: dict[int, str] = {}
+        for name, blocks, length in given:
+            for group, own in enumerate(blocks):
+                if length is not None:
+                    old = length // self.owners.block_sizes[group]
+                    own = own[:old] if is_old else own[old:]
+                places = [place_of(group, block) for block in own if block != NULL_BLOCK]
+                claimed.update(dict.fromkeys(places, name))
+                self._given.setdefault(name, []).extend(places)
+        return claimed
 
     def _hold(self, place: int, name: str) -> None:
         """One more request has this block."""
@@ -216,20 +214,21 @@ class BlockLedger:
         shared = {place: SHARED_WRITER - own if own else SHARED for place, own in owners.items() if own >= FREE}
         self._put(shared, "shared", dict.fromkeys(shared, ""))
 
-    def _take_fresh(self, claimed: Sequence[Claimed], is_old: bool) -> None:
-        """Blocks that the pool has granted are who writes them first; what it has not granted stays whose it is."""
-        owners, names, fresh = dict[int, int](), dict[int, str](), self._fresh
-        for name, first, blocks in claimed:
+    def _take_fresh(self, given: Sequence[Given]) -> None:
+        """Blocks that the pool has granted are whose they are given to; what it has not granted stays whose it is."""
+        owners: dict[int, int] = {}
+        names: dict[int, str] = {}
+        fresh = self._fresh
+        for name, blocks, _ in given:
             uid = self._uids.get(name)
-            for block in blocks:
-                is_shared = fresh.get(block)
-                if is_shared is not None:
-                    owners[first | block] = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
-                    names[first | block] = name
+            for group, own in enumerate(blocks):
+                first = place_of(group, 0)
+                for block in own:
+                    is_shared = fresh.pop(block, None)
+                    if is_shared is not None:
+                        owners[first | block] = UNJUDGED if uid is None else SHARED_WRITER - uid if is_shared else uid
+                        names[first | block] = name
         self._put(owners, GRANTED_TO, names)
-        for _, _, blocks in claimed:
-            for block in blocks:
-                fresh.pop(block, None)
 
     # helpers
 
