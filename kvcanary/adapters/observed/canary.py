@@ -53,6 +53,7 @@ from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 POISONED = "a grant of slots that were filled when they were free"
 NAMED_WRITERS = 1 << 16
 GROWN = 32  # steps of one token a row until lengths are read again
+NO_ROW = -(1 << 40)  # entries of a row that there is not, whatever they grow by
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
 
 
@@ -104,8 +105,7 @@ class PagedCanary:
         #: the canary.
         self.beside: weakref.WeakSet[Any] = weakref.WeakSet()
         #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
-        self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
-        self._measured = self._ends.copy()  # what they were when they were measured
+        self._ends, self._grown, self._most, self._longest = np.full(num_rows, NO_ROW), GROWN, 0, 0
         self._live = 0  # entries of the rows of the last forward
         self._gone: list[tuple[int, str]] = []
         self._fresh: list[tuple[int, str]] = []
@@ -197,8 +197,9 @@ class PagedCanary:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
         self._tell_quiet()
         is_read, room = self.config.content != "write", self.num_rows - len(self._gone)
+        self._ends = self._ends.copy()  # what was is kept with recent steps
         for number, request in zip(numbers, requests, strict=True):
-            end, self._ends[number] = int(self._ends[number]) + self._grown, 0
+            end, self._ends[number] = max(int(self._ends[number]) + self._grown, 0), NO_ROW
             self._live -= end
             if is_read and room > 0:
                 self._gone.append((number, request))
@@ -247,7 +248,7 @@ class PagedCanary:
         if n:
             step.taken_back, self._taken_back = self._taken_back, {}
             ran = self.step, forward.site, forward.requests, forward.numbers, forward.num_tokens
-            self.recent.ran(ran, self._measured, self._grown)
+            self.recent.ran(ran, self._ends, self._grown)
             self._ran(1, forward.num_tokens)
         self._forward, self._most_stored = forward, at_least(forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
         self.launches.before(forward, most_rows, self._room, events)
@@ -317,10 +318,9 @@ class PagedCanary:
     def _measure(self, forward: Forward) -> None:
         """Read from a forward how long its rows are; not in every step, since the host's time is short."""
         ends = forward.ends.numpy()[: len(forward.numbers)]
-        np.add(self._ends, self._grown, out=self._ends, where=self._ends > 0)
+        self._ends = self._ends + self._grown  # another array, as above
         self._ends[forward.numbers] = ends
         self._grown, self._most, self._live = 0, int(self._ends.max()), int(ends.sum())
-        self._measured = self._ends.copy()
 
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
@@ -390,7 +390,7 @@ class PagedCanary:
         self._wrote.clear()
         self.recent.clear()
         self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
-        self._ends[:], self._grown, self._most = 0, GROWN, 0
+        self._ends, self._grown, self._most = np.full(self.num_rows, NO_ROW), GROWN, 0
         self.launches.restart()
 
     def _put_events(self, line: NDArray[np.int64]) -> tuple[tuple[int, int], tuple[tuple[str, ...], ...]]:

@@ -135,6 +135,11 @@ class BlockOwners:
         """Who has a block: a uid, FREE, SHARED, SHARED_WRITER - uid where that row alone may write, or UNJUDGED."""
         return self._now.get(place, UNJUDGED)
 
+    def known(self, places: Sequence[int]) -> list[int]:
+        """Those of whose owners something is known."""
+        now = self._now
+        return [place for place in places if now.get(place, UNJUDGED) != UNJUDGED]
+
     def give(self, owners: Mapping[int, int]) -> None:
         """Blocks are somebody's from the next forward on; owners by place, as `place_of` says."""
         self._now.update(owners)

@@ -234,9 +234,8 @@ class BlockLedger:
 
     def _known(self, blocks: Iterable[int]) -> list[int]:
         """Of which something is known, in every group; the pool does not say for which it granted a block."""
-        owner, groups = self.owners.owner, range(len(self.owners.of))
-        places = [place_of(group, block) for block in blocks for group in groups]
-        return [place for place in places if owner(place) != UNJUDGED]
+        firsts = [place_of(group, 0) for group in range(len(self.owners.of))]
+        return self.owners.known([first | block for block in blocks for first in firsts])
 
     def _give(self, places: Sequence[int], owner: int, what: str) -> None:
         self._put(dict.fromkeys(places, owner), what, dict.fromkeys(places, ""))
