@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +53,24 @@ def watching_canary(content: str, device: str = "cpu") -> Any:
     )  # fmt: skip
     canary.launches = Launches(canary, device)
     return canary
+
+
+def launched_by(canary: Any) -> Counter[tuple[Any, ...]]:
+    """Counts what is launched from now on: by its key, but for where tensors lie, and rows that it is sized for."""
+    seen, beside = Counter[tuple[Any, ...]](), canary.launches.beside
+
+    def counted(key: tuple[Any, ...], most_rows: int, launch: Callable[[Tensor, Tensor], None]) -> None:
+        seen[(*key[:3], most_rows)] += 1
+        beside(key, most_rows, launch)
+
+    canary.launches.beside = counted
+    return seen
+
+
+def no_rows() -> Any:
+    """An empty forward, as canaries are prepared with."""
+    starts, lengths = (torch.zeros(n, dtype=torch.int32) for n in (3, 2))
+    return SimpleNamespace(lengths=lengths, starts=starts, num_tokens=0, numbers=())
 
 
 def found_in(canary: Any) -> list[Any]:

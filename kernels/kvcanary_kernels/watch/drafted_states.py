@@ -102,7 +102,7 @@ def choose(
         _choose_kernel[(n,)](
             masks, columns, accepted, others, *rows[:4], truth.lines, *places, n, columns.shape[-1], columns.stride(0),
             others.stride(0), drafts, rest, rows.table.shape[1], rows.table.stride(0), truth.lines.stride(0), most,
-            *blocks, HAS_DRAFTS=draft.is_draft is not None, BLOCK_R=triton.next_power_of_2(n),
+            *blocks, HAS_DRAFTS=draft.is_draft is not None, BLOCK_R=triton.next_power_of_2(len(places.rows)),
             BLOCK_P=triton.next_power_of_2(most),
         )  # fmt: skip
         return

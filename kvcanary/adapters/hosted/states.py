@@ -8,14 +8,14 @@ forward is about to go on from entries, `left` when it has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.observed.canary import FEWEST_ROWS, PagedCanary, at_least
+from kvcanary.adapters.observed.canary import FEWEST_ROWS, PagedCanary, at_least, sizes
 from kvcanary.adapters.observed.state import RING, Forward, Step
 from kvcanary.calls.state_facts import LyingState, StateFacts
 from kvcanary.calls.violation import Violation
@@ -230,14 +230,22 @@ class WatchedStates:
 
         left: where it leaves them, if that is not behind all tokens of a row, in its entry
         """
-        forward, launches = self.forward, self.canary.launches
+        forward = self.forward
         if forward is None:
             return
         self._apply()
         n = len(forward.numbers)
         size = at_least(n, FEWEST_ROWS, self.canary.num_rows)
         checkpoints = checkpoints if forward.num_tokens > n else 0
-        leaves_more = checkpoints or left is not None
+        self._take(forward, size, table, block_size, checkpoints, left)
+        self._leaving = size, checkpoints > 0
+        self.canary.coverage.states_checked += n if self._states.counted else 0
+
+    def _take(
+        self, forward: Forward, size: int, table: Tensor, block_size: int, checkpoints: int, left: Left | None
+    ) -> None:
+        """size: rows that it is launched for"""
+        launches, leaves_more = self.canary.launches, checkpoints or left is not None
         chains = launches.stored_chains(self.canary.groups[0]) if leaves_more else None
 
         def launch(now: Tensor, numbers: Tensor) -> None:
@@ -252,19 +260,34 @@ class WatchedStates:
 
         lies = [tensor.data_ptr() for tensor in (table, forward.lengths, forward.starts)]
         launches.beside(("taken", self.number, checkpoints, *lies), size, launch)
-        self._leaving = size, checkpoints > 0
-        self.canary.coverage.states_checked += n if self._states.counted else 0
 
     def left(self) -> None:
         """The forward has run: each row's state has absorbed all of its tokens."""
         leaving, self._leaving, self.forward = self._leaving, None, None
         if leaving is not None:
-            size, between = leaving
-            launch = functools.partial(self._left, size, between)
-            self.canary.launches.beside(("left", self.number, between), size, launch)
+            self._leave(*leaving)
 
-    def _left(self, size: int, between: bool, now: Tensor, _: Tensor) -> None:
-        self._ops.leave_states(self._states, self._left_by, now, n=size * self._most_left, between=between)
+    def _leave(self, size: int, between: bool) -> None:
+        """size, between: as `_take` had it, and whether there were checkpoints"""
+
+        def launch(now: Tensor, _: Tensor) -> None:
+            self._ops.leave_states(self._states, self._left_by, now, n=size * self._most_left, between=between)
+
+        self.canary.launches.beside(("left", self.number, between), size, launch)
+
+    def prepare(
+        self, forward: Forward, table: Tensor | None = None, block_size: int = 0, checkpoints: int = 0,
+        left: Left | None = None,
+    ) -> None:  # fmt: skip
+        """Compile and capture, when called twice, what forwards of every size launch. No row is judged.
+
+        forward: an empty one, over the same tensors;  table: None: of `taken_from`;  the others as of `taken`
+        """
+        table = self._column if table is None else table
+        for size in {min(rows, self.canary.num_rows) for rows in sizes(FEWEST_ROWS, self.canary.num_rows)}:
+            for own in {0, checkpoints}:
+                self._take(forward, size, table, block_size, own, left)
+                self._leave(size, own > 0)
 
     def followed(self, sources: Tensor, entries: Tensor) -> None:
         """What sources [n] hold lies in entries [n] as well, -1: in none; without a wait. Who goes on from there looks
@@ -343,8 +366,27 @@ class DraftedStates:
         if self._count:
             rows = Rows(self.watched.rows, table, forward.lengths, forward.starts)
             self._ops.choose(draft, rows, self._canary.memory.truth, self.places, self._blocks, n=self._count)
-        self.watched.taken(self.places.taken, CHOSEN, left=Left(self.places.entries, self.places.after))
-        self.windows.taken(self.places.first, CHOSEN)
+        self._take_chosen(self.watched.taken, self.windows.taken)
+
+    def _take_chosen(self, watched: Callable[..., None], windows: Callable[..., None]) -> None:
+        watched(self.places.taken, CHOSEN, left=Left(self.places.entries, self.places.after))
+        windows(self.places.first, CHOSEN)
+
+    def prepare(self, forward: Forward, table: Tensor) -> None:
+        """As `WatchedStates.prepare`."""
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=table.device)
+        rows = Rows(self._canary.launches.numbers[:1], table, forward.lengths, forward.starts)
+        drafted = Draft(zeros(1).bool(), zeros(1, self.places.after.shape[1]), zeros(1), zeros(1))
+        for draft in drafted, Draft(None, None, None, zeros(1)):
+            self._ops.choose(draft, rows, self._canary.memory.truth, self.places, self._blocks, n=1)
+        self._take_chosen(
+            functools.partial(self.watched.prepare, forward), functools.partial(self.windows.prepare, forward)
+        )
+        if self._blocks.size:
+            self._ops.note_accepted(self.places, table, zeros(1), self._copied, n=1, blocks=self._blocks)
+            self.watched.followed(*self._copied[:, :1].fill_(-1))
+        for own in self.places:
+            own.zero_()
 
     def accepted(self, counts: Tensor) -> None:
         """So many tokens of each row were accepted, [n] in batch order, and what had to be copied for it was."""

@@ -46,6 +46,7 @@ class Launches:
         width = ROWS_AT + num_rows + events_width(num_rows, num_rows)
         self._lines = memory.pinned(RING, width)  # what the last steps were
         self._lines_here = self._lines.numpy()
+        self._clear_lines()
         self._line_bytes, self._line_width = self._lines_here.data.cast("B"), self._lines_here[0].nbytes
         self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
@@ -163,10 +164,14 @@ class Launches:
 
     def restart(self) -> None:
         """Begin to count steps anew; the lines of steps say nothing."""
-        self._lines_here[:] = 0
+        self._clear_lines()
         self._numbers_in = [None] * RING
         for counter in (self._ticks, self.counted, self.memory.total, *(own[0] for own in self._sums.values())):
             counter.zero_()
+
+    def _clear_lines(self) -> None:
+        """They are of no rows, and change nothing."""
+        self._lines_here[:], self._lines_here[:, NOW_WIDTH:ROWS_AT] = 0, NO_CHANGES
 
     # what they leave behind
 

@@ -87,7 +87,10 @@ class WatchedRunner(HostHandle):
 
     def arm(self) -> None:
         """Compile and capture what every forward launches; from now on forwards are judged."""
-        self.canary.prepare(self._empty_forward())
+        forward = self._empty_forward()
+        self.canary.prepare(forward)
+        if self.states is not None:
+            self.states.prepare(forward)
         for group in self.canary.groups:
             for layers in group.layers:  # compiled before SGLang moves entries
                 paged_moves.fingerprints_of(layers, torch.zeros(1, dtype=torch.int64, device=layers.stamps.device))

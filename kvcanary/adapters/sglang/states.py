@@ -198,6 +198,15 @@ class RowStates:
         self._verified, self._committed = None, ()
         self._take(_places(path, step), None if into is None else (_places(path, other), into))
 
+    def prepare(self, forward: Forward) -> None:
+        """Compile and capture what forwards of every size launch; `forward`: an empty one, behind
+        `PagedCanary.prepare`.
+        """
+        for own in (*self._all, *self._all):  # as they are, captured
+            own.prepare(forward, left=self._left)
+        for own in self._all:
+            own.forget()
+
     def _take(self, after: Tensor, tracked: tuple[Tensor, Tensor] | None) -> None:
         """after: [n] new tokens of each row behind which its state is left;  tracked: the same, and in which entries"""
         n, table, inside = len(after), self._table, self._all[0].inside

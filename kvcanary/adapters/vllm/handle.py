@@ -71,7 +71,7 @@ class Handle(HostHandle):
         if getattr(self.runner, "kv_caches", None):  # it serves already
             self._follow_weights()
             self.canary = self._bind()
-            self.canary.prepare(self._empty_forward())
+            self._prepare(self.canary)
             self.canary.coverage.not_probed = "the worker served already, and may have given any block away"
             self._arm(self.canary)
 
@@ -100,6 +100,10 @@ class Handle(HostHandle):
 
         A tensor may be cut in other pages: slots are the same numbers in both.
         """
+
+    @abstractmethod
+    def _block_tables(self) -> Sequence[torch.Tensor]:
+        """Of all vLLM's groups, in batch order, as forwards read them."""
 
     @abstractmethod
     def _drafts(self) -> bool:
@@ -137,12 +141,19 @@ class Handle(HostHandle):
 
     def _compile_or_warm_up_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if self.canary is not None:  # compiled before vLLM begins to watch for late compilations
-            self.canary.prepare(self._empty_forward())
+            self._prepare(self.canary)
         result = method(*args, **kwargs)
         if self.canary is not None:
             self.probe_reader()
             self._arm(self.canary)
         return result
+
+    def _prepare(self, canary: PagedCanary) -> None:
+        """Compile and capture what steps launch."""
+        forward = self._empty_forward()
+        canary.prepare(forward)
+        if self._states is not None:
+            self._states.prepare(forward, self._block_tables())
 
     def probe_reader(self) -> None:
         """Ask the worker's attention what it reads, over blocks that nobody has: before it serves. KVCorruptionError in

@@ -66,7 +66,7 @@ class HandleV1(LoadingHandle):
             elif not self._goes_on(output):
                 self._read(self._forward_of(output))
             if self._states is not None:
-                self._take([table.block_table.gpu for table in self._every_table()], result[0])
+                self._take(self._block_tables(), result[0])
         return result
 
     def _forward_behind_loads(self, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,10 @@ class HandleV1(LoadingHandle):
         return self._of_caches(self._every_table())
 
     def _tables(self) -> Sequence[torch.Tensor]:
-        return [table.block_table.gpu for table in self._own_tables()]
+        return self._of_caches(self._block_tables())
+
+    def _block_tables(self) -> Sequence[torch.Tensor]:
+        return [table.block_table.gpu for table in self._every_table()]
 
     def _drafts(self) -> bool:
         return self._max_new > 1

@@ -201,6 +201,9 @@ class HandleV2(LoadingHandle):
             return tables.block_sizes[group], 1
         return self.runner.kernel_block_sizes[group], ratios[group]
 
+    def _block_tables(self) -> Sequence[torch.Tensor]:
+        return self.runner.block_tables.input_block_tables
+
     def _drafts(self) -> bool:
         return self._max_new > 1
 
@@ -208,7 +211,7 @@ class HandleV2(LoadingHandle):
         return getattr(getattr(self.runner, "speculator", None), "draft_attn_layer_names", None) or ()
 
     def _empty_forward(self) -> Forward:
-        tables, held = self._of_caches(self.runner.block_tables.input_block_tables), self.runner.input_buffers
+        tables, held = self._of_caches(self._block_tables()), self.runner.input_buffers
         return Forward(
             (), np.empty(0, dtype=np.int64), ("decode", 0), torch.tensor([self._max_len]), 0, tables,
             held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots, self._tokens,

@@ -128,6 +128,19 @@ class BlockStates:
             block_size = group.block_size if group.is_aligned else 0
             group.watched.taken(tables[group.number], block_size, group.checkpoints)
 
+    def prepare(self, forward: Forward, tables: Sequence[Tensor]) -> None:
+        """Compile and capture what forwards of every size launch; `forward`: an empty one, behind
+        `PagedCanary.prepare`; tables: as of `taken`
+        """
+        for group in (*self.groups, *self.groups):  # as they are, captured
+            if group.drafted is not None:
+                group.drafted.prepare(forward, tables[group.number])
+                continue
+            block_size = group.block_size if group.is_aligned else 0
+            group.watched.prepare(forward, tables[group.number], block_size, group.checkpoints)
+        for own in self._every:
+            own.forget()
+
     def left(self) -> None:
         """The forward has run."""
         for own in self._every:

@@ -9,6 +9,8 @@ from kvcanary import CanaryConfig
 from kvcanary.adapters.observed import moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident_dumps import OWNERS_ALONE
+from kvcanary.adapters.observed.owners import FEW_CHANGES, SHARED, UNJUDGED
+from kvcanary.adapters.observed.state import RING
 from kvcanary.scrub.free_slots import UNPOISONED
 
 from .row_engine import RowEngine
@@ -248,3 +250,27 @@ def test_nobody_writes_into_the_pool_who_was_not_asked(content: str, poison: str
     canary.follow_owners()
     assert canary.poison is None
     assert "P1" in canary.certificate()["inactive_classes"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("count", [1, FEW_CHANGES, FEW_CHANGES + 1, 200])
+def test_changes_of_blocks_are_there_with_the_next_forward(device: str, count: int) -> None:
+    """Few travel in the line of the forward, more have launches of their own; the forward may be the last once more."""
+    engine = RowEngine(device, prepares=False)
+    owners = engine.canary.follow_blocks([1])
+    engine.prepare()
+    for number in range(2):
+        engine.begin(number, [])
+    engine.step({0: [1, 2, 3], 1: [4, 5]})
+    expected = torch.full((len(engine.canary.groups[0].records),), UNJUDGED)
+    for step in range(RING + 2):  # lines are used again
+        changed = range(step, step + (count if step % 2 else 0))
+        owners.give(dict.fromkeys(changed, SHARED - step - 5))
+        expected[list(changed)] = SHARED - step - 5
+        if step < 4:
+            engine.step({0: [1], 1: [2]})
+        else:
+            assert engine.canary.read_again()
+            engine.canary.wrote()
+        assert owners.of[0].slots.tolist() == expected.tolist()
+        assert not owners.is_told

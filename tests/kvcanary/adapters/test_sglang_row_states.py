@@ -15,7 +15,7 @@ from kvcanary.adapters.observed.state import RING
 from kvcanary.adapters.sglang import states
 from kvcanary.adapters.sglang.compatibility import NEEDED_OF, STATES, STATES_OF_DRAFTS
 from kvcanary.adapters.sglang.states import COMMIT, RUN_INIT, RowStates, follow, nodes_of, not_followed, views_of
-from tests.support.watching_canary import found_in, watching_canary
+from tests.support.watching_canary import found_in, launched_by, no_rows, watching_canary
 
 ENTRIES, LAYERS, NODES = 8, 2, 4
 CHAINS = 100, 200  # of the rows, before their first token
@@ -162,6 +162,19 @@ def expect_silence(host: Host) -> None:
     assert host.forward(1, 1) == []
     assert host.canary.coverage.states_checked == 2 * (2 + len(PATHS))
     assert int(host.canary.memory.total) == 0
+
+
+def test_what_forwards_launch_was_prepared() -> None:
+    """Each launch of a served forward came before, run and captured; and what was prepared is no row's."""
+    host = Host(tracked=True)
+    seen = launched_by(host.canary)
+    host.states.prepare(no_rows())
+    assert set(seen.values()) == {2}
+    prepared = set(seen)
+    host.states.granted(lambda size: host.tensor(1, 2, 5, 6), 4)
+    assert host.forward(5, 6, tracked=(True, False)) == []
+    assert host.verify([[0, 2, 3], [0]], tracked=(2, -1)) == []
+    assert (host.canary.coverage.states_checked, set(seen)) == (4, prepared)
 
 
 def test_trees_that_are_verified_are_silent(host: Host) -> None:

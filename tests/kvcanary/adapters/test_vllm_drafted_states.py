@@ -23,7 +23,7 @@ from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.adapters.vllm.states import BlockStates, group_of, not_followed
 from kvcanary.errors import PlanError
 from tests.kvcanary.adapters.test_vllm_states import BLOCKS, layers, spec
-from tests.support.watching_canary import found_in, watching_canary
+from tests.support.watching_canary import found_in, launched_by, no_rows, watching_canary
 
 DRAFTS = 2
 COLUMNS = DRAFTS + 1
@@ -158,6 +158,35 @@ class CachedDraftHost(DraftHost):
             if self.keeps and (full - 1, 0) != (column, full * SIZE - first):
                 self.copy(row, column, full - 1, full * SIZE - first)
         self.states.accepted(self.table.new_tensor(counts))
+
+
+@pytest.mark.parametrize("made", [DraftHost, CachedDraftHost])
+def test_what_forwards_launch_was_prepared(made: type[DraftHost]) -> None:
+    """Each launch of a served forward came twice before, run and captured; and what was prepared is no row's."""
+    host = made(num_prefill_checkpoint_blocks=1) if made is CachedDraftHost else made()
+    seen = launched_by(host.canary)
+    host.states.prepare(no_rows(), [host.table])
+    [drafted] = [group.drafted for group in host.states.groups]
+    assert not any(own.any() for own in drafted.places)
+    assert set(seen.values()) == {2}
+    prepared = set(seen)
+    host.states.given([(name, [row.tolist()], 0) for name, row in zip("ab", host.table, strict=True)])
+    assert host.prompt((SIZE + 3, 4)) == []
+    for new, kept in (((3, 3), (3, 1)), ((3, 1), (2, 1)), ((1, 1), (1, 1))):
+        assert host.forward(new, kept) == []
+    assert (host.canary.coverage.states_checked, set(seen)) == (8, prepared)
+
+
+def test_a_worker_prepares_its_states_behind_its_canary() -> None:
+    """Over an empty forward and its own tables; without states there is nothing more."""
+    told: list[Any] = []
+    states = SimpleNamespace(prepare=lambda *own: told.append(own))
+    own: Any = SimpleNamespace(_empty_forward=lambda: "none", _block_tables=lambda: "tables", _states=states)
+    handle.Handle._prepare(own, SimpleNamespace(prepare=told.append))
+    assert told == ["none", ("none", "tables")]
+    own._states = None
+    handle.Handle._prepare(own, SimpleNamespace(prepare=told.append))
+    assert told[2:] == ["none"]
 
 
 @pytest.fixture(params=[(content, kind) for content in ("full", "rolling", "write") for kind in (DELTA, MAMBA2)])
