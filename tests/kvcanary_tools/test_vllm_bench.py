@@ -242,3 +242,8 @@ def test_the_record_of_lmcache_inside_a_worker() -> None:
     assert "compared all 416 entries" in page
     assert "three of four prompts got other tokens" in page
     assert "74 of 128 entries were wrong" in page
+
+
+def test_the_clock_knows_every_kernel_of_ours() -> None:
+    """By its whole name, wherever it lies; helpers of kernels are none."""
+    assert {"_take_fingerprints_kernel", "_advance_kernel", "_choose_kernel"} <= vllm_clock.our_kernels()

@@ -5,24 +5,19 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import kvcanary_kernels
 from kvcanary.adapters.hosted.replacements import Replacements
 
-OURS = (
-    "_fetch_kernel",
-    "_grant_kernel",
-    "_keep_kernel",
-    "_advance_kernel",
-    "_walk_kernel",
-    "_reread_kernel",
-    "_take_lanes_kernel",
-)
+KERNEL = re.compile(r"^def (_\w+_kernel)\(", re.MULTILINE)
 
 
 @contextmanager
@@ -79,6 +74,12 @@ def functions(run: Callable[[], Any], most: int = 45) -> str:
     return out.getvalue()
 
 
+def our_kernels() -> set[str]:
+    """Names of the canary's kernels."""
+    folder = Path(kvcanary_kernels.__file__).parent
+    return {name for path in folder.rglob("*.py") for name in KERNEL.findall(path.read_text(encoding="utf-8"))}
+
+
 def kernels(run: Callable[[], Any]) -> dict[str, Any]:
     """Microseconds of the GPU by kernel, ours and the ten others that took most, and of all together."""
     from torch.profiler import ProfilerActivity, profile
@@ -88,7 +89,8 @@ def kernels(run: Callable[[], Any]) -> dict[str, Any]:
         run()
     seconds = time.perf_counter() - start
     rows = sorted(((e.key, e.count, e.self_device_time_total) for e in made.key_averages()), key=lambda row: -row[2])
-    ours = [row for row in rows if any(name in row[0] for name in OURS)]
+    names = our_kernels()
+    ours = [row for row in rows if row[0] in names]
     others = [row for row in rows if row not in ours]
     total = sum(row[2] for row in rows)
     return {"run_s": seconds, "all_us": total, "ours_us": sum(r[2] for r in ours), "ours": ours, "others": others[:10]}
