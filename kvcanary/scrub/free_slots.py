@@ -8,7 +8,7 @@ them, and before it stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,8 +40,15 @@ class FreeSlots:
     filled: [num_slots] bool, which hold the pattern;  group: the number of those that share them
     """
 
-    def __init__(self, pools: Sequence[PoolRows], device: torch.device, group: int = 0) -> None:
-        self.group, self._pools, self._ops = group, pools, ops_for(device)
+    def __init__(
+        self,
+        pools: Sequence[PoolRows],
+        device: torch.device,
+        group: int = 0,
+        on_filled: Callable[[Tensor], object] = id,
+    ) -> None:
+        """on_filled: is given slots [n] whose bytes are those of no record from now on"""
+        self.group, self._pools, self._ops, self._on_filled = group, pools, ops_for(device), on_filled
         self.filled = torch.zeros(pools[0].num_slots, dtype=torch.bool, device=device)
         slot_bytes = sum(rows.num_layers * rows.words_per_row * WORD_BYTES for rows in pools)
         self.most = max(1, BUDGETS.get(device.type, BUDGETS["cuda"]) // slot_bytes)  # slots that a step fills
@@ -81,6 +88,7 @@ class FreeSlots:
         for rows in self._pools:
             self._ops.poison_fill(rows, slots)
         self.filled.index_fill_(0, slots, True)
+        self._on_filled(slots)
 
     def _look(self, slots: Tensor, uids: Tensor) -> Iterator[Looked]:
         """At those of these slots that were filled."""

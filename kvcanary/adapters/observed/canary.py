@@ -137,7 +137,8 @@ class PagedCanary:
         """For what is free in a group; None where there is none, and where settings leave it alone."""
         if group is None or self.config.content != "full" or self.config.poison != "finite":
             return None
-        return FreeSlots([layers.rows for layers in _early(group)], self.memory.device, group.number)
+        gone = functools.partial(self.memory.bytes_gone, group)
+        return FreeSlots([layers.rows for layers in _early(group)], self.memory.device, group.number, gone)
 
     def follow_blocks(self, block_sizes: Sequence[int], are_shared: bool = False) -> BlockOwners:
         """The engine tells of grants of blocks, in every group; which codes that feeds its adapter says in `fed`.

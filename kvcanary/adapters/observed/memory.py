@@ -78,6 +78,15 @@ class Memory:
             for kept in (other.records, *(layers.stamps for layers in other.layers)):
                 kept.index_fill_(0, gone, 0)
 
+    def bytes_gone(self, group: Group, slots: Tensor) -> None:
+        """Slots [n] of a group hold something else than the target stored, until it stores there again; who stored
+        last is known as before.
+        """
+        for layers in group.layers:
+            if not layers.is_late:
+                layers.stamps.index_fill_(0, slots, 0)
+        self.overwritten(group, slots)
+
     @property
     def is_shared(self) -> bool:
         """Whether groups lie over each other."""

@@ -274,3 +274,22 @@ def test_changes_of_blocks_are_there_with_the_next_forward(device: str, count: i
             engine.canary.wrote()
         assert owners.of[0].slots.tolist() == expected.tolist()
         assert not owners.is_told
+
+
+def test_a_hit_of_what_is_stored_in_the_same_step_is_silent() -> None:
+    """vLLM lets a request begin with a block that another fills in that step: what lies there before is no record's."""
+    engine = running()
+    engine.canary.follow_owners().slots.fill_(UNJUDGED)
+    line, tokens = engine.table[0].clone(), [(3 * n) % 50 for n in range(12)]
+    engine.end(0)
+    engine.step({1: [1]})
+    assert engine.canary.poison is not None
+    engine.canary.poison.freed(moves.slots_of(engine.canary.groups[0], line[:3]))
+    engine.step({1: [2]})
+    engine.begin(2, [])
+    engine.table[2] = line
+    engine.step({2: tokens[:6]})
+    engine.begin(3, tokens, 12)
+    engine.table[3] = line
+    engine.step({2: tokens[6:], 3: [7]})
+    assert told(engine) == []
