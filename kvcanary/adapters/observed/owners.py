@@ -24,11 +24,11 @@ from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
 SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
-LINES, MOST_CHANGES = 64, 1024  # lines that are on their way, and changes of one
-WIDTH = CHANGE_WIDTH * MOST_CHANGES
 #: Changes that a forward takes along in its own line; where there are more, all have launches of their own.
 FEW_CHANGES = 32
 FEW_WORDS = CHANGE_WIDTH * FEW_CHANGES
+LINES, MOST_CHANGES = 64, FEW_CHANGES * 4**3  # lines that are on their way, and changes of one
+WIDTH = CHANGE_WIDTH * MOST_CHANGES
 NOBODY = (-1,)  # a change of group -1, which there is not
 
 

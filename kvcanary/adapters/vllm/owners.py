@@ -42,7 +42,7 @@ Happened = tuple[str, int, dict[int, str]]
 class BlockLedger:
     """Who was given which block, and in which step.
 
-    fed_by: what all of it is known from; None until the first step
+    fed_by: what all of it is known from; None until the first blocks are given
     """
 
     def __init__(self, canary: PagedCanary, block_sizes: Sequence[int], are_shared: bool = False) -> None:
@@ -55,6 +55,7 @@ class BlockLedger:
         self.freed: Callable[[Sequence[int]], None] | None = None  # is told of blocks that the pool takes back
         self._uids: dict[str, int] = {}
         self._serial: int | None = None
+        self._is_told = False  # by the scheduler, of the step that is next
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -74,9 +75,7 @@ class BlockLedger:
     def begin(self, output: Any) -> None:
         """What vLLM's scheduler says of the step that is next, but for the blocks that rows are given in it."""
         told = getattr(output, ATTRIBUTE, None)
-        feed = BY_WORKER if told is None else BY_SCHEDULER
-        if feed != self.fed_by:
-            self._follow(feed)
+        self._is_told = told is not None
         if told is not None:
             self._replay(told)
         if output.finished_req_ids or output.preempted_req_ids:
@@ -90,7 +89,7 @@ class BlockLedger:
 
     def given(self, given: Sequence[Given]) -> None:
         """Blocks that rows are given in this step."""
-        if self.fed_by == BY_SCHEDULER:
+        if self._is_told:
             self._take_fresh(given)
         else:
             self._take_own(given)
@@ -103,6 +102,8 @@ class BlockLedger:
             self._put(dict.fromkeys(places, SHARED_WRITER - uid), TAKEN_BACK, dict.fromkeys(places, name))
 
     def _follow(self, feed: str) -> None:
+        if feed == self.fed_by:
+            return
         self._begin_anew()
         self.fed_by, self.canary.fed = feed, self._fed | FED_BY[feed]
         if self.canary.poison is not None and feed == BY_SCHEDULER:
@@ -115,27 +116,28 @@ class BlockLedger:
 
         Those that they will write come first, for others may read them too.
         """
+        self._follow(BY_WORKER)
         anew = [one for one in given if one[2] is not None]  # all its blocks, once more
         for name, _, _ in anew:
             self._left(name)
-        fresh = self._claimed(given, is_old=False)
+        fresh = dict(self._claimed(given, is_old=False))
         self._holders.update(fresh)
         self._put({place: self._uids.get(name, UNJUDGED) for place, name in fresh.items()}, GRANTED_TO, fresh)
-        old = self._claimed(anew, is_old=True)
-        for place, name in old.items():
+        old = self._claimed(anew, is_old=True)  # of which several may have one
+        for place, name in old:
             self._hold(place, name)
-        self._put(dict.fromkeys(old, UNJUDGED), SHARED_WITH, old)
+        self._put({place: UNJUDGED for place, _ in old}, SHARED_WITH, dict(old))
 
-    def _claimed(self, given: Sequence[Given], is_old: bool) -> dict[int, str]:
-        """Blocks whose entries their request has already (is_old), or has not all of them; by place, with its name."""
-        claimed: dict[int, str] = {}
+    def _claimed(self, given: Sequence[Given], is_old: bool) -> list[tuple[int, str]]:
+        """Blocks whose entries their request has already (is_old), or has not all of them; each with its name."""
+        claimed: list[tuple[int, str]] = []
         for name, blocks, length in given:
             for group, own in enumerate(blocks):
                 if length is not None:
                     old = length // self.owners.block_sizes[group]
                     own = own[:old] if is_old else own[old:]
                 places = [place_of(group, block) for block in own if block != NULL_BLOCK]
-                claimed.update(dict.fromkeys(places, name))
+                claimed += [(place, name) for place in places]
                 self._given.setdefault(name, []).extend(places)
         return claimed
 
@@ -167,6 +169,7 @@ class BlockLedger:
             self._begin_anew()
             self.canary.coverage.skip(UNHEARD, 1)
         self._serial = serial
+        self._follow(BY_SCHEDULER)
         if self._full:
             full, self._full = self._known(self._full), set()
             self._give([place for place in full if self.owners.owner(place) != FREE], SHARED, FULL)

@@ -9,7 +9,7 @@ from kvcanary import CanaryConfig
 from kvcanary.adapters.observed import moves
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident_dumps import OWNERS_ALONE
-from kvcanary.adapters.observed.owners import FEW_CHANGES, SHARED, UNJUDGED
+from kvcanary.adapters.observed.owners import FEW_CHANGES, MOST_CHANGES, NOBODY, SHARED, UNJUDGED, BlockOwners
 from kvcanary.adapters.observed.state import RING
 from kvcanary.scrub.free_slots import UNPOISONED
 
@@ -293,3 +293,15 @@ def test_a_hit_of_what_is_stored_in_the_same_step_is_silent() -> None:
     engine.table[3] = line
     engine.step({2: tokens[6:], 3: [7]})
     assert told(engine) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("count", [FEW_CHANGES * 16 + 1, MOST_CHANGES, 2 * MOST_CHANGES + 1])
+def test_many_changes_of_blocks_are_several_lines(device: str, count: int) -> None:
+    """Each block has its own owner; nothing is left for the line of a forward, and other lines are not written to."""
+    owners = BlockOwners([count + 1], [1], torch.device(device))
+    owners.prepare()
+    owners.give({block: block + 7 for block in range(count)})
+    owners.apply()
+    assert owners.of[0].slots.tolist() == [*range(7, count + 7), UNJUDGED]
+    assert (owners.is_told, set(owners.few())) == (False, set(NOBODY))

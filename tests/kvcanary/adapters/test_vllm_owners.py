@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +194,20 @@ def test_a_block_that_a_worker_was_told_twice_stays_its_owners(serve) -> None:
     found = raised(served, 16)
     assert (found.code, found.writer) == ("W2", "b")
     assert "the slot was granted to 'a'" in found.evidence
+
+
+def test_a_block_that_two_hit_in_one_step_is_held_until_both_have_ended(serve) -> None:
+    """Whichever ends first: the other goes on reading it in silence."""
+    prompt = [(3 * n) % 97 for n in range(30)]
+    for feed, first in itertools.product(FEEDS, ("b", "c")):
+        served = serve(**FEEDS[feed])
+        served.ask("a", prompt, 2)
+        served.run()
+        for name in ("b", "c"):
+            served.ask(name, [*prompt, 5], 2 if name == first else 20)
+        served.run()
+        report = served.wrapper.kvcanary_report()
+        assert (report["findings"], report["fired"], report["owners"]) == ([], {}, feed)
 
 
 def test_a_write_into_a_full_block_is_told_from_the_next_step_on(serve) -> None:
