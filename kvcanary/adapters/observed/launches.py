@@ -189,7 +189,7 @@ class Launches:
         if not self.memory.is_cuda:
             return int(self.memory.total) & COUNTS
         torch.cuda.synchronize(self.memory.device)  # whatever thread and stream this is
-        return int(self._counts_here[step % RING] & COUNTS)
+        return self._counts_here[step % RING] & COUNTS
 
     def violations_of(self, step: Step) -> dict[str, Tensor]:
         """On the host: the cells of one step, which waits for the device.
