@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -72,20 +72,24 @@ class Memory:
 
         Engines that hand out one pool of blocks to several groups lay their layers over each other.
         """
-        for other, own, their in self._sharing[group.number]:
-            first, places = slots.clamp(min=0) // own * their, torch.arange(their, device=self.device)
-            gone = (first[:, None] + places).flatten()
+        for other, gone in self._beneath(group, slots):
             for kept in (other.records, *(layers.stamps for layers in other.layers)):
                 kept.index_fill_(0, gone, 0)
 
+    def _beneath(self, group: Group, slots: Tensor) -> Iterator[tuple[Group, Tensor]]:
+        """Other groups with their slots that lie in the same bytes."""
+        for other, own, their in self._sharing[group.number]:
+            first, places = slots.clamp(min=0) // own * their, torch.arange(their, device=self.device)
+            yield other, (first[:, None] + places).flatten()
+
     def bytes_gone(self, group: Group, slots: Tensor) -> None:
-        """Slots [n] of a group hold something else than the target stored, until it stores there again; who stored
-        last is known as before.
+        """Slots [n] of a group hold something else than the target stored, until it stores there again. Records stay:
+        they say who was last, or already who is next.
         """
-        for layers in group.layers:
-            if not layers.is_late:
-                layers.stamps.index_fill_(0, slots, 0)
-        self.overwritten(group, slots)
+        for own, gone in ((group, slots), *self._beneath(group, slots)):
+            for layers in own.layers:
+                if not layers.is_late:
+                    layers.stamps.index_fill_(0, gone, 0)
 
     @property
     def is_shared(self) -> bool:
