@@ -44,8 +44,8 @@ class FreeSlots:
         self,
         pools: Sequence[PoolRows],
         device: torch.device,
-        group: int = 0,
-        on_filled: Callable[[Tensor], object] = id,
+        group: int,
+        on_filled: Callable[[Tensor], object],
     ) -> None:
         """on_filled: is given slots [n] whose bytes are those of no record from now on"""
         self.group, self._pools, self._ops, self._on_filled = group, pools, ops_for(device), on_filled

@@ -193,9 +193,7 @@ class HostHandle(ABC):
         """Before the tokens of a step leave: are they those of all ranks, and did nothing fire?"""
         if self.sampled is not None:
             self.sampled.compare(step, result)
-        total = canary.count_at(step)
-        if total > self._seen:
-            self._look_at(total, step)
+        self._look_at(canary.count_at(step), step)
 
     def _compare_ranks(self, canary: PagedCanary, group: Any, num_ranks: int) -> None:
         """A canary is made; from now on with what the workers of this gloo group sample, which nobody else uses, and

@@ -72,24 +72,27 @@ class Launches:
     def head(self, step: int, forward: Forward, most_rows: int) -> NDArray[np.int64]:
         """Write into the line of a step what it is; gives the words behind its rows, for events."""
         n, place = len(forward.numbers), step % RING
-        line, stamp = self._lines_here[place], (step & STAMPS) << COUNT_BITS
-        self._head = n, forward.num_tokens, pack_site(*forward.site)
-        changes = NO_CHANGES if self.owners is None else self.owners.few()
-        now = n, forward.num_tokens, step, self._head[2], place, stamp
-        HEAD.pack_into(self._line_bytes, place * line.nbytes, *now, *changes)
+        line, self._head = self._lines_here[place], (n, forward.num_tokens, pack_site(*forward.site))
+        self._begin_line(step, place)
         line[ROWS_AT : ROWS_AT + n] = self._numbers = forward.numbers
         self._numbers_in[place] = forward.numbers
         return line[ROWS_AT + most_rows :]
 
     def again(self, step: int) -> None:
         """The forward that was launched last once more, as another step."""
-        place, (n, num_tokens, site) = step % RING, self._head
+        place = step % RING
+        self._begin_line(step, place)
+        if self._numbers_in[place] is not self._numbers:
+            end = ROWS_AT + len(self._numbers)
+            self._lines_here[place, ROWS_AT:end] = self._numbers_in[place] = self._numbers
+        self._again = self._again() or self._again
+
+    def _begin_line(self, step: int, place: int) -> None:
+        """Write which step it is, and which owners change in front of it."""
+        n, num_tokens, site = self._head
         stamp = (step & STAMPS) << COUNT_BITS
         changes = NO_CHANGES if self.owners is None else self.owners.few()
         HEAD.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp, *changes)
-        if self._numbers_in[place] is not self._numbers:
-            self._lines_here[place, ROWS_AT : ROWS_AT + n] = self._numbers_in[place] = self._numbers
-        self._again = self._again() or self._again
 
     def before(self, forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
         """events: at most how many rows went, and how many are new."""

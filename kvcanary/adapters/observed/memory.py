@@ -83,13 +83,12 @@ class Memory:
             yield other, (first[:, None] + places).flatten()
 
     def bytes_gone(self, group: Group, slots: Tensor) -> None:
-        """Slots [n] of a group hold something else than the target stored, until it stores there again. Records stay:
+        """Slots [n] of a group hold something else than was stored, until somebody stores there again. Records stay:
         they say who was last, or already who is next.
         """
         for own, gone in ((group, slots), *self._beneath(group, slots)):
             for layers in own.layers:
-                if not layers.is_late:
-                    layers.stamps.index_fill_(0, gone, 0)
+                layers.stamps.index_fill_(0, gone, 0)
 
     @property
     def is_shared(self) -> bool:

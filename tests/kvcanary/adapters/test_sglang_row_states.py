@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcanary.adapters.observed.state import RING
 from kvcanary.adapters.sglang import states
 from kvcanary.adapters.sglang.compatibility import NEEDED_OF, STATES, STATES_OF_DRAFTS
+from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.states import COMMIT, RUN_INIT, RowStates, follow, nodes_of, not_followed, views_of
 from tests.support.watching_canary import found_in, launched_by, no_rows, watching_canary
 
@@ -175,6 +176,20 @@ def test_what_forwards_launch_was_prepared() -> None:
     assert host.forward(5, 6, tracked=(True, False)) == []
     assert host.verify([[0, 2, 3], [0]], tracked=(2, -1)) == []
     assert (host.canary.coverage.states_checked, set(seen)) == (4, prepared)
+
+
+def test_a_runner_prepares_its_states_behind_its_canary() -> None:
+    """Over an empty forward, before it is armed; without states there is nothing more."""
+    told: list[Any] = []
+    canary = SimpleNamespace(prepare=lambda forward: told.append(("canary", forward)), groups=[])
+    own: Any = SimpleNamespace(canary=canary, _empty_forward=lambda: "none", probe_reader=lambda: None)
+    own.states = SimpleNamespace(prepare=lambda forward: told.append(("states", forward)))
+    own._arm = lambda _: told.append("armed")
+    WatchedRunner.arm(own)
+    assert told == [("canary", "none"), ("states", "none"), "armed"]
+    own.states = None
+    WatchedRunner.arm(own)
+    assert told[3:] == [("canary", "none"), "armed"]
 
 
 def test_trees_that_are_verified_are_silent(host: Host) -> None:

@@ -130,6 +130,18 @@ def test_what_is_free_is_free_in_every_group(device: str) -> None:
     assert (found.slot, found.layers) == (5 * BLOCK + 2, (0,))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_block_that_is_freed_and_goes_to_another_group_in_one_step_is_its_own(device: str) -> None:
+    """What is filled in between is nobody's bytes; the record is that of whom this step will store for."""
+    engine = Engine(device, owns=True)
+    poison, slots = engine.canary.poison, torch.arange(5 * BLOCK, 7 * BLOCK, device=device)
+    poison.freed(slots)
+    poison.granted(slots, torch.zeros_like(slots))
+    assert engine.step((0, 0, (7, 5))) == []
+    engine.end(0)
+    assert engine.step((1, BLOCK, (7, 5))) == []
+
+
 def test_groups_that_lie_apart_have_no_poison() -> None:
     """No group's bytes are all that a block has."""
     canary = PagedCanary(CanaryConfig(mode="log", content="full", seed=3), ROWS, 2, TOKENS, "cpu")
