@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.watch.fetch import BLOCK, fetch, fetch_torch, keep, keep_torch, send, send_torch
+from kvcanary_kernels.watch.fetch import BLOCK, SPLITS, fetch, fetch_torch, keep, keep_torch, send, send_torch
 from kvcanary_kernels.watch.walk import NO_VIOLATION, Rows
 
 POISON = -77
@@ -65,16 +65,17 @@ def test_send_stamps_a_count(act, device: str) -> None:
     assert out.tolist() == [POISON, POISON, (1 << 40) + 5, POISON]
 
 
-@pytest.mark.parametrize("width", [1, BLOCK, BLOCK + 5])
 @pytest.mark.parametrize("act", [keep, keep_torch], ids=["triton", "torch"])
-def test_keep_copies_live_rows_to_their_numbers(act, width: int, device: str) -> None:
-    """Padding is copied nowhere, other rows and what lies behind the width stay."""
-    table = torch.arange(4 * 140, dtype=torch.int32, device=device).view(4, 140)
-    numbers = torch.tensor([5, 0, 2, 2], device=device)
-    kept = torch.full((6, 135), POISON, dtype=torch.int32, device=device)
-    now = torch.tensor([3, 0, 9, 0, 0], device=device)
-    act(Rows(numbers, table, numbers, numbers), now=now, kept=kept, width=width)
-    wanted = torch.full((6, 135), POISON, dtype=torch.int32)
-    for row, number in enumerate((5, 0, 2)):
+def test_keep_copies_live_rows_to_their_numbers(act, device: str) -> None:
+    """Blocks that its entries are in, however many; padding is copied nowhere, what lies behind a row stays."""
+    wide = SPLITS * BLOCK + 5
+    table = torch.arange(5 * wide, dtype=torch.int32, device=device).view(5, wide)
+    numbers = torch.tensor([5, 0, 3, 2, 2], device=device)
+    lengths = torch.tensor([1, 16 * (BLOCK + 5), 16 * wide + 1, 0, 99], dtype=torch.int32, device=device)
+    kept = torch.full((6, wide), POISON, dtype=torch.int32, device=device)
+    now = torch.tensor([4, 0, 9, 0, 0, 0], device=device)
+    act(Rows(numbers, table, lengths, numbers), now=now, kept=kept, block_size=16)
+    wanted = torch.full((6, wide), POISON, dtype=torch.int32)
+    for row, (number, width) in enumerate(((5, 1), (0, BLOCK + 5), (3, wide))):
         wanted[number, :width] = table[row, :width].cpu()
     assert torch.equal(kept.cpu(), wanted)

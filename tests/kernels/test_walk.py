@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.record import rows as rows_of_pools
 from kvcanary_kernels.record.layout import (
     CHAIN,
     MASK_32,
@@ -110,7 +111,7 @@ class Rig:
         self.call(
             rows_of, "walk", watched, rows, self.truth, seeds=self.seeds, violations=walked, counted=self.counted[:1]
         )
-        self.reread(watched, rows, max_length=80, stride=1, whole=False, violations=read)
+        self.reread(watched, rows, stride=1, whole=False, violations=read)
         self.call(fingerprints_of, "take", watched, self.pool, self.slots, self.chains, self.keys,
                   fingerprints=self.fingerprints, stamps=self.stamps,
                   firsts=self.firsts if self.asks_finite else None)  # fmt: skip
@@ -396,7 +397,7 @@ def test_a_last_look_reads_whole_rows_along_their_own_lines(rig: Rig) -> None:
     numbers = torch.tensor([1, 0, 9], device=rig.device)
     violations = torch.full((RING, 2, 3), NO_VIOLATION, dtype=torch.int64, device=rig.device)
     rows = Rows(numbers, rig.table, numbers, numbers)
-    rig.reread(rig.watched(rig.records, 2, 0), rows, max_length=40, stride=1, whole=True, violations=violations)
+    rig.reread(rig.watched(rig.records, 2, 0), rows, stride=1, whole=True, violations=violations)
     assert rig.named(violations[1, 0], 128) == [(1, 8), None, None]
     assert rig.named(violations[1, 1], fingerprints_of.SLOTS_PER_ENTRY) == [(rig.slot(1, 8), 8), None, None]
     assert int((violations != NO_VIOLATION).sum()) == 2
@@ -423,6 +424,30 @@ def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
     assert rig.forward({0: [1]})[1] == [None]
 
 
+@pytest.mark.parametrize("window", [0, 45, -32])
+def test_few_programs_go_on_until_a_row_ends(rig: Rig, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch knows no lengths: one program reads its row to the end, from the first entry that is seen."""
+    monkeypatch.setattr(fingerprints_of, "FEWEST_PARTS", 1)
+    monkeypatch.setattr(fingerprints_of, "PROGRAMS", 1)
+    monkeypatch.setattr(rows_of_pools, "TILE_WORDS", 32)
+    length = 72
+    assert 2 * rig.pool.tile < length // 2  # positions that a program reads at a time, where every second is due
+    rig.forward({0: list(range(length)), 1: [5]})
+    for position in (17, 60, 71):
+        block, offset = divmod(rig.slot(0, position), BLOCK_SIZE)
+        rig.kv[1].view(torch.int32)[block, 0, offset, 0] ^= 2
+    rows, before = rig.rows({0: [1], 1: [2]}, {}), rig.counted[1:].clone()
+    first, seen = 0 if not window else length + 1 - window if window > 0 else length // -window * -window, []
+    for rig.step in range(2):
+        violations = torch.full((RING, 2, 2), NO_VIOLATION, dtype=torch.int64, device=rig.device)
+        rig.reread(rig.watched(rig.records, 2, 2, window), rows, stride=2, whole=False, violations=violations)
+        seen += [pair[1] for pair in rig.named(violations[rig.step % RING, 0], 128) if pair]
+    wrong = [position for position in (71, 60, 17) if position >= first]
+    assert seen == [position for position in (60, 17 if first == 0 else 71) if position >= first]
+    assert int(rig.counted[1:] - before) == length - first + 1
+    assert int(rig.total) == len(wrong)
+
+
 def test_rolling_reads_every_position_once(rig: Rig) -> None:
     """Phases 0 to stride - 1 together see each position; a violation shows in its own phase alone."""
     rig.forward({0: list(range(30))})
@@ -433,7 +458,7 @@ def test_rolling_reads_every_position_once(rig: Rig) -> None:
     counted = rig.counted[1:].clone()
     for rig.step in range(8):
         violations = torch.full((RING, 2, 1), NO_VIOLATION, dtype=torch.int64, device=rig.device)
-        rig.reread(rig.watched(rig.records, 1, 1), rows, max_length=31, stride=8, whole=False, violations=violations)
+        rig.reread(rig.watched(rig.records, 1, 1), rows, stride=8, whole=False, violations=violations)
         seen += [rig.step] if int(violations[rig.step % RING, 0]) != NO_VIOLATION else []
     assert seen == [17 % 8]
     assert int(rig.counted[1:] - counted) == 30
@@ -501,7 +526,7 @@ def test_a_length_that_no_table_has_is_outside(rig: Rig) -> None:
     rows, walked, read = Rows(numbers, rig.table[:, :2].contiguous(), lengths, starts), rig.cells(4), rig.cells(2, 4)
     watched = rig.watched(rig.records, 2, 0)
     rig.call(rows_of, "walk", watched, rows, rig.truth, seeds=rig.seeds, violations=walked, counted=rig.counted[:1])
-    rig.reread(watched, rows, max_length=13, stride=1, whole=False, violations=read)
+    rig.reread(watched, rows, stride=1, whole=False, violations=read)
     assert rig.codes(walked[rig.step % RING, :2], "R") == [("R1", 8), None]
     assert (int(rig.total), rig.counted.tolist()) == (5, [13 + 8, 8 + 8])
 
@@ -550,8 +575,10 @@ def test_a_table_is_read_in_place_through_row_numbers(rig: Rig) -> None:
         assert torch.equal(getattr(rig, name), getattr(twin, name)), name
     kept = torch.zeros_like(twin.table)
     rows, watched = twin.rows(batch, {}), twin.watched(twin.records, 2, 2)
-    twin.call(lines_of, "keep", rows, now=watched.now, kept=kept, width=WIDTH)
-    assert torch.equal(kept[[0, 2]], twin.table[[0, 2]])
-    assert not kept[[1, 3]].any()
+    twin.call(lines_of, "keep", rows, now=watched.now, kept=kept, block_size=BLOCK_SIZE)
+    wanted = torch.zeros_like(kept)
+    for row, blocks in (0, -(-12 // BLOCK_SIZE)), (2, -(-22 // BLOCK_SIZE)):
+        wanted[row, :blocks] = twin.table[row, :blocks]
+    assert torch.equal(kept, wanted)
     batch, wrong = {2: [1], 3: [2, 3]}, {1: twin.slot(1, 9)}  # row 3 of the engine is the second of the batch
     assert rig.forward(batch, slots=wrong)[2] == twin.forward(batch, slots=wrong)[2] == [None, ("W5", 0)]

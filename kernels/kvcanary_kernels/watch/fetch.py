@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from kvcanary_kernels.record.device import BLOCK, tl, triton
@@ -16,6 +17,7 @@ from kvcanary_kernels.watch.walk import (
     NOW_ROWS,
     NOW_STAMP,
     NOW_WIDTH,
+    SPLITS,
     Rows,
     lines_of,
     live_rows,
@@ -60,20 +62,23 @@ def send(total: Tensor, now: Tensor, out: Tensor, *, launches: bool = True) -> N
 send_torch = partial(send, launches=False)
 
 
-def keep(rows: Rows, *, now: Tensor, kept: Tensor, width: int, launches: bool = True) -> None:
-    """Copy the beginning of the block table of every live row. No allocation, no wait.
+def keep(rows: Rows, *, now: Tensor, kept: Tensor, block_size: int, launches: bool = True) -> None:
+    """Copy of the block table of every live row what its entries are in. No allocation, no wait.
 
-    kept:  [rows of Truth, >= width] of the table's type, written at the number of each row
-    width: blocks of a row, at most as many as its table has
+    rows:  lengths [>= rows], starts are not read
+    kept:  [rows of Truth, width of the table] of its type, written at the number of each row
     """
     if launches:
-        _keep_kernel[(rows.numbers.shape[0], triton.cdiv(width, BLOCK))](
-            rows.numbers, rows.table, now, kept, width, rows.table.stride(0), kept.stride(0),
-            IN_PLACE=rows.in_place, BLOCK_N=BLOCK,
+        _keep_kernel[(rows.numbers.shape[0], SPLITS)](
+            rows.numbers, rows.table, rows.lengths, now, kept, rows.table.shape[1], rows.table.stride(0),
+            kept.stride(0), PAGE=block_size, IN_PLACE=rows.in_place, BLOCK_N=BLOCK,
         )  # fmt: skip
         return
     rows, _ = live_rows(rows, now)
-    kept[rows.numbers.long(), :width] = rows.table[lines_of(rows), :width]
+    numbers, tables = rows.numbers.long(), rows.table[lines_of(rows)]
+    blocks = (rows.lengths[: len(numbers)] + block_size - 1) // block_size
+    is_used = torch.arange(tables.shape[1], device=tables.device) < blocks[:, None]
+    kept[numbers] = torch.where(is_used, tables, kept[numbers])
 
 
 keep_torch = partial(keep, launches=False)
@@ -113,16 +118,28 @@ def _send_kernel(total, now, out):
 
 @triton.jit(
     do_not_specialize=["width", "table_stride", "kept_stride"],
-    do_not_specialize_on_alignment=["numbers", "table", "now", "kept"],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "now", "kept"],
 )
 def _keep_kernel(
-    numbers, table, now, kept, width, table_stride, kept_stride, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr
+    numbers,
+    table,
+    lengths,
+    now,
+    kept,
+    width,
+    table_stride,
+    kept_stride,
+    PAGE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     if i_row >= tl.load(now + NOW_ROWS):
         return
-    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_n = o_n < width
     number = tl.load(numbers + i_row).to(tl.int64)
     row = table + (number if IN_PLACE else i_row) * table_stride
-    tl.store(kept + number * kept_stride + o_n, tl.load(row + o_n, mask=m_n), mask=m_n)
+    blocks = tl.minimum(tl.cdiv(tl.load(lengths + i_row), PAGE), width)
+    for i_block in range(tl.program_id(1) * BLOCK_N, blocks, tl.num_programs(1) * BLOCK_N):
+        o_n = i_block + tl.arange(0, BLOCK_N)
+        m_n = o_n < blocks
+        tl.store(kept + number * kept_stride + o_n, tl.load(row + o_n, mask=m_n), mask=m_n)

@@ -40,6 +40,7 @@ LAYERS_PER_ENTRY = 128  # a violation of `reread` is position * LAYERS_PER_ENTRY
 SLOTS_PER_ENTRY = 1 << 34  # and beside it, position * SLOTS_PER_ENTRY + slot
 ENTRIES_PER_LAYER = 1 << 34  # what `take` finds first is layer * ENTRIES_PER_LAYER + entry
 PER_LAYER = tl.constexpr(ENTRIES_PER_LAYER)
+FEWEST_PARTS, PROGRAMS = 2, 4096  # of each row, whose entries they share out; of all rows and layers
 PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
 PLACES = tl.constexpr(SLOTS_PER_ENTRY)
 
@@ -123,7 +124,6 @@ def reread(
     fingerprints: Tensor,
     stamps: Tensor,
     truth: Truth,
-    max_length: int,
     stride: int,
     whole: bool,
     violations: Tensor,
@@ -135,7 +135,6 @@ def reread(
     The step says where they begin: any `stride` steps in a row see each position once. Entries whose bytes nobody took
     under the record that lies there now are not judged.
 
-    max_length: at least the entries of the longest row
     whole:      False: what each row had before this forward. True: all that is recorded of it (truth.ends), along the
                 line of the table that has its number; lengths and starts are not read
     violations:       [ring, 2, >= rows] int64, NO_VIOLATION or lower before; in the cells of this step the least of
@@ -143,8 +142,9 @@ def reread(
     counted:    [1] int64, grows by the number of entries that were read, each once for all layers
     """
     if launches:
-        n, per_row = rows.numbers.shape[0], -(-max_length // stride)
-        _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
+        n, longest = rows.numbers.shape[0], rows.table.shape[1] * watched.block_size
+        parts = min(max(PROGRAMS // (n * pool.num_layers), FEWEST_PARTS), triton.cdiv(longest, stride * pool.tile))
+        _reread_kernel[(n, parts, pool.num_layers)](
             pool.ptrs,
             watched.records,
             *rows[:4],
@@ -179,7 +179,7 @@ def reread(
     numbers, phase = rows.numbers.long(), step % stride
     ends = truth.ends[numbers]
     sizes = (ends if whole else context_lengths(rows)) * (ends >= 0)
-    positions = torch.arange(phase, max(phase, max_length), stride, device=records.device)
+    positions = torch.arange(phase, max([phase, *sizes.tolist()]), stride, device=records.device)
     live = positions < sizes[:, None]
     live &= positions >= first_seen(sizes, window)[:, None]
     row, column = live.nonzero(as_tuple=True)
@@ -328,28 +328,35 @@ def _reread_kernel(
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
     row = table + (number if IN_PLACE else i_row) * table_stride
-    first_n = tl.load(now + NOW_STEP) % stride + tl.program_id(1).to(tl.int64) * TILE * stride
-    if first_n >= length:
-        return
     if tl.load(truth + number * truth_stride + END) < 0:
         return
-    o_n = first_n + tl.arange(0, TILE) * stride
-    m_n = (o_n < length) & (o_n >= device_first_seen(length, window))
-    b_slot = device_slot_at(row, o_n, m_n, table_width, PAGE)
-    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
-    b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
-    m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain) & (b_chain != 0)
-    if i_layer == 0:
-        tl.atomic_add(counted, tl.sum(m_n.to(tl.int64)), sem="relaxed")
-    b_held = tl.load(fingerprints + i_layer * layer_stride + b_slot, mask=m_n, other=0)
+    phase, seen = tl.load(now + NOW_STEP) % stride, device_first_seen(length, window)
+    first = phase + tl.cdiv(tl.maximum(seen - phase, 0), stride) * stride
     key = key_a + i_layer * WORDS
-    b_fingerprint, _, _ = layer_fingerprints(
-        ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False
-    )
-    m_differs = m_n & (b_fingerprint + tl.load(start_a + i_layer) != b_held)
-    count = tl.sum(m_differs.to(tl.int64))
+    start = tl.load(start_a + i_layer)
+    b_read, b_wrong = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    b_layer, b_place = tl.full([TILE], NONE, tl.int64), tl.full([TILE], NONE, tl.int64)
+    for i_n in range(first + tl.program_id(1).to(tl.int64) * TILE * stride, length, tl.num_programs(1) * TILE * stride):
+        o_n = i_n + tl.arange(0, TILE).to(tl.int64) * stride
+        m_n = o_n < length
+        b_slot = device_slot_at(row, o_n, m_n, table_width, PAGE)
+        m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+        b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
+        m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain) & (b_chain != 0)
+        b_held = tl.load(fingerprints + i_layer * layer_stride + b_slot, mask=m_n, other=0)
+        b_fingerprint, _, _ = layer_fingerprints(
+            ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False
+        )
+        m_differs = m_n & (b_fingerprint + start != b_held)
+        b_read += m_n.to(tl.int32)
+        b_wrong += m_differs.to(tl.int32)
+        b_layer = tl.minimum(b_layer, tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE))
+        b_place = tl.minimum(b_place, tl.where(m_differs, o_n * PLACES + b_slot, NONE))
+    if i_layer == 0:
+        tl.atomic_add(counted, tl.sum(b_read.to(tl.int64)), sem="relaxed")
+    count = tl.sum(b_wrong.to(tl.int64))
     if count > 0:
         tl.atomic_add(total, count, sem="relaxed")
         cell = violations + tl.load(now + NOW_PLACE) * violations_stride + i_row
-        tl.atomic_min(cell, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")
-        tl.atomic_min(cell + side_stride, tl.min(tl.where(m_differs, o_n * PLACES + b_slot, NONE)), sem="relaxed")
+        tl.atomic_min(cell, tl.min(b_layer), sem="relaxed")
+        tl.atomic_min(cell + side_stride, tl.min(b_place), sem="relaxed")

@@ -54,7 +54,7 @@ POISONED = "a grant of slots that were filled when they were free"
 NAMED_WRITERS = 1 << 16
 GROWN = 32  # steps of one token a row until lengths are read again
 NO_ROW = -(1 << 40)  # entries of a row that there is not, whatever they grow by
-FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
+FEWEST_ROWS, FEWEST_TOKENS = 16, 16  # that launches are sized for
 
 
 class PagedCanary:
@@ -97,15 +97,14 @@ class PagedCanary:
         self._steps: deque[Step] = deque(maxlen=RING)
         self._wrote: deque[int] = deque(maxlen=RING)  # the last steps that stored
         self._last: Step | None = None  # that was read; it may be judged, and gone from `_steps`
-        #: Steps that were the last one once more and are not among `_steps` yet, and whether the next may be one, for
-        #: as many entries as its launches were sized for.
-        self._quiet, self._can_repeat, self._room = 0, False, 0
+        #: Steps that were the last one once more and are not among `_steps` yet, and whether the next may be one.
+        self._quiet, self._can_repeat = 0, False
         self.events: list[Any] = []  # of what happened since the last forward
         #: What judges more of forwards, `violations(step)` in the order of `number`, and keeps `num_bytes`. It holds
         #: the canary.
         self.beside: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
-        self._ends, self._grown, self._most, self._longest = np.full(num_rows, NO_ROW), GROWN, 0, 0
+        #: At least what each row has, but for what rows grew by since.
+        self._ends, self._grown = np.full(num_rows, NO_ROW), GROWN
         self._live = 0  # entries of the rows of the last forward
         self._gone: list[tuple[int, str]] = []
         self._fresh: list[tuple[int, str]] = []
@@ -167,7 +166,7 @@ class PagedCanary:
             self.writers[self._uid] = request
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
-            root, self._longest = self.prefixes.root(identity), max(self._longest, length)
+            root = self.prefixes.root(identity)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
                 self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, root
@@ -204,7 +203,7 @@ class PagedCanary:
             self._live -= end
             if is_read and room > 0:
                 self._gone.append((number, request))
-                self._longest, room = max(self._longest, end), room - 1
+                room -= 1
             elif is_read:
                 self.coverage.skip("rows that went without a last re-read", 1)
 
@@ -228,7 +227,7 @@ class PagedCanary:
             self.owners.apply()
         self._tell_quiet()
         self.step += 1
-        n, events, waiting = len(forward.numbers), (0, 0), self._longest
+        n, events = len(forward.numbers), (0, 0)
         most_rows = at_least(n, FEWEST_ROWS, self.num_rows)
         free = self.launches.head(self.step, forward, most_rows)
         reread: tuple[tuple[str, ...], ...] = ()
@@ -238,10 +237,8 @@ class PagedCanary:
             self._grown, self._live = self._grown + 1, self._live + n
         if self._new or self._gone or self._fresh:
             events, reread = self._put_events(free)
-        longest = max(self._most + self._grown, waiting)
         own = self.step, forward.requests, forward.numbers, forward.site, self.events, reread
         step = Step(*own, forward.num_tokens, forward.in_place)
-        self._room = at_least(longest, FEWEST_ENTRIES)
         self._can_repeat = bool(n) and n == forward.num_tokens and events == (0, 0) and forward.site[0] == "decode"
         self.events = []
         self._steps.append(step)
@@ -252,7 +249,7 @@ class PagedCanary:
             self.recent.ran(ran, self._ends, self._grown)
             self._ran(1, forward.num_tokens)
         self._forward, self._most_stored = forward, at_least(forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
-        self.launches.before(forward, most_rows, self._room, events)
+        self.launches.before(forward, most_rows, events)
         if self.poison is not None:
             self._look_at_poison(self.poison, step.events)
 
@@ -272,7 +269,7 @@ class PagedCanary:
         step was is put down when somebody asks for it; the device judges it like any other.
         """
         grown = self._grown + 1
-        if not self._can_repeat or grown > GROWN or self._most + grown > self._room:
+        if not self._can_repeat or grown > GROWN:
             return False
         if self._new or self._gone or self._fresh or self.events:
             return False
@@ -321,7 +318,7 @@ class PagedCanary:
         ends = forward.ends.numpy()[: len(forward.numbers)]
         self._ends = self._ends + self._grown  # another array, as above
         self._ends[forward.numbers] = ends
-        self._grown, self._most, self._live = 0, int(self._ends.max()), int(ends.sum())
+        self._grown, self._live = 0, int(ends.sum())
 
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
@@ -348,10 +345,9 @@ class PagedCanary:
         none = torch.zeros(0, dtype=torch.int64)
         for _ in range(2):  # as they are, captured
             for rows in {min(size, self.num_rows) for size in sizes(FEWEST_ROWS, self.num_rows)}:
-                for entries in sizes(FEWEST_ENTRIES, int(forward.ends.max())):
-                    few = min(FEWEST_ROWS, self.num_rows)
-                    for events in (0, 0), (few, 0), (few, few):
-                        self.launches.before(forward, rows, entries, events)
+                few = min(FEWEST_ROWS, self.num_rows)
+                for events in (0, 0), (few, 0), (few, few):
+                    self.launches.before(forward, rows, events)
             for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
                 self.launches.after(tokens)
                 self.launches.late(forward.starts, none, tokens)
@@ -390,8 +386,8 @@ class PagedCanary:
         self._steps.clear()
         self._wrote.clear()
         self.recent.clear()
-        self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
-        self._ends, self._grown, self._most = np.full(self.num_rows, NO_ROW), GROWN, 0
+        self.events, self._gone, self._fresh, self._new = [], [], [], {}
+        self._ends, self._grown = np.full(self.num_rows, NO_ROW), GROWN
         self.launches.restart()
 
     def _put_events(self, line: NDArray[np.int64]) -> tuple[tuple[int, int], tuple[tuple[str, ...], ...]]:
@@ -409,7 +405,7 @@ class PagedCanary:
         words += (self.num_rows,) * (NEW_WIDTH * (most_new - len(self._new)))  # nobody's
         line[: len(words)] = words
         reread = tuple([tuple([request for _, request in rows]) for rows in (self._gone, self._fresh)])
-        self._gone, self._fresh, self._new, self._longest = [], [], {}, 0
+        self._gone, self._fresh, self._new = [], [], {}
         return (most_gone, most_new), reread
 
     def _room_for(self, count: int) -> int:

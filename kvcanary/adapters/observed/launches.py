@@ -94,7 +94,7 @@ class Launches:
         changes = NO_CHANGES if self.owners is None else self.owners.few()
         HEAD.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp, *changes)
 
-    def before(self, forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
+    def before(self, forward: Forward, most_rows: int, events: tuple[int, int]) -> None:
         """events: at most how many rows went, and how many are new."""
         if not self.kept:
             shapes = [(self.num_rows, table.shape[1]) for table in forward.tables]
@@ -106,8 +106,8 @@ class Launches:
             self._lasting = forward.slots, forward.known, lasting
         used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.tables
         places = [tensor.data_ptr() for tensor in used]
-        launch = functools.partial(self._before, forward, most_rows, most_entries, *events)
-        key = "before", most_rows, most_entries, *events, lasting, *places
+        launch = functools.partial(self._before, forward, most_rows, *events)
+        key = "before", most_rows, *events, lasting, *places
         self._again = self._run(key, launch)
 
     def after(self, most: int) -> None:
@@ -224,7 +224,7 @@ class Launches:
 
     # launches
 
-    def _before(self, forward: Forward, most_rows: int, most_entries: int, most_gone: int, most_new: int) -> None:
+    def _before(self, forward: Forward, most_rows: int, most_gone: int, most_new: int) -> None:
         now, memory, cells = self._now, self.memory, self._cells
         end = ROWS_AT + most_rows
         width = end + events_width(most_gone, most_new)
@@ -233,14 +233,14 @@ class Launches:
             self.owners.grant(now[NOW_WIDTH:ROWS_AT])
         numbers, (gone, fresh, new) = now[ROWS_AT:end], events_of(now[end:width], most_gone)
         if most_gone:
-            self._look(gone, 1, most_entries)
+            self._look(gone, 1)
         if most_new:
             self._ops.begin(new, memory.truth, memory.identity, *forward.known[:1])
         for table, kept, group in zip(forward.tables, self.kept, memory.groups, strict=True):
-            rows, width = Rows(numbers, table, numbers, numbers, forward.in_place), -(-most_entries // group.block_size)
-            self._ops.keep(rows, now=now, kept=kept, width=min(width, table.shape[1]))
+            rows = Rows(numbers, table, forward.lengths, forward.starts, forward.in_place)
+            self._ops.keep(rows, now=now, kept=kept, block_size=group.block_size)
         if most_new:
-            self._look(fresh, 2, most_entries)
+            self._look(fresh, 2)
         for group, table, own in zip(memory.groups, forward.tables, forward.slots, strict=True):
             rows, watched = (
                 Rows(numbers, table, forward.lengths, forward.starts, forward.in_place),
@@ -257,23 +257,22 @@ class Launches:
                 watched, rows, memory.truth, seeds=self.seeds, violations=violations, counted=self.counted[:1]
             )
             stride = 1 if self.config.content == "full" else ROTATION_STEPS
-            self._reread(group, rows, now, 0, most_entries, stride)
+            self._reread(group, rows, now, 0, stride)
 
-    def _look(self, look: Tensor, number: int, most_entries: int) -> None:
+    def _look(self, look: Tensor, number: int) -> None:
         """Read all that is recorded of some rows. look: [NOW_WIDTH + rows], as `now`, and their numbers."""
         numbers = look[NOW_WIDTH:]
         for group, kept in zip(self.memory.groups, self.kept, strict=True):
-            self._reread(group, Rows(numbers, kept, numbers, numbers), look, number, most_entries, 1)
+            self._reread(group, Rows(numbers, kept, numbers, numbers), look, number, 1)
 
-    def _reread(self, group: Group, rows: Rows, now: Tensor, look: int, max_length: int, stride: int) -> None:
+    def _reread(self, group: Group, rows: Rows, now: Tensor, look: int, stride: int) -> None:
         """look: 0: of what a forward reads; else of whole rows."""
         cells = self._cells[:, self._read_kinds].unflatten(1, (1 + LOOKS, -1, 2))
         for column, layers in enumerate(self.memory.layers) if self.config.content != "write" else ():
             if layers in group.layers:
                 self._ops.reread(
                     self._watched(group, now), layers.rows, rows, layers.keys, fingerprints=layers.fingerprints,
-                    stamps=layers.stamps,
-                    truth=self.memory.truth, max_length=max_length, stride=stride, whole=look > 0,
+                    stamps=layers.stamps, truth=self.memory.truth, stride=stride, whole=look > 0,
                     violations=cells[:, look, column], counted=self.counted[1 + column : 2 + column],
                 )  # fmt: skip
 

@@ -115,7 +115,6 @@ def block_of(served: Served, name: str, position: int) -> int:
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_the_last_look_reads_what_the_only_forward_wrote(serve, monkeypatch, runner: str) -> None:
     """A request of one token ends behind its prefill, when the engine still counts what it had before."""
-    monkeypatch.setattr("kvcanary.adapters.observed.canary.FEWEST_ENTRIES", 1)
     monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
     monkeypatch.setenv("KVCANARY_MODE", "log")
     served = serve(settings={"runner": runner})
