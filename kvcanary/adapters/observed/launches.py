@@ -46,9 +46,9 @@ class Launches:
         width = ROWS_AT + num_rows + events_width(num_rows, num_rows)
         self._lines = memory.pinned(RING, width)  # what the last steps were
         self._lines_here = self._lines.numpy()
-        self._clear_lines()
+        self.clear_lines()
         self._line_bytes, self._line_width = self._lines_here.data.cast("B"), self._lines_here[0].nbytes
-        self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
+        self._now, self._ticks = memory.zeros(width), memory.zeros(3)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy().data
         #: Of layers whose fingerprints are summed up as they are stored: their sum [1], and what it was after the last
@@ -66,7 +66,7 @@ class Launches:
         self._head: tuple[int, int, int] = 0, 0, 0
         self._numbers: NDArray[Any] = np.empty(0, dtype=np.int64)
         self._numbers_in: list[Any] = [None] * RING
-        self._again: Callable[[], Any] = lambda: None
+        self._again: Callable[[], Any] = _nothing
         self._after_again: dict[int, Callable[[], Any]] = {}
 
     def head(self, step: int, forward: Forward, most_rows: int) -> NDArray[np.int64]:
@@ -96,6 +96,9 @@ class Launches:
 
     def before(self, forward: Forward, most_rows: int, events: tuple[int, int]) -> None:
         """events: at most how many rows went, and how many are new."""
+        if forward.in_graph and events == (0, 0):
+            self._again = _nothing
+            return
         if not self.kept:
             shapes = [(self.num_rows, table.shape[1]) for table in forward.tables]
             tables, device = zip(shapes, forward.tables, strict=True), self.memory.device
@@ -106,8 +109,8 @@ class Launches:
             self._lasting = forward.slots, forward.known, lasting
         used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.tables
         places = [tensor.data_ptr() for tensor in used]
-        launch = functools.partial(self._before, forward, most_rows, *events)
-        key = "before", most_rows, *events, lasting, *places
+        launch = functools.partial(self._begin if forward.in_graph else self.launch_before, forward, most_rows, events)
+        key = "begin" if forward.in_graph else "before", most_rows, *events, lasting, *places
         self._again = self._run(key, launch)
 
     def after(self, most: int) -> None:
@@ -115,7 +118,7 @@ class Launches:
         self._after_again[most] = again() or again
 
     def _after_of(self, most: int) -> Callable[[], None]:
-        return functools.partial(self._after, most)
+        return functools.partial(self.launch_after, most)
 
     def _run(self, key: Hashable, launch: Callable[[], None]) -> Callable[[], Any]:
         """Launch, and give what does the same again; that gives something better, or nothing."""
@@ -167,13 +170,13 @@ class Launches:
 
     def restart(self) -> None:
         """Begin to count steps anew; the lines of steps say nothing."""
-        self._clear_lines()
+        self.clear_lines()
         self._numbers_in = [None] * RING
         for counter in (self._ticks, self.counted, self.memory.total, *(own[0] for own in self._sums.values())):
             counter.zero_()
 
-    def _clear_lines(self) -> None:
-        """They are of no rows, and change nothing."""
+    def clear_lines(self) -> None:
+        """They are of no rows, and change nothing: whoever still launches what was captured has it do nothing."""
         self._lines_here[:], self._lines_here[:, NOW_WIDTH:ROWS_AT] = 0, NO_CHANGES
 
     # what they leave behind
@@ -224,11 +227,33 @@ class Launches:
 
     # launches
 
-    def _before(self, forward: Forward, most_rows: int, most_gone: int, most_new: int) -> None:
-        now, memory, cells = self._now, self.memory, self._cells
+    def launch_before(self, forward: Forward, most_rows: int, events: tuple[int, int] = (0, 0)) -> None:
+        """All that `before` launches, as it is: where it is captured."""
+        self._begin(forward, most_rows, events)
+        self._judge(forward, most_rows)
+
+    def launch_after(self, most: int) -> None:
+        """All that `after` launches, as it is."""
+        for group in self.memory.groups:
+            slots, chains = self._entries[group.number]
+            for layers in group.layers:
+                if not layers.is_late:
+                    self._take(group, layers, slots, chains, self._now, most)
+            if self.memory.is_shared or any(layers in self._sums for layers in group.layers):
+                stored = self._stored(group, most)[0]
+                self._sum(group, stored, is_late=False)
+                self.memory.overwritten(group, stored)
+        for total, sent, _ in self._sums.values():
+            self._ops.send(total & COUNTS, self._now, sent)
+        self._ops.send(self.memory.total, self._now, self._counts)
+
+    def _begin(self, forward: Forward, most_rows: int, events: tuple[int, int]) -> None:
+        """Fetch the line, and do what its events say."""
+        now, memory, (most_gone, most_new) = self._now, self.memory, events
         end = ROWS_AT + most_rows
         width = end + events_width(most_gone, most_new)
-        self._ops.fetch(self._lines, self._ticks, now, width=width, cells=cells.flatten(1))
+        is_ahead = forward.in_graph and events != (0, 0)
+        self._ops.fetch(self._lines, self._ticks, now, width=width, cells=self._cells.flatten(1), is_ahead=is_ahead)
         if self.owners is not None:
             self.owners.grant(now[NOW_WIDTH:ROWS_AT])
         numbers, (gone, fresh, new) = now[ROWS_AT:end], events_of(now[end:width], most_gone)
@@ -241,11 +266,13 @@ class Launches:
             self._ops.keep(rows, now=now, kept=kept, block_size=group.block_size)
         if most_new:
             self._look(fresh, 2)
+
+    def _judge(self, forward: Forward, most_rows: int) -> None:
+        """Record what the forward writes, and judge what it reads."""
+        now, memory, cells, numbers = self._now, self.memory, self._cells, self._now[ROWS_AT : ROWS_AT + most_rows]
         for group, table, own in zip(memory.groups, forward.tables, forward.slots, strict=True):
-            rows, watched = (
-                Rows(numbers, table, forward.lengths, forward.starts, forward.in_place),
-                self._watched(group, now),
-            )
+            rows = Rows(numbers, table, forward.lengths, forward.starts, forward.in_place)
+            watched = self._watched(group, now)
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
             slots, chains = self._entries[group.number]
             self._ops.advance(
@@ -275,20 +302,6 @@ class Launches:
                     stamps=layers.stamps, truth=self.memory.truth, stride=stride, whole=look > 0,
                     violations=cells[:, look, column], counted=self.counted[1 + column : 2 + column],
                 )  # fmt: skip
-
-    def _after(self, most: int) -> None:
-        for group in self.memory.groups:
-            slots, chains = self._entries[group.number]
-            for layers in group.layers:
-                if not layers.is_late:
-                    self._take(group, layers, slots, chains, self._now, most)
-            if self.memory.is_shared or any(layers in self._sums for layers in group.layers):
-                stored = self._stored(group, most)[0]
-                self._sum(group, stored, is_late=False)
-                self.memory.overwritten(group, stored)
-        for total, sent, _ in self._sums.values():
-            self._ops.send(total & COUNTS, self._now, sent)
-        self._ops.send(self.memory.total, self._now, self._counts)
 
     def _late(self, starts: Tensor, most: int) -> None:
         ends = starts[1:].to(torch.int64)
@@ -369,6 +382,10 @@ class Launches:
     def counted(self) -> Tensor:
         """Entries whose record was judged, and by pool of layers, those whose bytes were read again."""
         return self.memory.zeros(1 + len(self.memory.layers))
+
+
+def _nothing() -> None:
+    """All that is to be launched lies in a graph of the engine's."""
 
 
 def events_width(gone: int, new: int) -> int:

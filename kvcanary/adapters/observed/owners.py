@@ -125,7 +125,7 @@ class BlockOwners:
         self._ops, self._replays = watch_ops_for(device), Replays(device)
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
-        self._lines, self._ticks = torch.zeros(LINES, WIDTH, dtype=torch.int64, pin_memory=is_cuda), zeros(2)
+        self._lines, self._ticks = torch.zeros(LINES, WIDTH, dtype=torch.int64, pin_memory=is_cuda), zeros(3)
         self._line_bytes, self._next = self._lines.numpy().data.cast("B"), 0
         self._again: dict[int, Callable[[], Any]] = {}
         self._words, self._cells = zeros(WIDTH), zeros(LINES, 1)

@@ -113,6 +113,10 @@ class Handle(HostHandle):
     def _late_layers(self) -> Collection[str]:
         """Layers that a draft model stores, after the target's forward."""
 
+    def _has_graphs(self) -> bool:
+        """Whether the canary's launches may lie in graphs that the engine captures."""
+        return False
+
     # the worker
 
     def _initialize_from_config(self, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +155,7 @@ class Handle(HostHandle):
     def _prepare(self, canary: PagedCanary) -> None:
         """Compile and capture what steps launch."""
         forward = self._empty_forward()
-        canary.prepare(forward)
+        canary.prepare(forward, self._has_graphs())
         if self._states is not None:
             self._states.prepare(forward, self._block_tables())
 
