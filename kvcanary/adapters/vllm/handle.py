@@ -46,6 +46,7 @@ class Handle(HostHandle):
 
     host = "vllm"
     hooks: ClassVar[tuple[str, ...]]
+    _is_due = False  # a forward was read that runs from a graph of vLLM's, and has not
 
     def __init__(self, worker: Any, config: CanaryConfig) -> None:
         parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
@@ -217,6 +218,10 @@ class Handle(HostHandle):
         result = method(scheduler_output, *args, **kwargs)
         if self._moves:  # for no forward
             self._moved(scheduler_output)
+        if self._is_due:
+            raise AdapterError("the graph that vLLM chose for a forward was not replayed")
+        if self._states is not None:
+            self._states.left()
         if self._wrote() and self._loads is not None:
             self._loads.name()
         return result
@@ -363,11 +368,6 @@ class Handle(HostHandle):
         """
         if self._states is not None and self._is_running and self._shown is not None:
             self._states.taken(self._shown, tables, metadata if self._drafts() else None)
-
-    def _wrote(self) -> bool:
-        if self._states is not None:
-            self._states.left()
-        return super()._wrote()
 
     def _accepted(self, counts: torch.Tensor) -> None:
         """Of a server that drafts, how many tokens of the last forward's rows were: states are where they are now."""

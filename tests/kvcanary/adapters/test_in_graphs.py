@@ -197,6 +197,27 @@ def test_a_dummy_run_takes_a_line_of_its_own(serve) -> None:
     assert own.wrapper.kvcanary_report()["findings"] == []
 
 
+def test_a_step_without_its_graph_is_launched(serve, launched: list[str]) -> None:
+    """The same rows, from a graph and without one in turns: each forward is judged once."""
+    own = served(serve)
+    own.ask("a", [1, 2, 3], 40)
+    go_on(own, 4)
+    manager, canary = own.runner.cudagraph_manager, own.wrapper.worker.kvcanary.canary
+    for _ in range(3):
+        kept = dict(manager.graphs)
+        manager.graphs.clear()
+        launched.clear()
+        go_on(own, 2)
+        assert launched == ["before", "after"] * 2
+        manager.graphs.update(kept)
+        launched.clear()
+        go_on(own, 2)
+        assert launched == []
+        assert int(canary.launches._ticks[0]) == canary.step
+    own.run()
+    assert own.wrapper.kvcanary_report()["findings"] == []
+
+
 def test_a_graph_that_is_not_replayed_stops_the_canary(serve, monkeypatch) -> None:
     """It would be a step behind from then on: the server goes on, and says that nobody watches."""
     monkeypatch.setenv("KVCANARY_MODE", "log")
@@ -217,6 +238,7 @@ def test_tensors_that_were_not_captured_stop_the_canary(serve, monkeypatch) -> N
     own.ask("a", [1, 2, 3], 30)
     go_on(own, 4)
     own.runner.input_buffers.positions = own.runner.input_buffers.positions.clone()
+    own.ask("b", [4, 5], 30)
     with capture_logs() as events:
         go_on(own, 2)
     [stopped] = [event for event in events if event["event"] == "kvcanary.stopped"]
