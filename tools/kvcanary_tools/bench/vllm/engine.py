@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kvcanary_tools.bench.vllm.clock import clocked
 from kvcanary_tools.bench.vllm.model import (
@@ -39,6 +40,24 @@ def draft_always(runner: Any) -> None:
         return [[*own, *row[-1:] * most][:most] for own, row in zip(drafts, sampled, strict=True)]
 
     runner.drafter.propose = always
+
+
+@contextmanager
+def captured_anew(runner: Any) -> Iterator[None]:
+    """Graphs of whole forwards are captured once more: a canary that came late has its launches in them, as one that
+    was there from the start; afterwards those of before are back.
+    """
+    manager, speculator = getattr(runner, "cudagraph_manager", None), getattr(runner, "speculator", None)
+    if manager is None or not manager.graphs:
+        yield
+        return
+    plain, manager.graphs = manager.graphs, {}
+    try:
+        with nullcontext() if speculator is None else patch.object(speculator, "capture", lambda: None):
+            runner.capture_model()
+        yield
+    finally:
+        manager.graphs = plain
 
 
 class Bench:
@@ -98,7 +117,8 @@ class Bench:
         self.llm.reset_prefix_cache()
         handle = attach(self.worker, CanaryConfig(mode=mode, content=content, ring=0))
         try:
-            yield handle
+            with captured_anew(self.runner):
+                yield handle
         finally:
             handle.detach()
 
@@ -152,6 +172,7 @@ class Bench:
                     with stepped(self.llm.llm_engine) as spent:
                         outputs, seconds_of_run = self.run(prompts)
                     if handle is not None:
+                        result["in_graphs"] = getattr(handle, "has_launches_in_graphs", False)
                         result["certificate"] = told = handle.report()
                         result["waits"][-1].append(told["waits"])
                         result["findings"] += len(told["findings"])
