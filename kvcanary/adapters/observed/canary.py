@@ -241,7 +241,8 @@ class PagedCanary:
             events, reread = self._put_events(free)
         own = self.step, forward.requests, forward.numbers, forward.site, self.events, reread
         step = Step(*own, forward.num_tokens, forward.in_place)
-        self._can_repeat = bool(n) and n == forward.num_tokens and events == (0, 0) and forward.site[0] == "decode"
+        self._can_repeat = bool(n) and n == forward.num_tokens and forward.site[0] == "decode"
+        self._can_repeat &= forward.in_graph or events == (0, 0)  # which would be launched once more
         self.events = []
         self._steps.append(step)
         self._last = step

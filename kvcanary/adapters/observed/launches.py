@@ -112,7 +112,8 @@ class Launches:
         places = [tensor.data_ptr() for tensor in used]
         launch = functools.partial(self._begin if forward.in_graph else self.launch_before, forward, most_rows, events)
         key = "begin" if forward.in_graph else "before", most_rows, *events, lasting, *places
-        self._again = self._run(key, launch)
+        again = self._run(key, launch)
+        self._again = _nothing if forward.in_graph else again
 
     def after(self, most: int) -> None:
         again = self._after_again.get(most) or functools.partial(self._run, ("after", most), self._after_of(most))

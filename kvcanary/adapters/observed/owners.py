@@ -26,9 +26,9 @@ from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 #: Changes that a forward takes along in its own line; where there are more, all have launches of their own.
-FEW_CHANGES = 32
+FEW_CHANGES = 128
 FEW_WORDS = words_of(FEW_CHANGES)
-LINES, MOST_CHANGES = 64, FEW_CHANGES * 4**3  # lines that are on their way, and changes of one
+LINES, MOST_CHANGES = 64, FEW_CHANGES * 4**2  # lines that are on their way, and changes of one
 WIDTH = words_of(MOST_CHANGES)
 NO_CHANGES = (0,)
 
