@@ -9,9 +9,8 @@ from kvcanary_tools.bench.vllm.hooks import run
 from kvcanary_tools.bench.vllm.hooks.bare_runner import outputs
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_every_kind_of_step_is_timed_under_a_canary_that_runs(graphs: bool) -> None:
-    spent = run.timed("cpu", steps=12, every=5, rest_ms=0.0, content="rolling", graphs=graphs)
+def test_every_kind_of_step_is_timed_under_a_canary_that_runs() -> None:
+    spent = run.timed("cpu", steps=12, every=5, rest_ms=0.0, content="rolling")
     for own in spent:
         assert {kind: len(us) for kind, us in own.items()} == {"arriving": 3, "settling": 3, "quiet": 5}
 
@@ -27,11 +26,4 @@ def test_a_canary_that_stops_is_not_timed(monkeypatch) -> None:
 
     monkeypatch.setattr(run, "outputs", lacking)
     with pytest.raises(click.ClickException, match="the canary stopped: AttributeError"):
-        run.timed("cpu", steps=3, every=5, rest_ms=0.0, content="rolling", graphs=False)
-
-
-def test_launches_that_lie_elsewhere_are_not_timed(monkeypatch) -> None:
-    """A canary that is left out of the graphs that the bench captures launches by itself, which is another figure."""
-    monkeypatch.setattr(run.HandleV2, "_has_graphs", lambda self: False)
-    with pytest.raises(click.ClickException, match="must be where they are measured"):
-        run.timed("cpu", steps=3, every=5, rest_ms=0.0, content="rolling", graphs=True)
+        run.timed("cpu", steps=3, every=5, rest_ms=0.0, content="rolling")

@@ -24,36 +24,21 @@ from kvcanary_kernels.watch.walk import (
 )
 
 
-def fetch(
-    lines: Tensor,
-    ticks: Tensor,
-    out: Tensor,
-    *,
-    width: int,
-    cells: Tensor,
-    is_ahead: bool = False,
-    launches: bool = True,
-) -> None:
+def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor, launches: bool = True) -> None:
     """Count a step, copy its line, and clear its cells. No allocation, no wait, no call of the host but the launch.
 
     lines: [ring, >= width] int64, on the device or pinned on the host, where the device reads by itself
-    ticks: [3] int64, steps so far, the line of the next is their number modulo the ring; 0 between launches; and
-           whether the last one was ahead
+    ticks: [2] int64, steps so far, the line of the next is their number modulo the ring; and 0 between launches
     out:   [>= width] int64, its beginning is written
     cells: [ring, n] int64, those of this step become NO_VIOLATION
-    is_ahead: the next launch is of the same step, and does nothing
     """
     if launches:
         ring, n = len(lines), cells.shape[1]
         _fetch_kernel[(triton.cdiv(max(width, n), BLOCK),)](
-            lines, ticks, out, cells, width, ring, lines.stride(0), cells.stride(0), n, IS_AHEAD=is_ahead, BLOCK_N=BLOCK
+            lines, ticks, out, cells, width, ring, lines.stride(0), cells.stride(0), n, BLOCK_N=BLOCK
         )
         return
-    if ticks[2]:
-        ticks[2] = 0
-        return
     ticks[0] += 1
-    ticks[2] = is_ahead
     place = int(ticks[0]) % lines.shape[0]
     out[:width], cells[place] = lines[place, :width], NO_VIOLATION
 
@@ -113,20 +98,17 @@ def _fetch_kernel(
     lines_stride,
     cell_stride,
     n,
-    IS_AHEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_new = tl.load(ticks + 2) == 0
-    m_n = (o_n < width) & is_new
-    tick = tl.load(ticks) + is_new.to(tl.int64)
+    m_n = o_n < width
+    tick = tl.load(ticks) + 1
     tl.store(out + o_n, tl.load(lines + tick % ring * lines_stride + o_n, mask=m_n, volatile=True), mask=m_n)
-    tl.store(cells + tick % ring * cell_stride + o_n, tl.full([BLOCK_N], NONE, tl.int64), mask=(o_n < n) & is_new)
+    tl.store(cells + tick % ring * cell_stride + o_n, tl.full([BLOCK_N], NONE, tl.int64), mask=o_n < n)
     tl.debug_barrier()  # every thread has read the tick
     if tl.atomic_add(ticks + 1, 1) == tl.num_programs(0) - 1:  # the last of them counts the step
         tl.store(ticks + 1, tl.zeros([], tl.int64))
         tl.store(ticks, tick)
-        tl.store(ticks + 2, (is_new & IS_AHEAD).to(tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=["total", "now", "out"])

@@ -17,18 +17,11 @@ class Replacements:
         self._guard = guard
         self._undo: list[Callable[[], None]] = []
 
-    def replace(
-        self, owner: Any, name: str, wrapper: Callable[..., Any], guard: Guard | None = None, can_fail: bool = True
-    ) -> None:
-        """Let `owner.name(...)` call `wrapper(method, ...)`, on this instance alone; `method` is the one replaced.
-
-        can_fail: False: no guard is needed, which costs about as much as such a wrapper
-        """
-        method, own = getattr(owner, name), owner.__dict__.get(name)
-        around: Any = functools.partial(wrapper, method)
-        if can_fail:
-            around = (guard or self._guard).around(wrapper, method)
-        around.kvcanary_replaces = method
+    def replace(self, owner: Any, name: str, wrapper: Callable[..., Any], guard: Guard | None = None) -> None:
+        """Let `owner.name(...)` call `wrapper(method, ...)`, on this instance alone; `method` is the one replaced."""
+        method = getattr(owner, name)
+        own, around = owner.__dict__.get(name), (guard or self._guard).around(wrapper, method)
+        around.kvcanary_replaces = method  # type: ignore[attr-defined]
         setattr(owner, name, around)
         self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
 

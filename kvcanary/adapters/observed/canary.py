@@ -15,8 +15,6 @@ import functools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -241,8 +239,7 @@ class PagedCanary:
             events, reread = self._put_events(free)
         own = self.step, forward.requests, forward.numbers, forward.site, self.events, reread
         step = Step(*own, forward.num_tokens, forward.in_place)
-        self._can_repeat = bool(n) and n == forward.num_tokens and forward.site[0] == "decode"
-        self._can_repeat &= forward.in_graph or events == (0, 0)  # which would be launched once more
+        self._can_repeat = bool(n) and n == forward.num_tokens and events == (0, 0) and forward.site[0] == "decode"
         self.events = []
         self._steps.append(step)
         self._last = step
@@ -326,19 +323,8 @@ class PagedCanary:
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
         if self._forward is not None:
-            if not self._forward.in_graph:
-                self.launches.after(self._most_stored)
+            self.launches.after(self._most_stored)
             self._wrote.append(self.step)
-
-    def launch_before(self, forward: Forward, num_tokens: int) -> None:
-        """What judges forwards of up to so many tokens, into the graph that is captured; `forward`: an empty one, over
-        the same tensors. With `launch_after` behind it, each replay takes one forward that is read as `in_graph`.
-        """
-        self.launches.launch_before(forward, at_least(num_tokens, FEWEST_ROWS, self.num_rows))
-
-    def launch_after(self, num_tokens: int) -> None:
-        """And what takes the bytes that it stored, behind it."""
-        self.launches.launch_after(at_least(num_tokens, FEWEST_TOKENS, self.max_tokens))
 
     def took(self, rejected: Tensor) -> None:
         """Late layers have stored this forward's entries now; `rejected` [>= rows]: the last so many are not kept."""
@@ -353,18 +339,15 @@ class PagedCanary:
         if self._forward is not None:
             self.launches.on_stored(name, group, launch, self._most_stored)
 
-    def prepare(self, forward: Forward, in_graph: bool = False) -> None:
-        """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors.
-
-        in_graph: some of them will be `in_graph`
-        """
+    def prepare(self, forward: Forward) -> None:
+        """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
         self.launches.restart()
         none = torch.zeros(0, dtype=torch.int64)
         for _ in range(2):  # as they are, captured
             for rows in {min(size, self.num_rows) for size in sizes(FEWEST_ROWS, self.num_rows)}:
                 few = min(FEWEST_ROWS, self.num_rows)
-                for own, events in product({False, in_graph}, ((0, 0), (few, 0), (few, few))):
-                    self.launches.before(replace(forward, in_graph=own), rows, events)
+                for events in (0, 0), (few, 0), (few, few):
+                    self.launches.before(forward, rows, events)
             for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
                 self.launches.after(tokens)
                 self.launches.late(forward.starts, none, tokens)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.memory import Memory
-from kvcanary.adapters.observed.owners import FEW_CHANGES, FEW_WORDS, NO_CHANGES, BlockOwners
+from kvcanary.adapters.observed.owners import FEW_WORDS, NOBODY, BlockOwners
 from kvcanary.adapters.observed.state import COUNT_BITS, LOOKS, RING, Forward, Group, Layers, Step
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.pools.launch_site import pack_site
@@ -26,14 +26,14 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.watch.advance import Fed
 from kvcanary_kernels.watch.begin import NEW_WIDTH
-from kvcanary_kernels.watch.grant import words_of
 from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
 
 STAMPS = (1 << 63 - COUNT_BITS) - 1
 COUNTS = (1 << COUNT_BITS) - 1
+NO_CHANGES = NOBODY * FEW_WORDS
 #: A line: `now`, changes of owners, rows, events.
 ROWS_AT = NOW_WIDTH + FEW_WORDS
-HEADS = [struct.Struct(f"={NOW_WIDTH + words_of(changes)}q") for changes in range(FEW_CHANGES + 1)]
+HEAD = struct.Struct(f"={ROWS_AT}q")
 
 
 class Launches:
@@ -46,9 +46,9 @@ class Launches:
         width = ROWS_AT + num_rows + events_width(num_rows, num_rows)
         self._lines = memory.pinned(RING, width)  # what the last steps were
         self._lines_here = self._lines.numpy()
-        self.clear_lines()
+        self._clear_lines()
         self._line_bytes, self._line_width = self._lines_here.data.cast("B"), self._lines_here[0].nbytes
-        self._now, self._ticks = memory.zeros(width), memory.zeros(3)  # the running step's, its number
+        self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy().data
         #: Of layers whose fingerprints are summed up as they are stored: their sum [1], and what it was after the last
@@ -66,7 +66,7 @@ class Launches:
         self._head: tuple[int, int, int] = 0, 0, 0
         self._numbers: NDArray[Any] = np.empty(0, dtype=np.int64)
         self._numbers_in: list[Any] = [None] * RING
-        self._again: Callable[[], Any] = _nothing
+        self._again: Callable[[], Any] = lambda: None
         self._after_again: dict[int, Callable[[], Any]] = {}
 
     def head(self, step: int, forward: Forward, most_rows: int) -> NDArray[np.int64]:
@@ -92,14 +92,10 @@ class Launches:
         n, num_tokens, site = self._head
         stamp = (step & STAMPS) << COUNT_BITS
         changes = NO_CHANGES if self.owners is None else self.owners.few()
-        head = HEADS[changes[0]]
-        head.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp, *changes)
+        HEAD.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp, *changes)
 
     def before(self, forward: Forward, most_rows: int, events: tuple[int, int]) -> None:
         """events: at most how many rows went, and how many are new."""
-        if forward.in_graph and events == (0, 0):
-            self._again = _nothing
-            return
         if not self.kept:
             shapes = [(self.num_rows, table.shape[1]) for table in forward.tables]
             tables, device = zip(shapes, forward.tables, strict=True), self.memory.device
@@ -110,17 +106,16 @@ class Launches:
             self._lasting = forward.slots, forward.known, lasting
         used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.tables
         places = [tensor.data_ptr() for tensor in used]
-        launch = functools.partial(self._begin if forward.in_graph else self.launch_before, forward, most_rows, events)
-        key = "begin" if forward.in_graph else "before", most_rows, *events, lasting, *places
-        again = self._run(key, launch)
-        self._again = _nothing if forward.in_graph else again
+        launch = functools.partial(self._before, forward, most_rows, *events)
+        key = "before", most_rows, *events, lasting, *places
+        self._again = self._run(key, launch)
 
     def after(self, most: int) -> None:
         again = self._after_again.get(most) or functools.partial(self._run, ("after", most), self._after_of(most))
         self._after_again[most] = again() or again
 
     def _after_of(self, most: int) -> Callable[[], None]:
-        return functools.partial(self.launch_after, most)
+        return functools.partial(self._after, most)
 
     def _run(self, key: Hashable, launch: Callable[[], None]) -> Callable[[], Any]:
         """Launch, and give what does the same again; that gives something better, or nothing."""
@@ -172,14 +167,14 @@ class Launches:
 
     def restart(self) -> None:
         """Begin to count steps anew; the lines of steps say nothing."""
-        self.clear_lines()
+        self._clear_lines()
         self._numbers_in = [None] * RING
         for counter in (self._ticks, self.counted, self.memory.total, *(own[0] for own in self._sums.values())):
             counter.zero_()
 
-    def clear_lines(self) -> None:
-        """They are of no rows, and change nothing: whoever still launches what was captured has it do nothing."""
-        self._lines_here.fill(0)
+    def _clear_lines(self) -> None:
+        """They are of no rows, and change nothing."""
+        self._lines_here[:], self._lines_here[:, NOW_WIDTH:ROWS_AT] = 0, NO_CHANGES
 
     # what they leave behind
 
@@ -229,33 +224,11 @@ class Launches:
 
     # launches
 
-    def launch_before(self, forward: Forward, most_rows: int, events: tuple[int, int] = (0, 0)) -> None:
-        """All that `before` launches, as it is: where it is captured."""
-        self._begin(forward, most_rows, events)
-        self._judge(forward, most_rows)
-
-    def launch_after(self, most: int) -> None:
-        """All that `after` launches, as it is."""
-        for group in self.memory.groups:
-            slots, chains = self._entries[group.number]
-            for layers in group.layers:
-                if not layers.is_late:
-                    self._take(group, layers, slots, chains, self._now, most)
-            if self.memory.is_shared or any(layers in self._sums for layers in group.layers):
-                stored = self._stored(group, most)[0]
-                self._sum(group, stored, is_late=False)
-                self.memory.overwritten(group, stored)
-        for total, sent, _ in self._sums.values():
-            self._ops.send(total & COUNTS, self._now, sent)
-        self._ops.send(self.memory.total, self._now, self._counts)
-
-    def _begin(self, forward: Forward, most_rows: int, events: tuple[int, int]) -> None:
-        """Fetch the line, and do what its events say."""
-        now, memory, (most_gone, most_new) = self._now, self.memory, events
+    def _before(self, forward: Forward, most_rows: int, most_gone: int, most_new: int) -> None:
+        now, memory, cells = self._now, self.memory, self._cells
         end = ROWS_AT + most_rows
         width = end + events_width(most_gone, most_new)
-        is_ahead = forward.in_graph and events != (0, 0)
-        self._ops.fetch(self._lines, self._ticks, now, width=width, cells=self._cells.flatten(1), is_ahead=is_ahead)
+        self._ops.fetch(self._lines, self._ticks, now, width=width, cells=cells.flatten(1))
         if self.owners is not None:
             self.owners.grant(now[NOW_WIDTH:ROWS_AT])
         numbers, (gone, fresh, new) = now[ROWS_AT:end], events_of(now[end:width], most_gone)
@@ -268,13 +241,11 @@ class Launches:
             self._ops.keep(rows, now=now, kept=kept, block_size=group.block_size)
         if most_new:
             self._look(fresh, 2)
-
-    def _judge(self, forward: Forward, most_rows: int) -> None:
-        """Record what the forward writes, and judge what it reads."""
-        now, memory, cells, numbers = self._now, self.memory, self._cells, self._now[ROWS_AT : ROWS_AT + most_rows]
         for group, table, own in zip(memory.groups, forward.tables, forward.slots, strict=True):
-            rows = Rows(numbers, table, forward.lengths, forward.starts, forward.in_place)
-            watched = self._watched(group, now)
+            rows, watched = (
+                Rows(numbers, table, forward.lengths, forward.starts, forward.in_place),
+                self._watched(group, now),
+            )
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
             slots, chains = self._entries[group.number]
             self._ops.advance(
@@ -304,6 +275,20 @@ class Launches:
                     stamps=layers.stamps, truth=self.memory.truth, stride=stride, whole=look > 0,
                     violations=cells[:, look, column], counted=self.counted[1 + column : 2 + column],
                 )  # fmt: skip
+
+    def _after(self, most: int) -> None:
+        for group in self.memory.groups:
+            slots, chains = self._entries[group.number]
+            for layers in group.layers:
+                if not layers.is_late:
+                    self._take(group, layers, slots, chains, self._now, most)
+            if self.memory.is_shared or any(layers in self._sums for layers in group.layers):
+                stored = self._stored(group, most)[0]
+                self._sum(group, stored, is_late=False)
+                self.memory.overwritten(group, stored)
+        for total, sent, _ in self._sums.values():
+            self._ops.send(total & COUNTS, self._now, sent)
+        self._ops.send(self.memory.total, self._now, self._counts)
 
     def _late(self, starts: Tensor, most: int) -> None:
         ends = starts[1:].to(torch.int64)
@@ -384,10 +369,6 @@ class Launches:
     def counted(self) -> Tensor:
         """Entries whose record was judged, and by pool of layers, those whose bytes were read again."""
         return self.memory.zeros(1 + len(self.memory.layers))
-
-
-def _nothing() -> None:
-    """All that is to be launched lies in a graph of the engine's."""
 
 
 def events_width(gone: int, new: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,17 +19,17 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.record.layout import STEP_SITE
 from kvcanary_kernels.watch import walk
-from kvcanary_kernels.watch.grant import GROUP_SHIFT, words_of
+from kvcanary_kernels.watch.grant import CHANGE_WIDTH, GROUP_SHIFT
 from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
 SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 #: Changes that a forward takes along in its own line; where there are more, all have launches of their own.
-FEW_CHANGES = 128
-FEW_WORDS = words_of(FEW_CHANGES)
-LINES, MOST_CHANGES = 64, FEW_CHANGES * 4**2  # lines that are on their way, and changes of one
-WIDTH = words_of(MOST_CHANGES)
-NO_CHANGES = (0,)
+FEW_CHANGES = 32
+FEW_WORDS = CHANGE_WIDTH * FEW_CHANGES
+LINES, MOST_CHANGES = 64, FEW_CHANGES * 4**3  # lines that are on their way, and changes of one
+WIDTH = CHANGE_WIDTH * MOST_CHANGES
+NOBODY = (-1,)  # a change of group -1, which there is not
 
 
 class Owners:
@@ -126,7 +125,7 @@ class BlockOwners:
         self._ops, self._replays = watch_ops_for(device), Replays(device)
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
-        self._lines, self._ticks = torch.zeros(LINES, WIDTH, dtype=torch.int64, pin_memory=is_cuda), zeros(3)
+        self._lines, self._ticks = torch.zeros(LINES, WIDTH, dtype=torch.int64, pin_memory=is_cuda), zeros(2)
         self._line_bytes, self._next = self._lines.numpy().data.cast("B"), 0
         self._again: dict[int, Callable[[], Any]] = {}
         self._words, self._cells = zeros(WIDTH), zeros(LINES, 1)
@@ -161,36 +160,36 @@ class BlockOwners:
         """Do what was told, where `few` cannot; on the stream of the forward that is next."""
         if len(self._changed) <= FEW_CHANGES:
             return
-        changed, self._changed = list(self._changed.items()), {}
-        for first in range(0, len(changed), MOST_CHANGES):
+        places, owners = tuple(self._changed), tuple(self._changed.values())
+        self._changed = {}
+        for first in range(0, len(places), MOST_CHANGES):
             if first and first % (LINES // 2 * MOST_CHANGES) == 0 and self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # lines are about to be used again
-            self._launch(changed[first : first + MOST_CHANGES])
+            self._launch(places[first : first + MOST_CHANGES], owners[first : first + MOST_CHANGES])
 
     def few(self) -> tuple[int, ...]:
-        """As `grant` takes them, changes that were told and `apply` has left: the next forward takes them along."""
-        changed = self._changed
-        if not changed:
-            return NO_CHANGES
-        self._changed = {}
-        return len(changed), *chain.from_iterable(changed.items())
+        """[FEW_WORDS] of what was told and `apply` has left: the forward that is next takes them along."""
+        changed, self._changed = self._changed, {}
+        padding = NOBODY * (FEW_CHANGES - len(changed))
+        return *changed, *padding, *changed.values(), *padding
 
     def prepare(self) -> None:
         """Compile and capture what changes of every number launch."""
         for _ in range(2):
             size = FEW_CHANGES
             while size <= MOST_CHANGES:
-                self._launch((), size)
+                self._launch(NOBODY * size, NOBODY * size)
                 size *= 4
         self._ticks.zero_()
         self._next = 0
 
-    def _launch(self, changed: Sequence[tuple[int, int]], most: int = FEW_CHANGES) -> None:
-        """most: at least so many are launched for"""
-        while most < len(changed):
+    def _launch(self, places: tuple[int, ...], owners: tuple[int, ...]) -> None:
+        most = FEW_CHANGES
+        while most < len(places):
             most *= 4
+        padding = NOBODY * (most - len(places))
         self._next = (self._next + 1) % LINES
-        words = len(changed), *chain.from_iterable(changed)
+        words = *places, *padding, *owners, *padding
         struct.pack_into(f"={len(words)}q", self._line_bytes, self._next * WIDTH * 8, *words)
         again = self._again.get(most) or functools.partial(
             self._replays.run, most, functools.partial(self._grant, most)
@@ -198,11 +197,12 @@ class BlockOwners:
         self._again[most] = again() or again
 
     def _grant(self, most: int) -> None:
-        width = words_of(most)
+        width = CHANGE_WIDTH * most
         self._ops.fetch(self._lines, self._ticks, self._words, width=width, cells=self._cells)
         self.grant(self._words[:width])
 
     def grant(self, words: Tensor) -> None:
-        """Put changes into slots. words: on the device, as of the kernel's `changes`"""
+        """Put changes into slots. words: [CHANGE_WIDTH * n] int64 on the device, places and owners"""
+        changes = words.view(CHANGE_WIDTH, -1)
         for number, (own, size) in enumerate(zip(self.of, self.block_sizes, strict=True)):
-            self._ops.grant(words, own.slots, group=number, block_size=size)
+            self._ops.grant(changes, own.slots, group=number, block_size=size)

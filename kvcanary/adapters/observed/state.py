@@ -214,8 +214,6 @@ class Forward:
     slots:      by group, [>= num_tokens] where they are stored
     known:      tokens that the engine knows, as in `Fed`
     in_place:   tables have a line for each row of the engine, by number; False: they are in batch order
-    in_graph:   a graph of the engine's runs next that has `PagedCanary.launch_before` and `launch_after` in it, over
-                these tensors
     """
 
     requests: Sequence[str]
@@ -231,4 +229,3 @@ class Forward:
     slots: Sequence[Tensor]
     known: tuple[Tensor, Tensor] | tuple[()] = ()
     in_place: bool = False
-    in_graph: bool = False

@@ -270,18 +270,6 @@ PROBED_SIDE = (
     Needed(f"{BACKEND}:AttentionMetadataBuilder.build", ("self", "common_prefix_len", "common_attn_metadata")),
 )
 
-#: Of graphs of whole forwards in runner V2, which the canary's launches are captured into; where these are gone, or for
-#: graphs that were there before it, they are launched by themselves.
-GRAPHS = "launches in the engine's own graphs"
-_GRAPHS = f"{_V2}cudagraph_utils:"
-GRAPH_SIDE = (
-    Needed(_RUNNER.rstrip("."), attributes=("cudagraph_manager",)),
-    Needed(f"{_GRAPHS}CudaGraphManager", attributes=("graphs", "use_breakable_cg")),
-    Needed(f"{_GRAPHS}ModelCudaGraphManager.capture", ("self", "model")),
-    Needed(f"{_GRAPHS}CudaGraphManager.dispatch", ("self",)),
-    Needed(f"{_GRAPHS}ModelCudaGraphManager.run_fullgraph", ("self", "desc")),
-)
-
 #: What stays closed where its names are gone, while the rest is watched.
 SIDES = {
     OWNERS: SCHEDULER_SIDE,
@@ -291,7 +279,6 @@ SIDES = {
     LOADS_V1: LOADS_V1_SIDE,
     HEALING: HEAL_SIDE,
     PROBES: PROBED_SIDE,
-    GRAPHS: GRAPH_SIDE,
 }
 NEEDED = (*EVERY_RUNNER, *(need for needs in (*NEEDED_OF.values(), *SIDES.values()) for need in needs))
 

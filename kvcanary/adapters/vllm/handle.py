@@ -46,7 +46,6 @@ class Handle(HostHandle):
 
     host = "vllm"
     hooks: ClassVar[tuple[str, ...]]
-    _is_due = False  # a forward was read that runs from a graph of vLLM's, and has not
 
     def __init__(self, worker: Any, config: CanaryConfig) -> None:
         parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
@@ -114,10 +113,6 @@ class Handle(HostHandle):
     def _late_layers(self) -> Collection[str]:
         """Layers that a draft model stores, after the target's forward."""
 
-    def _has_graphs(self) -> bool:
-        """Whether the canary's launches may lie in graphs that the engine captures."""
-        return False
-
     # the worker
 
     def _initialize_from_config(self, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +151,7 @@ class Handle(HostHandle):
     def _prepare(self, canary: PagedCanary) -> None:
         """Compile and capture what steps launch."""
         forward = self._empty_forward()
-        canary.prepare(forward, self._has_graphs())
+        canary.prepare(forward)
         if self._states is not None:
             self._states.prepare(forward, self._block_tables())
 
@@ -218,10 +213,6 @@ class Handle(HostHandle):
         result = method(scheduler_output, *args, **kwargs)
         if self._moves:  # for no forward
             self._moved(scheduler_output)
-        if self._is_due:
-            raise AdapterError("the graph that vLLM chose for a forward was not replayed")
-        if self._states is not None:
-            self._states.left()
         if self._wrote() and self._loads is not None:
             self._loads.name()
         return result
@@ -368,6 +359,11 @@ class Handle(HostHandle):
         """
         if self._states is not None and self._is_running and self._shown is not None:
             self._states.taken(self._shown, tables, metadata if self._drafts() else None)
+
+    def _wrote(self) -> bool:
+        if self._states is not None:
+            self._states.left()
+        return super()._wrote()
 
     def _accepted(self, counts: torch.Tensor) -> None:
         """Of a server that drafts, how many tokens of the last forward's rows were: states are where they are now."""

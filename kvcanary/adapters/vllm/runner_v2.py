@@ -1,47 +1,24 @@
 """Runner V2 of vLLM: requests keep one row of its state as long as they run, and block tables lie by row.
 
-Order of a step: finish_requests, add_requests, update_requests (zeroed and copied blocks), dispatch (which graph runs),
-prepare_attn (block tables, slots), an external load, the forward, sample_tokens (which lets a draft propose).
-
-Where vLLM captures whole forwards, what the canary launches around them is captured with them: a step of such a graph
-costs the host one line.
+Order of a step: finish_requests, add_requests, update_requests (zeroed and copied blocks), prepare_attn (block tables,
+slots), an external load, the forward, sample_tokens (which lets a draft propose).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.state import Forward
-from kvcanary.adapters.vllm.compatibility import GRAPH_SIDE
 from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
 from kvcanary_kernels.record.layout import Identity
-
-
-class InGraphs(torch.nn.Module):
-    """A model with a canary's launches before and behind it, for whoever captures it."""
-
-    def __init__(self, model: torch.nn.Module, canary: PagedCanary, forward: Forward) -> None:
-        """forward: of no rows, over the tensors that every captured forward reads"""
-        super().__init__()
-        self.model, self._canary, self._forward = model, canary, forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's; a captured forward has so many tokens at most as it was given."""
-        num_tokens = kwargs["positions"].shape[-1]
-        self._canary.launch_before(self._forward, num_tokens)
-        result = self.model(*args, **kwargs)
-        self._canary.launch_after(num_tokens)
-        return result
 
 
 class HandleV2(LoadingHandle):
@@ -49,9 +26,6 @@ class HandleV2(LoadingHandle):
 
     _every_table: Sequence[torch.Tensor] = ()  # of the forward that is prepared, those of states as well
     _rows, _places = b"", list[int]()  # of the last forward, where each row had one token; and where its tensors lay
-    #: Graphs with the canary's launches in them, by what vLLM calls them, and where the tensors of those lie; whether
-    #: the forward that is prepared runs from one.
-    _graphs, _captured, _in_graph = frozenset[int](), list[int](), False
     hooks = ("execute_model", "prepare_attn", "sample_tokens")
 
     def _told(self, scheduler_output: Any) -> None:
@@ -119,54 +93,7 @@ class HandleV2(LoadingHandle):
                 self._pending = self._forward_of(input_batch, tables, slots)
             elif not self._goes_on(input_batch, tables, slots):
                 self._read(self._forward_of(input_batch, tables, slots))
-            self._is_due = self._in_graph
         return result
-
-    def _capture(self, method: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Graphs of whole forwards are captured: with the canary's launches in them."""
-        canary, graphs = self.canary, self.runner.cudagraph_manager.graphs
-        if canary is None or not self._has_graphs():
-            return method(model, *args, **kwargs)
-        before, forward = set(map(id, graphs)), self._empty_forward()
-        result = method(InGraphs(model, canary, forward), *args, **kwargs)
-        self._graphs, self._captured = frozenset(map(id, graphs)) - before, places_of(forward)
-        for graph in graphs.values():
-            graph.kvcanary = canary  # what it writes into lives as long as it does
-        if self._graphs and replaced_by(self.runner.cudagraph_manager, "dispatch") is None:
-            for name, wrapper in ("dispatch", self._dispatch), ("run_fullgraph", self._run_fullgraph):
-                self.replaced.replace(self.runner.cudagraph_manager, name, wrapper, can_fail=False)
-        canary.restart()  # launches of whoever captures counted as steps
-        return result
-
-    def _dispatch(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Which graph the forward runs that is prepared next."""
-        result = method(*args, **kwargs)
-        self._in_graph = id(result) in self._graphs
-        return result
-
-    def _run_fullgraph(self, method: Any, desc: Any) -> Any:
-        if not self._is_due and id(desc) in self._graphs:
-            self.guard.run(self._idle)
-        self._is_due = False
-        return method(desc)
-
-    def _idle(self) -> None:
-        """A graph runs for nobody: for a forward of no rows."""
-        if self.canary is not None:
-            self.canary.read(replace(self._empty_forward(), in_graph=True))
-
-    @property
-    def has_launches_in_graphs(self) -> bool:
-        """Whether graphs of vLLM's were captured with the canary's launches in them."""
-        return bool(self._graphs)
-
-    def _has_graphs(self) -> bool:
-        manager = getattr(self.runner, "cudagraph_manager", None)
-        if manager is None or self._states is not None or self._loads is not None or missing(GRAPH_SIDE):
-            return False  # states and loads are looked at between what is read and the forward
-        if manager.use_breakable_cg or getattr(manager, "ubatch_runner", None) is not None:
-            return False  # a graph has parts of a forward
-        return bool(self.worker.vllm_config.parallel_config.data_parallel_size == 1)  # else ranks agree on a graph
 
     def _preprocess_state(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Behind `prepare_attn`: states were copied to where the forward goes on from them."""
@@ -198,10 +125,8 @@ class HandleV2(LoadingHandle):
         if batch.num_tokens != n:
             self._rows = b""
             return False
-        rows, places = batch.idx_mapping_np[:n].tobytes(), list[int]()
-        if not self._in_graph:  # else they were captured
-            used = batch.seq_lens, batch.query_start_loc, batch.input_ids, batch.positions, slots, *tables
-            places = [tensor.data_ptr() for tensor in used]
+        rows, used = batch.idx_mapping_np[:n].tobytes(), (batch.seq_lens, batch.query_start_loc, batch.input_ids)
+        places = [tensor.data_ptr() for tensor in (*used, batch.positions, slots, *tables)]
         goes_on = rows == self._rows and places == self._places
         self._rows, self._places = rows, places
         return goes_on and self._read_again()
@@ -224,25 +149,18 @@ class HandleV2(LoadingHandle):
         names = batch.req_ids if len(batch.req_ids) == n else batch.req_ids[:n]
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         starts = self._starts if self._starts_at == batch.query_start_loc.data_ptr() else batch.query_start_loc
-        forward = Forward(
+        return Forward(
             names, batch.idx_mapping_np[:n], (kind, 0), batch.seq_lens_cpu_upper_bound, batch.num_tokens, tables,
             batch.seq_lens, starts, batch.input_ids, batch.positions, self._rows_of(slots), self._tokens,
-            in_graph=self._in_graph,
         )  # fmt: skip
-        if self._in_graph and places_of(forward) != self._captured:
-            raise AdapterError("a forward that runs from a graph has other tensors than were captured")
-        return forward
 
     def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
         """By group, where this step writes: nearly always the rows of the runner's own buffer."""
         return self._slots if slots.data_ptr() == self._slots_at else self._of_caches(list(slots))
 
     def _bind(self) -> PagedCanary:
-        self._rows, self._in_graph, self._is_due = b"", False, False
-        self._leave_graphs()
+        self._rows = b""
         runner, canary = self.runner, super()._bind()
-        if self._has_graphs() and replaced_by(runner.cudagraph_manager, "capture") is None:
-            self._hook(runner.cudagraph_manager, ("capture",))
         speculator = getattr(runner, "speculator", None)
         if speculator is not None and self._late_layers() and replaced_by(speculator, "propose") is None:
             self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
@@ -256,21 +174,6 @@ class HandleV2(LoadingHandle):
         if self._loads is not None and replaced_by(connector, "pre_forward") is None:
             self._hook(connector, ("pre_forward",))
         return canary
-
-    def _leave_graphs(self) -> None:
-        """Launches in graphs that were captured do nothing from now on."""
-        if self._graphs and self.canary is not None:
-            self.canary.launches.clear_lines()
-        self._graphs = frozenset()
-
-    def _stopped(self, reason: str) -> None:
-        super()._stopped(reason)
-        self._leave_graphs()
-
-    def detach(self) -> None:
-        """Undo everything; what lies in graphs of vLLM's stays there, and does nothing."""
-        super().detach()
-        self._leave_graphs()
 
     def _connector(self) -> Any:
         return getattr(getattr(self.runner, "kv_connector", None), "kv_connector", None)
@@ -322,9 +225,3 @@ class HandleV2(LoadingHandle):
 
     def _lines(self) -> Sequence[torch.Tensor]:
         return [table.gpu for table in self._of_caches(self.runner.block_tables.block_tables)]
-
-
-def places_of(forward: Forward) -> list[int]:
-    """Where the tensors lie that the launches of a forward read."""
-    own = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.slots, *forward.tables
-    return [tensor.data_ptr() for tensor in own]

@@ -81,20 +81,15 @@ class RowEngine:
             out[: len(values)] = values.to(out.dtype).to(self.device)
         self.batch_table[: len(numbers)] = self.table[numbers]
         self.canary.read(self.forward_of(numbers, len(tokens), lengths))
-        self.run(len(tokens))
+        value = torch.tensor(tokens) * 31.0 + torch.tensor(places)
+        for layer, kv in enumerate(self.kv):
+            key = torch.sin(value[:, None, None] * (layer + 1) + torch.arange(HEADS * DIM).view(HEADS, DIM))
+            kv[blocks, :, slots % BLOCK] = torch.cat((key, key.cos()), -1).to(self.device)
         self.spoil()
         self.canary.wrote()
         for number in numbers:
             self.tokens[number] += batch[number]
         return self.canary.count_at(self.canary.step)
-
-    def run(self, num_tokens: int) -> None:
-        """The forward."""
-        value, slots = self.fed[:num_tokens] * 31.0 + self.positions[:num_tokens], self.slots[0, :num_tokens]
-        own = torch.arange(HEADS * DIM, device=self.device).view(HEADS, DIM)
-        for layer, kv in enumerate(self.kv):
-            key = torch.sin(value[:, None, None] * (layer + 1) + own)
-            kv[slots // BLOCK, :, slots % BLOCK] = torch.cat((key, key.cos()), -1)
 
     def end(self, number: int) -> None:
         self.canary.leave([number], [f"r{number}"])

@@ -110,7 +110,7 @@ def broken(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("a defect of ours")
 
 
-@pytest.mark.parametrize("runner", ["v2", "v1", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v2", "v1"])
 @pytest.mark.parametrize("name", OF_A_WORKER)
 def test_a_vllm_worker_serves_on(serve, monkeypatch, name: str, runner: str) -> None:
     """Whatever of ours fails, and wherever: the same tokens, one event, and a certificate that says since when."""

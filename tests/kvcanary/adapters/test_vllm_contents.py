@@ -29,7 +29,7 @@ def asked(served: Any, name: str, images: list[tuple[int, int, str]]) -> Any:
     return None
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("is_pickled", [False, True])
 def test_an_image_in_place_of_another(serve, runner: str, is_pickled: bool) -> None:
     """A cache whose keys are made of ids alone: R6 where the image begins, with the request and both sides."""
@@ -41,7 +41,7 @@ def test_an_image_in_place_of_another(serve, runner: str, is_pickled: bool) -> N
     assert "another image or sound from position 10 on, where 'hash of a dog' stands" in found.sentence
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(
     ("first", "then"),
     [(image("cat"), []), ([], image("cat")), ([*image("cat", 2), *image("cat")], image("cat", 2))],
@@ -56,7 +56,7 @@ def test_an_image_and_none(serve, runner: str, first: Any, then: Any) -> None:
     assert found.position == min(set(first) ^ set(then))[0]
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_right_keys_are_silent(serve, runner: str) -> None:
     """The same images are shared, and so is the text in front of others; preempted requests come back."""
     served = serve(settings={"runner": runner}, num_blocks=14)

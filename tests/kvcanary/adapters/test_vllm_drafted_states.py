@@ -182,12 +182,11 @@ def test_a_worker_prepares_its_states_behind_its_canary() -> None:
     told: list[Any] = []
     states = SimpleNamespace(prepare=lambda *own: told.append(own))
     own: Any = SimpleNamespace(_empty_forward=lambda: "none", _block_tables=lambda: "tables", _states=states)
-    own._has_graphs, canary = lambda: False, SimpleNamespace(prepare=lambda *own: told.append(own))
-    handle.Handle._prepare(own, canary)
-    assert told == [("none", False), ("none", "tables")]
+    handle.Handle._prepare(own, SimpleNamespace(prepare=told.append))
+    assert told == ["none", ("none", "tables")]
     own._states = None
-    handle.Handle._prepare(own, canary)
-    assert told[2:] == [("none", False)]
+    handle.Handle._prepare(own, SimpleNamespace(prepare=told.append))
+    assert told[2:] == ["none"]
 
 
 @pytest.fixture(params=[(content, kind) for content in ("full", "rolling", "write") for kind in (DELTA, MAMBA2)])

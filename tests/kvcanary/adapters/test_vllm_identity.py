@@ -29,7 +29,7 @@ def asked(served, name: str, lora=None):
     return None
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("resets", [True, False])
 def test_weights_that_are_loaded_anew(serve, runner: str, resets: bool) -> None:
     """What the prefix cache keeps of the old ones is R5 for the next prompt, and nothing where it was reset; requests
@@ -82,7 +82,7 @@ def test_no_name_equals_a_version(tmp_path) -> None:
     assert (version_of("hub/name"), version_of("")) == ("hub/name", "")
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("is_pickled", [False, True])
 @pytest.mark.parametrize("forgets_salts", [False, True])
 def test_blocks_of_another_salt(serve, runner: str, is_pickled: bool, forgets_salts: bool) -> None:

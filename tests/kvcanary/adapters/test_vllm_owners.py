@@ -63,7 +63,7 @@ def test_a_sound_worker_has_no_finding(serve, scene: str, feed: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES, indirect=True)
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_every_release_tells(serve, runner: str) -> None:
     """Silent, and by the scheduler's pool, in each release that the stand-in knows."""
     served = serve(settings={"runner": runner}, zeroes=True)
@@ -94,7 +94,7 @@ def request_of(served: Served, name: str) -> Any:
 
 
 @pytest.mark.parametrize("feed", FEEDS)
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_a_block_that_is_granted_twice_is_told(serve, runner: str, feed: str) -> None:
     """R8 for who had it, in the step of the second grant: position, the new owner, and the steps of both grants."""
     served = running(serve, settings={"runner": runner}, **FEEDS[feed])
@@ -109,7 +109,7 @@ def test_a_block_that_is_granted_twice_is_told(serve, runner: str, feed: str) ->
     assert f"block {block} was granted to 'a' in step 1" in found.evidence
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_a_freed_block_that_is_still_read_is_told(serve, runner: str) -> None:
     """R7 before anybody else is given it: who had it, when it was granted and when given back."""
     served = running(serve, settings={"runner": runner})
@@ -152,11 +152,11 @@ def test_a_row_that_names_a_block_of_a_request_that_has_ended_is_told_by_the_wor
 
 
 @pytest.mark.parametrize("feed", FEEDS)
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_a_write_into_another_requests_block_is_told(serve, monkeypatch, runner: str, feed: str) -> None:
     """A worker that puts another's block into a table: W2 before it is stored, whose block it is and since when."""
     served = running(serve, settings={"runner": runner}, **FEEDS[feed])
-    place: Any = served.runner.block_tables if runner != "v1" else served.runner.input_batch.block_table
+    place: Any = served.runner.block_tables if runner == "v2" else served.runner.input_batch.block_table
     block = 0
 
     def put(blocks: Any) -> list[int]:
@@ -165,7 +165,7 @@ def test_a_write_into_another_requests_block_is_told(serve, monkeypatch, runner:
         block = request_of(served, "a").blocks[-1]
         return [block if number == own[-1] and len(own) > 2 else number for number in blocks]
 
-    if runner != "v1":
+    if runner == "v2":
         right = place.append_block_ids
         monkeypatch.setattr(place, "append_block_ids", lambda row, new, overwrite: right(row, [put(new[0])], overwrite))
     else:
@@ -373,7 +373,7 @@ def test_a_block_that_a_row_is_given_beside_an_arrival_is_its_own(serve) -> None
     assert grown
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2 graphs"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_a_write_into_a_free_block_is_told_when_it_is_granted(serve, runner: str) -> None:
     """P1: a block that nobody will find in the prefix cache is filled when it is free, and looked at, before it is
     zeroed or stored to.

@@ -26,8 +26,8 @@ def clocked() -> Iterator[dict[str, list[float]]]:
     spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     replace = Replacements.replace
 
-    def timed(self: Replacements, owner: Any, name: str, wrapper: Callable[..., Any], **how: Any) -> None:
-        replace(self, owner, name, _timed(wrapper, spent[name]), **how)
+    def timed(self: Replacements, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        replace(self, owner, name, _timed(wrapper, spent[name]))
 
     with patch.object(Replacements, "replace", timed):
         yield spent

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from kvcanary_tools.bench.vllm.clock import clocked
 from kvcanary_tools.bench.vllm.model import (
@@ -40,36 +39,6 @@ def draft_always(runner: Any) -> None:
         return [[*own, *row[-1:] * most][:most] for own, row in zip(drafts, sampled, strict=True)]
 
     runner.drafter.propose = always
-
-
-@contextmanager
-def heard() -> Iterator[None]:
-    """Schedulers tell of blocks meanwhile."""
-    from kvcanary.adapters.vllm.block_pool import follow
-
-    undo = follow()
-    try:
-        yield
-    finally:
-        undo()
-
-
-@contextmanager
-def captured_anew(runner: Any) -> Iterator[None]:
-    """Graphs of whole forwards are captured once more: a canary that came late has its launches in them, as one that
-    was there from the start; afterwards those of before are back.
-    """
-    manager, speculator = getattr(runner, "cudagraph_manager", None), getattr(runner, "speculator", None)
-    if manager is None or not manager.graphs:
-        yield
-        return
-    plain, manager.graphs = manager.graphs, {}
-    try:
-        with nullcontext() if speculator is None else patch.object(speculator, "capture", lambda: None):
-            runner.capture_model()
-        yield
-    finally:
-        manager.graphs = plain
 
 
 class Bench:
@@ -122,16 +91,14 @@ class Bench:
         return time.perf_counter() - self.started > self.deadline
 
     @contextmanager
-    def watched(self, mode: str = "raise", content: str = "rolling", is_heard: bool = False) -> Iterator[Any]:
-        """is_heard: the scheduler tells of blocks, as where the plug-in is there from the start"""
+    def watched(self, mode: str = "raise", content: str = "rolling") -> Iterator[Any]:
         from kvcanary import CanaryConfig
         from kvcanary.adapters.vllm.worker import attach
 
         self.llm.reset_prefix_cache()
         handle = attach(self.worker, CanaryConfig(mode=mode, content=content, ring=0))
         try:
-            with captured_anew(self.runner), heard() if is_heard else nullcontext():
-                yield handle
+            yield handle
         finally:
             handle.detach()
 
@@ -169,7 +136,7 @@ class Bench:
         result["hooks_us"] = []  # of a step; not while turns are compared, since clocks cost too
         for _ in range(WARM_UPS):
             _, seconds_of_run = self.run(prompts)
-            with clocked() as hooks, self.watched(mode="log", is_heard=True), stepped(self.llm.llm_engine) as spent:
+            with clocked() as hooks, self.watched(mode="log"), stepped(self.llm.llm_engine) as spent:
                 self.run(prompts)
             result["hooks_us"].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
         result["runs_a_side"] = runs = 2 * max(1, math.ceil(seconds / seconds_of_run / 2))
@@ -181,11 +148,10 @@ class Bench:
             tokens[pair, False], tokens[pair, True] = [], []
             for number in range(2 * runs):  # without, with, with, without, and so on: drifts hit both
                 is_on = number % 4 in (1, 2)
-                with self.watched(mode="log", is_heard=True) if is_on else nullcontext() as handle:
+                with self.watched(mode="log") if is_on else nullcontext() as handle:
                     with stepped(self.llm.llm_engine) as spent:
                         outputs, seconds_of_run = self.run(prompts)
                     if handle is not None:
-                        result["in_graphs"] = getattr(handle, "has_launches_in_graphs", False)
                         result["certificate"] = told = handle.report()
                         result["waits"][-1].append(told["waits"])
                         result["findings"] += len(told["findings"])
@@ -228,13 +194,13 @@ class Bench:
         from kvcanary_tools.bench.vllm import clock
 
         prompts = make_prompts()
-        with clocked() as spent, self.watched(mode="log", is_heard=True) as handle:
+        with clocked() as spent, self.watched(mode="log") as handle:
             _, seconds = self.run(prompts)
             result = clock.reported(spent, seconds) | {"forwards": handle.report()["forwards"]}
         yield result
-        with self.watched(mode="log", is_heard=True):
+        with self.watched(mode="log"):
             result["kernels"] = clock.kernels(lambda: self.run(prompts, tokens=40))
         yield result
-        with self.watched(mode="log", is_heard=True):
+        with self.watched(mode="log"):
             (out / "profile.txt").write_text(clock.functions(lambda: self.run(prompts)))
         yield result

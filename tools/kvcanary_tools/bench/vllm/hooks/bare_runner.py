@@ -28,36 +28,6 @@ class Store:
         kv_cache[slots // BLOCK, :, slots % BLOCK] = torch.cat((key, value), -1)[: len(slot_mapping)][live]
 
 
-class Model(torch.nn.Module):
-    """A small kernel."""
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        positions.add_(0)
-
-
-class Graphs:
-    """Of whole forwards of one token a row; on a CPU there are none."""
-
-    def __init__(self) -> None:
-        self.graphs: dict[str, Any] = {}
-        self.use_breakable_cg = False
-
-    def capture(self, model: torch.nn.Module, buffers: Any) -> None:
-        inputs = {"input_ids": buffers.input_ids[:ROWS], "positions": buffers.positions[:ROWS]}
-        model(**inputs)
-        self.graphs["decode"] = graph = SimpleNamespace(replay=lambda: None)
-        if buffers.positions.is_cuda:
-            self.graphs["decode"] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                model(**inputs)
-
-    def dispatch(self, num_reqs: int, num_tokens: int) -> str:
-        return next(iter(self.graphs), "none") if num_reqs == num_tokens else "none"
-
-    def run_fullgraph(self, desc: str) -> None:
-        self.graphs[desc].replay()
-
-
 class Output:
     """Of a step; its tokens are there when somebody asks for them."""
 
@@ -69,7 +39,6 @@ class BareRunner:
     """Its methods are those that a canary replaces."""
 
     def __init__(self, device: str) -> None:
-        self.model, self.cudagraph_manager = Model(), Graphs()
         self.device, self.max_model_len, self.num_speculative_steps = torch.device(device), LENGTH, 0
         self.speculator, self.kv_connector, self.pcp_manager = None, None, None
 
@@ -111,15 +80,7 @@ class BareRunner:
             rows[new.req_id] = self.free.pop()
             self.lengths[rows[new.req_id]] = new.num_computed_tokens
         self.update_requests(scheduler_output)
-        graph = self.cudagraph_manager.dispatch(
-            len(scheduler_output.num_scheduled_tokens), scheduler_output.total_num_scheduled_tokens
-        )
-        batch = self.batch_of(scheduler_output)
-        self.prepare_attn(batch)
-        if graph == "none":
-            self.model(input_ids=batch.input_ids, positions=batch.positions)
-        else:
-            self.cudagraph_manager.run_fullgraph(graph)
+        self.prepare_attn(self.batch_of(scheduler_output))
 
     def batch_of(self, output: Any) -> Any:
         names, buffers = list(output.num_scheduled_tokens), self.input_buffers
@@ -150,17 +111,12 @@ class BareWorker:
 
     rank = 0
 
-    def __init__(self, device: str, captures: bool) -> None:
-        """captures: forwards, as vLLM does where it is not told otherwise"""
-        self.model_runner, self.captures = BareRunner(device), captures
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    def __init__(self, device: str) -> None:
+        self.model_runner = BareRunner(device)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None: ...
 
-    def compile_or_warm_up_model(self) -> None:
-        if self.captures:
-            runner = self.model_runner
-            runner.cudagraph_manager.capture(runner.model, runner.input_buffers)
+    def compile_or_warm_up_model(self) -> None: ...
 
     def sleep(self, level: int = 1) -> None: ...
 

@@ -5,8 +5,7 @@ milliseconds of other work. So other work is done here between the steps, of Pyt
 is taken with the canary and without, over a runner that has no model. Steps in which every row goes on by one are told
 apart from those in which requests come and go, and from those behind them, whose rows are others than before.
 
-On a GPU the launches are those of a server: a step of one token a row runs from a graph, with the canary's launches in
-it; with `--no-graphs` and in other steps these are graphs of their own. On a CPU they are left out, and the record says
+On a GPU the launches are those of a server, replays of captured graphs; on a CPU they are left out, and the record says
 so.
 """
 
@@ -29,7 +28,6 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters.observed.launches import Launches
-from kvcanary.adapters.vllm import runner_v2
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.records.graph_cache import Replays
 from kvcanary_tools.bench.vllm.hooks.bare_runner import LAYERS, ROWS, BareWorker, outputs
@@ -52,16 +50,10 @@ def other_work(milliseconds: float) -> None:
 def watched(worker: BareWorker, content: str) -> Iterator[HandleV2]:
     """A canary over a worker; on a CPU without what it launches."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(runner_v2, "missing", lambda needs: []))  # there is no vLLM here to miss them
         if worker.model_runner.device.type == "cpu":
             stack.enter_context(patch.object(Replays, "run", lambda self, key, launch: lambda: None))
             stack.enter_context(patch.object(Launches, "count_of", lambda self, step: 0))
-            for name in "launch_before", "launch_after":
-                stack.enter_context(patch.object(Launches, name, lambda self, *args: None))
         handle = HandleV2(worker, CanaryConfig(mode="log", content=content))
-        worker.compile_or_warm_up_model()
-        if handle.has_launches_in_graphs is not worker.captures:
-            raise click.ClickException("the canary's launches must be where they are measured: in graphs, or outside")
         try:
             yield handle
         finally:
@@ -70,17 +62,14 @@ def watched(worker: BareWorker, content: str) -> Iterator[HandleV2]:
             raise click.ClickException(f"the canary stopped: {handle.guard.stopped}")
 
 
-def timed(
-    device: str, steps: int, every: int, rest_ms: float, content: str, graphs: bool
-) -> list[dict[str, list[float]]]:
+def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> list[dict[str, list[float]]]:
     """Microseconds of each step, by kind: with a canary, and without one.
 
     Both take turns from step to step: machines are slower for seconds at a time than a hook takes altogether.
     """
-    workers, planned = [BareWorker(device, graphs) for _ in range(2)], [outputs(7, every) for _ in range(2)]
+    workers, planned = [BareWorker(device) for _ in range(2)], [outputs(7, every) for _ in range(2)]
     spent: list[dict[str, list[float]]] = [defaultdict(list), defaultdict(list)]
     with watched(workers[0], content):
-        workers[1].compile_or_warm_up_model()
         for _ in range(steps):
             for worker, own, told in zip(workers, spent, planned, strict=True):
                 kind, output = next(told)
@@ -104,14 +93,12 @@ def hooks_us(with_it: list[float], without: list[float]) -> dict[str, float]:
     }
 
 
-def measured(
-    device: str, steps: int, every: int, rest_ms: float, content: str, graphs: bool, rounds: int
-) -> dict[str, Any]:
+def measured(device: str, steps: int, every: int, rest_ms: float, content: str, rounds: int) -> dict[str, Any]:
     """Steps of all rounds, each with workers of its own."""
     gc.disable()
     both: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
     for _ in range(rounds):
-        for own, spent in zip(both, timed(device, steps, every, rest_ms, content, graphs), strict=True):
+        for own, spent in zip(both, timed(device, steps, every, rest_ms, content), strict=True):
             for kind, us in spent.items():
                 own[kind] += us
         gc.collect()
@@ -125,11 +112,8 @@ def measured(
 @click.option("--rest-ms", default=4.0, help="Other work between two steps; 0: hooks run hot.")
 @click.option("--rounds", default=3)
 @click.option("--content", default="rolling", help="What the canary compares.")
-@click.option("--graphs/--no-graphs", default=True, help="Steps of one token a row run from a graph.")
 @click.option("--label", default="", help="What is measured, for the record.")
-def main(
-    out: Path | None, steps: int, every: int, rest_ms: float, rounds: int, content: str, graphs: bool, label: str
-) -> None:
+def main(out: Path | None, steps: int, every: int, rest_ms: float, rounds: int, content: str, label: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     threads: Callable[[int], None] = torch.set_num_threads
     threads(1)
@@ -142,9 +126,8 @@ def main(
         "rows": ROWS,
         "layers": LAYERS,
         "content": content,
-        "graphs": graphs,
         "rest_ms": rest_ms,
-        "hooks": measured(device, steps, every, rest_ms, content, graphs, rounds),
+        "hooks": measured(device, steps, every, rest_ms, content, rounds),
     }
     text = json.dumps(record, indent=1)
     print(text)

@@ -13,7 +13,7 @@ class Worker:
         transfer, is_ahead = settings.pop("transfer", None), settings.pop("is_ahead", False)
         self.settings, self.rank = settings, rank
         parallel = SimpleNamespace(world_size=world_size, tensor_parallel_size=world_size)
-        parallel.prefill_context_parallel_size = parallel.data_parallel_size = 1
+        parallel.prefill_context_parallel_size = 1
         parallel.distributed_executor_backend = "uni" if world_size == 1 else "mp"
         self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=ModelConfig(2 * world_size))
         self.vllm_config.kv_transfer_config = transfer
@@ -21,10 +21,7 @@ class Worker:
 
     def init_device(self) -> None:
         settings = dict(self.settings)
-        kind = settings.pop("runner", "v2")
-        if kind == "v2 graphs":
-            settings["graphs"] = True
-        if kind == "v1":
+        if settings.pop("runner", "v2") == "v1":
             from vllm.distributed.kv_transfer import kv_transfer_state
             from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -37,9 +34,6 @@ class Worker:
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> float:
-        capture = getattr(self.model_runner, "capture_model", None)
-        if capture is not None:
-            capture()
         return 0.0
 
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -11,7 +11,6 @@ import torch
 from vllm import RELEASE
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, KVConnector
 from vllm.v1.worker.gpu.states import RequestState
@@ -54,29 +53,8 @@ class Speculator:
                 runner.store(name, None, slots[0], positions + 13)
 
 
-class Model(torch.nn.Module):
-    """It stores every layer of the target, where the slots of the step lie."""
-
-    def __init__(self, runner: GPUModelRunner) -> None:
-        super().__init__()
-        self.runner = runner
-
-    def forward(self, input_ids, positions) -> None:
-        runner, n = self.runner, len(input_ids)
-        drafts = runner.speculator.draft_attn_layer_names if runner.speculator else ()
-        for name, layer in runner.compilation_config.static_forward_context.items():
-            if name not in drafts:
-                if isinstance(runner.kv_connector, ActiveKVConnector):  # attention waits for its own layer
-                    runner.kv_connector.kv_connector.wait_for_layer_load(name)
-                slots = runner.block_tables.slot_mappings[layer.group, :n]
-                runner.store(name, None, slots, input_ids.long() * 31 + positions)
-
-
 class GPUModelRunner:
-    def __init__(
-        self, max_num_reqs=8, max_model_len=256, max_num_tokens=512, drafts=(), connector=None, packed=True,
-        graphs=False,
-    ):  # fmt: skip
+    def __init__(self, max_num_reqs=8, max_model_len=256, max_num_tokens=512, drafts=(), connector=None, packed=True):
         self.device = torch.device("cpu")
         self.max_model_len, self.max_num_tokens, self.max_num_reqs = max_model_len, max_num_tokens, max_num_reqs
         self.compilation_config = SimpleNamespace(static_forward_context={})
@@ -87,11 +65,6 @@ class GPUModelRunner:
         self.input_buffers = InputBuffers(max_num_reqs, max_num_tokens)
         self.req_states = RequestState(max_num_reqs, max_model_len)
         self.batch: InputBatch | None = None
-        self.model, self.cudagraph_manager = Model(self), ModelCudaGraphManager() if graphs else None
-
-    def capture_model(self) -> None:
-        if self.cudagraph_manager is not None:
-            self.cudagraph_manager.capture(self.model, self.input_buffers, self.block_tables)
 
     def initialize_kv_cache(self, kv_cache_config: Any) -> None:
         self.kv_cache_config = kv_cache_config
@@ -180,16 +153,15 @@ class GPUModelRunner:
         self.update_requests(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return
-        counts, graph = scheduler_output.num_scheduled_tokens, None
-        if self.cudagraph_manager is not None:
-            graph = self.cudagraph_manager.dispatch(len(counts), scheduler_output.total_num_scheduled_tokens)
         self.batch = batch = self.make_batch(scheduler_output)
-        self.prepare_attn(batch)
+        _, slots = self.prepare_attn(batch)
         self.kv_connector.before(scheduler_output, batch)
-        if graph is not None and graph.num_tokens:
-            self.cudagraph_manager.run_fullgraph(graph)
-        else:
-            self.model(input_ids=batch.input_ids, positions=batch.positions)
+        drafts = self.speculator.draft_attn_layer_names if self.speculator else ()
+        for name, layer in self.compilation_config.static_forward_context.items():
+            if name not in drafts:
+                if isinstance(self.kv_connector, ActiveKVConnector):  # attention waits for its own layer
+                    self.kv_connector.kv_connector.wait_for_layer_load(name)
+                self.store(name, batch, slots[layer.group])
         self.kv_connector.post_forward(scheduler_output.finished_req_ids)
 
     def make_batch(self, scheduler_output) -> InputBatch:
