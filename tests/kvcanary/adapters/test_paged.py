@@ -35,7 +35,7 @@ def test_sound_rows_have_no_violation(device: str, content: str) -> None:
     assert engine.canary.memory.truth.ends[3:].tolist() == [0] * 17
     graphs = engine.canary.launches._replays._graphs
     assert ("before" in {key[0] for key in graphs}) == (device == "cuda")
-    once = [key[4] for key, graph in graphs.items() if graph is None]
+    once = [key[3] for key, graph in graphs.items() if graph is None]
     assert once == ([ROWS] if device == "cuda" else [])  # so many came at once, and only then
     certificate = engine.canary.certificate(range(3))
     assert certificate["slots_checked"] > 500
