@@ -13,7 +13,7 @@ KEPT = -77
 @pytest.mark.parametrize("size", [1, 12, 130])
 @pytest.mark.parametrize("act", [grant, grant_torch], ids=["triton", "torch"])
 def test_every_slot_of_a_block_gets_its_owner(act, size: int, device: str) -> None:
-    """Of one group; padding, other groups and what lies outside are left out, and all other slots stay."""
+    """Of one group; what is not said, other groups and what lies outside are left out, and all other slots stay."""
     told = [
         ((0, 2), 9),
         ((1, 3), 4),
@@ -25,7 +25,8 @@ def test_every_slot_of_a_block_gets_its_owner(act, size: int, device: str) -> No
     ]
     slots = 5 * size - size // 2  # the last block is cut
     owners = torch.full((slots,), KEPT, dtype=torch.int64, device=device)
-    changes = [[group << GROUP_SHIFT | block for (group, block), _ in told], [owner for _, owner in told]]
-    act(torch.tensor(changes, device=device), owners, group=0, block_size=size)
+    words = [word for (group, block), owner in told for word in (group << GROUP_SHIFT | block, owner)]
+    words += [1, 5]  # of another step, behind those that are said
+    act(torch.tensor([len(told), *words], device=device), owners, group=0, block_size=size)
     wanted = {2: 9, 0: -1, 4: -(1 << 62)}
     assert owners.tolist() == [wanted.get(slot // size, KEPT) for slot in range(slots)]

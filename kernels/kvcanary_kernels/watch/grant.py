@@ -11,8 +11,6 @@ from torch import Tensor
 
 from kvcanary_kernels.record.device import BLOCK, tl, triton
 
-#: Of a change: which block, with the number of its group above GROUP_SHIFT bits, and its owner.
-CHANGE_WIDTH = 2
 GROUP_SHIFT = 32
 BLOCK_MASK = (1 << GROUP_SHIFT) - 1
 SHIFT, MASK = tl.constexpr(GROUP_SHIFT), tl.constexpr(BLOCK_MASK)
@@ -21,31 +19,39 @@ SHIFT, MASK = tl.constexpr(GROUP_SHIFT), tl.constexpr(BLOCK_MASK)
 def grant(changes: Tensor, owners: Tensor, *, group: int, block_size: int, launches: bool = True) -> None:
     """Store the owner of each block of one group in all of its slots. No allocation, no wait.
 
-    changes: [CHANGE_WIDTH, n > 0] int64, contiguous, each block of a group once; other groups and what is below 0 are
-             left out
+    changes: [words_of(at least n)] int64, contiguous: their number n; of each which block, with the number of its group
+             above GROUP_SHIFT bits, and its owner. Each block of a group once; other groups are left out
     owners:  [num_slots] int64, as in `Watched`; what would lie outside is not written
     """
     if launches:
-        n = changes.shape[1]
-        _grant_kernel[(n,)](changes, owners, n, group, owners.shape[0], SIZE=block_size, BLOCK_N=BLOCK)
+        most = len(changes) // 2
+        _grant_kernel[(most,)](changes, owners, group, owners.shape[0], SIZE=block_size, BLOCK_N=BLOCK)
         return
-    places, own = changes[:, changes[0] >> GROUP_SHIFT == group]
+    places, own = changes[1 : words_of(int(changes[0]))].view(-1, 2).T
+    places, own = (words[places >> GROUP_SHIFT == group] for words in (places, own))
     slots = (places & BLOCK_MASK)[:, None] * block_size + torch.arange(block_size, device=places.device)
     is_inside = slots < owners.shape[0]
     owners[slots[is_inside]] = own[:, None].expand_as(slots)[is_inside]
 
 
+def words_of(changes: int) -> int:
+    """Of a line that says so many."""
+    return 1 + 2 * changes
+
+
 grant_torch = partial(grant, launches=False)
 
 
-@triton.jit(do_not_specialize=["n", "group", "num_slots"], do_not_specialize_on_alignment=["changes", "owners"])
-def _grant_kernel(changes, owners, n, group, num_slots, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    change = changes + tl.program_id(0).to(tl.int64)
-    place = tl.load(change)
+@triton.jit(do_not_specialize=["group", "num_slots"], do_not_specialize_on_alignment=["changes", "owners"])
+def _grant_kernel(changes, owners, group, num_slots, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    i_change = tl.program_id(0).to(tl.int64)
+    if i_change >= tl.load(changes):
+        return
+    place = tl.load(changes + 1 + 2 * i_change)
     if place >> SHIFT != group:
         return
     first = (place & MASK) * SIZE
-    owner = tl.load(change + n)
+    owner = tl.load(changes + 2 + 2 * i_change)
     for i_block in range(0, SIZE, BLOCK_N):
         o_n = i_block + tl.arange(0, BLOCK_N)
         o_slot = first + o_n

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.adapters.observed.memory import Memory
-from kvcanary.adapters.observed.owners import FEW_WORDS, NOBODY, BlockOwners
+from kvcanary.adapters.observed.owners import FEW_CHANGES, FEW_WORDS, NO_CHANGES, BlockOwners
 from kvcanary.adapters.observed.state import COUNT_BITS, LOOKS, RING, Forward, Group, Layers, Step
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.pools.launch_site import pack_site
@@ -26,14 +26,14 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.watch.advance import Fed
 from kvcanary_kernels.watch.begin import NEW_WIDTH
+from kvcanary_kernels.watch.grant import words_of
 from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
 
 STAMPS = (1 << 63 - COUNT_BITS) - 1
 COUNTS = (1 << COUNT_BITS) - 1
-NO_CHANGES = NOBODY * FEW_WORDS
 #: A line: `now`, changes of owners, rows, events.
 ROWS_AT = NOW_WIDTH + FEW_WORDS
-HEAD = struct.Struct(f"={ROWS_AT}q")
+HEADS = [struct.Struct(f"={NOW_WIDTH + words_of(changes)}q") for changes in range(FEW_CHANGES + 1)]
 
 
 class Launches:
@@ -46,7 +46,6 @@ class Launches:
         width = ROWS_AT + num_rows + events_width(num_rows, num_rows)
         self._lines = memory.pinned(RING, width)  # what the last steps were
         self._lines_here = self._lines.numpy()
-        self._clear_lines()
         self._line_bytes, self._line_width = self._lines_here.data.cast("B"), self._lines_here[0].nbytes
         self._now, self._ticks = memory.zeros(width), memory.zeros(2)  # the running step's, its number
         self._counts = memory.pinned(RING)  # stamps and counts of the last steps
@@ -92,7 +91,8 @@ class Launches:
         n, num_tokens, site = self._head
         stamp = (step & STAMPS) << COUNT_BITS
         changes = NO_CHANGES if self.owners is None else self.owners.few()
-        HEAD.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp, *changes)
+        head = HEADS[changes[0]]
+        head.pack_into(self._line_bytes, place * self._line_width, n, num_tokens, step, site, place, stamp, *changes)
 
     def before(self, forward: Forward, most_rows: int, events: tuple[int, int]) -> None:
         """events: at most how many rows went, and how many are new."""
@@ -167,14 +167,10 @@ class Launches:
 
     def restart(self) -> None:
         """Begin to count steps anew; the lines of steps say nothing."""
-        self._clear_lines()
+        self._lines_here.fill(0)
         self._numbers_in = [None] * RING
         for counter in (self._ticks, self.counted, self.memory.total, *(own[0] for own in self._sums.values())):
             counter.zero_()
-
-    def _clear_lines(self) -> None:
-        """They are of no rows, and change nothing."""
-        self._lines_here[:], self._lines_here[:, NOW_WIDTH:ROWS_AT] = 0, NO_CHANGES
 
     # what they leave behind
 

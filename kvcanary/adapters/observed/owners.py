@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,17 +20,17 @@ from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.record.layout import STEP_SITE
 from kvcanary_kernels.watch import walk
-from kvcanary_kernels.watch.grant import CHANGE_WIDTH, GROUP_SHIFT
+from kvcanary_kernels.watch.grant import GROUP_SHIFT, words_of
 from kvcanary_kernels.watch.walk import EVERYBODYS, GIVEN_BACK, NOBODYS
 
 SHARED, FREE, RETURNED = EVERYBODYS.value, NOBODYS.value, GIVEN_BACK.value
 SHARED_WRITER, UNJUDGED = walk.SHARED_WRITER.value, walk.UNJUDGED.value
 #: Changes that a forward takes along in its own line; where there are more, all have launches of their own.
-FEW_CHANGES = 32
-FEW_WORDS = CHANGE_WIDTH * FEW_CHANGES
-LINES, MOST_CHANGES = 64, FEW_CHANGES * 4**3  # lines that are on their way, and changes of one
-WIDTH = CHANGE_WIDTH * MOST_CHANGES
-NOBODY = (-1,)  # a change of group -1, which there is not
+FEW_CHANGES = 128
+FEW_WORDS = words_of(FEW_CHANGES)
+LINES, MOST_CHANGES = 64, FEW_CHANGES * 4**2  # lines that are on their way, and changes of one
+WIDTH = words_of(MOST_CHANGES)
+NO_CHANGES = (0,)
 
 
 class Owners:
@@ -160,36 +161,36 @@ class BlockOwners:
         """Do what was told, where `few` cannot; on the stream of the forward that is next."""
         if len(self._changed) <= FEW_CHANGES:
             return
-        places, owners = tuple(self._changed), tuple(self._changed.values())
-        self._changed = {}
-        for first in range(0, len(places), MOST_CHANGES):
+        changed, self._changed = list(self._changed.items()), {}
+        for first in range(0, len(changed), MOST_CHANGES):
             if first and first % (LINES // 2 * MOST_CHANGES) == 0 and self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # lines are about to be used again
-            self._launch(places[first : first + MOST_CHANGES], owners[first : first + MOST_CHANGES])
+            self._launch(changed[first : first + MOST_CHANGES])
 
     def few(self) -> tuple[int, ...]:
-        """[FEW_WORDS] of what was told and `apply` has left: the forward that is next takes them along."""
-        changed, self._changed = self._changed, {}
-        padding = NOBODY * (FEW_CHANGES - len(changed))
-        return *changed, *padding, *changed.values(), *padding
+        """As `grant` takes them, changes that were told and `apply` has left: the next forward takes them along."""
+        changed = self._changed
+        if not changed:
+            return NO_CHANGES
+        self._changed = {}
+        return len(changed), *chain.from_iterable(changed.items())
 
     def prepare(self) -> None:
         """Compile and capture what changes of every number launch."""
         for _ in range(2):
             size = FEW_CHANGES
             while size <= MOST_CHANGES:
-                self._launch(NOBODY * size, NOBODY * size)
+                self._launch((), size)
                 size *= 4
         self._ticks.zero_()
         self._next = 0
 
-    def _launch(self, places: tuple[int, ...], owners: tuple[int, ...]) -> None:
-        most = FEW_CHANGES
-        while most < len(places):
+    def _launch(self, changed: Sequence[tuple[int, int]], most: int = FEW_CHANGES) -> None:
+        """most: at least so many are launched for"""
+        while most < len(changed):
             most *= 4
-        padding = NOBODY * (most - len(places))
         self._next = (self._next + 1) % LINES
-        words = *places, *padding, *owners, *padding
+        words = len(changed), *chain.from_iterable(changed)
         struct.pack_into(f"={len(words)}q", self._line_bytes, self._next * WIDTH * 8, *words)
         again = self._again.get(most) or functools.partial(
             self._replays.run, most, functools.partial(self._grant, most)
@@ -197,12 +198,11 @@ class BlockOwners:
         self._again[most] = again() or again
 
     def _grant(self, most: int) -> None:
-        width = CHANGE_WIDTH * most
+        width = words_of(most)
         self._ops.fetch(self._lines, self._ticks, self._words, width=width, cells=self._cells)
         self.grant(self._words[:width])
 
     def grant(self, words: Tensor) -> None:
-        """Put changes into slots. words: [CHANGE_WIDTH * n] int64 on the device, places and owners"""
-        changes = words.view(CHANGE_WIDTH, -1)
+        """Put changes into slots. words: on the device, as of the kernel's `changes`"""
         for number, (own, size) in enumerate(zip(self.of, self.block_sizes, strict=True)):
-            self._ops.grant(changes, own.slots, group=number, block_size=size)
+            self._ops.grant(words, own.slots, group=number, block_size=size)
