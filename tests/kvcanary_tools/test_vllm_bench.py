@@ -108,8 +108,8 @@ class Rig(vllm_engine.Bench):
         self.llm = SimpleNamespace(llm_engine=Engine())
 
     @contextmanager
-    def watched(self, mode: str = "raise", content: str = "rolling"):
-        self.is_on = True
+    def watched(self, mode: str = "raise", content: str = "rolling", is_heard: bool = False):
+        self.is_on = is_heard  # as users have it
         yield SimpleNamespace(report=lambda: {"findings": [], "waits": 0, "slots_checked": ENTRIES})
         self.is_on = False
 

@@ -41,6 +41,18 @@ def draft_always(runner: Any) -> None:
     runner.drafter.propose = always
 
 
+@contextmanager
+def heard() -> Iterator[None]:
+    """Schedulers tell of blocks meanwhile."""
+    from kvcanary.adapters.vllm.block_pool import follow
+
+    undo = follow()
+    try:
+        yield
+    finally:
+        undo()
+
+
 class Bench:
     """One vLLM in this process, with or without the plug-in."""
 
@@ -91,14 +103,16 @@ class Bench:
         return time.perf_counter() - self.started > self.deadline
 
     @contextmanager
-    def watched(self, mode: str = "raise", content: str = "rolling") -> Iterator[Any]:
+    def watched(self, mode: str = "raise", content: str = "rolling", is_heard: bool = False) -> Iterator[Any]:
+        """is_heard: the scheduler tells of blocks, as where the plug-in is there from the start"""
         from kvcanary import CanaryConfig
         from kvcanary.adapters.vllm.worker import attach
 
         self.llm.reset_prefix_cache()
         handle = attach(self.worker, CanaryConfig(mode=mode, content=content, ring=0))
         try:
-            yield handle
+            with heard() if is_heard else nullcontext():
+                yield handle
         finally:
             handle.detach()
 
@@ -136,7 +150,7 @@ class Bench:
         result["hooks_us"] = []  # of a step; not while turns are compared, since clocks cost too
         for _ in range(WARM_UPS):
             _, seconds_of_run = self.run(prompts)
-            with clocked() as hooks, self.watched(mode="log"), stepped(self.llm.llm_engine) as spent:
+            with clocked() as hooks, self.watched(mode="log", is_heard=True), stepped(self.llm.llm_engine) as spent:
                 self.run(prompts)
             result["hooks_us"].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
         result["runs_a_side"] = runs = 2 * max(1, math.ceil(seconds / seconds_of_run / 2))
@@ -148,7 +162,7 @@ class Bench:
             tokens[pair, False], tokens[pair, True] = [], []
             for number in range(2 * runs):  # without, with, with, without, and so on: drifts hit both
                 is_on = number % 4 in (1, 2)
-                with self.watched(mode="log") if is_on else nullcontext() as handle:
+                with self.watched(mode="log", is_heard=True) if is_on else nullcontext() as handle:
                     with stepped(self.llm.llm_engine) as spent:
                         outputs, seconds_of_run = self.run(prompts)
                     if handle is not None:
@@ -194,13 +208,13 @@ class Bench:
         from kvcanary_tools.bench.vllm import clock
 
         prompts = make_prompts()
-        with clocked() as spent, self.watched(mode="log") as handle:
+        with clocked() as spent, self.watched(mode="log", is_heard=True) as handle:
             _, seconds = self.run(prompts)
             result = clock.reported(spent, seconds) | {"forwards": handle.report()["forwards"]}
         yield result
-        with self.watched(mode="log"):
+        with self.watched(mode="log", is_heard=True):
             result["kernels"] = clock.kernels(lambda: self.run(prompts, tokens=40))
         yield result
-        with self.watched(mode="log"):
+        with self.watched(mode="log", is_heard=True):
             (out / "profile.txt").write_text(clock.functions(lambda: self.run(prompts)))
         yield result
