@@ -124,7 +124,7 @@ NEEDED_OF = {
         Needed(
             f"{_REQUEST}Req",
             attributes=("rid", "kv", "origin_input_ids", "output_ids", "input_embeds"),
-            optional=("lora_id", "extra_key", "multimodal_inputs"),
+            optional=("lora_id", "extra_key", "multimodal_inputs", "positional_embed_overrides", "session"),
         ),
         Needed(
             f"{_REQUEST}ReqKvInfo",

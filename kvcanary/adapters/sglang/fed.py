@@ -78,6 +78,12 @@ def are_named(request: Any) -> bool:
 
 
 def identity_of(request: Any) -> Identity:
-    """What makes equal tokens mean other K and V: the adapter, and what the client said."""
-    adapter, said = (getattr(request, name, None) for name in ("lora_id", "extra_key"))
-    return Identity(str(said or ""), str(adapter or ""))
+    """What makes equal tokens mean other K and V: the adapter, and what the client said or gave in place of tokens.
+
+    Nothing of a request with embeddings of its own is another's; the next turn of a session goes on from it.
+    """
+    adapter, said, embeddings, session = (
+        getattr(request, name, None) for name in ("lora_id", "extra_key", "positional_embed_overrides", "session")
+    )
+    alone = "" if embeddings is None or session is not None else f", embeddings of {request.rid}"
+    return Identity(f"{said or ''}{alone}", str(adapter or ""))

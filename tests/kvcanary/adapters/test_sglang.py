@@ -21,7 +21,7 @@ from kvcanary import CanaryConfig
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
-from kvcanary.adapters.sglang.fed import FedForward, are_named, tokens_of
+from kvcanary.adapters.sglang.fed import FedForward, are_named, identity_of, tokens_of
 from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle, attach
 
@@ -270,3 +270,20 @@ def test_a_scheduler_without_a_turn_is_not_touched(monkeypatch: pytest.MonkeyPat
         assert attach(scheduler, CanaryConfig("log", share=1e-9)) is None
     assert vars(scheduler) == before
     assert [(own["event"], own["watched"], own["rank"]) for own in events] == [("kvcanary.turn", False, 3)]
+
+
+def test_a_request_with_embeddings_of_its_own_shares_with_nobody() -> None:
+    """Not even with one of the same embeddings, as SGLang has it; the next turn of a session goes on from it."""
+    plain = SimpleNamespace(rid="a", lora_id=None, extra_key="key", positional_embed_overrides=None, session=None)
+    names = [
+        identity_of(SimpleNamespace(**vars(plain) | changed))
+        for changed in (
+            {},
+            {"rid": "b"},
+            {"positional_embed_overrides": object()},
+            {"positional_embed_overrides": object(), "rid": "b"},
+            {"positional_embed_overrides": object(), "session": object()},
+        )
+    ]
+    assert names[0] == names[1] == names[4] == ("key", "", "", "")
+    assert len(set(names)) == 3

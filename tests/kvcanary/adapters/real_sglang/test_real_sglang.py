@@ -124,6 +124,15 @@ def test_pools_of_other_kinds_are_watched(scene, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_prompts_whose_embeddings_differ_are_told_apart(scene) -> None:
+    """Equal tokens, of which one has an embedding of its own in each request: what another wrote is another's."""
+    found, _ = first(scene("embeddings"), "embeddings_shared")
+    assert (found["code"], found["position"]) == ("R5", 0)
+    assert found["reader"] != found["writer"]
+    expect_sound(*scene("embeddings")[:2], least=300)
+
+
+@pytest.mark.slow
 def test_a_bit_of_the_host_tier_is_found_when_it_comes_back(scene) -> None:
     """T1 that says what loaded it and which word of which layer; what comes back whole is compared and silent."""
     sound, bare, struck, _ = scene("host tier")

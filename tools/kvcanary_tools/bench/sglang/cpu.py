@@ -122,6 +122,7 @@ QUICK = {
 PLAIN: Json = {"new": 8}
 WAVES: Json = {"prefix": 66, "between": ["reload"]}
 WIDE: Json = {"context_length": 256, "max_total_tokens": 1280, "chunked_prefill_size": 64}
+EMBEDDED: Json = {"new": 8, "embeddings": True}
 EVENTFUL: Json = {"between": ["flush", "sleep", "reload", "reload_and_flush"]}
 
 
@@ -165,6 +166,7 @@ POOLS = {
     "page 64, float16": pool({"page_size": 64, "dtype": "float16", **WIDE}, act=WAVES),
     "lifetimes": pool({}, act=EVENTFUL),
 }
+EMBEDDINGS = Scene((EMBEDDED, {**OFF, **EMBEDDED}, {**EMBEDDED, "at": 0, "fault": "embeddings_shared"}))
 #: Recurrent states: `state_freed` ends SGLang's own books.
 STATE_FAULTS = Scene(
     tuple({"fault": fault, **own} for fault, own in {
@@ -276,9 +278,8 @@ BESIDE = {
     ),
     "beside, topk 1": beside(1, "one_too_long"),
 }
-SCENES = (
-    QUICK | POOLS | {"states, faults": STATE_FAULTS} | STATES_OF_DRAFTS | {"host tier": TIER} | TREES | RANKS | BESIDE
-)
+ALONE = {"embeddings": EMBEDDINGS, "states, faults": STATE_FAULTS, "host tier": TIER}
+SCENES = QUICK | POOLS | ALONE | STATES_OF_DRAFTS | TREES | RANKS | BESIDE
 
 
 def pinned() -> str:

@@ -368,6 +368,20 @@ def chunk_rotated(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def embeddings_shared(host: Any) -> Iterator[Touched]:
+    """The prefix cache takes prompts of equal tokens for equal, whatever embeddings these have."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    def begin(method: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        own, request.positional_embed_overrides = request.positional_embed_overrides, None
+        request.skip_radix_cache_insert = False
+        method(request, *args, **kwargs)
+        request.positional_embed_overrides = own
+
+    with around(Req, "init_next_round_input", begin):
+        yield {}
+
+
 def hook_error(host: Any) -> Iterator[Touched]:
     """No fault of SGLang's: one hook of the canary fails in the target's forward, from now on."""
     yield from _failing(host.canary.target)
@@ -385,13 +399,13 @@ FAULTS: dict[str, Fault] = {
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
         short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite, draft_scatter,
         verify_scatter, chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped, state_freed,
-        no_state_copy, state_commit, state_uncommitted, state_scatter, state_untracked,
+        no_state_copy, state_commit, state_uncommitted, state_scatter, state_untracked, embeddings_shared,
     )
 }  # fmt: skip
 LASTING = (
     "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
     "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
-    "state_freed", "no_state_copy", "state_untracked",
+    "state_freed", "no_state_copy", "state_untracked", "embeddings_shared",
 )  # fmt: skip
 
 

@@ -222,7 +222,8 @@ class Host:
     def canary(self) -> Any:
         return getattr(self.scheduler, "kvcanary", None)
 
-    def ask(self, name: str, tokens: list[int], count: int) -> None:
+    def ask(self, name: str, tokens: list[int], count: int, embedding: int | None = None) -> None:
+        """embedding: the seed of one that the second token has instead of its own"""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -232,6 +233,7 @@ class Host:
             rid=name, input_text=None, input_ids=array("q", tokens), input_embeds=None, mm_inputs=None,
             token_type_ids=None, sampling_params=params, return_logprob=False, logprob_start_len=-1,
             top_logprobs_num=0, token_ids_logprob=None, stream=False,
+            **({} if embedding is None else {"positional_embed_overrides": models.embedding(embedding)}),
         )  # fmt: skip
         self.scheduler.process_input_requests([told])
 

@@ -76,6 +76,15 @@ def last_token(size: int) -> Any:
     return torch.cat((torch.eye(size) + torch.randn(size, size) * ASTRAY, torch.zeros(size, size)), 1)
 
 
+def embedding(seed: int) -> Any:
+    """What a request has for its second token, in place of the model's own."""
+    import torch
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    own = torch.randn(1, COMMON["hidden_size"], generator=torch.Generator().manual_seed(seed))
+    return PositionalEmbeds(embeds=own, positions=[1])
+
+
 def make(folder: Path, kind: str) -> Path:
     """The folder of such a model, which is made once."""
     own = folder / kind

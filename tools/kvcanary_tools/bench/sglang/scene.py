@@ -42,6 +42,7 @@ OF_AN_ACT = (
     "prefix",
     "misreading",
     "of_rank",
+    "embeddings",
 )
 
 
@@ -78,6 +79,7 @@ def play(
     prefix: int = 0,
     misreading: str = "",
     of_rank: int = 0,
+    embeddings: bool = False,
 ) -> dict[str, Any]:
     """Requests until none is left. Behind it nothing is cached, and no canary is attached.
 
@@ -88,6 +90,7 @@ def play(
     prefix: how many tokens all of these begin with
     misreading: of MISREADINGS, what attention does while it is asked what it reads
     of_rank: in which of several the fault strikes
+    embeddings: each of the first four has another one for its second token
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
     """
     said: dict[str, Any] = {
@@ -108,8 +111,8 @@ def play(
         host.canary.detach()
     before = host.begin()
     shared = [3 + 7 * number % 29 for number in range(prefix)]
-    for name, tokens in PROMPTS.items():
-        host.ask(name, shared + tokens, new)
+    for number, (name, tokens) in enumerate(PROMPTS.items()):
+        host.ask(name, shared + tokens, new, number if embeddings else None)
     blow = Blow(host, fault if host.rank in (None, of_rank) else "", at, abort, said)
     try:
         host.run(*((before_nothing, before_nothing) if later or between else blow.turns))
