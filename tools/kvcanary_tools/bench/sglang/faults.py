@@ -372,14 +372,17 @@ def embeddings_shared(host: Any) -> Iterator[Touched]:
     """The prefix cache takes prompts of equal tokens for equal, whatever embeddings these have."""
     from sglang.srt.managers.schedule_batch import Req
 
+    touched = {"hits": 0}
+
     def begin(method: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         own, request.positional_embed_overrides = request.positional_embed_overrides, None
         request.skip_radix_cache_insert = False
         method(request, *args, **kwargs)
         request.positional_embed_overrides = own
+        touched["hits"] += len(request.prefix_indices) > 0
 
     with around(Req, "init_next_round_input", begin):
-        yield {}
+        yield touched
 
 
 def hook_error(host: Any) -> Iterator[Touched]:
