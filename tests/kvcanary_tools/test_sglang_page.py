@@ -24,6 +24,7 @@ def test_sound_scenes_are_silent_and_faults_are_found_in_the_record() -> None:
         for act in scene["acts"]:
             fired = sum(sum(pool["fired"].values()) for pool in act["pools"].values())
             struck = act.get("touched")
+            assert act["findings"] or not act.get("raised"), name  # nothing else ended it
             if "equal_tokens" in act:
                 assert (fired, act["equal_tokens"], act.get("raised")) == (0, True, None), name
             elif act.get("fault", "").endswith("hook_error") or (name in BESIDE and "fault" not in act):

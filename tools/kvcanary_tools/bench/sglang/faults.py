@@ -379,7 +379,7 @@ def embeddings_shared(host: Any) -> Iterator[Touched]:
         request.skip_radix_cache_insert = False
         method(request, *args, **kwargs)
         request.positional_embed_overrides = own
-        touched["hits"] += len(request.prefix_indices) > 0
+        touched["hits"] += request.prefix_len > 0
 
     with around(Req, "init_next_round_input", begin):
         yield touched
