@@ -424,8 +424,10 @@ def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
     assert rig.forward({0: [1]})[1] == [None]
 
 
-@pytest.mark.parametrize("window", [0, 45, -32])
-def test_few_programs_go_on_until_a_row_ends(rig: Rig, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("window", "first", "told"), [(0, 0, [60, 17]), (45, 28, [60, 71]), (-32, 64, [71])])
+def test_few_programs_go_on_until_a_row_ends(
+    rig: Rig, window: int, first: int, told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launch knows no lengths: one program reads its row to the end, from the first entry that is seen."""
     monkeypatch.setattr(fingerprints_of, "FEWEST_PARTS", 1)
     monkeypatch.setattr(fingerprints_of, "PROGRAMS", 1)
@@ -437,15 +439,14 @@ def test_few_programs_go_on_until_a_row_ends(rig: Rig, window: int, monkeypatch:
         block, offset = divmod(rig.slot(0, position), BLOCK_SIZE)
         rig.kv[1].view(torch.int32)[block, 0, offset, 0] ^= 2
     rows, before = rig.rows({0: [1], 1: [2]}, {}), rig.counted[1:].clone()
-    first, seen = 0 if not window else length + 1 - window if window > 0 else length // -window * -window, []
+    seen = []
     for rig.step in range(2):
         violations = torch.full((RING, 2, 2), NO_VIOLATION, dtype=torch.int64, device=rig.device)
         rig.reread(rig.watched(rig.records, 2, 2, window), rows, stride=2, whole=False, violations=violations)
         seen += [pair[1] for pair in rig.named(violations[rig.step % RING, 0], 128) if pair]
-    wrong = [position for position in (71, 60, 17) if position >= first]
-    assert seen == [position for position in (60, 17 if first == 0 else 71) if position >= first]
+    assert seen == told  # the first that is due in each of two steps
     assert int(rig.counted[1:] - before) == length - first + 1
-    assert int(rig.total) == len(wrong)
+    assert int(rig.total) == sum(position >= first for position in (17, 60, 71))
 
 
 def test_rolling_reads_every_position_once(rig: Rig) -> None:

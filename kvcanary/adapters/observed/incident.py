@@ -86,10 +86,15 @@ def seen_rows(canary: WatchedCanary, findings: Sequence[Finding]) -> Iterator[Se
         if place is None or place.request is None or place.number is None or place.request in told:
             continue
         told.add(place.request)
-        lines = [kept[place.number].tolist() for kept in canary.kept]
-        ends = [_end(canary, place.number, group) for group in canary.groups]
-        tables = [line[: -(-end // g.block_size)] for line, end, g in zip(lines, ends, canary.groups, strict=True)]
-        yield SeenRow(place.request, place.number, tables, _tokens(canary, place.number, max(ends)))
+        tables = [blocks_of(canary, place.number, group) for group in canary.groups]
+        end = max(_end(canary, place.number, group) for group in canary.groups)
+        yield SeenRow(place.request, place.number, tables, _tokens(canary, place.number, end))
+
+
+def blocks_of(canary: WatchedCanary, number: int, group: Group) -> list[int]:
+    """Of a row, as far as its entries go: what is kept behind them was another's."""
+    used = -(-_end(canary, number, group) // group.block_size)
+    return canary.kept[canary.groups.index(group)][number, :used].tolist()
 
 
 def _around(canary: WatchedCanary, number: int, finding: Finding, place: Place) -> Iterator[SeenSlot]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcanary.adapters.observed.incident import WatchedCanary, place_of, pool_name, seen_rows, seen_slots
+from kvcanary.adapters.observed.incident import WatchedCanary, blocks_of, place_of, pool_name, seen_rows, seen_slots
 from kvcanary.calls.violation import Violation
 from kvcanary.config import CanaryConfig
 from kvcanary.dumps.manifest import shape_of_pool
@@ -66,9 +66,9 @@ def block_history(canary: WatchedCanary, violation: Violation) -> tuple[str, ...
     own = [place for place, group in enumerate(canary.groups) if group.number == violation.pool.pool_id]
     if not own or not canary.kept or violation.slot < 0:
         return ()
-    group, kept, request = canary.groups[own[0]], canary.kept[own[0]], violation.request_id
+    group, request = canary.groups[own[0]], violation.request_id
     number = None if request is None else canary.recent.number_of(request)
-    rows = {} if request is None or number is None else {request: kept[number].tolist()}
+    rows = {} if request is None or number is None else {request: blocks_of(canary, number, group)}
     block = violation.slot // group.block_size
     lines = story_of_block(canary.recent.told(), group.number, block, group.block_size, rows)
     told = tuple(f"step {line.step}: block {block} {line.text}" for line in lines)

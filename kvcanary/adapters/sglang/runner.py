@@ -348,7 +348,7 @@ class WatchedRunner(HostHandle):
 
     def _empty_forward(self) -> Forward:
         none = np.empty(0, dtype=np.int64)
-        return self._made([], none, ("decode", 0), torch.tensor([self.length]), 0)
+        return self._made([], none, ("decode", 0), torch.empty(0, dtype=torch.int64), 0)
 
     def _made(
         self, names: list[str], numbers: NDArray[np.integer], site: tuple[str, int], ends: Tensor, num_tokens: int

@@ -92,7 +92,6 @@ NEEDED_OF = {
             _RUNNER.rstrip("."),
             attributes=(
                 "device",
-                "max_model_len",
                 "req_states",
                 "block_tables",
                 "input_buffers",
@@ -147,7 +146,6 @@ NEEDED_OF = {
             attributes=(
                 "device",
                 "vllm_config",
-                "max_model_len",
                 "max_num_reqs",
                 "max_num_tokens",
                 "num_spec_tokens",

@@ -149,7 +149,7 @@ class HandleV1(LoadingHandle):
         runner, device = self.runner, self.runner.device
         if runner.dcp_world_size != 1 or getattr(self._table(0), "pcp_world_size", 1) != 1:
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
-        self._max_new, self._max_len = 1 + int(runner.num_spec_tokens), int(runner.max_model_len)
+        self._max_new = 1 + int(runner.num_spec_tokens)
         if self.config.mode == "heal":
             self._expect_healing()
         self._numbers: dict[str, int] = {}
@@ -185,7 +185,7 @@ class HandleV1(LoadingHandle):
 
     def _empty_forward(self) -> Forward:
         none = np.empty(0, dtype=np.int64)
-        return self._made((), none, ("decode", 0), 0, torch.tensor([self._max_len]))
+        return self._made((), none, ("decode", 0), 0, torch.empty(0, dtype=torch.int64))
 
     def _held(self) -> Collection[int]:
         return list(self._numbers.values())

@@ -183,7 +183,6 @@ class HandleV2(LoadingHandle):
         if tables.cp_size != 1 or getattr(runner, "pcp_manager", None) is not None:
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
-        self._max_len = int(runner.max_model_len)
         if self.config.mode == "heal":
             self._expect_healing()
         self._slots, most = self._of_caches(list(tables.slot_mappings)), tables.slot_mappings.shape[1]
@@ -213,7 +212,7 @@ class HandleV2(LoadingHandle):
     def _empty_forward(self) -> Forward:
         tables, held = self._of_caches(self._block_tables()), self.runner.input_buffers
         return Forward(
-            (), np.empty(0, dtype=np.int64), ("decode", 0), torch.tensor([self._max_len]), 0, tables,
+            (), np.empty(0, dtype=np.int64), ("decode", 0), torch.empty(0, dtype=torch.int64), 0, tables,
             held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots, self._tokens,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcanary import PoolView
+from kvcanary.adapters.observed.incident import blocks_of
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.report import report_step
 
@@ -145,6 +146,18 @@ def test_launches_know_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(WIDTH * BLOCK - 4):
         assert engine.step({0: [1], 1: [1]}) == 0
     assert sizes == known
+
+
+def test_a_row_has_the_blocks_of_its_own_entries_alone() -> None:
+    """Not those that lie behind them, which a longer request had in the same row: it gave them up, this one did not."""
+    engine = RowEngine("cpu")
+    [group] = engine.canary.groups
+    for length in 11, 2:
+        engine.begin(0, [])
+        assert engine.step({0: list(range(length))}) == 0
+        blocks = -(-length // BLOCK)
+        assert blocks_of(engine.canary, 0, group) == engine.table[0, :blocks].tolist()
+        engine.end(0)
 
 
 def planted(engine: RowEngine, layer: int, number: int, position: int, value: float, element: int = 3) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,6 @@ def draft_always(runner: Any) -> None:
         return [[*own, *row[-1:] * most][:most] for own, row in zip(drafts, sampled, strict=True)]
 
     runner.drafter.propose = always
-
-
-@contextmanager
-def heard() -> Iterator[None]:
-    """Schedulers tell of blocks meanwhile."""
-    from kvcanary.adapters.vllm.block_pool import follow
-
-    undo = follow()
-    try:
-        yield
-    finally:
-        undo()
 
 
 class Bench:
@@ -106,15 +94,16 @@ class Bench:
     def watched(self, mode: str = "raise", content: str = "rolling", is_heard: bool = False) -> Iterator[Any]:
         """is_heard: the scheduler tells of blocks, as where the plug-in is there from the start"""
         from kvcanary import CanaryConfig
+        from kvcanary.adapters.vllm.block_pool import follow
         from kvcanary.adapters.vllm.worker import attach
 
         self.llm.reset_prefix_cache()
         handle = attach(self.worker, CanaryConfig(mode=mode, content=content, ring=0))
-        try:
-            with heard() if is_heard else nullcontext():
-                yield handle
-        finally:
-            handle.detach()
+        with ExitStack() as stack:
+            stack.callback(handle.detach)
+            if is_heard:
+                stack.callback(follow())
+            yield handle
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
         """What faults are tried on."""

@@ -39,7 +39,7 @@ class BareRunner:
     """Its methods are those that a canary replaces."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.max_model_len, self.num_speculative_steps = torch.device(device), LENGTH, 0
+        self.device, self.num_speculative_steps = torch.device(device), 0
         self.speculator, self.kv_connector, self.pcp_manager = None, None, None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
