@@ -14,7 +14,7 @@ def test_the_page_quotes_the_records() -> None:
     """Its table is that of the records as they are, and every record of vLLM has a line."""
     page = vllm_page.PAGE.read_text(encoding="utf-8")
     assert "\n".join((vllm_page.BEGIN, *vllm_page.lines(), vllm_page.END)) in page
-    shown = {*vllm_page.SETTINGS, vllm_page.PARALLEL, vllm_page.PROFILED, *vllm_page.FIRST_NAN}
+    shown = {*vllm_page.SETTINGS, vllm_page.PARALLEL, *vllm_page.FIRST_NAN}
     told = {name for name in ("vllm_loads", "cpu_vllm_loads") if f"`{name}.json`" in page}
     assert {path.stem for path in RESULTS.glob("vllm*.json")} <= shown | told
 

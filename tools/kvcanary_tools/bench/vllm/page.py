@@ -25,7 +25,6 @@ SETTINGS = {
     "vllm_eagle": "runner V2, full graphs, EAGLE draft of 3 tokens",
 }
 PARALLEL = "vllm_parallel"
-PROFILED = "vllm_profile"
 FIRST_NAN = {"vllm_first_nan_dense": "a dense", "vllm_first_nan_mla": "a latent"}
 HARMLESS = ("load", "none")  # attempts in which nothing must be found
 Record = Mapping[str, Any]
@@ -47,7 +46,7 @@ def lines() -> Iterator[str]:
     for name, record in records.items():
         yield f"| {SETTINGS[name]} | {' | '.join(cost(record['compared']))} |"
     yield ""
-    yield from profiled(read(PROFILED))
+    yield from profiled(records["vllm"])
     yield ""
     yield from first_nan()
     if (RESULTS / f"{PARALLEL}.json").exists():

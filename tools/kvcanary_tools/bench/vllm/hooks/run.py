@@ -30,7 +30,7 @@ from kvcanary import CanaryConfig
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.records.graph_cache import Replays
-from kvcanary_tools.bench.vllm.hooks.bare_runner import LAYERS, ROWS, BareWorker, outputs
+from kvcanary_tools.bench.vllm.hooks.bare_runner import LAYERS, ROWS, BareRunner, BareWorker, outputs
 
 KINDS = ("quiet", "settling", "arriving")
 
@@ -62,6 +62,21 @@ def watched(worker: BareWorker, content: str) -> Iterator[HandleV2]:
             raise click.ClickException(f"the canary stopped: {handle.guard.stopped}")
 
 
+def step_us(runner: BareRunner, output: Any) -> float:
+    """What a step takes of the host. The device ends what it was given before tokens are asked for, as in a server,
+    whose model takes it longer than the canary does.
+    """
+    start = time.perf_counter()
+    runner.execute_model(output)
+    sampled = runner.sample_tokens(None)
+    launched = time.perf_counter() - start
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    sampled.get_output()
+    return 1e6 * (launched + time.perf_counter() - start)
+
+
 def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> list[dict[str, list[float]]]:
     """Microseconds of each step, by kind: with a canary, and without one.
 
@@ -69,15 +84,16 @@ def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> 
     """
     workers, planned = [BareWorker(device) for _ in range(2)], [outputs(7, every) for _ in range(2)]
     spent: list[dict[str, list[float]]] = [defaultdict(list), defaultdict(list)]
-    with watched(workers[0], content):
+    with watched(workers[0], content) as handle:
         for _ in range(steps):
             for worker, own, told in zip(workers, spent, planned, strict=True):
                 kind, output = next(told)
                 other_work(rest_ms)
-                start = time.perf_counter()
-                worker.model_runner.execute_model(output)
-                worker.model_runner.sample_tokens(None).get_output()
-                own[kind].append(1e6 * (time.perf_counter() - start))
+                own[kind].append(step_us(worker.model_runner, output))
+        if handle.canary is not None and handle.canary.waits:
+            raise click.ClickException(
+                f"{handle.canary.waits} steps waited for the device, which none of a server does"
+            )
     return [{kind: us[len(us) // 5 :] for kind, us in own.items()} for own in spent]  # the first ones capture
 
 
