@@ -43,14 +43,14 @@ LONG = (
 #: Big grids: of so many cases of a test in these files one is run on a CPU, the first and those that a hash of their
 #: name chooses; `make test-all`, and a GPU, run all.
 SAMPLED = {
-    8: "campaign dumps each_check equality finite modes poison stored",
+    8: "campaign dumps each_check equality finite modes poison stored taken_states",
     6: (
         "causes drafting_grid engine_acceptance equality_grid flood heal huge_pages lineage mixed_windows "
         "one_flipped_bit reads seals splitting vllm_owners walk"
     ),
     4: (
-        "abort always_on_checks attention false_alarms faults guard judged_behind locate page_backends plan "
-        "pressure product requests shares sliding standalone_engine taken_states windows"
+        "abort always_on_checks attention delta drafted_states false_alarms faults guard judged_behind locate "
+        "page_backends plan pressure product requests shares sliding standalone_engine windows"
     ),
     3: (
         "ahead announced_forwards batching cli compile content dump_replay index kernel_backends one_report "

@@ -14,11 +14,11 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo here")
 
 CLEAN = [
-    ("clean", "sync", "drafts", "0.8", "512", "200"),
-    ("clean", "overlap", "drafts", "0.0", "512", "200"),
-    ("clean", "overlap", "none", "0.8", "96", "200"),  # so few slots that requests go to the host tier and come back
+    ("clean", "sync", "drafts", "0.8", "512", "100"),
+    ("clean", "overlap", "drafts", "0.0", "512", "100"),
+    ("clean", "overlap", "none", "0.8", "96", "100"),  # so few slots that requests go to the host tier and come back
 ]
-SHORT = ("clean", "sync", "drafts", "0.8", "512", "60")
+SHORT = ("clean", "sync", "drafts", "0.8", "512", "40")
 FAULTS = {
     "token/sync": ("X1", "tokens", "req-0"),
     "token/overlap": ("X1", "tokens", "req-0"),

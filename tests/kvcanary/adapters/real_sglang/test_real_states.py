@@ -49,8 +49,8 @@ def test_states_of_a_server_that_drafts_are_watched(scene) -> None:
     R4 of every row in the round behind it, no token of which leaves.
     """
     act, bare, broken = scene("deltas, n-gram")
-    expect_sound(act, bare, 500)
-    assert act["reports"]["target"]["states_checked"] > 30
+    expect_sound(act, bare, 400)
+    assert act["reports"]["target"]["states_checked"] >= 30
     assert act["counts"]["hits"] > 0
     assert (broken["raised"], broken["left"]) == ("KVCorruptionError", 0)
     assert {own["code"] for own in broken["findings"]} == {"R4"}

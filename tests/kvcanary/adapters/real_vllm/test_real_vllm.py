@@ -313,7 +313,7 @@ OF_DRAFTS = [("--no-cache",), pytest.param((), marks=pytest.mark.slow)]
 def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A hybrid that drafts, without a prefix cache and with it, with runner V1."""
     record, options = tmp_path_factory.mktemp("drafts") / "record.json", request.param
-    return run("hybrids", record, "gdn", "--drafts", "--requests", "8", *options) | {"is_cached": not options}
+    return run("hybrids", record, "gdn", "--drafts", "--requests", "5", *options) | {"is_cached": not options}
 
 
 def test_states_of_drafts_are_watched_in_silence(drafted) -> None:

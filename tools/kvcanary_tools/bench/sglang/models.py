@@ -32,15 +32,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "rope_theta": 10000.0,
     },
     "deltas": {  # the same, of gated delta nets, which keep a window and a matrix
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "layer_types": [LINEAR, FULL] * 2,
-        "full_attention_interval": 2, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 2,
+        "layer_types": [LINEAR, FULL], "full_attention_interval": 2, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "mamba2": {  # the same, beside attention in every layer
-        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 128, "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
-        "mamba_chunk_size": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "num_hidden_layers": 2,
+        "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
 
