@@ -24,16 +24,16 @@ def test_begin_follows_the_tokens_that_the_engine_knows(act, dtype: torch.dtype,
     """By an oracle that adds token after token; the chain of the host is not read, padding is written nowhere."""
     keys, truth = make_keys(11, 1, 1, device), truth_of(device)
     tokens = torch.randint(0, 32000, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)).to(dtype)
-    rows = [(4 - i, length, 1, ROOTS[i % 3], 100 + i, POISON) for i, length in enumerate(LENGTHS[:4])]
-    new = torch.tensor([*rows, (ROWS, 3, 1, 1, 1, 1), (-1, 3, 1, 1, 1, 1)], device=device)
+    rows = [(4 - i, length, 1, ROOTS[i % 3], 100 + i, 7 + i, POISON) for i, length in enumerate(LENGTHS[:4])]
+    new = torch.tensor([*rows, (ROWS, 3, 1, 1, 1, 1, 1), (-1, 3, 1, 1, 1, 1, 1)], device=device)
     act(new, truth, keys, tokens.to(device))
-    for number, end, _, root, uid, _ in rows:
+    for number, end, _, root, uid, turn, _ in rows:
         chain = [root, *chain_host(tokens[number, :end].tolist(), 0, root, keys)][-1]
-        found = [int(values[number]) for values in (truth.ends, truth.known, truth.roots, truth.uids)]
-        assert found == [end, 1, root, uid]
+        found = [int(values[number]) for values in (truth.ends, truth.known, truth.roots, truth.uids, truth.turns)]
+        assert found == [end, 1, root, uid, turn]
         assert truth.tails[number].tolist() == [signed(chain), POISON, POISON]
     assert truth.lines[0].tolist() == [POISON] * (TAILS + 3)
-    last = torch.tensor([[0, WIDTH, 1, -5, 7, 1], [1, NOT_FOLLOWED, 1, 3, 8, 2]], device=device)
+    last = torch.tensor([[0, WIDTH, 1, -5, 7, 0, 1], [1, NOT_FOLLOWED, 1, 3, 8, 0, 2]], device=device)
     act(last, truth, keys, tokens.to(device))
     assert int(truth.tails[0, 0]) == signed(chain_host(tokens[0].tolist(), 0, -5, keys)[-1])
     assert (int(truth.ends[1]), int(truth.tails[1, 0])) == (NOT_FOLLOWED, 3)
@@ -46,5 +46,5 @@ def test_begin_takes_the_chain_that_it_is_given(act, device: str) -> None:
     new = torch.arange(2 * NEW_WIDTH, device=device).view(2, NEW_WIDTH)
     new[1, 0] = 3
     act(new, truth, make_keys(11, 1, 1, device))
-    assert truth.tails[:, 0].tolist() == [5, POISON, POISON, 11, POISON]
-    assert truth.ends.tolist() == [1, POISON, POISON, 7, POISON]
+    assert truth.tails[:, 0].tolist() == [6, POISON, POISON, 13, POISON]
+    assert truth.ends.tolist() == [1, POISON, POISON, 8, POISON]

@@ -72,8 +72,8 @@ class Rig:
         blocks = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(5)) + 1
         for row in range(4):
             self.table[row, :20] = blocks[20 * row : 20 * row + 20].to(torch.int32)
-        lines = torch.tensor([[0, 1, root, 1 + row, root, *[0] * 4] for row, root in enumerate(ROOTS)], device=device)
-        self.truth = Truth(lines)
+        lines = [[0, 1, root, 1 + row, 0, root, *[0] * 4] for row, root in enumerate(ROOTS)]
+        self.truth = Truth(torch.tensor(lines, device=device))
         self.total = torch.zeros(1, dtype=torch.int64, device=device)
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)  # by walk, by reread
         self.seeds = torch.zeros(4, 2, dtype=torch.int64, device=device)
@@ -440,11 +440,12 @@ def test_few_programs_go_on_until_a_row_ends(
         rig.kv[1].view(torch.int32)[block, 0, offset, 0] ^= 2
     rows, before = rig.rows({0: [1], 1: [2]}, {}), rig.counted[1:].clone()
     seen = []
-    for rig.step in range(2):
+    for turn in range(2):
+        rig.truth.turns[:] = turn
         violations = torch.full((RING, 2, 2), NO_VIOLATION, dtype=torch.int64, device=rig.device)
         rig.reread(rig.watched(rig.records, 2, 2, window), rows, stride=2, whole=False, violations=violations)
         seen += [pair[1] for pair in rig.named(violations[rig.step % RING, 0], 128) if pair]
-    assert seen == told  # the first that is due in each of two steps
+    assert seen == told  # the first that is due in each of two forwards
     assert int(rig.counted[1:] - before) == length - first + 1
     assert int(rig.total) == sum(position >= first for position in (17, 60, 71))
 
@@ -457,12 +458,20 @@ def test_rolling_reads_every_position_once(rig: Rig) -> None:
     rows = rig.rows({0: [1]}, {})
     seen = []
     counted = rig.counted[1:].clone()
-    for rig.step in range(8):
+    for turn in range(8):
+        rig.truth.turns[0] = turn
         violations = torch.full((RING, 2, 1), NO_VIOLATION, dtype=torch.int64, device=rig.device)
         rig.reread(rig.watched(rig.records, 1, 1), rows, stride=8, whole=False, violations=violations)
-        seen += [rig.step] if int(violations[rig.step % RING, 0]) != NO_VIOLATION else []
+        seen += [turn] if int(violations[rig.step % RING, 0]) != NO_VIOLATION else []
     assert seen == [17 % 8]
     assert int(rig.counted[1:] - counted) == 30
+
+
+def test_every_forward_of_a_row_reads_others_of_its_entries(rig: Rig) -> None:
+    """By its own count, not that of steps: here two rows take turns."""
+    for row in (0, 1) * 4:
+        rig.forward({row: [7] * 5})
+        assert int(rig.truth.turns[row]) == rig.step - rig.step // 2
 
 
 def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:

@@ -29,6 +29,7 @@ from kvcanary_kernels.watch.walk import (
     NOW_STEP,
     SHARED_WRITER,
     TAILS,
+    TURN,
     UID,
     UNJUDGED,
     Rows,
@@ -132,6 +133,7 @@ def advance(
         is_known = (back >= 0) & (back < truth.known[numbers])
         behind = tails[numbers].gather(1, back.clamp(0, tails.shape[1] - 1)[:, None])[:, 0]
         seeds[: len(numbers)] = torch.stack((torch.where(is_known, behind, 0), is_known), 1)
+        truth.turns[numbers] += 1
     starts, lines = rows.starts.tolist(), lines_of(rows)
     for i, number in enumerate(numbers.tolist()):
         where, count = slice(starts[i], starts[i + 1]), starts[i + 1] - starts[i]
@@ -236,8 +238,9 @@ def _advance_kernel(
     if IS_FIRST:
         back = tl.load(line + END) - past
         is_known = (back >= 0) & (back < tl.load(line + KNOWN))
-        carry = tl.load(tails + back, mask=is_known, other=0)
+        carry, turn = tl.load(tails + back, mask=is_known, other=0), tl.load(line + TURN)
         tl.debug_barrier()  # every thread has read what is stored anew below
+        tl.store(line + TURN, turn + 1)
         tl.store(seeds + 2 * i_row, carry)
         tl.store(seeds + 2 * i_row + 1, is_known.to(tl.int64))
     else:

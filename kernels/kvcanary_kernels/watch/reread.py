@@ -23,9 +23,9 @@ from kvcanary_kernels.watch.walk import (
     NONE,
     NOW_PLACE,
     NOW_ROWS,
-    NOW_STEP,
     NOW_TOKENS,
     NOW_WIDTH,
+    TURN,
     Rows,
     Truth,
     Watched,
@@ -132,8 +132,8 @@ def reread(
 ) -> None:
     """Compare fingerprint a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
 
-    The step says where they begin: any `stride` steps in a row see each position once. Entries whose bytes nobody took
-    under the record that lies there now are not judged.
+    Each row's own count of forwards says where they begin: any `stride` of them see each position once, whatever comes
+    between. Entries whose bytes nobody took under the record that lies there now are not judged.
 
     whole:      False: what each row had before this forward. True: all that is recorded of it (truth.ends), along the
                 line of the table that has its number; lengths and starts are not read
@@ -174,16 +174,15 @@ def reread(
         )
         return
     records, _, block_size, window, now, total, *_ = watched
-    _, _, step, *_ = now[:NOW_WIDTH].tolist()
     rows, place = live_rows(rows, now)
-    numbers, phase = rows.numbers.long(), step % stride
-    ends = truth.ends[numbers]
+    numbers = rows.numbers.long()
+    ends, phases = truth.ends[numbers], truth.turns[numbers] % stride
     sizes = (ends if whole else context_lengths(rows)) * (ends >= 0)
-    positions = torch.arange(phase, max([phase, *sizes.tolist()]), stride, device=records.device)
+    positions = torch.arange(0, max([0, *sizes.tolist()]), stride, device=records.device) + phases[:, None]
     live = positions < sizes[:, None]
     live &= positions >= first_seen(sizes, window)[:, None]
     row, column = live.nonzero(as_tuple=True)
-    position = positions[column]
+    position = positions[row, column]
     lines = numbers if whole else lines_of(rows)
     slots = slot_at(PageTable(rows.table, block_size), lines[row], position)
     safe = slots.clamp(0, pool.num_slots - 1)
@@ -322,15 +321,16 @@ def _reread_kernel(
     if i_row >= tl.load(now + NOW_ROWS):
         return
     number = tl.load(numbers + i_row).to(tl.int64)
+    line = truth + number * truth_stride
     if WHOLE:
-        length = tl.load(truth + number * truth_stride + END)
+        length = tl.load(line + END)
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
     row = table + (number if IN_PLACE else i_row) * table_stride
-    if tl.load(truth + number * truth_stride + END) < 0:
+    if tl.load(line + END) < 0:
         return
-    phase, seen = tl.load(now + NOW_STEP) % stride, device_first_seen(length, window)
+    phase, seen = tl.load(line + TURN) % stride, device_first_seen(length, window)
     first = phase + tl.cdiv(tl.maximum(seen - phase, 0), stride) * stride
     key = key_a + i_layer * WORDS
     start = tl.load(start_a + i_layer)

@@ -41,8 +41,8 @@ SPLITS = 8  # shares of a row that are judged side by side
 NOW_WIDTH = 6
 NOW_ROWS, NOW_TOKENS, NOW_STEP, NOW_SITE, NOW_PLACE, NOW_STAMP = map(tl.constexpr, range(NOW_WIDTH))
 #: Columns of Truth.lines; behind them lie its tails.
-TAILS = 4
-END, KNOWN, ROOT_CHAIN, UID = map(tl.constexpr, range(TAILS))
+TAILS = 5
+END, KNOWN, ROOT_CHAIN, UID, TURN = map(tl.constexpr, range(TAILS))
 FIRST_TAIL = tl.constexpr(TAILS)
 VIOLATION = tl.constexpr(BITS_PER_ENTRY)
 NONE = tl.constexpr(NO_VIOLATION)
@@ -56,12 +56,13 @@ class Truth:
     known: [n] how many of `tails` are true
     roots: [n] chain of none
     uids:  [n] who writes, for the report
+    turns: [n] grows by one with each forward of the row; which of its entries that re-reads begins from here
     tails: [n, T] chain of the first ends - i tokens
     """
 
     def __init__(self, lines: Tensor) -> None:
         self.lines, self.tails = lines, lines[:, TAILS:]
-        self.ends, self.known, self.roots, self.uids = lines[:, :TAILS].unbind(1)
+        self.ends, self.known, self.roots, self.uids, self.turns = lines[:, :TAILS].unbind(1)
 
 
 class Watched(NamedTuple):

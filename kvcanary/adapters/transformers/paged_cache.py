@@ -137,6 +137,7 @@ class BatchedCache:
 
     def _fed(self, number: int, part: Part, tokens: Tensor, positions: Tensor) -> Iterator[Violation]:
         row, request = self.rows[part.request], {"request_id": part.request}
+        row.forwards += 1
         wanted = torch.arange(part.past, part.past + part.count)
         for entry in (positions != wanted).nonzero()[:1, 0].tolist():
             sides = {"position": int(wanted[entry])}, {"position": int(positions[entry])}
@@ -236,7 +237,8 @@ class BatchedCache:
         known = torch.tensor([self.rows[part.request].chains is not None for part in batch.parts])[numbers]
         chosen = known
         if self.canary.config.content == "rolling":
-            chosen = known & (is_new | (places % ROTATION_STEPS == self.step % ROTATION_STEPS))
+            turns = torch.tensor([self.rows[part.request].forwards for part in batch.parts])[numbers]
+            chosen = known & (is_new | ((places - turns) % ROTATION_STEPS == 0))
         index, differs = self._differing(layer, given, wanted, chosen)
         if len(differs) and len(index) < int(known.sum()):  # one fault is told whole
             index, differs = self._differing(layer, given, wanted, known)

@@ -19,10 +19,14 @@ from kvcanary_kernels.record.layout import CHAIN, COLUMNS, REQUEST_GENERATION, S
 
 @dataclass
 class Row:
-    """One request, by its number in records, and the chain of every prefix of its tokens; None: nobody knows them."""
+    """One request, by its number in records, and the chain of every prefix of its tokens; None: nobody knows them.
+
+    forwards: that it has had; which of its entries a rolling check reads goes by these
+    """
 
     number: int
     chains: Tensor | None
+    forwards: int = 0
 
 
 @dataclass

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from kvcanary.adapters.transformers import attach  # noqa: E402
 from kvcanary.adapters.transformers import continuous_batching as batching  # noqa: E402
+from kvcanary.adapters.transformers import paged_cache  # noqa: E402
 from kvcanary.adapters.transformers.paged_layout import memory_of  # noqa: E402
 from kvcanary_tools.bench.transformers_clean import WINDOW, generate_batch  # noqa: E402
 
@@ -187,6 +188,29 @@ def test_a_flipped_bit_is_found_where_it_is(models, batch, monkeypatch) -> None:
     assert (found.code, found.layer, found.slot, found.position) == ("R9", 1, struck[0], 2)
     assert (found.part, found.head, found.dim, found.bit) == ("V", 1, 3, 5)
     assert found.reader.startswith("req_")
+
+
+def test_rolling_reads_every_entry_of_a_request(models, batch, monkeypatch) -> None:
+    """By its own forwards: here every second one is of a batch that it is not in."""
+    read = set()
+    before, differing = paged_cache.BatchedCache.before, paged_cache.BatchedCache._differing
+
+    def one_between(self, *fed) -> None:
+        self.step += 1
+        before(self, *fed)
+
+    def noted(self, layer, given, wanted, chosen):
+        [places], [is_new] = self._batch.places.values(), self._batch.is_new.values()
+        read.update((places[chosen & ~is_new] % 4).tolist())
+        return differing(self, layer, given, wanted, chosen)
+
+    monkeypatch.setattr(paged_cache, "ROTATION_STEPS", 4)
+    monkeypatch.setattr(paged_cache.BatchedCache, "before", one_between)
+    monkeypatch.setattr(paged_cache.BatchedCache, "_differing", noted)
+    model = models("Llama", batched=True)
+    with attach(model, CanaryConfig(content="rolling", seed=7)):
+        batch(model, 1)
+    assert read == {0, 1, 2, 3}
 
 
 def test_two_swapped_read_indices_are_found(models, batch, monkeypatch) -> None:

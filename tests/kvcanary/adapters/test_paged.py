@@ -11,6 +11,7 @@ from kvcanary import PoolView
 from kvcanary.adapters.observed.incident import blocks_of
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.report import report_step
+from kvcanary_kernels.watch.reread import LAYERS_PER_ENTRY
 
 from .row_engine import BLOCK, BLOCKS, DIM, HEADS, LAYERS, ROWS, TOKENS, WIDTH, RowEngine
 
@@ -84,6 +85,31 @@ def test_a_last_look_names_the_slot_that_the_row_had(device: str) -> None:
     report_step(engine.canary, engine.canary.steps[-1])
     found = next(found for found in engine.canary.log.findings if found.code == "R9")
     assert (found.reader, found.position, found.slot, found.site) == ("r1", 7, block * BLOCK + 3, ("release", 0))
+
+
+@pytest.mark.parametrize("between", ["nothing", "another row's", "one of no rows"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rolling_reads_every_entry_whatever_comes_between(
+    device: str, between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four forwards of a row read each of its entries once, also where the engine has another in between each time."""
+    monkeypatch.setattr("kvcanary.adapters.observed.launches.ROTATION_STEPS", 4)
+    engine = RowEngine(device, "rolling")
+    for number in range(2):
+        engine.begin(number, [])
+        engine.step({number: list(range(9))})
+    for position in range(4, 8):
+        engine.kv[0].view(torch.int32)[int(engine.table[0, 1]), 0, position - 4, 0] ^= 1 << 30
+    found = []
+    for step in range(4):
+        if between == "another row's":
+            engine.step({1: [step]})
+        elif between == "one of no rows":
+            engine.canary.read(engine.forward_of([], 0, []))
+        engine.step({0: [step]})
+        [own] = engine.canary.violations_of(engine.canary.steps[-1])["read"][0, :, 0].tolist()
+        found.append(own // LAYERS_PER_ENTRY)
+    assert sorted(found) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("device", DEVICES)
