@@ -15,9 +15,8 @@ from kvcanary import CanaryConfig, KVCorruptionError
 transformers = pytest.importorskip("transformers")
 from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
 
-from kvcanary.adapters.transformers import attach  # noqa: E402
+from kvcanary.adapters.transformers import attach, paged_cache  # noqa: E402
 from kvcanary.adapters.transformers import continuous_batching as batching  # noqa: E402
-from kvcanary.adapters.transformers import paged_cache  # noqa: E402
 from kvcanary.adapters.transformers.paged_layout import memory_of  # noqa: E402
 from kvcanary_tools.bench.transformers_clean import WINDOW, generate_batch  # noqa: E402
 
