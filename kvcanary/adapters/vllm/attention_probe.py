@@ -1,8 +1,8 @@
 """What attention inside vLLM really reads: known entries in blocks that nobody has, by the layer's own forward.
 
-Before a worker serves, a few short forwards go through its first and its last layer of attention: a prompt, a chunk
-behind it, one token a row. Block tables and lengths are ours; how they are read is vLLM's: its metadata builder, its
-kernel, its scales. What comes out says which entries were read (kvcanary/probe/known.py).
+Before a worker serves, a few short forwards go through its first and its last layer of attention, and through those of
+a draft: a prompt, a chunk behind it, one token a row. Block tables and lengths are ours; how they are read is vLLM's:
+its metadata builder, its kernel, its scales. What comes out says which entries were read (kvcanary/probe/known.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _GIVEN = {*COMMON, "query_start_loc_cpu", "num_reqs", "max_query_len", "max_seq_
 
 
 def probe_layers(canary: PagedCanary, runner: Any, vllm_config: Any, groups: Sequence[Any]) -> None:
-    """Ask the layers of every pool that the target stores. KVCorruptionError in mode raise.
+    """Ask the layers of every pool, those of a draft as well. KVCorruptionError in mode raise.
 
     groups: vLLM's, as the canary's are numbered
     """
     for group, own in zip(canary.groups, groups, strict=True):
-        for pool in [pool for pool in group.layers if not pool.is_late]:
+        for pool in group.layers:
             make = functools.partial(
                 _Asked, runner, vllm_config, pool.names, pool.view, own.kv_cache_spec, group.window
             )
@@ -54,7 +54,7 @@ class _Asked:
     ) -> None:
         context = runner.compilation_config.static_forward_context
         self._layers, self._view, self._spec = {name: context[name] for name in names}, view, spec
-        own = next(own for groups in runner.attn_groups for own in groups if names[0] in own.layer_names)
+        own = _attention_of(runner, names[0])
         self._window = window
         self._builder, self._vllm_config = own.get_metadata_builder(), vllm_config
         self._budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
@@ -133,6 +133,16 @@ class ProbedLayers:
         }  # fmt: skip
         names = {one.name for one in fields(self._metadata_of)}
         return self._metadata_of(**{name: own for name, own in given.items() if name in names})
+
+
+def _attention_of(runner: Any, name: str) -> Any:
+    """The group of attention that a layer is in: a draft's own one, where it has one."""
+    owners = getattr(runner, "speculator", None), runner
+    held = [own for owner in owners for groups in getattr(owner, "attn_groups", None) or () for own in groups]
+    found = [own for own in held if name in own.layer_names]
+    if not found:
+        raise LookupError(f"{name} is in none of the runner's groups of attention")
+    return found[0]
 
 
 def _required() -> set[str]:

@@ -24,8 +24,8 @@ class Layer:
 
     num_heads, num_kv_heads, head_size = 2 * HEADS, HEADS, DIM
 
-    def __init__(self, window: int = 0) -> None:
-        self.kv_cache = torch.zeros(2, BLOCKS * SIZE, HEADS, DIM)
+    def __init__(self, window: int = 0, name: str = NAME) -> None:
+        self.name, self.kv_cache = name, torch.zeros(2, BLOCKS * SIZE, HEADS, DIM)
         self.impl, self.window = SimpleNamespace(scale=DIM**-0.5, sinks=None), window
         self.harm: Callable[[Any], None] = lambda metadata: None
         self.times, self.seen = 1.0, 0
@@ -33,7 +33,7 @@ class Layer:
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         from vllm.forward_context import now
 
-        metadata, slots = now.attn_metadata[NAME], now.slot_mapping[NAME]
+        metadata, slots = now.attn_metadata[self.name], now.slot_mapping[self.name]
         own = SimpleNamespace(**vars(metadata))
         own.block_table_tensor, own.seq_lens = own.block_table_tensor.clone(), own.seq_lens.clone()
         self.harm(own)
@@ -66,14 +66,23 @@ class Worker:
         view = PoolView("target", [cache[0]], [cache[1]], SIZE, null_slots=SIZE)
         self.canary.memory.add_layers(group, view, [NAME])
         self.builder = AttentionMetadataBuilder(SIZE)
-        own = SimpleNamespace(layer_names=[NAME], get_metadata_builder=lambda: self.builder)
+        self.group = SimpleNamespace(layer_names=[NAME], get_metadata_builder=lambda: self.builder)
         context = SimpleNamespace(static_forward_context={NAME: self.layer})
-        self.runner = SimpleNamespace(attn_groups=[[own]], compilation_config=context)
+        self.runner = SimpleNamespace(attn_groups=[[self.group]], compilation_config=context)
         limits = {"max_num_batched_tokens": 512, "max_num_seqs": 4} | scheduler
         self.config = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32),
             scheduler_config=SimpleNamespace(**limits), parallel_config=SimpleNamespace(data_parallel_size=1),
         )  # fmt: skip
+
+    def add_draft(self, group: Any) -> Layer:
+        """A layer that a draft stores, over blocks of the same numbers; its attention is of this group."""
+        draft = Layer(name="draft.attn")
+        self.runner.compilation_config.static_forward_context[draft.name] = draft
+        group.layer_names.append(draft.name)
+        view = PoolView("draft", [draft.kv_cache[0]], [draft.kv_cache[1]], SIZE, null_slots=SIZE)
+        self.canary.memory.add_layers(self.canary.groups[0], view, [draft.name], is_late=True)
+        return draft
 
     def probe(self) -> list[tuple[str, str]]:
         """Code and first cause of what is found."""
@@ -126,6 +135,21 @@ def test_what_attention_read_instead_is_named(host, harm: Callable[[Any], None],
     assert said in cause
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_layers_of_a_draft_are_asked(host, has_own: bool) -> None:
+    """In the runner's group of attention, as in V1, or in one of the speculator's."""
+    worker = Worker()
+    own = SimpleNamespace(layer_names=[], get_metadata_builder=lambda: worker.builder)
+    worker.runner.speculator = SimpleNamespace(attn_groups=[[own]]) if has_own else None
+    draft = worker.add_draft(own if has_own else worker.group)
+    assert worker.probe() == []
+    assert worker.canary.coverage.reader_probes == 2
+    draft.harm = sorts_table
+    [(code, cause)] = worker.probe()
+    assert (code, worker.canary.log.findings[0].pool) == ("R8", "draft")
+    assert "attention ignores the row's table" in cause
+
+
 def scales_scores(worker: Worker) -> None:
     """Once the probe has asked for the scale."""
     worker.layer.harm = lambda metadata: setattr(worker.layer.impl, "scale", 1.0)
@@ -175,6 +199,7 @@ def test_in_mode_raise_the_worker_does_not_serve(host) -> None:
         ),
         (lambda worker: setattr(worker.config.scheduler_config, "max_num_seqs", 2), "more than this worker has room"),
         (lambda worker: setattr(worker.config.model_config, "max_model_len", 16), "more than this worker has room"),
+        (lambda worker: worker.group.layer_names.clear(), "is in none of the runner's groups of attention"),
         (lambda worker: setattr(worker, "runner", SimpleNamespace()), "AttributeError"),
     ],
 )

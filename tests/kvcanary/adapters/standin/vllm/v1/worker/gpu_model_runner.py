@@ -27,7 +27,7 @@ class GPUModelRunner:
         self.num_accepted_tokens = CpuGpuBuffer(max_num_reqs, dtype=torch.int32)
         self.input_ids = CpuGpuBuffer(max_num_tokens, dtype=torch.int32)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64)
-        self.input_batch, self.kv_caches = InputBatch(max_num_reqs), []
+        self.input_batch, self.kv_caches, self.attn_groups = InputBatch(max_num_reqs), [], []
 
     def initialize_kv_cache(self, kv_cache_config) -> None:
         self.kv_cache_config = kv_cache_config

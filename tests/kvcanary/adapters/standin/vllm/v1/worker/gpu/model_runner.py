@@ -61,7 +61,7 @@ class GPUModelRunner:
         self.speculator = Speculator(self, list(drafts)) if drafts else None
         self.num_speculative_steps = Speculator.num_steps if drafts else 0
         self.kv_connector = KVConnector() if connector is None else ActiveKVConnector(connector)
-        self.pcp_manager, self.kv_caches = None, []
+        self.pcp_manager, self.kv_caches, self.attn_groups = None, [], []
         self.input_buffers = InputBuffers(max_num_reqs, max_num_tokens)
         self.req_states = RequestState(max_num_reqs, max_model_len)
         self.batch: InputBatch | None = None
