@@ -98,13 +98,10 @@ class WatchedRunner(HostHandle):
         self._arm(self.canary)
 
     def probe_reader(self) -> None:
-        """Ask the target's attention what it reads, over slots that nobody has: before it serves. KVCorruptionError in
-        mode raise.
+        """Ask its attention what it reads, over slots that nobody has: before it serves. KVCorruptionError in mode
+        raise.
         """
-        if self.role == "target":
-            probe_layers(self.canary, self.runner, self.runner.server_args)
-        else:
-            self.canary.coverage.not_probed = "that of a draft is not asked"
+        probe_layers(self.canary, self.runner, self.runner.server_args)
 
     def compare_ranks(self, group: Any) -> None:
         """Compare what this gloo group runs and samples, which nobody else uses; None: there is one rank."""

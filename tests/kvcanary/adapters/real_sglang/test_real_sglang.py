@@ -78,6 +78,15 @@ def test_attention_is_asked_what_it_reads(scene, harm: str, said: str) -> None:
     assert found["causes"][0]["text"].startswith(said)
 
 
+@pytest.mark.slow
+def test_attention_of_a_draft_is_asked_what_it_reads(scene) -> None:
+    """By its own runner's backend: R8 in its pool, and the target's is silent."""
+    [act] = [act for act in scene("topk 1, page 1") if act["misreading"]]
+    [found] = act["findings"]
+    assert (found["code"], found["pool"]) == ("R8", "draft")
+    assert found["causes"][0]["text"].startswith("entries weigh otherwise than K and the query say")
+
+
 def test_no_token_of_a_wrong_step_leaves(scene) -> None:
     """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
     act = scene("dense faults")[-1]

@@ -66,6 +66,11 @@ def trees(topk: int, page: int, *faults: str) -> Scene:
     return Scene(acts, {"eagle": True, "topk": topk, "nodes": nodes, "page_size": page})
 
 
+def misread(scene: Scene, misreading: str) -> Scene:
+    """And attention that reads otherwise while it is asked."""
+    return Scene((*scene.acts, {"misreading": misreading, "new": 2}), scene.settings)
+
+
 def graphed(scene: Scene) -> Scene:
     """The same where a draft's extends run from a graph of SGLang's own, or what stands for it here."""
     return Scene(scene.acts, {**scene.settings, "graphs": True})
@@ -230,7 +235,7 @@ TREES = {
         (LONG, {**OFF, **LONG}),
         {"context_length": 512, "max_total_tokens": 5120, "max_running_requests": 16, "chunked_prefill_size": 256},
     ),
-    "topk 1, page 1": trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"),
+    "topk 1, page 1": misread(trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"), "draft_scaled_twice"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 1, graphs": graphed(trees(1, 4, "draft_bit")),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),

@@ -30,15 +30,21 @@ MISREADINGS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+OF_DRAFT = "draft_"  # what names of those in a draft's attention begin with
+
+
 @contextmanager
 def misreading(host: Any, name: str) -> Iterator[None]:
     """The backend reads otherwise; name: "" for as it should."""
-    backend = host.scheduler.tp_worker.model_runner.attn_backend
+    runner, harm = host.scheduler.tp_worker.model_runner, name.removeprefix(OF_DRAFT)
+    if harm != name:
+        runner = host.scheduler.draft_worker.draft_worker.draft_runner
+    backend = runner.attn_backend
     right = backend.forward
 
     def forward(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         batch = copy.copy(forward_batch)
-        return right(MISREADINGS[name](q, batch), k, v, layer, batch, *args, **kwargs)
+        return right(MISREADINGS[harm](q, batch), k, v, layer, batch, *args, **kwargs)
 
     if name:
         backend.forward = forward
