@@ -1,8 +1,8 @@
 """What attention inside SGLang really reads: known entries in slots that nobody has, by the layer's own forward.
 
 As in vLLM (kvcanary/adapters/vllm/attention_probe.py): before a server answers, a prompt, a chunk behind it and one
-token a row go through the first and the last layer of its pool, and of a draft's. Rows of `req_to_token` and lengths are ours;
-how they are read is SGLang's: its backend's metadata, its kernel, its scales.
+token a row go through the first and the last layer of its pool, and of a draft's. Rows of `req_to_token` and lengths
+are ours; how they are read is SGLang's: its backend's metadata, its kernel, its scales.
 """
 
 from __future__ import annotations
