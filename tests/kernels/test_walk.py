@@ -467,8 +467,8 @@ def test_rolling_reads_every_position_once(rig: Rig) -> None:
     assert int(rig.counted[1:] - counted) == 30
 
 
-def test_every_forward_of_a_row_reads_others_of_its_entries(rig: Rig) -> None:
-    """By its own count, not that of steps: here two rows take turns."""
+def test_a_row_counts_its_own_forwards(rig: Rig) -> None:
+    """Not those of others: here two rows take turns."""
     for row in (0, 1) * 4:
         rig.forward({row: [7] * 5})
         assert int(rig.truth.turns[row]) == rig.step - rig.step // 2

@@ -23,8 +23,7 @@ def begin(new: Tensor, truth: Truth, keys: Keys, all_tokens: Tensor | None = Non
     """Write what is true of new rows. No allocation, no wait.
 
     new:        [n, NEW_WIDTH] int64: number in Truth (one that it does not have: padding), entries that it begins with
-                or NOT_FOLLOWED, 1, chain of none, who writes, any number to count its forwards from, chain of these
-                entries
+                or NOT_FOLLOWED, 1, chain of none, who writes, what its turns go on from, chain of these entries
     all_tokens: [rows of Truth, width] int32 or int64, where the last of these is computed from; None: it is taken
     """
     if launches:

@@ -132,7 +132,7 @@ def reread(
 ) -> None:
     """Compare fingerprint a of the entries at every `stride`-th position of every row (R9). No allocation, no wait.
 
-    Each row's own count of forwards says where they begin: any `stride` of them see each position once, whatever comes
+    Each row's own turns say where they begin: any `stride` of its forwards see each position once, whatever comes
     between. Entries whose bytes nobody took under the record that lies there now are not judged.
 
     whole:      False: what each row had before this forward. True: all that is recorded of it (truth.ends), along the

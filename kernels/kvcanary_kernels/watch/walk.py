@@ -56,7 +56,7 @@ class Truth:
     known: [n] how many of `tails` are true
     roots: [n] chain of none
     uids:  [n] who writes, for the report
-    turns: [n] grows by one with each forward of the row; which of its entries that re-reads begins from here
+    turns: [n] grows by one with each forward that the row is in; which of its entries are read again goes by that
     tails: [n, T] chain of the first ends - i tokens
     """
 

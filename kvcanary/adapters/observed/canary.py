@@ -169,7 +169,7 @@ class PagedCanary:
             root = self.prefixes.root(identity)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
-                self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, 0, root
+                self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, self.step, root
                 self._roots.pop(number, None)
                 continue
             self._roots[number] = root, self._uid
@@ -178,7 +178,7 @@ class PagedCanary:
                 tail = root if self._has_tokens else self.prefixes.end(tokens[:length], identity)
                 if self.config.content != "write":
                     self._fresh.append((number, request))
-            self._new[number] = number, length, 1, root, self._uid, self._uid, tail
+            self._new[number] = number, length, 1, root, self._uid, self.step, tail
         return list(range(first, self._uid + 1))
 
     def take_back(

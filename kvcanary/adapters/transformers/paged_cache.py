@@ -85,7 +85,7 @@ class BatchedCache:
 
     def _begin(self, request: str, chains: Tensor | None) -> None:
         number = self.rows[request].number if request in self.rows else self.canary.new_request(request)
-        self.rows[request] = Row(number, chains)
+        self.rows[request] = Row(number, chains, self.step)
 
     def _arrived(self, layer: int, group: Group, where: Tensor) -> Iterator[Violation]:
         where = where[group.chains[where] != 0]
@@ -137,7 +137,7 @@ class BatchedCache:
 
     def _fed(self, number: int, part: Part, tokens: Tensor, positions: Tensor) -> Iterator[Violation]:
         row, request = self.rows[part.request], {"request_id": part.request}
-        row.forwards += 1
+        row.turn += 1
         wanted = torch.arange(part.past, part.past + part.count)
         for entry in (positions != wanted).nonzero()[:1, 0].tolist():
             sides = {"position": int(wanted[entry])}, {"position": int(positions[entry])}
@@ -237,7 +237,7 @@ class BatchedCache:
         known = torch.tensor([self.rows[part.request].chains is not None for part in batch.parts])[numbers]
         chosen = known
         if self.canary.config.content == "rolling":
-            turns = torch.tensor([self.rows[part.request].forwards for part in batch.parts])[numbers]
+            turns = torch.tensor([self.rows[part.request].turn for part in batch.parts])[numbers]
             chosen = known & (is_new | ((places - turns) % ROTATION_STEPS == 0))
         index, differs = self._differing(layer, given, wanted, chosen)
         if len(differs) and len(index) < int(known.sum()):  # one fault is told whole

@@ -21,12 +21,13 @@ from kvcanary_kernels.record.layout import CHAIN, COLUMNS, REQUEST_GENERATION, S
 class Row:
     """One request, by its number in records, and the chain of every prefix of its tokens; None: nobody knows them.
 
-    forwards: that it has had; which of its entries a rolling check reads goes by these
+    turn: grows by one with each forward that it is in, from the step in which it began; which of its entries a rolling
+          check reads goes by that
     """
 
     number: int
     chains: Tensor | None
-    forwards: int = 0
+    turn: int
 
 
 @dataclass

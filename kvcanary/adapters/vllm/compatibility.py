@@ -266,8 +266,7 @@ PROBED_SIDE = (
     Needed(f"{CONTEXT}:set_forward_context", ("attn_metadata", "vllm_config")),
     Needed(f"{BACKEND}:CommonAttentionMetadata", (), COMMON),
     Needed(f"{BACKEND}:AttentionMetadataBuilder.build", ("self", "common_prefix_len", "common_attn_metadata")),
-    Needed(_RUNNER[:-1], attributes=("attn_groups",)),
-    Needed(_FIRST[:-1], attributes=("attn_groups",)),
+    *(Needed(own.rstrip("."), attributes=("attn_groups",)) for own in (_RUNNER, _FIRST)),
 )
 
 #: What stays closed where its names are gone, while the rest is watched.

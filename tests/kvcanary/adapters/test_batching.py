@@ -191,10 +191,11 @@ def test_a_flipped_bit_is_found_where_it_is(models, batch, monkeypatch) -> None:
 
 def test_rolling_reads_every_entry_of_a_request(models, batch, monkeypatch) -> None:
     """By its own forwards: here every second one is of a batch that it is not in."""
-    read = set()
+    read, caches = set(), set()
     before, differing = paged_cache.BatchedCache.before, paged_cache.BatchedCache._differing
 
     def one_between(self, *fed) -> None:
+        caches.add(self)
         self.step += 1
         before(self, *fed)
 
@@ -210,6 +211,9 @@ def test_rolling_reads_every_entry_of_a_request(models, batch, monkeypatch) -> N
     with attach(model, CanaryConfig(content="rolling", seed=7)):
         batch(model, 1)
     assert read == {0, 1, 2, 3}
+    [cache] = caches
+    cache._begin("later", None)
+    assert cache.rows["later"].turn == cache.step > 0  # and not where all others began
 
 
 def test_two_swapped_read_indices_are_found(models, batch, monkeypatch) -> None:

@@ -113,6 +113,26 @@ def test_rolling_reads_every_entry_whatever_comes_between(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_short_rows_go_on_where_those_before_them_ended(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prefix that many read, each for one forward, all is read again in time."""
+    monkeypatch.setattr("kvcanary.adapters.observed.launches.ROTATION_STEPS", 4)
+    engine = RowEngine(device, "rolling")
+    engine.begin(0, [])
+    engine.step({0: list(range(9))})
+    for position in range(4, 8):
+        engine.kv[0].view(torch.int32)[int(engine.table[0, 1]), 0, position - 4, 0] ^= 1 << 30
+    found = []
+    for number in range(1, 5):
+        engine.table[number] = engine.table[0]
+        engine.table[number, 2] = engine.free.pop()
+        engine.begin(number, engine.tokens[0], 8)
+        engine.step({number: [8]})
+        [own] = engine.canary.violations_of(engine.canary.steps[-1])["read"][0, :, 0].tolist()
+        found.append(own // LAYERS_PER_ENTRY)
+    assert sorted(found) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_swapped_table_is_counted(device: str) -> None:
     """Two blocks exchanged: R4 at the first position of the first, and one count an entry."""
     engine = RowEngine(device, "write")

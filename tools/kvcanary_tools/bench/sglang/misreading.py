@@ -30,7 +30,7 @@ MISREADINGS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-OF_DRAFT = "draft_"  # what names of those in a draft's attention begin with
+OF_DRAFT = "draft_"  # in front of a name: in the draft's attention
 
 
 @contextmanager
