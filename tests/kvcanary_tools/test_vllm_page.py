@@ -56,14 +56,20 @@ def test_the_page_quotes_the_records_of_hooks() -> None:
     page = " ".join(vllm_page.PAGE.read_text(encoding="utf-8").split())
     gpus = json.loads((RESULTS / "gpu_vllm_hooks.json").read_text(encoding="utf-8"))
     [cpu] = json.loads((RESULTS / "cpu_vllm_hooks.json").read_text(encoding="utf-8"))
-    (h100, h200), here = (
+    (h100, *h200), here = (
         [[round(own["hooks"][kind]["median_us"]) for kind in ("quiet", "arriving")] for own in records]
         for records in (gpus, [cpu])
     )
-    assert (
-        "Beside one H200 a quiet step took {} us and one with an arrival {} us, beside one H100".format(*h200) in page
-    )
-    assert "beside one H100 {} and {} us (`gpu_vllm_hooks.json`)".format(*h100) in page
+    quiet, arriving = (f"{min(took)} to {max(took)} us" for took in zip(*h200, strict=True))
+    said = f"a quiet step took {quiet} and one with an arrival {arriving} (`gpu_vllm_hooks.json`)"
+    assert f"In five runs beside an H200 {said}" in page
+    steps = [own["hooks"]["quiet"] for own in gpus[1:]]
+    bare = sorted(round(own["step_without_us"]) for own in steps)
+    shares = sorted(own["median_us"] / own["step_without_us"] for own in steps)
+    assert len(steps) == 5
+    assert f"took {bare[0]} to {bare[-1]} us for its own step" in page
+    assert f"hooks are {shares[0]:.1f} to {shares[-1]:.1f} of that" in page
+    assert "One H100 had {} and {} us".format(*h100) in page
     assert "on a CPU: {} us of a quiet step and {} us of one in which a request comes".format(*here[0]) in page
 
 

@@ -198,14 +198,14 @@ PRODUCTS = (
 def inside_vllm(record: Record) -> str:
     """How long the hooks are, of that record."""
     compared = record["compared"]
-    *_, hooks = read("gpu_vllm_hooks") or ()  # the bench adds its record behind those that are there
-    quiet = hooks["hooks"]["quiet"]["median_us"]
+    told = [own["hooks"]["quiet"] for own in read("gpu_vllm_hooks") or () if "H200" in own["device"]]
+    quiet, bare = (sorted(own[of] for own in told) for of in ("median_us", "step_without_us"))
     return (
         f"steps of so small a model, {compared['by_step']['ms'][0]:.1f} ms with 256 requests, are bounded by vLLM's "
         "work on the host, here in one process with its scheduler. In nearly every one blocks are given out, in many "
         f"requests come, go or are preempted: hooks take {min(compared['hooks_us']):.0f} us in the mean there, clocks "
-        f"among them. Those of a step that repeats the last took {quiet:.0f} us over a runner without a model "
-        "(`gpu_vllm_hooks`)."
+        f"among them. Those of a step that repeats the last took {quiet[0]:.0f} to {quiet[-1]:.0f} us over a "
+        f"runner without a model, whose own step took {bare[0]:.0f} to {bare[-1]:.0f} (`gpu_vllm_hooks`)."
     )
 
 
