@@ -5,18 +5,21 @@ Tokens, positions and slots are compared on the device; the host looks only when
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import Group
+from kvcanary.adapters.observed.canary import FEWEST_ROWS, PagedCanary, at_least, sizes
+from kvcanary.adapters.observed.state import RING, Forward, Group, Step
 from kvcanary.calls.violation import Violation
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
+from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, NOW_STEP, table_slots
 
 UNKNOWN = -1  # in `expected`: nobody knows
 
@@ -121,3 +124,105 @@ def judge_fed(
     # the engine may use its tensors again before the host looks
     kept = replace(entries, positions=entries.positions.clone(), slots=entries.slots.clone())
     canary.events.append(Fed(code, what, found.clone(), expected, wrong, kept, canary.groups[0], site))
+
+
+class SampledTokens:
+    """A row goes on with the token that was sampled of it last: W6 where it does not.
+
+    Engines keep sampled tokens on the device or in books of their own, from which the next forward is fed; here they
+    are kept once more. It holds the canary, and is one of `PagedCanary.beside`.
+    """
+
+    number = -1  # told before what states say
+
+    def __init__(self, canary: PagedCanary, most: int) -> None:
+        """most: tokens that are sampled of one row in a step, at most"""
+        self.canary, zeros, rows = canary, canary.memory.zeros, canary.num_rows
+        self._next = zeros(rows + 1) - 1  # by number of a row; the last one is nobody's
+        self._sampled = zeros(rows, most)
+        self._told = zeros(RING, 4, rows)  # step, position, token that was fed and that was sampled, in batch order
+        canary.beside.add(self)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(own.numel() * own.element_size() for own in (self._next, self._sampled, self._told))
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Rows begin, or begin anew: nothing was sampled of them."""
+        if numbers:
+            self._next.index_fill_(0, self.canary.memory.upload(torch.tensor(numbers)), UNKNOWN)
+
+    def compare(self, forward: Forward) -> None:
+        """Look at what each row is fed first; behind `read` or `read_again`, before the forward runs."""
+        self._launch_compare(forward, at_least(len(forward.numbers), FEWEST_ROWS, self.canary.num_rows))
+
+    def sampled(self, tokens: Tensor, are_kept: NDArray[np.bool_] | None = None) -> None:
+        """What was sampled of the rows of that forward, in batch order. No wait.
+
+        tokens:   [rows, <= most] int32 or int64, those that count first, UNKNOWN behind them
+        are_kept: [rows], False where the engine throws them away, since the prompt goes on; None: all are kept
+        """
+        n, width = tokens.shape
+        self._sampled[:n, :width].copy_(tokens)
+        self._sampled[:n, width:].fill_(UNKNOWN)
+        if are_kept is not None:
+            self._sampled[:n].masked_fill_(self.canary.memory.upload(torch.from_numpy(~are_kept))[:, None], UNKNOWN)
+        self._launch_keep(at_least(n, FEWEST_ROWS, self.canary.num_rows))
+
+    def prepare(self, forward: Forward) -> None:
+        """Compile and capture what is launched of forwards of every size; `forward`: an empty one, over the same
+        tensors."""
+        rows = self.canary.num_rows
+        for size in 2 * sorted({min(size, rows) for size in sizes(FEWEST_ROWS, rows)}):
+            self._launch_compare(forward, size)
+            self._launch_keep(size)
+
+    def violations(self, step: Step) -> Iterator[Violation]:
+        """W6 of each row that was fed another token than was sampled of it."""
+        at_step, positions, fed, wanted = self._told[step.number % RING, :, : len(step.requests)].tolist()
+        group = self.canary.groups[0]
+        for row, request in enumerate(step.requests):
+            if at_step[row] != step.number or wanted[row] in (UNKNOWN, fed[row]):
+                continue
+            line = self.canary.kept[group.number][int(step.numbers[row])]
+            slot = int(table_slots(line[None], torch.tensor([[positions[row]]], device=line.device), group.block_size))
+            pool = WatchedPool.of(group.layers[0].view, group.number, group.records)
+            violation = Violation("W6", pool, slot, positions[row], request, step.site, step.number)
+            violation.expected, violation.found = {"token": wanted[row]}, {"token": fed[row]}
+            others = [name for name, own in zip(step.requests, wanted, strict=True) if own == fed[row]]
+            violation.notes = (LAST_ENTRY, *(f"that token was sampled of {name!r}" for name in others[:1]))
+            violation.along = group.number, step.number
+            yield violation
+
+    def _launch_compare(self, forward: Forward, size: int) -> None:
+        own = forward.tokens, forward.starts, forward.lengths
+        key = "fed", *(tensor.data_ptr() for tensor in own)
+        self.canary.launches.beside(key, size, functools.partial(self._compare, *own))
+
+    def _launch_keep(self, size: int) -> None:
+        self.canary.launches.beside("sampled", size, self._keep)
+
+    def _compare(self, tokens: Tensor, starts: Tensor, lengths: Tensor, now: Tensor, numbers: Tensor) -> None:
+        n = len(numbers)
+        own, is_live = self._rows(now, numbers)
+        first, behind = starts[:n].long(), starts[1 : n + 1].long()
+        fed, wanted = tokens[first.clamp(0, len(tokens) - 1)].long(), self._next[own]
+        has = is_live & (behind > first)
+        wrong = has & (wanted != UNKNOWN) & (wanted != fed)
+        self.canary.memory.total.add_(wrong.sum())
+        at_step = now[NOW_STEP.value].expand(n)
+        told = torch.stack((at_step, lengths[:n].long() - (behind - first), fed, torch.where(has, wanted, UNKNOWN)))
+        self._told[:, :, :n].index_copy_(0, now[NOW_PLACE.value][None], told[None])
+        self._next.index_copy_(0, own, torch.where(has, UNKNOWN, wanted))
+
+    def _keep(self, now: Tensor, numbers: Tensor) -> None:
+        own, _ = self._rows(now, numbers)
+        tokens = self._sampled[: len(numbers)]
+        count = (tokens != UNKNOWN).sum(1)
+        last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        self._next.index_copy_(0, own, torch.where(count > 0, last, UNKNOWN))
+
+    def _rows(self, now: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each row stands in `_next`, and whether it is one; padding stands at the end."""
+        is_live = torch.arange(len(numbers), device=numbers.device) < now[NOW_ROWS.value]
+        return torch.where(is_live, numbers, self.canary.num_rows), is_live

@@ -164,6 +164,8 @@ NEEDED_OF = {
         ),
         Needed(f"{_FIRST}execute_model", ("self", "scheduler_output")),
         Needed(f"{_FIRST}sample_tokens", ("self", "grammar_output")),
+        Needed(f"{_FIRST}_sample", ("self", "logits", "spec_decode_metadata")),
+        Needed("vllm.v1.outputs:SamplerOutput", attributes=("sampled_token_ids",)),
         Needed(f"{_FIRST}_update_states", ("self", "scheduler_output")),
         Needed(
             f"{_FIRST}_build_attention_metadata",

@@ -1,8 +1,9 @@
 """Runner V1 of vLLM: rows of the batch move from step to step, so the canary gives each request a row of its own.
 
 Order of a step: _update_states (zeroed and copied blocks, rows that come and go), _build_attention_metadata (block
-tables and slots are there by then), an external load, the forward (_model_forward), sample_tokens. Tokens are compared
-with nothing (W6), since this runner keeps them in the host's memory; layers of a draft are not followed.
+tables and slots are there by then), an external load, the forward (_model_forward), the sampler (_sample),
+sample_tokens. Tokens (W6) are compared with what the scheduler said of a request and with what was sampled of it, not
+with this runner's own books; layers of a draft are not followed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, SampledTokens, judge_fed
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.compatibility import ACCEPTED, KV_TRANSFER, LOADS_V1_SIDE
 from kvcanary.adapters.vllm.connectors import LoadingHandle
@@ -26,10 +28,11 @@ from kvcanary.errors import AdapterError
 class HandleV1(LoadingHandle):
     """The canary of a worker with runner V1."""
 
-    hooks = ("_update_states", "_build_attention_metadata", "execute_model", "sample_tokens")
+    hooks = ("_update_states", "_build_attention_metadata", "execute_model", "_sample", "sample_tokens")
     _row_ends: dict[str, int]  # of the last step, where a connector loads
     _prepared: Any = None  # what the step that is being prepared was told
     _names, _places = list[str](), list[int]()  # of the last forward, where each row had one token; where tensors lay
+    _are_kept: np.ndarray | None = None  # by row of the last forward, whether what is sampled counts; None: of all
 
     def _update_states(self, method: Any, scheduler_output: Any) -> Any:
         if not self.is_armed or self.canary is None:
@@ -74,6 +77,23 @@ class HandleV1(LoadingHandle):
         self._judge_loads()
         return method(*args, **kwargs)
 
+    def _sample(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Each row goes on with the last of the tokens that this gives of it."""
+        result = method(*args, **kwargs)
+        if self._is_running:
+            self._sampled.sampled(result.sampled_token_ids, self._are_kept)
+        return result
+
+    def _read(self, forward: Forward) -> None:
+        super()._read(forward)
+        self._sampled.compare(forward)
+
+    def _read_again(self) -> bool:
+        goes_on = self._are_kept is None and super()._read_again()
+        if goes_on and self._shown is not None:
+            self._sampled.compare(self._shown)
+        return goes_on
+
     def _count_accepted(self, method: Any, output_token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Behind the sampler."""
         result = method(output_token_ids, *args, **kwargs)
@@ -97,6 +117,8 @@ class HandleV1(LoadingHandle):
             state = self.runner.requests[name]
             tokens = [*(state.prompt_token_ids or ()), *state.output_token_ids]
             self.canary.take_back(number, name, before, now, tokens, self.identities.of(state, name))
+            self._came_with[name] = np.array(tokens, dtype=np.int64)
+            self._sampled.forget([number])
 
     def _goes_on(self, output: Any) -> bool:
         """Whether the last forward comes once more, each row by one entry, and was read so."""
@@ -113,6 +135,8 @@ class HandleV1(LoadingHandle):
         """Requests end or are preempted."""
         canary.leave([self._numbers[name] for name in names], names)
         self._free += [self._numbers.pop(name) for name in names]
+        for name in names:
+            self._came_with.pop(name, None)
 
     def _come(self, canary: PagedCanary, new: Sequence[tuple[str, Sequence[int] | None, int]]) -> None:
         """Requests begin or are resumed, each (name, tokens, entries that it has)."""
@@ -122,6 +146,8 @@ class HandleV1(LoadingHandle):
                 self._numbers[name] = self._free.pop()
             identity = self.identities.of(self.runner.requests[name], name)
             admitted.append((self._numbers[name], name, tokens, length, identity))
+            self._came_with[name] = np.array(() if tokens is None else tokens, dtype=np.int64)
+        self._sampled.forget([number for number, *_ in admitted])
         self._admit(canary, admitted, [self.runner.requests[name].mm_features for name, *_ in new])
         if self._loads is not None:
             self._loads.expect(admitted)
@@ -133,7 +159,32 @@ class HandleV1(LoadingHandle):
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         lengths = runner.optimistic_seq_lens_cpu
         numbers = np.array([self._numbers[name] for name in names], dtype=np.int64)
-        return self._made(names, numbers, (kind, 0), output.total_num_scheduled_tokens, lengths)
+        forward = self._made(names, numbers, (kind, 0), output.total_num_scheduled_tokens, lengths)
+        self._judge_prompts(forward, output)
+        return forward
+
+    def _judge_prompts(self, forward: Forward, output: Any) -> None:
+        """Compare what rows are fed of the tokens that they came with, and see of which rows the prompt goes on."""
+        cached, came = output.scheduled_cached_reqs, self._came_with
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        begin = np.array([starts[name] for name in forward.requests])
+        new = np.array([output.num_scheduled_tokens[name] for name in forward.requests])
+        known = np.array([len(came[name]) for name in forward.requests])
+        are_kept = begin + new >= known
+        self._are_kept = None if are_kept.all() else are_kept
+        if (begin >= known).all() or self.canary is None:
+            return
+        wanted, first = np.full(forward.num_tokens, UNKNOWN), np.cumsum(new) - new
+        for row, name in enumerate(forward.requests):
+            own = came[name][begin[row] : begin[row] + new[row]]
+            wanted[first[row] : first[row] + len(own)] = own
+        rows = np.repeat(np.arange(len(new)), new)
+        fed, positions, slots = (
+            own[: forward.num_tokens] for own in (forward.tokens, forward.positions, forward.slots[0])
+        )
+        expected, entries = torch.from_numpy(wanted), Entries(forward.requests, rows, positions, slots)
+        judge_fed(self.canary, "W6", "token", fed, self.canary.memory.upload(expected), entries, forward.site)
 
     def _made(
         self, names: Sequence[str], numbers: np.ndarray, site: tuple[str, int], num_tokens: int, lengths: torch.Tensor
@@ -156,8 +207,16 @@ class HandleV1(LoadingHandle):
         self._names = []
         self._row_ends = {}
         self._free = list(range(runner.max_num_reqs))
+        self._came_with: dict[str, np.ndarray] = {}  # tokens of each request, as the scheduler said them
         own = runner.max_num_reqs, self._max_new, runner.max_num_tokens, device
-        return PagedCanary(self.config, *own, can_heal=True)
+        canary = PagedCanary(self.config, *own, can_heal=True)
+        canary.fed |= {"W6"}
+        self._sampled = SampledTokens(canary, self._max_new)
+        return canary
+
+    def _prepare(self, canary: PagedCanary) -> None:
+        super()._prepare(canary)
+        self._sampled.prepare(self._empty_forward())
 
     def _bind(self) -> PagedCanary:
         canary = super()._bind()

@@ -365,7 +365,55 @@ def test_runner_v1_names_faults_too(serve, monkeypatch, harm: str) -> None:
         assert (found.code, found.position, found.found["position"]) == ("R4", 8, 16)
     else:
         assert found.code == "W5"
-    assert "W6" in served.wrapper.worker.kvcanary.canary.certificate()["inactive_classes"]
+
+
+@pytest.mark.parametrize("content", ["rolling", "full"])
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_runner_v1_feeds_what_was_sampled(serve, monkeypatch, is_swapped: bool, content: str) -> None:
+    """Its own books are wrong, from which it feeds the next forward: W6 with the token that the sampler gave."""
+    monkeypatch.setenv("KVCANARY_CONTENT", content)
+    served = serve(settings={"runner": "v1"})
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+    served.ask("b", [(3 * n) % 97 for n in range(17)] + [5, 6, 7], 40)
+    go_on(served, 6)
+    a, b = (served.runner.requests[name].output_token_ids for name in "ab")
+    sampled = {"a": a[-1], "b": b[-1]}
+    if is_swapped:
+        a[-1], b[-1] = b[-1], a[-1]
+    else:
+        a[-1] += 1
+    ends = {"a": 30 + len(a) - 1, "b": 20 + len(b) - 1}
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    [found] = raised.value.findings
+    own, other = (found.writer, {"a": "b", "b": "a"}[found.writer]) if is_swapped else ("a", "")
+    assert (found.code, found.writer, found.position) == ("W6", own, ends[own])
+    assert found.expected == {"token": sampled[own]}
+    assert found.found == {"token": sampled[other] if is_swapped else sampled[own] + 1}
+    assert (f"that token was sampled of {other!r}" in found.evidence) == is_swapped
+    assert found.causes[0].family == "order"
+    assert "W6" not in served.wrapper.worker.kvcanary.canary.certificate()["inactive_classes"]
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_runner_v1_feeds_the_prompt_it_was_given(serve, chunk: int) -> None:
+    """One token of its copy of a prompt is another one: W6 in the forward that is fed it, at its position."""
+    served = serve(settings={"runner": "v1"})
+    served.ask("a", list(range(40, 70)), 4)
+    if chunk:
+        served.step()
+    right = served.runner._prepare_inputs
+
+    def prepare(output: Any) -> None:
+        served.runner.requests["a"].prompt_token_ids[3 + 20 * chunk] = 1
+        right(output)
+
+    served.runner._prepare_inputs = prepare
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    assert (found.code, found.writer, found.position) == ("W6", "a", 3 + 20 * chunk)
+    assert (found.expected, found.found) == ({"token": 43 + 20 * chunk}, {"token": 1})
 
 
 @pytest.mark.parametrize("follows", [True, False])

@@ -8,6 +8,7 @@ import torch
 
 from vllm import RELEASE
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
@@ -144,14 +145,16 @@ class GPUModelRunner:
         """What was accepted is counted, and states are copied into blocks that are full by it."""
         self.num_accepted_tokens.gpu[: len(output_token_ids)] = (output_token_ids >= 0).sum(1)
 
+    def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
+        """Of rows whose prompt goes on, too."""
+        last = self.input_ids.gpu[self.query_start_loc.gpu[1 : self.input_batch.num_reqs + 1].long() - 1].long()
+        return SamplerOutput(((last * 7 + self.seq_lens[: len(last)]) % VOCABULARY)[:, None])
+
     def sample_tokens(self, grammar_output):
-        given = {}
+        given, sampled = {}, self._sample(None, None).sampled_token_ids.tolist()
         for row, name in enumerate(self.input_batch.req_ids):
             state, length = self.requests[name], int(self.seq_lens[row])
             known = len(state.prompt_token_ids) + len(state.output_token_ids)
-            given[name] = []
-            if length == known:
-                last = int(self.input_ids.gpu[int(self.query_start_loc.gpu[row + 1]) - 1])
-                given[name] = [(last * 7 + length) % VOCABULARY]
-                state.output_token_ids += given[name]
+            given[name] = sampled[row] if length == known else []
+            state.output_token_ids += given[name]
         return AsyncOutput(given)
