@@ -6,7 +6,7 @@ Tokens, positions and slots are compared on the device; the host looks only when
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -141,19 +141,22 @@ class SampledTokens:
         self._next = zeros(rows + 1) - 1  # by number of a row; the last one is nobody's
         self._sampled = zeros(rows, most)
         self._told = zeros(RING, 4, rows)  # step, position, token that was fed and that was sampled, in batch order
+        self._begun: list[int] = []
         canary.beside.add(self)
 
     @property
     def num_bytes(self) -> int:
         return sum(own.numel() * own.element_size() for own in (self._next, self._sampled, self._told))
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Rows begin, or begin anew: nothing was sampled of them."""
-        if numbers:
-            self._next.index_fill_(0, self.canary.memory.upload(torch.tensor(numbers)), UNKNOWN)
+    def begun(self, numbers: Iterable[int]) -> None:
+        """Rows begin, or begin anew, with the next forward: nothing was sampled of them."""
+        self._begun += numbers
 
     def compare(self, forward: Forward) -> None:
         """Look at what each row is fed first; behind `read` or `read_again`, before the forward runs."""
+        if self._begun:
+            self._next.index_fill_(0, self.canary.memory.upload(torch.tensor(self._begun)), UNKNOWN)
+            self._begun = []
         self._launch_compare(forward, at_least(len(forward.numbers), FEWEST_ROWS, self.canary.num_rows))
 
     def sampled(self, tokens: Tensor, are_kept: NDArray[np.bool_] | None = None) -> None:

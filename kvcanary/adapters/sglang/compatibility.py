@@ -92,6 +92,7 @@ NEEDED_OF = {
         Needed(f"{_SCHEDULER}.record_weight_version_change", ("self", "new_version")),
         Needed(_RUNNER, attributes=("req_to_token_pool", "token_to_kv_pool", "sliding_window_size")),
         Needed(f"{_RUNNER}.forward", ("self", "forward_batch")),
+        Needed(f"{_RUNNER}.sample", ("self", "logits_output", "forward_batch")),
         Needed(
             f"{_FORWARD}ForwardBatch",
             (),

@@ -16,7 +16,7 @@ from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, SampledTokens, judge_fed, tell_outgrown
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang import states
 from kvcanary.adapters.sglang.attention_probe import probe_layers
@@ -53,6 +53,8 @@ class WatchedRunner(HostHandle):
     role: ClassVar[str] = "target"
     token_offset: ClassVar[int] = 0  # the entry of position p is fed the token of p + offset
     name_offset: ClassVar[int] = 0  # and has the name of that of p + offset
+    _samples: SampledTokens | None = None  # of the target, which samples
+    _are_kept: NDArray[np.bool_] | None = None  # of the last forward, as `SampledTokens.sampled` has it
 
     def __init__(
         self, runner: Any, config: CanaryConfig, most_tokens: int, width: int, shard: Shard | None = None
@@ -80,6 +82,8 @@ class WatchedRunner(HostHandle):
         unwatched = states.not_followed(self.rows, runner.attn_backend, width > 1) if has_states else None
         self.not_watched = [] if unwatched is None else [unwatched]
         self.states = states.RowStates(self.canary, self.rows, width > 1) if has_states and not unwatched else None
+        if self.role == "target":
+            self._samples = SampledTokens(self.canary, width)
         self.tier: Any = None  # of host_tier.py: what comes into the pool from elsewhere
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
@@ -89,6 +93,8 @@ class WatchedRunner(HostHandle):
         """Compile and capture what every forward launches; from now on forwards are judged."""
         forward = self._empty_forward()
         self.canary.prepare(forward)
+        if self._samples is not None:
+            self._samples.prepare(forward)
         if self.states is not None:
             self.states.prepare(forward)
         for group in self.canary.groups:
@@ -228,6 +234,7 @@ class WatchedRunner(HostHandle):
             new, site = np.ones(batch.batch_size, dtype=np.int64), ("decode", 0)
         fed = self._entries_of(batch, new)
         judge_fed(self.canary, "W6", "token", fed.tokens, self._known(fed, requests), fed.entries, site)
+        self._are_kept = _are_kept(batch, requests) if site[0] == "prefill" else None
         self.read(fed, batch, site)
         output = method()
         self._wrote()
@@ -250,8 +257,17 @@ class WatchedRunner(HostHandle):
             self.tier.arrive(self._given.tables)
         forward = self._made(list(batch.rids), numbers, site, ends, total)
         self._read(forward)
+        if self._samples is not None:
+            self._samples.compare(forward)
         if self.states is not None:
             self.states.begin(forward)
+
+    def sample(self, method: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Each row goes on with the token that this gives of it, whatever SGLang keeps of it until then."""
+        tokens = method(logits_output, forward_batch, *args, **kwargs)
+        if self._samples is not None and self._is_running:
+            self._samples.sampled(tokens[: len(forward_batch.rids), None], self._are_kept)
+        return tokens
 
     def _wrote(self) -> bool:
         if self.tier is not None:
@@ -298,6 +314,10 @@ class WatchedRunner(HostHandle):
         judge_fed(self.canary, "W6", "token", fed, tokens.flatten(), entries, ("verify", 0))
         ends = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + width
         self.read(FedForward(entries, new, tokens.flatten(), before + width, ends), batch, ("verify", 0))
+        if self._samples is not None:
+            own = chosen.view(n, -1)[:, :width]
+            are_accepted = offsets[: own.shape[1]] < lengths[:, None]
+            self._samples.sampled(torch.where(are_accepted, own, UNKNOWN))
         if self.states is not None:
             first = torch.arange(n, device=index.device)[:, None] * width
             self.states.accepted(torch.where(index >= 0, index - first, -1))
@@ -318,6 +338,8 @@ class WatchedRunner(HostHandle):
             if not are_named(request):
                 self.canary.coverage.skip(UNNAMED, 1)
             new.append((number, request.rid, tokens_of(request, self.name_offset), int(length), identity_of(request)))
+        if new and self._samples is not None:
+            self._samples.begun([row[0] for row in new])
         if new:
             if self.tier is not None:
                 self.tier.admitted(new)
@@ -355,6 +377,14 @@ class WatchedRunner(HostHandle):
             names, numbers, site, ends, num_tokens, given.tables, given.lengths, given.starts, given.tokens,
             given.positions, given.slots, in_place=True,
         )  # fmt: skip
+
+
+def _are_kept(batch: Any, requests: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Of rows of a prefill, whether it ends their prompt, so that what is sampled of them counts."""
+    ends = np.add(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
+    own = (requests.get(name) for name in batch.rids)
+    known = [0 if one is None else len(one.origin_input_ids) + len(one.output_ids) for one in own]
+    return ends >= np.array(known)
 
 
 def _of_window(verified: Verified, entry: int, slot: int) -> str | None:

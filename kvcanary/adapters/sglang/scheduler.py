@@ -87,6 +87,7 @@ class Handle:
         for own in self.runners:
             replace(own.runner, "forward", functools.partial(self._forward, own), own.guard)
             replace(own.runner.token_to_kv_pool, "move_kv_cache", own.moved, own.guard)
+        replace(self.target.runner, "sample", self.target.sample, self.target.guard)
         if self.draft is not None:
             replace(scheduler.draft_worker, "verify", self._verify, self.target.guard)
             replace(scheduler.draft_worker.draft_worker, PREFILL, self.draft.prefill, self.draft.guard)

@@ -81,17 +81,17 @@ class HandleV1(LoadingHandle):
         """Each row goes on with the last of the tokens that this gives of it."""
         result = method(*args, **kwargs)
         if self._is_running:
-            self._sampled.sampled(result.sampled_token_ids, self._are_kept)
+            self._samples.sampled(result.sampled_token_ids, self._are_kept)
         return result
 
     def _read(self, forward: Forward) -> None:
         super()._read(forward)
-        self._sampled.compare(forward)
+        self._samples.compare(forward)
 
     def _read_again(self) -> bool:
         goes_on = self._are_kept is None and super()._read_again()
         if goes_on and self._shown is not None:
-            self._sampled.compare(self._shown)
+            self._samples.compare(self._shown)
         return goes_on
 
     def _count_accepted(self, method: Any, output_token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -117,8 +117,7 @@ class HandleV1(LoadingHandle):
             state = self.runner.requests[name]
             tokens = [*(state.prompt_token_ids or ()), *state.output_token_ids]
             self.canary.take_back(number, name, before, now, tokens, self.identities.of(state, name))
-            self._came_with[name] = np.array(tokens, dtype=np.int64)
-            self._sampled.forget([number])
+            self._samples.begun([number])
 
     def _goes_on(self, output: Any) -> bool:
         """Whether the last forward comes once more, each row by one entry, and was read so."""
@@ -147,7 +146,7 @@ class HandleV1(LoadingHandle):
             identity = self.identities.of(self.runner.requests[name], name)
             admitted.append((self._numbers[name], name, tokens, length, identity))
             self._came_with[name] = np.array(() if tokens is None else tokens, dtype=np.int64)
-        self._sampled.forget([number for number, *_ in admitted])
+        self._samples.begun([number for number, *_ in admitted])
         self._admit(canary, admitted, [self.runner.requests[name].mm_features for name, *_ in new])
         if self._loads is not None:
             self._loads.expect(admitted)
@@ -211,12 +210,12 @@ class HandleV1(LoadingHandle):
         own = runner.max_num_reqs, self._max_new, runner.max_num_tokens, device
         canary = PagedCanary(self.config, *own, can_heal=True)
         canary.fed |= {"W6"}
-        self._sampled = SampledTokens(canary, self._max_new)
+        self._samples = SampledTokens(canary, self._max_new)
         return canary
 
     def _prepare(self, canary: PagedCanary) -> None:
         super()._prepare(canary)
-        self._sampled.prepare(self._empty_forward())
+        self._samples.prepare(self._empty_forward())
 
     def _bind(self) -> PagedCanary:
         canary = super()._bind()

@@ -34,7 +34,7 @@ class Sampling(RowEngine):
         """Rows of one to so many entries."""
         for number in numbers:
             self.begin(number, [])
-        self.own.forget(numbers)
+        self.own.begun(numbers)
         self.go({number: [5] * (1 + place) for place, number in enumerate(numbers)})
 
     def go(self, batch: dict[int, list[int]]) -> None:
@@ -62,7 +62,7 @@ def test_rows_that_go_on_with_what_was_sampled_are_silent(device: str) -> None:
         if turn == 3:
             engine.end(0)
             engine.begin(0, [])
-            engine.own.forget([0])
+            engine.own.begun([0])
             engine.go({0: [9]})
             engine.sample(4)
             engine.go({3: [8], 0: [4], 7: [8]})
@@ -90,6 +90,20 @@ def test_a_row_that_goes_on_with_another_token_is_told(device: str, turns: int) 
     assert int(engine.canary.memory.total) == 1
     engine.go({7: [1], 0: [1], 3: [1]})  # nothing was sampled in between
     assert len(told(engine)) == 1
+
+
+def test_a_step_that_is_not_compared_tells_nothing() -> None:
+    """Its place among the last steps still holds what was told of an older one."""
+    engine = Sampling()
+    engine.start(3)
+    engine.sample(11)
+    engine.go({3: [12]})
+    assert len(told(engine)) == 1
+    engine.spoil = lambda: None
+    for _ in range(RING):
+        engine.go({3: [1]})
+    told(engine)
+    assert engine.canary.coverage.fired == {"W6": 1}
 
 
 def test_what_is_thrown_away_is_not_expected() -> None:

@@ -229,7 +229,7 @@ def test_where_the_device_alone_knows_lengths_the_host_has_bounds() -> None:
     made: list[torch.Tensor] = []
     own = SimpleNamespace(
         canary=canary, length=32, tier=None, states=None, _numbers={"a": 0, "b": 1, "c": 2}, _read=lambda forward: None,
-        _given=SimpleNamespace(fill=lambda *given: None, mapped=()),
+        _samples=None, _given=SimpleNamespace(fill=lambda *given: None, mapped=()),
         _made=lambda names, numbers, site, ends, total: made.append(ends),
     )  # fmt: skip
     lengths = torch.empty(3, device="meta")  # nothing may be read of it

@@ -179,17 +179,18 @@ def test_what_forwards_launch_was_prepared() -> None:
 
 
 def test_a_runner_prepares_its_states_behind_its_canary() -> None:
-    """Over an empty forward, before it is armed; without states there is nothing more."""
+    """Over an empty forward, before it is armed, and what looks at sampled tokens; without either there is no more."""
     told: list[Any] = []
     canary = SimpleNamespace(prepare=lambda forward: told.append(("canary", forward)), groups=[])
     own: Any = SimpleNamespace(canary=canary, _empty_forward=lambda: "none", probe_reader=lambda: None)
     own.states = SimpleNamespace(prepare=lambda forward: told.append(("states", forward)))
+    own._samples = SimpleNamespace(prepare=lambda forward: told.append(("samples", forward)))
     own._arm = lambda _: told.append("armed")
     WatchedRunner.arm(own)
-    assert told == [("canary", "none"), ("states", "none"), "armed"]
-    own.states = None
+    assert told == [("canary", "none"), ("samples", "none"), ("states", "none"), "armed"]
+    own.states = own._samples = None
     WatchedRunner.arm(own)
-    assert told[3:] == [("canary", "none"), "armed"]
+    assert told[4:] == [("canary", "none"), "armed"]
 
 
 def test_trees_that_are_verified_are_silent(host: Host) -> None:

@@ -395,6 +395,15 @@ def test_runner_v1_feeds_what_was_sampled(serve, monkeypatch, is_swapped: bool, 
     assert "W6" not in served.wrapper.worker.kvcanary.canary.certificate()["inactive_classes"]
 
 
+def test_runner_v1_reads_a_prompt_token_by_token(serve) -> None:
+    """What is sampled in the middle of a prompt is thrown away, and nothing is kept of requests that end."""
+    served = serve(settings={"runner": "v1"}, budget=1)
+    served.ask("a", [(3 * n) % 97 for n in range(12)], 4)
+    assert len(served.run()["a"]) == 4
+    assert served.wrapper.kvcanary_report()["fired"] == {}
+    assert served.wrapper.worker.kvcanary._came_with == {}
+
+
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_runner_v1_feeds_the_prompt_it_was_given(serve, chunk: int) -> None:
     """One token of its copy of a prompt is another one: W6 in the forward that is fed it, at its position."""

@@ -46,6 +46,31 @@ def test_a_wrong_table_entry_names_request_and_slot(scene, fault: str) -> None:
     assert found["writer"] == touched.get("other", touched["request"])
 
 
+def test_a_token_that_was_sampled_of_another_row_is_named(scene) -> None:
+    """SGLang launches a step before it knows the tokens of the last, and keeps these by row: two are exchanged there.
+
+    W6 with the token that was sampled of the row, and no token of that step leaves.
+    """
+    [act] = scene("ahead")
+    touched = act["touched"]
+    assert (act["raised"], act["left"]) == ("KVCorruptionError", 0)
+    expect_exchanged(act["finding"], touched, "decode")
+    assert f"that token was sampled of {touched['other']!r}" in act["finding"]["evidence"]
+
+
+@pytest.mark.slow
+def test_a_tree_that_begins_with_the_token_of_another_row_is_named(scene) -> None:
+    """The target and the draft are fed the same, so that only what was sampled says that it is wrong."""
+    for _, found, touched in struck(scene, "tokens_exchanged"):
+        expect_exchanged(found, touched, "verify")
+
+
+def expect_exchanged(found: dict[str, Any], touched: dict[str, Any], kind: str) -> None:
+    """W6 of the row that was touched, with both tokens."""
+    assert (found["code"], found["writer"], found["site"]) == ("W6", touched["request"], [kind, 0])
+    assert (found["expected"], found["found"]) == ({"token": touched["token"]}, {"token": touched["fed"]})
+
+
 def test_a_slot_off_by_one_names_the_request_that_stores(scene) -> None:
     """One entry is stored one slot further, which nobody was granted: where it went, and where it belongs."""
     found, touched = first(scene("dense faults"), "off_by_one")

@@ -112,7 +112,10 @@ AT_THE_END = Scene(
 #: What `make test` runs: a quarter of a minute.
 QUICK = {
     "dense": Scene(
-        (LIFE, {**OFF, **LIFE}), {"max_total_tokens": 320}, {**RETRACT, "KVCANARY_MODE": "log"}, is_plugged=True
+        (LIFE, {**OFF, **LIFE}),
+        {"max_total_tokens": 320, "ahead": True},
+        {**RETRACT, "KVCANARY_MODE": "log"},
+        is_plugged=True,
     ),
     "dense faults": Scene(
         (
@@ -123,6 +126,7 @@ QUICK = {
             {"mode": "raise", "fault": "bit"},
         )
     ),
+    "ahead": Scene(({"mode": "raise", "new": 12, "fault": "tokens_exchanged"},), {"ahead": True}),
 }
 PLAIN: Json = {"new": 8}
 WAVES: Json = {"prefix": 66, "between": ["reload"]}
@@ -238,7 +242,7 @@ TREES = {
     "topk 1, page 1": misread(trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"), "draft_scaled_twice"),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 1, graphs": graphed(trees(1, 4, "draft_bit")),
-    "topk 2, page 1": trees(2, 1, "one_too_long", "short_move"),
+    "topk 2, page 1": trees(2, 1, "one_too_long", "short_move", "tokens_exchanged"),
     "topk 2, page 4": trees(2, 4, "one_too_long", "short_move", "no_tail_copy"),
     "topk 2, page 4, life": Scene(
         (REUSE, {**OFF, **REUSE}), {"eagle": True, "topk": 2, "nodes": 6, "page_size": 4, "max_total_tokens": 320}

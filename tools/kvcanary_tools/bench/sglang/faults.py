@@ -95,6 +95,17 @@ def foreign(host: Any) -> Iterator[Touched]:
     table[row, 1] = before
 
 
+def tokens_exchanged(host: Any) -> Iterator[Touched]:
+    """What was sampled of two rows is exchanged where SGLang keeps it until the next forward, or draft."""
+    batch, drafts = host.scheduler.running_batch, host.scheduler.running_batch.spec_info
+    kept = host.scheduler.future_map.output_tokens_buf if drafts is None else drafts.bonus_tokens
+    rows = [own.kv.req_pool_idx for own in batch.reqs] if drafts is None else range(len(batch.reqs))
+    tokens = [int(kept[row]) for row in rows]
+    other = next(n for n, token in enumerate(tokens) if token != tokens[0])
+    kept[rows[0]], kept[rows[other]] = tokens[other], tokens[0]
+    yield {"request": batch.reqs[0].rid, "other": batch.reqs[other].rid, "token": tokens[0], "fed": tokens[other]}
+
+
 def off_by_one(host: Any) -> Iterator[Touched]:
     """The first entry of the next forward that decodes or verifies is stored one slot further."""
     touched: Touched = {}
@@ -399,10 +410,10 @@ Fault = Callable[[Any], Iterator[Touched]]
 FAULTS: dict[str, Fault] = {
     own.__name__: own
     for own in (
-        bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, off_by_one,
-        short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite, draft_scatter,
-        verify_scatter, chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped, state_freed,
-        no_state_copy, state_commit, state_uncommitted, state_scatter, state_untracked, embeddings_shared,
+        bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, tokens_exchanged,
+        off_by_one, short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite,
+        draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped,
+        state_freed, no_state_copy, state_commit, state_uncommitted, state_scatter, state_untracked, embeddings_shared,
     )
 }  # fmt: skip
 LASTING = (

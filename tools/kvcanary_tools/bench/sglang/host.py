@@ -12,6 +12,7 @@ import os
 import sys
 import types
 from array import array
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ class Host:
         tier: bool = False,
         adaptive: dict[str, Any] | None = None,
         rank: int | None = None,
+        ahead: bool = False,
         **settings: Any,
     ):
         """layers: of the target; peer: SGLang's own canary runs beside ours, over all the bytes that it reads
@@ -118,6 +120,7 @@ class Host:
         kind:   of models.py; empty: a Llama;  tier: entries go to host memory and come back
         adaptive: by rows of a batch, how the number of draft steps is adapted, as SGLang's file says it
         rank:   of several processes, which all have the same requests
+        ahead:  a step is launched before the tokens of the one before are known, as SGLang does on a GPU
         """
         import torch
 
@@ -133,6 +136,7 @@ class Host:
         if not (folder / "target").exists():
             make_models(folder, layers)
         self.peer_said: list[str] = []
+        self._results = deque[Any]() if ahead else None  # of batches whose tokens nobody has looked at yet
         self.rank = rank
         if peer:
             settings |= {"kv_canary": "log", "kv_canary_real_data": "all"}
@@ -141,6 +145,7 @@ class Host:
             "model_path": str(folder / "target"), "context_length": 128, "max_total_tokens": 1024,
             "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 32, "mem_fraction_static": 0.3,
             "attention_backend": "triton" if eagle else "torch_native", **QUIET, **ON_CPU,
+            "disable_overlap_schedule": not ahead,
         }  # fmt: skip
         if eagle:
             import sglang.kernels.ops.speculative.cache_locs as cache_locs
@@ -242,12 +247,31 @@ class Host:
         own = self.scheduler
         plan = own.get_next_batch_to_run(running_batch=own.running_batch, last_batch=own.last_batch)
         own.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if self._results is not None:
+            return self._step_ahead(self._results, batch)
         if batch:
             own.process_batch_result(batch, own.run_batch(batch))
         else:
             own.on_idle()
         own.last_batch = batch
         return batch is not None
+
+    def _step_ahead(self, results: deque[Any], batch: Any) -> bool:
+        """As `event_loop_overlap`: launch this batch, then look at what came of the one before."""
+        own, result, had = self.scheduler, None, self.scheduler.last_batch is not None
+        waits = own.is_disable_overlap_for_batch(batch, last_batch=own.last_batch)
+        if waits:
+            own.process_batch_result(*results.popleft())
+        if batch:
+            result = own.run_batch(batch)
+            results.append((batch.copy(), result))
+        if had and not waits:
+            own.process_batch_result(*results.popleft())
+        elif batch is None:
+            own.on_idle()
+        own.launch_batch_sample_if_needed(result, batch)
+        own.last_batch = batch
+        return had or batch is not None
 
     def run(self, before: Callable[[int], None], behind: Callable[[int], None]) -> int:
         """Turns until there is nothing to do."""
