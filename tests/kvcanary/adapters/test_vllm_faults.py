@@ -404,25 +404,24 @@ def test_runner_v1_reads_a_prompt_token_by_token(serve) -> None:
     assert served.wrapper.worker.kvcanary._came_with == {}
 
 
-@pytest.mark.parametrize("chunk", [0, 1])
-def test_runner_v1_feeds_the_prompt_it_was_given(serve, chunk: int) -> None:
+@pytest.mark.parametrize(("budget", "at"), [(20, 3), (20, 23), (1, 3)])
+def test_runner_v1_feeds_the_prompt_it_was_given(serve, budget: int, at: int) -> None:
     """One token of its copy of a prompt is another one: W6 in the forward that is fed it, at its position."""
-    served = serve(settings={"runner": "v1"})
+    served = serve(settings={"runner": "v1"}, budget=budget)
     served.ask("a", list(range(40, 70)), 4)
-    if chunk:
-        served.step()
+    go_on(served, at // budget)
     right = served.runner._prepare_inputs
 
     def prepare(output: Any) -> None:
-        served.runner.requests["a"].prompt_token_ids[3 + 20 * chunk] = 1
+        served.runner.requests["a"].prompt_token_ids[at] = 1
         right(output)
 
     served.runner._prepare_inputs = prepare
     with pytest.raises(KVCorruptionError) as raised:
         served.step()
     found = raised.value.findings[0]
-    assert (found.code, found.writer, found.position) == ("W6", "a", 3 + 20 * chunk)
-    assert (found.expected, found.found) == ({"token": 43 + 20 * chunk}, {"token": 1})
+    assert (found.code, found.writer, found.position) == ("W6", "a", at)
+    assert (found.expected, found.found) == ({"token": 40 + at}, {"token": 1})
 
 
 @pytest.mark.parametrize("follows", [True, False])
