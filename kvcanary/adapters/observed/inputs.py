@@ -169,7 +169,8 @@ class SampledTokens:
         self._sampled[:n, :width].copy_(tokens)
         self._sampled[:n, width:].fill_(UNKNOWN)
         if are_kept is not None:
-            self._sampled[:n].masked_fill_(self.canary.memory.upload(torch.from_numpy(~are_kept))[:, None], UNKNOWN)
+            are_lost = self.canary.memory.upload(torch.from_numpy(are_kept.astype(np.int64))) == 0
+            self._sampled[:n].masked_fill_(are_lost[:, None], UNKNOWN)
         self._launch_keep(at_least(n, FEWEST_ROWS, self.canary.num_rows))
 
     def prepare(self, forward: Forward) -> None:

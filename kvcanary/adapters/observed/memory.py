@@ -135,8 +135,10 @@ class Memory:
     def upload(self, values: Tensor) -> Tensor:
         """To the device, without a wait; what was given long ago is overwritten.
 
-        values: int64 on the host
+        values: int64 on the host; TypeError where they are not, which a GPU alone would not give back as they were
         """
+        if values.dtype != torch.int64:
+            raise TypeError(f"what is uploaded must be of torch.int64, got {values.dtype}: convert it first")
         if self.is_cuda and values.numel() <= self._uploads.shape[1]:
             self._uploaded = (self._uploaded + 1) % UPLOADS
             values = self._uploads[self._uploaded, : values.numel()].view(values.shape).copy_(values)

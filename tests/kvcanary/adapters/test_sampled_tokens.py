@@ -106,9 +106,10 @@ def test_a_step_that_is_not_compared_tells_nothing() -> None:
     assert engine.canary.coverage.fired == {"W6": 1}
 
 
-def test_what_is_thrown_away_is_not_expected() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_thrown_away_is_not_expected(device: str) -> None:
     """A prompt goes on, and what was sampled at the end of its chunk does not count; a row of no entry waits."""
-    engine = Sampling()
+    engine = Sampling(device)
     engine.start(3, 0)
     engine.sample(11, 12, are_kept=np.array([False, True]))
     engine.go({3: [6, 7], 0: []})
@@ -127,6 +128,12 @@ def test_a_row_without_an_entry_still_waits_for_its_token() -> None:
     engine.go({0: [13]})
     [finding] = told(engine)
     assert (finding.writer, finding.expected) == ("r0", {"token": 12})
+
+
+def test_only_words_are_uploaded() -> None:
+    """Other values would be words on a GPU, and what they were on a CPU."""
+    with pytest.raises(TypeError, match=r"must be of torch\.int64, got torch\.bool"):
+        Sampling().canary.memory.upload(torch.tensor([True]))
 
 
 def test_memory_is_counted() -> None:
