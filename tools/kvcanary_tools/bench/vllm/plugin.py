@@ -21,6 +21,7 @@ import click
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
 from kvcanary_tools.bench.vllm.model import BLOCKS, KINDS, SHAPES
+from kvcanary_tools.files import lines_of
 
 GRAPHS = {
     "full": {},
@@ -73,7 +74,7 @@ def command(
 
     def keep(name: str, part: Any) -> None:
         result[name] = part
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(lines_of(result) + "\n")
 
     for part in bench.compare(pairs, seconds):
         keep("compared", part)
