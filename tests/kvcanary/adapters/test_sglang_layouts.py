@@ -190,7 +190,8 @@ def test_entries_of_older_weights_are_counted_where_a_request_begins_with_them()
     records = torch.zeros(8, COLUMNS, dtype=torch.int64)
     records[:, STEP_SITE] = torch.tensor([0, 3, 4, 5, 6, 7, 8, 9]) | (1 << 40)
     runner = SimpleNamespace(
-        tier=None, _samples=None, _reweighted=0, _older=torch.zeros((), dtype=torch.int64), _generations={}, name_offset=0, _uids={},
+        tier=None, _samples=None, _reweighted=0, _older=torch.zeros((), dtype=torch.int64), _generations={},
+        name_offset=0, _uids={},
         canary=SimpleNamespace(step=5, groups=[SimpleNamespace(records=records)], admit=lambda new: [1] * len(new)),
         rows=SimpleNamespace(req_to_token=torch.tensor([[1, 2, 3, 4, 5]]), req_generation=torch.zeros(1)),
     )  # fmt: skip
