@@ -21,7 +21,7 @@ from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, NOW_STEP, table_slots
 
-UNKNOWN = -1  # in `expected`: nobody knows
+UNKNOWN, NOTHING = -1, -2  # in `expected`: nobody knows; there is no such token yet
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Fed:
             index = self.site[1] if self.entries.indices is None else int(self.entries.indices[entry])
             site = self.site[0], index
             violation = Violation(self.code, pool, slot, position, self.entries.requests[row], site, step)
-            violation.expected = {self.what: int(self.expected[entry])}
+            expected = int(self.expected[entry])
+            violation.expected = {self.what: None if expected == NOTHING else expected}
             violation.found = {self.what: int(self.found[entry])}
             violation.along = self.group.number, step
             violation.notes = (LAST_ENTRY,) if entry + 1 == len(rows) or rows[entry + 1] != row else ()
@@ -115,7 +116,8 @@ def judge_fed(
     entries: Entries,
     site: tuple[str, int],
 ) -> None:
-    """Compare what a forward is fed with what it should be fed, UNKNOWN where nobody knows; told with the next step.
+    """Compare what a forward is fed with what it should be fed, UNKNOWN where nobody knows, NOTHING where it should be
+    fed nothing; told with the next step.
 
     found, expected: [n] on the device. No wait.
     """

@@ -18,7 +18,7 @@ import torch
 from kvcanary.adapters.compatibility import missing
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, SampledTokens, judge_fed
+from kvcanary.adapters.observed.inputs import NOTHING, UNKNOWN, Entries, SampledTokens, judge_fed
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.compatibility import ACCEPTED, KV_TRANSFER, LOADS_V1_SIDE
 from kvcanary.adapters.vllm.connectors import LoadingHandle
@@ -178,6 +178,8 @@ class HandleV1(LoadingHandle):
         for row, name in enumerate(forward.requests):
             own = came[name][begin[row] : begin[row] + new[row]]
             wanted[first[row] : first[row] + len(own)] = own
+            if len(own) and not self._is_ahead:  # what follows a prompt is sampled behind it
+                wanted[first[row] + len(own) : first[row] + new[row]] = NOTHING
         rows = np.repeat(np.arange(len(new)), new)
         fed, positions, slots = (
             own[: forward.num_tokens] for own in (forward.tokens, forward.positions, forward.slots[0])

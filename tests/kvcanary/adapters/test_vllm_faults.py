@@ -404,6 +404,20 @@ def test_runner_v1_reads_a_prompt_token_by_token(serve) -> None:
     assert served.wrapper.worker.kvcanary._came_with == {}
 
 
+def test_runner_v1_feeds_no_token_that_a_prompt_did_not_end_in(serve) -> None:
+    """What was sampled in the middle of a prompt counts as its answer, and is fed behind the last chunk: W6."""
+    served = serve(settings={"runner": "v1"})
+    served.ask("a", list(range(40, 70)), 4)
+    served.step()
+    served.runner.requests["a"].output_token_ids.append(7)
+    served.running[0].tokens.append(7)
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    assert (found.code, found.writer, found.position) == ("W6", "a", 30)
+    assert (found.expected, found.found) == ({"token": None}, {"token": 7})
+
+
 @pytest.mark.parametrize(("budget", "at"), [(20, 3), (20, 23), (1, 3)])
 def test_runner_v1_feeds_the_prompt_it_was_given(serve, budget: int, at: int) -> None:
     """One token of its copy of a prompt is another one: W6 in the forward that is fed it, at its position."""
