@@ -147,6 +147,11 @@ SAID = [
     (watched.accepted_otherwise, fed("W6", "decode", {"token": 5}, {"token": 6}), None),
     (
         watched.accepted_otherwise,
+        fed("W6", "verify", {"token": 5}, {"token": 6}, notes=(watched.FIRST_ENTRY,)),
+        None,
+    ),
+    (
+        watched.accepted_otherwise,
         fed("W6", "verify", {"token": 5}, {"token": 6}),
         Cause(
             "draft",

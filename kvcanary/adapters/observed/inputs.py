@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcanary.adapters.observed.canary import FEWEST_ROWS, PagedCanary, at_least, sizes
 from kvcanary.adapters.observed.state import RING, Forward, Group, Step
 from kvcanary.calls.violation import Violation
-from kvcanary.report.causes.watched import LAST_ENTRY
+from kvcanary.report.causes.watched import FIRST_ENTRY, LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, NOW_STEP, table_slots
 
@@ -196,7 +196,7 @@ class SampledTokens:
             violation = Violation("W6", pool, slot, positions[row], request, step.site, step.number)
             violation.expected, violation.found = {"token": wanted[row]}, {"token": fed[row]}
             others = [name for name, own in zip(step.requests, wanted, strict=True) if own == fed[row]]
-            violation.notes = (LAST_ENTRY, *(f"that token was sampled of {name!r}" for name in others[:1]))
+            violation.notes = (FIRST_ENTRY, *(f"that token was sampled of {name!r}" for name in others[:1]))
             violation.along = group.number, step.number
             yield violation
 

@@ -12,6 +12,7 @@ GRANTED_ANEW = "the slot was granted again since"  # begins a note that says wha
 TAKEN_BACK = "the scheduler took the row back"  # begins a note that says from which entry to which
 LOAD_FAILED = "the load of this block failed"  # begins a note that says who said so, and when
 LAST_ENTRY = "the last entry that the row writes in this forward"  # a note of those who compare what was fed
+FIRST_ENTRY = "the first entry that the row writes in this forward, where what was sampled of it last belongs"
 
 
 def stored_astray(facts: Evidence) -> Cause | None:
@@ -129,7 +130,7 @@ def unshifted_chunk_end(facts: Evidence) -> Cause | None:
 def accepted_otherwise(facts: Evidence) -> Cause | None:
     """What was accepted holds another token than the target has chosen for that place."""
     wanted, found = _fed(facts)
-    if facts.violation.site[0] != "verify" or "token" not in wanted:
+    if facts.violation.site[0] != "verify" or "token" not in wanted or FIRST_ENTRY in facts.violation.notes:
         return None
     evidence = (f"the entry was computed from token {found['token']}, the target chose {wanted['token']} before it",)
     return Cause("draft", "the accepted length, or the path that was accepted, is wrong", "derived", evidence)

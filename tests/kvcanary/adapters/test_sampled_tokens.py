@@ -11,6 +11,7 @@ import torch
 
 from kvcanary.adapters.observed.inputs import UNKNOWN, SampledTokens
 from kvcanary.adapters.observed.state import RING
+from kvcanary.report.causes.watched import FIRST_ENTRY
 
 from .row_engine import RowEngine
 from .test_inputs import told
@@ -85,7 +86,8 @@ def test_a_row_that_goes_on_with_another_token_is_told(device: str, turns: int) 
     assert (finding.code, finding.writer, finding.position) == ("W6", "r0", 2 + turns)
     assert (finding.expected, finding.found) == ({"token": 12}, {"token": 13})
     assert finding.slot == int(engine.table[0, (2 + turns) // 4]) * 4 + (2 + turns) % 4
-    assert "that token was sampled of 'r7'" in finding.evidence
+    assert {FIRST_ENTRY, "that token was sampled of 'r7'"} <= set(finding.evidence)
+    assert finding.causes[0].family == "order"
     assert engine.canary.coverage.fired == {"W6": 1}
     assert int(engine.canary.memory.total) == 1
     engine.go({7: [1], 0: [1], 3: [1]})  # nothing was sampled in between

@@ -69,6 +69,7 @@ def expect_exchanged(found: dict[str, Any], touched: dict[str, Any], kind: str) 
     """W6 of the row that was touched, with both tokens."""
     assert (found["code"], found["writer"], found["site"]) == ("W6", touched["request"], [kind, 0])
     assert (found["expected"], found["found"]) == ({"token": touched["token"]}, {"token": touched["fed"]})
+    assert found["causes"][0]["family"] == "order"
 
 
 def test_a_slot_off_by_one_names_the_request_that_stores(scene) -> None:
