@@ -176,8 +176,7 @@ class SampledTokens:
         self._launch_keep(at_least(n, FEWEST_ROWS, self.canary.num_rows))
 
     def prepare(self, forward: Forward) -> None:
-        """Compile and capture what is launched of forwards of every size; `forward`: an empty one, over the same
-        tensors."""
+        """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
         rows = self.canary.num_rows
         for size in 2 * sorted({min(size, rows) for size in sizes(FEWEST_ROWS, rows)}):
             self._launch_compare(forward, size)

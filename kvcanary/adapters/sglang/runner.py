@@ -234,7 +234,8 @@ class WatchedRunner(HostHandle):
             new, site = np.ones(batch.batch_size, dtype=np.int64), ("decode", 0)
         fed = self._entries_of(batch, new)
         judge_fed(self.canary, "W6", "token", fed.tokens, self._known(fed, requests), fed.entries, site)
-        self._are_kept = _are_kept(batch, requests) if site[0] == "prefill" else None
+        is_asked = self._samples is not None and site[0] == "prefill"
+        self._are_kept = _end_prompts(batch, requests) if is_asked else None
         self.read(fed, batch, site)
         output = method()
         self._wrote()
@@ -265,7 +266,7 @@ class WatchedRunner(HostHandle):
     def sample(self, method: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Each row goes on with the token that this gives of it, whatever SGLang keeps of it until then."""
         tokens = method(logits_output, forward_batch, *args, **kwargs)
-        if self._samples is not None and self._is_running:
+        if self._samples is not None and self._is_running and forward_batch.rids:
             self._samples.sampled(tokens[: len(forward_batch.rids), None], self._are_kept)
         return tokens
 
@@ -379,11 +380,11 @@ class WatchedRunner(HostHandle):
         )  # fmt: skip
 
 
-def _are_kept(batch: Any, requests: Mapping[str, Any]) -> NDArray[np.bool_]:
+def _end_prompts(batch: Any, requests: Mapping[str, Any]) -> NDArray[np.bool_]:
     """Of rows of a prefill, whether it ends their prompt, so that what is sampled of them counts."""
     ends = np.add(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
-    own = (requests.get(name) for name in batch.rids)
-    known = [0 if one is None else len(one.origin_input_ids) + len(one.output_ids) for one in own]
+    own = map(requests.get, batch.rids)
+    known = [np.inf if one is None else len(one.origin_input_ids) + len(one.output_ids) for one in own]
     return ends >= np.array(known)
 
 

@@ -145,7 +145,7 @@ class HandleV1(LoadingHandle):
                 self._numbers[name] = self._free.pop()
             identity = self.identities.of(self.runner.requests[name], name)
             admitted.append((self._numbers[name], name, tokens, length, identity))
-            self._came_with[name] = np.array(() if tokens is None else tokens, dtype=np.int64)
+            self._came_with[name] = None if tokens is None else np.array(tokens, dtype=np.int64)
         self._samples.begun([number for number, *_ in admitted])
         self._admit(canary, admitted, [self.runner.requests[name].mm_features for name, *_ in new])
         if self._loads is not None:
@@ -169,16 +169,17 @@ class HandleV1(LoadingHandle):
         starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         begin = np.array([starts[name] for name in forward.requests])
         new = np.array([output.num_scheduled_tokens[name] for name in forward.requests])
-        known = np.array([len(came[name]) for name in forward.requests])
+        known = np.array([np.inf if own is None else len(own) for own in map(came.get, forward.requests)])
         are_kept = begin + new >= known
         self._are_kept = None if are_kept.all() else are_kept
         if (begin >= known).all() or self.canary is None:
             return
         wanted, first = np.full(forward.num_tokens, UNKNOWN), np.cumsum(new) - new
         for row, name in enumerate(forward.requests):
-            own = came[name][begin[row] : begin[row] + new[row]]
+            tokens = came[name]
+            own = () if tokens is None else tokens[begin[row] : begin[row] + new[row]]
             wanted[first[row] : first[row] + len(own)] = own
-            if len(own) and not self._is_ahead:  # what follows a prompt is sampled behind it
+            if len(own) and not self._is_ahead:  # else it may count a token that nobody has sampled yet
                 wanted[first[row] + len(own) : first[row] + new[row]] = NOTHING
         rows = np.repeat(np.arange(len(new)), new)
         fed, positions, slots = (
@@ -208,7 +209,8 @@ class HandleV1(LoadingHandle):
         self._names = []
         self._row_ends = {}
         self._free = list(range(runner.max_num_reqs))
-        self._came_with: dict[str, np.ndarray] = {}  # tokens of each request, as the scheduler said them
+        #: Tokens of each request, as the scheduler said them; None: it did not.
+        self._came_with: dict[str, np.ndarray | None] = {}
         own = runner.max_num_reqs, self._max_new, runner.max_num_tokens, device
         canary = PagedCanary(self.config, *own, can_heal=True)
         canary.fed |= {"W6"}

@@ -22,7 +22,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.fed import FedForward, are_named, identity_of, tokens_of
-from kvcanary.adapters.sglang.runner import WatchedRunner
+from kvcanary.adapters.sglang.runner import WatchedRunner, _end_prompts
 from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle, attach
 
 ROOT = Path(__file__).parents[3]
@@ -287,3 +287,10 @@ def test_a_request_with_embeddings_of_its_own_shares_with_nobody() -> None:
     ]
     assert names[0] == names[1] == names[4] == ("key", "", "", "")
     assert len(set(names)) == 3
+
+
+def test_what_is_sampled_counts_where_a_prompt_ends() -> None:
+    """Behind all that the host has of a request, or more, which it is yet to hear of; nothing of one nobody knows."""
+    known = {name: SimpleNamespace(origin_input_ids=[1] * 6, output_ids=[2] * 2) for name in "abc"}
+    batch = SimpleNamespace(rids=[*"abcd"], extend_prefix_lens_cpu=[4, 4, 8, 0], extend_seq_lens_cpu=[3, 4, 1, 90])
+    assert _end_prompts(batch, known).tolist() == [False, True, True, False]

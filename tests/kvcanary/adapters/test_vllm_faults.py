@@ -404,13 +404,38 @@ def test_runner_v1_reads_a_prompt_token_by_token(serve) -> None:
     assert served.wrapper.worker.kvcanary._came_with == {}
 
 
-def test_runner_v1_feeds_no_token_that_a_prompt_did_not_end_in(serve) -> None:
-    """What was sampled in the middle of a prompt counts as its answer, and is fed behind the last chunk: W6."""
+def test_runner_v1_expects_nothing_of_a_prompt_that_nobody_knows(serve) -> None:
+    """It was given embeddings: where it ends is not known, nor which of the sampled tokens count."""
+    served = serve(settings={"runner": "v1"})
+    handle = served.wrapper.worker.kvcanary
+    come = handle._come
+    handle._come = lambda canary, new: come(canary, [(name, None, length) for name, _, length in new])
+    served.ask("a", list(range(40, 90)), 4)
+    assert len(served.run()["a"]) == 4
+    assert served.wrapper.kvcanary_report()["fired"] == {}
+
+
+def token_of_a_prompts_middle(serve: Any) -> Served:
+    """What was sampled there counts as the answer, and is fed behind the last chunk, which is next."""
     served = serve(settings={"runner": "v1"})
     served.ask("a", list(range(40, 70)), 4)
     served.step()
     served.runner.requests["a"].output_token_ids.append(7)
     served.running[0].tokens.append(7)
+    return served
+
+
+def test_runner_v1_of_a_scheduler_that_is_ahead_may_be_fed_more(serve) -> None:
+    """It counts tokens before they are sampled: nothing is said of those behind a prompt."""
+    served = token_of_a_prompts_middle(serve)
+    served.wrapper.worker.vllm_config.scheduler_config = SimpleNamespace(async_scheduling=True)
+    served.step()
+    assert served.wrapper.kvcanary_report()["fired"] == {}
+
+
+def test_runner_v1_feeds_no_token_that_a_prompt_did_not_end_in(serve) -> None:
+    """W6 at the place behind the prompt, for which there is no token yet."""
+    served = token_of_a_prompts_middle(serve)
     with pytest.raises(KVCorruptionError) as raised:
         served.step()
     found = raised.value.findings[0]

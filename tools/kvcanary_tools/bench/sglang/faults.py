@@ -97,13 +97,14 @@ def foreign(host: Any) -> Iterator[Touched]:
 
 def tokens_exchanged(host: Any) -> Iterator[Touched]:
     """What was sampled of two rows is exchanged where SGLang keeps it until the next forward, or draft."""
-    batch, drafts = host.scheduler.running_batch, host.scheduler.running_batch.spec_info
+    batch = host.scheduler.running_batch
+    drafts = batch.spec_info
     kept = host.scheduler.future_map.output_tokens_buf if drafts is None else drafts.bonus_tokens
     rows = [own.kv.req_pool_idx for own in batch.reqs] if drafts is None else range(len(batch.reqs))
-    tokens = [int(kept[row]) for row in rows]
-    other = next(n for n, token in enumerate(tokens) if token != tokens[0])
-    kept[rows[0]], kept[rows[other]] = tokens[other], tokens[0]
-    yield {"request": batch.reqs[0].rid, "other": batch.reqs[other].rid, "token": tokens[0], "fed": tokens[other]}
+    token, *others = [int(kept[row]) for row in rows]
+    n, fed = next((n, own) for n, own in enumerate(others, 1) if own != token)
+    kept[rows[0]], kept[rows[n]] = fed, token
+    yield {"request": batch.reqs[0].rid, "other": batch.reqs[n].rid, "token": token, "fed": fed}
 
 
 def off_by_one(host: Any) -> Iterator[Touched]:
