@@ -25,7 +25,8 @@ from kvcanary_kernels.watch import advance as writes_of
 from kvcanary_kernels.watch import fetch as lines_of
 from kvcanary_kernels.watch import reread as fingerprints_of
 from kvcanary_kernels.watch import walk as rows_of
-from kvcanary_kernels.watch.advance import Fed
+from kvcanary_kernels.watch.advance import Fed, Overwritten
+from kvcanary_kernels.watch.reread import Before
 from kvcanary_kernels.watch.walk import (
     EVERYBODYS,
     GIVEN_BACK,
@@ -55,6 +56,7 @@ class Rig:
     in_place: bool = False
     owners: Tensor | None = None
     asks_finite: bool = True
+    asks_stored: bool = False
 
     def __post_init__(self) -> None:
         device = self.device
@@ -68,6 +70,9 @@ class Rig:
         self.records = torch.zeros(slots, 8, dtype=torch.int64, device=device)
         self.fingerprints = torch.zeros(2, LAYERS, slots, dtype=torch.int64, device=device)
         self.stamps = torch.zeros(slots, dtype=torch.int64, device=device)
+        stamps = torch.zeros_like(self.stamps), self.stamps  # of another pool of these slots, which nobody stores into
+        self.overwritten = Overwritten.of(stamps, RING, 300)
+        self.before = Before(self.overwritten.is_another, 1, torch.zeros(LAYERS, dtype=torch.int64, device=device))
         self.table = torch.zeros(4, WIDTH, dtype=torch.int32, device=device)
         blocks = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(5)) + 1
         for row in range(4):
@@ -104,17 +109,18 @@ class Rig:
         rows = self.rows(batch, accepted or {})
         window = changes.pop("window", 0)
         fed = self.fed(batch, rows, **changes)
-        walked, written, read, self.firsts = self.cells(4), self.cells(4), self.cells(2, 4), self.cells()
+        walked, written, read, self.firsts = self.cells(4), self.cells(4), self.cells(2, 4), self.cells(2)
         watched = self.watched(self.records, len(batch), len(fed.tokens), window)
+        overwritten, before = (self.overwritten, self.before) if self.asks_stored else (None, None)
         self.call(writes_of, "advance", watched, rows, fed, self.truth, seeds=self.seeds,
-                  slots=self.slots, chains=self.chains, violations=written)  # fmt: skip
+                  slots=self.slots, chains=self.chains, violations=written, overwritten=overwritten)  # fmt: skip
         self.call(
             rows_of, "walk", watched, rows, self.truth, seeds=self.seeds, violations=walked, counted=self.counted[:1]
         )
         self.reread(watched, rows, stride=1, whole=False, violations=read)
         self.call(fingerprints_of, "take", watched, self.pool, self.slots, self.chains, self.keys,
                   fingerprints=self.fingerprints, stamps=self.stamps,
-                  firsts=self.firsts if self.asks_finite else None)  # fmt: skip
+                  firsts=self.firsts, asks_finite=self.asks_finite, before=before)  # fmt: skip
         self.violations = torch.cat((walked, written, *read.unbind(1)))
         walked, written, (read, self.places) = (violations[self.step % RING] for violations in (walked, written, read))
         for row, new in batch.items():
@@ -370,15 +376,15 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
 def test_the_first_layer_that_is_not_finite_is_kept(rig: Rig) -> None:
     """Of all that a step stores the least, layer before entry; one count each, and no other slot."""
     rig.forward({0: list(range(18)), 1: list(range(9))})
-    assert rig.firsts.tolist() == [NO_VIOLATION] * RING
+    assert rig.firsts.tolist() == [[NO_VIOLATION] * 2] * RING
     for layer, row, position, value in (1, 0, 18, torch.inf), (1, 1, 10, torch.nan), (0, 1, 11, -torch.inf):
         block, offset = divmod(rig.slot(row, position), BLOCK_SIZE)
         rig.kv[layer][block, 1, offset, 4] = value
     rig.kv[0][0] = torch.nan  # nobody's
     rig.kv[0][divmod(rig.slot(0, 25), BLOCK_SIZE)[0]] = torch.nan  # behind the row
     rig.forward({0: [1], 1: [1, 2, 3, 4]})
-    wanted = [NO_VIOLATION] * RING
-    wanted[rig.step % RING] = 0 * fingerprints_of.ENTRIES_PER_LAYER + 3  # the fourth of the forward
+    wanted = [[NO_VIOLATION] * 2 for _ in range(RING)]
+    wanted[rig.step % RING][fingerprints_of.NOT_FINITE] = 0 * fingerprints_of.ENTRIES_PER_LAYER + 3  # the fourth
     assert rig.firsts.tolist() == wanted
     assert int(rig.total) == 3
     rig.asks_finite = False

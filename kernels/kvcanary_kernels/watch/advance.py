@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcanary_kernels.record import layout as record
 from kvcanary_kernels.record.chain import chain_scan_torch
-from kvcanary_kernels.record.device import BLOCK, INVERSES, pair, tl, triton
+from kvcanary_kernels.record.device import BLOCK, CHAIN, COLUMNS, INVERSES, TOKEN_POSITION, low_word, pair, tl, triton
 from kvcanary_kernels.record.device import mix as device_mix
 from kvcanary_kernels.record.seal import seal_torch, store_record
 from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
@@ -44,6 +46,8 @@ from kvcanary_kernels.watch.walk import (
     violation_bit,
 )
 
+FILLED_STAMP = 1  # of a slot whose bytes are of no entry, but known: a pattern fills it
+FILLED = tl.constexpr(FILLED_STAMP)
 W1 = tl.constexpr(violation_bit("W1"))
 W2 = tl.constexpr(violation_bit("W2"))
 W3 = tl.constexpr(violation_bit("W3"))
@@ -65,6 +69,25 @@ class Fed(NamedTuple):
     num_tokens: Tensor | None = None
 
 
+class Overwritten(NamedTuple):
+    """What lay in the slots that a forward is about to write, in pools of layers that share these slots.
+
+    stamps: by pool, [num_slots] int64, as `take` writes them, or FILLED_STAMP;  ptrs: [pools] int64, their addresses
+    is_another: [ring, >= n] int64 out: bit p: of this slot bytes were taken in pool p, and they are not of the token
+                that is to be stored now: bytes that are the same afterwards were not stored
+    """
+
+    stamps: tuple[Tensor, ...]
+    ptrs: Tensor
+    is_another: Tensor
+
+    @classmethod
+    def of(cls, stamps: Sequence[Tensor], ring: int, n: int) -> Overwritten:
+        """Of these pools, for the last `ring` forwards of at most `n` entries."""
+        ptrs = torch.tensor([own.data_ptr() for own in stamps], device=stamps[0].device)
+        return cls(tuple(stamps), ptrs, stamps[0].new_zeros(ring, n))
+
+
 def advance(
     watched: Watched,
     rows: Rows,
@@ -75,6 +98,7 @@ def advance(
     slots: Tensor,
     chains: Tensor,
     violations: Tensor,
+    overwritten: Overwritten | None = None,
     is_first: bool = True,
     launches: bool = True,
 ) -> None:
@@ -86,6 +110,7 @@ def advance(
     chains: [ring, >= n] int64 out, chain of each entry
     violations:   [ring, >= rows] int64, NO_VIOLATION or lower before; in the cell of this step the first violation of
             each row: W1, W2, W3, W5, W6, W7 (W4 is for who takes the fingerprints)
+    overwritten: of layers that are stored in these slots; None: nobody asks
     is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
               forward
     """
@@ -116,6 +141,8 @@ def advance(
             violations.stride(0),
             watched.null_slots,
             watched.records if watched.owners is None else watched.owners,
+            *((slots, slots) if overwritten is None else overwritten[1:]),
+            NUM_POOLS=0 if overwritten is None else len(overwritten.stamps),
             PAGE=watched.block_size,
             IN_PLACE=rows.in_place,
             HAS_OWNERS=watched.owners is not None,
@@ -138,6 +165,8 @@ def advance(
     for i, number in enumerate(numbers.tolist()):
         where, count = slice(starts[i], starts[i + 1]), starts[i + 1] - starts[i]
         slots[where] = -1
+        if overwritten is not None:
+            overwritten.is_another[ring_place, where] = 0
         if int(truth.ends[number]) == NOT_FOLLOWED or not count:
             continue
         tokens, positions, own = (values[where].long() for values in (fed.tokens, fed.positions, fed.slots))
@@ -161,6 +190,8 @@ def advance(
         bounds = torch.tensor([0, count], device=tokens.device)
         chain_scan_torch(tokens, wanted, bounds, seeds[i, :1], keys=keys, out=chains[where])
         slots[where] = torch.where(is_inside, own, -1)
+        if overwritten is not None:
+            overwritten.is_another[ring_place, where] = _are_another(overwritten, records, slots[where], tokens)
         seal_torch(
             records, slots[where], tokens=tokens, positions=wanted, chains=chains[where],
             requests=truth.uids[number : number + 1], generations=torch.zeros_like(now[:1]),
@@ -172,6 +203,18 @@ def advance(
 
 
 advance_torch = partial(advance, launches=False)
+
+
+def _are_another(overwritten: Overwritten, records: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+    """[n] bits of `Overwritten.is_another`, before anything is recorded of these slots."""
+    held = records[slots.clamp(min=0)]
+    differs = (held[:, record.TOKEN_POSITION] ^ tokens) & record.MASK_32 != 0
+    bits = torch.zeros_like(slots)
+    for pool, stamps in enumerate(overwritten.stamps):
+        stamp = stamps[slots.clamp(min=0)]
+        is_taken = (stamp == held[:, record.CHAIN]) & (stamp != 0) & differs
+        bits |= torch.where((slots >= 0) & (is_taken | (stamp == FILLED_STAMP)), 1 << pool, 0)
+    return bits
 
 
 @triton.jit(
@@ -216,6 +259,9 @@ def _advance_kernel(
     violations_stride,
     null_slots,
     owners,
+    stamp_ptrs,
+    is_another,
+    NUM_POOLS: tl.constexpr,
     PAGE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     HAS_OWNERS: tl.constexpr,
@@ -248,6 +294,7 @@ def _advance_kernel(
     place = tl.load(now + NOW_PLACE)
     slots += place * slots_stride
     chains += place * slots_stride
+    is_another += place * slots_stride
     cell = violations + place * violations_stride + i_row
     row = table + (number if IN_PLACE else i_row) * table_stride
     o_block = tl.arange(0, BLOCK_N)
@@ -286,6 +333,17 @@ def _advance_kernel(
             b_foreign = tl.where(b_owner == GIVEN_BACK, W7, tl.where(m_shared, W3, W2))
             b_bits += tl.where(m_own, 0, b_foreign)
         b_violation, b_count = note(b_violation, b_count, b_wanted, tl.where(m_in, b_bits, W1), m_n)
+        if NUM_POOLS:
+            b_held = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_in, other=0)
+            b_old = tl.load(records + b_slot * COLUMNS + TOKEN_POSITION, mask=m_in, other=0)
+            b_another = b_zero
+            for i_pool in tl.static_range(NUM_POOLS):
+                stamps = tl.load(stamp_ptrs + i_pool).to(tl.pointer_type(tl.int64))
+                b_stamp = tl.load(stamps + b_slot, mask=m_in, other=0)
+                m_taken = (b_stamp == b_held) & (b_stamp != 0) & (low_word(b_old) != low_word(b_token))
+                b_another += tl.where(m_taken | (b_stamp == FILLED), 1 << i_pool, 0)
+            tl.store(is_another + o_n, b_another, mask=o_n < end)
+            tl.debug_barrier()  # every thread has read what is recorded anew below
         b_term = tl.where(m_n, device_mix(b_token, b_wanted, constants) * b_inverse, 0)
         b_chain = b_power * (carry + tl.cumsum(b_term, 0))
         carry = block_power * (carry + tl.sum(b_term))

@@ -7,13 +7,14 @@ block tables.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import join, keyed_sums, layer_fingerprints
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.device import CHAIN, COLUMNS, tl, triton
+from kvcanary_kernels.record.device import CHAIN, COLUMNS, TOKEN_POSITION, low_word, tl, triton
 from kvcanary_kernels.record.formats import format_constants, lanes_of, words_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
@@ -39,10 +40,23 @@ from kvcanary_kernels.watch.walk import (
 LAYERS_PER_ENTRY = 128  # a violation of `reread` is position * LAYERS_PER_ENTRY + layer
 SLOTS_PER_ENTRY = 1 << 34  # and beside it, position * SLOTS_PER_ENTRY + slot
 ENTRIES_PER_LAYER = 1 << 34  # what `take` finds first is layer * ENTRIES_PER_LAYER + entry
+NOT_FINITE, NOT_STORED = 0, 1  # where it stands among the cells of a step
 PER_LAYER = tl.constexpr(ENTRIES_PER_LAYER)
 FEWEST_PARTS, PROGRAMS = 2, 4096  # of each row, whose entries they share out; of all rows and layers
 PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
 PLACES = tl.constexpr(SLOTS_PER_ENTRY)
+
+
+class Before(NamedTuple):
+    """What layers held before a forward stored into them, as far as it tells whether that arrived.
+
+    is_another: as of `Overwritten`, whose bit `pool` is that of these layers
+    zeros:      [layers] int64, written: the first token whose entry holds nothing but zeros, plus one; 0: there is none
+    """
+
+    is_another: Tensor
+    pool: int
+    zeros: Tensor
 
 
 def take(
@@ -56,6 +70,8 @@ def take(
     stamps: Tensor,
     most: int | None = None,
     firsts: Tensor | None = None,
+    asks_finite: bool = True,
+    before: Before | None = None,
     launches: bool = True,
 ) -> None:
     """Take both fingerprints of the slots of this step as they lie in the pool now. No allocation, no wait.
@@ -64,10 +80,13 @@ def take(
     fingerprints:  [2, layers, num_slots] int64, written
     stamps: [num_slots] int64, written: the chain of the record whose bytes these are
     most:   at least the tokens that `now` says; None: as many as a line has
-    firsts: [ring] int64, NO_VIOLATION or lower before: in the cell of this step the least of layer * ENTRIES_PER_LAYER
-            + entry at which an element is NaN or infinite (N1); None: nobody asks
+    firsts: [ring, 2] int64, NO_VIOLATION or lower before: in the cells of this step the least of layer *
+            ENTRIES_PER_LAYER + entry at which an element is NaN or infinite (N1), if `asks_finite`; and at which
+            nothing was stored (R12), where `before` is given. None: nobody asks
     Entries whose record is another's count as wrong (W4: one forward wrote the slot twice), and layers of entries that
-    are not finite.
+    are not finite, or in which nothing was stored: they hold what another token had there, or nothing but zeros, which
+    an earlier entry of another token had, too. The first layer is not asked: whatever tokens have embeddings of zeros
+    have the same K and V there.
     """
     total = watched.total
     if launches:
@@ -91,8 +110,10 @@ def take(
             fingerprints.stride(0),
             fingerprints.stride(1),
             total if firsts is None else firsts,
-            0 if firsts is None else firsts.stride(0),
-            FORMATS=None if firsts is None else format_constants(pool),
+            *((0, 0) if firsts is None else firsts.stride()),
+            *((total, 0, total) if before is None else before),
+            FORMATS=None if firsts is None or not asks_finite else format_constants(pool),
+            ASKS_STORED=before is not None,
             **tiling,
         )
         return
@@ -101,15 +122,29 @@ def take(
     slots, chains = slots[place, :n], chains[place, :n]
     (entries,) = (slots >= 0).nonzero(as_tuple=True)
     slots, chains = slots[entries], chains[entries]
-    fingerprints[:, :, slots] = both_fingerprints(pool, slots, keys)
+    held, found = fingerprints[:, :, slots], both_fingerprints(pool, slots, keys)
+    fingerprints[:, :, slots] = found
     stamps[slots] = records[slots, record.CHAIN]
     total += (records[slots, record.CHAIN] != chains).sum()
-    if firsts is not None:
-        lanes = lanes_of(pool)
-        for layer in range(pool.num_layers):
-            bad = entries[words_not_finite(pool.gather_layer(layer, slots), lanes).any(1)]
-            total += len(bad)
-            firsts[place] = min([int(firsts[place]), *(layer * ENTRIES_PER_LAYER + bad).tolist()])
+    if firsts is None:
+        return
+    wrong: dict[int, Tensor] = {}  # [layers, n] by cell
+    if asks_finite:
+        rows = [pool.gather_layer(layer, slots) for layer in range(pool.num_layers)]
+        wrong[NOT_FINITE] = torch.stack([words_not_finite(own, lanes_of(pool)).any(1) for own in rows])
+    if before is not None:
+        tokens = records[slots, record.TOKEN_POSITION] & record.MASK_32
+        is_same = (found == held).all(0) & (before.is_another[place, entries] >> before.pool & 1 != 0)
+        is_zero = are_zeros(found, keys)
+        for layer, entry in zip(*is_zero.nonzero(as_tuple=True), strict=True):
+            if not before.zeros[layer]:
+                before.zeros[layer] = tokens[entry] + 1
+        wrong[NOT_STORED] = is_same | is_zero & (tokens + 1 != before.zeros[:, None])
+        wrong[NOT_STORED][0] = False
+    for cell, bad in wrong.items():
+        layer, entry = bad.nonzero(as_tuple=True)
+        total += len(layer)
+        firsts[place, cell] = min([int(firsts[place, cell]), *(layer * ENTRIES_PER_LAYER + entries[entry]).tolist()])
 
 
 take_torch = partial(take, launches=False)
@@ -209,7 +244,12 @@ def both_fingerprints(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
     return torch.stack((fingerprint_a, join(sums[..., pieces:], keys)))
 
 
-@triton.jit(do_not_specialize=["slots_stride", "num_slots", "firsts_stride"])
+def are_zeros(fingerprints: Tensor, keys: Keys) -> Tensor:
+    """[layers, n] bool: both fingerprints [2, layers, n] are those of nothing but zeros."""
+    return (fingerprints[0] == keys.start_a[:, None]) & (fingerprints[1] == 0)
+
+
+@triton.jit(do_not_specialize=["slots_stride", "num_slots", "firsts_stride", "cells_stride", "pool_bit"])
 def _take_fingerprints_kernel(
     ptrs,
     records,
@@ -229,9 +269,14 @@ def _take_fingerprints_kernel(
     layer_stride,
     firsts,
     firsts_stride,
+    cells_stride,
+    is_another,
+    pool_bit,
+    zeros,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
     FORMATS: tl.constexpr,
+    ASKS_STORED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -250,21 +295,47 @@ def _take_fingerprints_kernel(
         FORMATS,
     )  # fmt: skip
     own = fingerprints + i_layer * layer_stride + b_slot
-    tl.store(own, b_a + tl.load(start_a + i_layer), mask=m_n)
+    b_found = b_a + tl.load(start_a + i_layer)
+    cells = firsts + tl.load(now + NOW_PLACE) * firsts_stride
+    if ASKS_STORED:
+        m_same = (tl.load(own, mask=m_n, other=0) == b_found) & (tl.load(own + side_stride, mask=m_n, other=0) == b_b)
+        m_another = (tl.load(is_another + line + o_n, mask=m_n, other=0) >> pool_bit) & 1 != 0
+        m_zero = _zeros_of_another(zeros + i_layer, records, b_slot, m_n & (b_a == 0) & (b_b == 0), o_n)
+        m_unstored = (m_n & m_same & m_another | m_zero) & (i_layer > 0)
+        _tell_first(cells + cells_stride, total, m_unstored, i_layer, o_n)
+        tl.debug_barrier()  # every thread has read what is stored anew below
+    tl.store(own, b_found, mask=m_n)
     tl.store(own + side_stride, b_b, mask=m_n)
     if FORMATS is not None:
-        m_bad = m_n & b_bad
-        bad = tl.sum(m_bad.to(tl.int64))
-        if bad > 0:
-            tl.atomic_add(total, bad, sem="relaxed")
-            first = tl.min(tl.where(m_bad, i_layer * PER_LAYER + o_n, NONE))
-            tl.atomic_min(firsts + tl.load(now + NOW_PLACE) * firsts_stride, first, sem="relaxed")
+        _tell_first(cells, total, m_n & b_bad, i_layer, o_n)
     if i_layer == 0:
         b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
         tl.store(stamps + b_slot, b_chain, mask=m_n)
         count = tl.sum((m_n & (b_chain != tl.load(chains + line + o_n, mask=m_n, other=0))).to(tl.int64))
         if count > 0:
             tl.atomic_add(total, count, sem="relaxed")
+
+
+@triton.jit
+def _zeros_of_another(first, records, b_slot, m_zero, o_n):
+    """Entries of nothing but zeros whose token is not that of the first one ever, which is kept as token + 1."""
+    m_other = m_zero
+    at = tl.min(tl.where(m_zero, o_n, NONE))
+    if at < NONE:
+        b_token = low_word(tl.load(records + b_slot * COLUMNS + TOKEN_POSITION, mask=m_zero, other=0)) + 1
+        own = tl.max(tl.where(o_n == at, b_token, 0))
+        held = tl.atomic_cas(first, own * 0, own, sem="relaxed")
+        m_other = m_zero & (b_token != tl.where(held == 0, own, held))
+    return m_other
+
+
+@triton.jit
+def _tell_first(cell, total, m_wrong, i_layer, o_n):
+    """Count wrong entries of a layer, and keep the first of a step."""
+    count = tl.sum(m_wrong.to(tl.int64))
+    if count > 0:
+        tl.atomic_add(total, count, sem="relaxed")
+        tl.atomic_min(cell, tl.min(tl.where(m_wrong, i_layer * PER_LAYER + o_n, NONE)), sem="relaxed")
 
 
 @triton.jit(

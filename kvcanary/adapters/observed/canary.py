@@ -47,6 +47,7 @@ from kvcanary_kernels.record.layout import (
     seed_id,
     signed,
 )
+from kvcanary_kernels.watch.advance import FILLED_STAMP
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.walk import NOT_FOLLOWED
 
@@ -136,8 +137,15 @@ class PagedCanary:
         """For what is free in a group; None where there is none, and where settings leave it alone."""
         if group is None or self.config.content != "full" or self.config.poison != "finite":
             return None
-        gone = functools.partial(self.memory.bytes_gone, group)
-        return FreeSlots([layers.rows for layers in _early(group)], self.memory.device, group.number, gone)
+        filled = functools.partial(self._filled, group)
+        return FreeSlots([layers.rows for layers in _early(group)], self.memory.device, group.number, filled)
+
+    def _filled(self, group: Group, slots: Tensor) -> None:
+        """These slots [n] hold a pattern now, which is no entry's: it is known, so that a store shows."""
+        self.memory.bytes_gone(group, slots)
+        for layers in _early(group):
+            self.launches.take_now(group, layers, slots, group.records[slots, CHAIN])
+            layers.stamps.index_fill_(0, slots, FILLED_STAMP)
 
     def follow_blocks(self, block_sizes: Sequence[int], are_shared: bool = False) -> BlockOwners:
         """The engine tells of grants of blocks, in every group; which codes that feeds its adapter says in `fed`.

@@ -24,9 +24,10 @@ from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
-from kvcanary_kernels.watch.advance import Fed
+from kvcanary_kernels.watch.advance import Fed, Overwritten
 from kvcanary_kernels.watch.begin import NEW_WIDTH
 from kvcanary_kernels.watch.grant import words_of
+from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, NOT_FINITE, NOT_STORED, Before
 from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
 
 STAMPS = (1 << 63 - COUNT_BITS) - 1
@@ -55,7 +56,8 @@ class Launches:
         self._sums: dict[Layers, tuple[Tensor, Tensor, memoryview]] = {}
         #: [rows, 2] of the last forward's, the chain of what each had before it, and whether that is known.
         self.seeds, self._rejected = memory.zeros(num_rows, 2), memory.zeros(num_rows)
-        self.not_finite: set[int] = set()  # writers of records who are known to have stored NaN or Inf
+        #: By what `take` finds, the writers of records of which it is known.
+        self.told: dict[int, set[int]] = {NOT_FINITE: set(), NOT_STORED: set()}
         self.owners: BlockOwners | None = None  # whose changes lines take along
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         #: What an engine gives with every forward, as long as it gives the same, and where that lies.
@@ -194,7 +196,6 @@ class Launches:
         """On the host: the cells of one step, which waits for the device.
 
         walk, write: [groups, rows];  read: [2, pools of layers, rows];  look: [2, LOOKS, pools of layers, rows]
-        stored: [pools of layers], what was stored first of what is not finite
         """
         if self.memory.is_cuda:
             torch.cuda.synchronize(self.memory.device)
@@ -202,15 +203,14 @@ class Launches:
         num_groups = len(self.memory.groups)
         read = cells[self._read_kinds].view(1 + LOOKS, -1, 2, self.num_rows).permute(2, 0, 1, 3)
         walked, written = cells[: 2 * num_groups].split(num_groups)
-        stored = cells[self._read_kinds.stop :, 0]
-        return {"walk": walked, "write": written, "read": read[:, 0], "look": read[:, 1:], "stored": stored}
+        return {"walk": walked, "write": written, "read": read[:, 0], "look": read[:, 1:]}
 
-    def take_first(self, step: Step, layers: Layers) -> int:
-        """Of these layers the cell `stored` of a step, which is told with that; NO_VIOLATION the next time."""
-        cell = self._firsts(layers)[step.number % RING]
+    def take_first(self, step: Step, layers: Layers, kind: int) -> tuple[int, int] | None:
+        """Of these layers the first that `take` found in a step, as layer and entry; it is told with that."""
+        cell = self._firsts(layers)[step.number % RING, kind]
         first = int(cell)
         cell.fill_(NO_VIOLATION)
-        return first
+        return None if first == NO_VIOLATION else divmod(first, ENTRIES_PER_LAYER)
 
     def stored_by(self, step: Step, group: Group) -> tuple[Tensor, Tensor]:
         """[n] slots and chains of what a step stored."""
@@ -243,10 +243,12 @@ class Launches:
                 self._watched(group, now),
             )
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
+            is_first = group is memory.groups[0]
             slots, chains = self._entries[group.number]
             self._ops.advance(
                 watched, rows, fed, memory.truth, seeds=self.seeds, slots=slots, chains=chains,
-                violations=cells[:, len(memory.groups) + group.number], is_first=group is memory.groups[0],
+                violations=cells[:, len(memory.groups) + group.number], overwritten=self._overwritten[group.number],
+                is_first=is_first,
             )  # fmt: skip
             violations = cells[:, group.number]
             self._ops.walk(
@@ -322,10 +324,13 @@ class Launches:
         most: int,
         are_stored: bool = True,
     ) -> None:
-        """are_stored: by the forward of this step, which is asked whether they are finite."""
+        """are_stored: by the forward of this step, which is asked whether they are finite, and whether it stored."""
         own: dict[str, Any] = {"fingerprints": layers.fingerprints, "stamps": layers.stamps}
-        if are_stored and "N1" not in self.config.disable:
-            own["firsts"] = self._firsts(layers)
+        if are_stored:
+            own |= {"firsts": self._firsts(layers), "asks_finite": "N1" not in self.config.disable}
+            overwritten = self._overwritten[group.number]
+            if overwritten is not None:
+                own["before"] = Before(overwritten.is_another, group.layers.index(layers), layers.zeros)
         self._ops.take(self._watched(group, now), layers.rows, slots, chains, layers.keys, **own, most=most)
 
     def _watched(self, group: Group, now: Tensor) -> Watched:
@@ -346,9 +351,9 @@ class Launches:
     @cached_property
     def _cells(self) -> Tensor:
         """[RING, kinds, rows] int64: first violations of walk and of advance by group, of reread twice by look and
-        pool, and by pool, in its first column, of take.
+        pool, and twice by pool, in its first column, of take.
         """
-        kinds = self._read_kinds.stop + len(self.memory.layers)
+        kinds = self._read_kinds.stop + 2 * len(self.memory.layers)
         return self.memory.zeros(RING, kinds, self.num_rows) + NO_VIOLATION
 
     @cached_property
@@ -358,8 +363,17 @@ class Launches:
         return slice(first, first + 2 * (1 + LOOKS) * len(self.memory.layers))
 
     def _firsts(self, layers: Layers) -> Tensor:
-        """[RING] cells of what `take` finds in these layers."""
-        return self._cells[:, self._read_kinds.stop + self.memory.layers.index(layers), 0]
+        """[RING, 2] cells of what `take` finds in these layers."""
+        return self._cells[:, self._read_kinds.stop :, 0].unflatten(1, (-1, 2))[:, self.memory.layers.index(layers)]
+
+    @cached_property
+    def _overwritten(self) -> list[Overwritten | None]:
+        """By group, what lay where the last forwards stored; None: nobody asks (R12)."""
+        if "R12" in self.config.disable:
+            return [None for _ in self.memory.groups]
+        return [
+            Overwritten.of([own.stamps for own in group.layers], RING, self.max_tokens) for group in self.memory.groups
+        ]
 
     @cached_property
     def counted(self) -> Tensor:

@@ -47,7 +47,8 @@ class Memory:
             raise AdapterError(f"layers of {view.name} have {rows.num_slots} slots, their group {num_slots}")
         keys = make_keys(self.seed, rows.num_layers, rows.words_per_row, self.device, view.share)
         fingerprints, stamps = self.zeros(2, rows.num_layers, num_slots), self.zeros(num_slots)
-        group.layers.append(Layers(view, tuple(names), keys, fingerprints, stamps, is_late))
+        kept = fingerprints, stamps, self.zeros(rows.num_layers)
+        group.layers.append(Layers(view, tuple(names), keys, *kept, is_late))
 
     @property
     def layers(self) -> list[Layers]:

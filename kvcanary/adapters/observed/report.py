@@ -21,10 +21,17 @@ from kvcanary.pools.launch_site import unpack_site
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
 from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.state import PoolState
-from kvcanary.report.causes.watched import GRANTED_ANEW, LOAD_FAILED, READ_BEFORE, TAKEN_BACK
+from kvcanary.report.causes.watched import GRANTED_ANEW, LOAD_FAILED, NOT_ARRIVED, READ_BEFORE, TAKEN_BACK
 from kvcanary.report.watched_evidence import WatchedPool
-from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, read_record
-from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_fingerprints
+from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, TOKEN_POSITION, read_record
+from kvcanary_kernels.watch.reread import (
+    LAYERS_PER_ENTRY,
+    NOT_FINITE,
+    NOT_STORED,
+    SLOTS_PER_ENTRY,
+    are_zeros,
+    both_fingerprints,
+)
 from kvcanary_kernels.watch.walk import NO_VIOLATION, code_of, first_seen, table_slots
 
 SHOWN_LAYERS = 4
@@ -32,6 +39,7 @@ RIGHT_AGAIN = (
     "the device found other bytes here when it compared them, and they are right again now: somebody wrote them back, "
     "or only the copy that was read was damaged, on its way from memory"
 )
+STORE_CODES = {NOT_FINITE: "N1", NOT_STORED: "R12"}
 OWNED = ("R7", "R8", "W2", "W3", "W7")  # codes that say something of a slot's owner
 OWNERLESS = {
     FREE: "the slot was never granted",
@@ -79,7 +87,8 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
             for look in looks:
                 yield from _content(canary, group, layers, *look, step.number)
             column += 1
-    yield from _not_finite(canary, step)
+    yield from _of_stores(canary, step, NOT_FINITE)
+    yield from _of_stores(canary, step, NOT_STORED)
     for event in step.events:
         if isinstance(event, Event):
             yield from _of_event(canary, event, step.number)
@@ -89,8 +98,8 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
         yield from judge.violations(step)
 
 
-class _NotFinite(NamedTuple):
-    """An entry that a forward stored, with NaN or Inf in it.
+class _Stored(NamedTuple):
+    """An entry that a forward stored, or should have, and layers in which that went wrong.
 
     place: where that came: step, whether a draft stores the layer, the numbers in its name, position;  wrong: layers
     """
@@ -103,51 +112,62 @@ class _NotFinite(NamedTuple):
     wrong: tuple[int, ...]
 
 
-def _not_finite(canary: PagedCanary, step: Step) -> Iterator[Violation]:
-    """N1 of every request for which a forward stored NaN or Inf: in the first layer, at the first position there.
+def _of_stores(canary: PagedCanary, step: Step, kind: int) -> Iterator[Violation]:
+    """N1 of every request for which a forward stored NaN or Inf, or R12 where nothing was stored: in the first layer,
+    at the first position there.
 
     Late layers of a step are stored behind its count: what they have shown since is told with the next.
     """
-    firsts: dict[int, _NotFinite] = {}
+    firsts: dict[int, _Stored] = {}
     for group in canary.groups:
         for layers in group.layers:
             for known in [own for own in canary.steps if own.number <= step.number] if layers.is_late else [step]:
-                for uid, own in _stored_not_finite(canary, group, layers, known):
+                for uid, own in _wrong_stores(canary, group, layers, known, kind):
                     firsts[uid] = min(own, firsts.get(uid, own), key=attrgetter("place"))
     for uid, own in firsts.items():
         position, layers = own.place[-1], own.layers
         notes = [place_of(own.group, own.slot, [layers.names[n] for n in own.wrong])]
         request = canary.writers.get(uid)
-        if uid not in canary.launches.not_finite:
+        if kind == NOT_STORED:
+            notes.append(NOT_ARRIVED)
+        elif uid not in canary.launches.told[kind]:
             notes.append(_read_before(canary, own.group, layers, request, position, own.step))
         yield Violation(
-            "N1", pool_state(canary, own.group, layers), own.slot, position, request,
+            STORE_CODES[kind], pool_state(canary, own.group, layers), own.slot, position, request,
             ("draft", 0) if layers.is_late else own.step.site, own.step.number, layers=own.wrong,
             notes=tuple(note for note in notes if note),
         )  # fmt: skip
-    canary.launches.not_finite |= firsts.keys()
+    canary.launches.told[kind] |= firsts.keys()
 
 
-def _stored_not_finite(
-    canary: PagedCanary, group: Group, layers: Layers, step: Step
-) -> Iterator[tuple[int, _NotFinite]]:
+def _wrong_stores(
+    canary: PagedCanary, group: Group, layers: Layers, step: Step, kind: int
+) -> Iterator[tuple[int, _Stored]]:
     """By request, entries that a step stored into these layers."""
-    first = canary.launches.take_first(step, layers)
-    if first == NO_VIOLATION:
+    first = canary.launches.take_first(step, layers, kind)
+    if first is None:
         return
-    layer, entry = divmod(first, ENTRIES_PER_LAYER)
+    layer, entry = first
     slots, chains = canary.launches.stored_by(step, group)
-    told = torch.tensor(list(canary.launches.not_finite), dtype=torch.int64, device=slots.device)
+    told = torch.tensor(list(canary.launches.told[kind]), dtype=torch.int64, device=slots.device)
     held = group.records[slots.clamp(min=0)]
     is_asked = (slots >= 0) & (layers.stamps[slots.clamp(min=0)] == chains)
     asked = slots[is_asked & ~torch.isin(held[:, REQUEST_GENERATION] & MASK_32, told)]
-    found = zip(asked.tolist(), layers_not_finite(layers.rows, asked), strict=True)
+    found = layers_not_finite(layers.rows, asked) if kind == NOT_FINITE else _layers_of_zeros(layers, group, asked)
     seen = {int(slots[entry]): (layer,)}  # by the device, whatever lies there now
-    for slot, wrong in (seen | {slot: wrong for slot, wrong in found if wrong}).items():
+    seen |= {slot: wrong for slot, wrong in zip(asked.tolist(), found, strict=True) if wrong}
+    for slot, wrong in seen.items():
         record = read_record(group.records, slot)
         depth = tuple(map(int, NUMBERS.findall(layers.names[wrong[0]])))
         place = step.number, layers.is_late, depth, record.position
-        yield record.request, _NotFinite(place, group, layers, step, slot, wrong)
+        yield record.request, _Stored(place, group, layers, step, slot, wrong)
+
+
+def _layers_of_zeros(layers: Layers, group: Group, slots: Tensor) -> list[tuple[int, ...]]:
+    """By slot [n] the layers in which nothing but zeros was taken, as far as that says anything (`take`)."""
+    tokens = group.records[slots, TOKEN_POSITION] & MASK_32
+    wrong = are_zeros(layers.fingerprints[:, :, slots], layers.keys) & (layers.zeros[:, None] != tokens + 1)
+    return [tuple(layer for layer in own.nonzero()[:, 0].tolist() if layer) for own in wrong.T]
 
 
 def _read_before(

@@ -28,6 +28,7 @@ class Layers:
 
     names: what the engine calls them
     is_late: they are stored by a later forward of the step (a draft's), `took` says when
+    zeros:   [layers], as of kvcanary_kernels.watch.reread.Before
     """
 
     view: PoolView
@@ -35,6 +36,7 @@ class Layers:
     keys: Keys
     fingerprints: Tensor
     stamps: Tensor
+    zeros: Tensor
     is_late: bool = False
 
     @property
