@@ -223,6 +223,9 @@ def flipped_in(view: Any, names: list[str], number: int) -> tuple[str, int, str]
     group = canary.memory.add_group(0, SIZE, BLOCKS * SIZE, null_slots=SIZE)
     canary.memory.add_layers(group, view, names)
     table, starts = torch.tensor([[2, 3]], dtype=torch.int32), torch.tensor([0, 0])
+    both = torch.arange(2 * SIZE, 4 * SIZE)
+    for layer in range(LAYERS):  # as a forward would have
+        view.rows.scatter_layer(layer, both, torch.ones_like(view.rows.gather_layer(layer, both)))
     for step, (first, count) in enumerate([(0, 10), (10, 1)]):
         positions = torch.arange(first, first + count)
         slots, ends = table[0, positions // SIZE] * SIZE + positions % SIZE, torch.tensor([first + count])
