@@ -85,7 +85,7 @@ OBSERVED = {
     "kvcanary.adapters.observed.inputs:Outgrown.violations": "R10",
     "kvcanary.adapters.observed.inputs:SampledTokens.violations": "W6",
     "kvcanary.adapters.observed.canary:PagedCanary._look_at_poison": "P1",
-    "kvcanary_kernels.watch.reread:take": "W4 N1",
+    "kvcanary_kernels.watch.reread:take": "W4 N1 R12",
     "kvcanary_kernels.watch.reread:reread": "R9",
     "kvcanary.adapters.observed.canary:PagedCanary.written_twice": "W4",
     "kvcanary.adapters.hosted.handle:HostHandle._ranks_differ": "X1 X2",

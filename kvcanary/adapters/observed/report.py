@@ -21,7 +21,7 @@ from kvcanary.pools.launch_site import unpack_site
 from kvcanary.provenance.changed_word import describe_change, fitting_changes
 from kvcanary.provenance.not_finite import layers_not_finite
 from kvcanary.records.state import PoolState
-from kvcanary.report.causes.watched import GRANTED_ANEW, LOAD_FAILED, NOT_ARRIVED, READ_BEFORE, TAKEN_BACK
+from kvcanary.report.causes.watched import GRANTED_ANEW, LOAD_FAILED, READ_BEFORE, TAKEN_BACK
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, TOKEN_POSITION, read_record
 from kvcanary_kernels.watch.reread import (
@@ -39,6 +39,7 @@ RIGHT_AGAIN = (
     "the device found other bytes here when it compared them, and they are right again now: somebody wrote them back, "
     "or only the copy that was read was damaged, on its way from memory"
 )
+NOT_ARRIVED = "the forward has run, and the slot holds what lay there before it: another token's bytes, or zeros"
 STORE_CODES = {NOT_FINITE: "N1", NOT_STORED: "R12"}
 OWNED = ("R7", "R8", "W2", "W3", "W7")  # codes that say something of a slot's owner
 OWNERLESS = {
@@ -132,11 +133,15 @@ def _of_stores(canary: PagedCanary, step: Step, kind: int) -> Iterator[Violation
             notes.append(NOT_ARRIVED)
         elif uid not in canary.launches.told[kind]:
             notes.append(_read_before(canary, own.group, layers, request, position, own.step))
-        yield Violation(
+        violation = Violation(
             STORE_CODES[kind], pool_state(canary, own.group, layers), own.slot, position, request,
             ("draft", 0) if layers.is_late else own.step.site, own.step.number, layers=own.wrong,
             notes=tuple(note for note in notes if note),
         )  # fmt: skip
+        if kind == NOT_STORED:  # one incident, however many rows and steps
+            violation.expected, violation.found = {"layers": len(layers.names)}, {"missing": list(own.wrong)}
+            violation.along = ~(len(canary.groups) + own.group.number), step.number
+        yield violation
     canary.launches.told[kind] |= firsts.keys()
 
 

@@ -61,7 +61,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("L1",), rows.refused_event),
     (("R1", "R2", "R4", "R5", "R6", "R10", "R12", "W1", "W2", "W5", "W6"), watched.taken_back),
     (("R12",), watched.load_failed),
-    (("R12",), watched.not_stored),
     (("R12",), bytes_.gone),
     (("R9",), bytes_.scale),
     (("R9",), bytes_.changed_word),

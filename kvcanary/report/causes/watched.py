@@ -11,7 +11,6 @@ READ_BEFORE = "its row has read what is not finite"  # begins a note that says w
 GRANTED_ANEW = "the slot was granted again since"  # begins a note that says what lay there before, and whose it is now
 TAKEN_BACK = "the scheduler took the row back"  # begins a note that says from which entry to which
 LOAD_FAILED = "the load of this block failed"  # begins a note that says who said so, and when
-NOT_ARRIVED = "the forward has run, and the slot holds what lay there before it: another token's bytes, or zeros"
 LAST_ENTRY = "the last entry that the row writes in this forward"  # a note of those who compare what was fed
 FIRST_ENTRY = "the first entry that the row writes in this forward, where what was sampled of it last belongs"
 
@@ -49,14 +48,6 @@ def load_failed(facts: Evidence) -> Cause | None:
     if not evidence:
         return None
     return Cause("transfer", "the row goes on from a load that failed, and was not computed again", "derived", evidence)
-
-
-def not_stored(facts: Evidence) -> Cause | None:
-    """A forward has run, and the slot holds what it held before."""
-    if NOT_ARRIVED not in facts.violation.notes:
-        return None
-    text = "the store did not arrive: its kernel was not run, or was told another slot"
-    return Cause("addressing", text, "derived", facts.violation.notes[:1])
 
 
 def stored_elsewhere(facts: Evidence) -> Cause | None:
@@ -159,7 +150,7 @@ def freed_under_its_reader(facts: Evidence) -> Cause | None:
     anew = tuple(note for note in facts.violation.notes if note.startswith(GRANTED_ANEW))
     if anew:
         return Cause("lifetime", "the slot was given back while the row still reads it", "derived", anew)
-    if facts.declared is not None or facts.record is None or not facts.record.site:
+    if facts.declared is not None or facts.record is None or not facts.record.site or facts.violation.code == "R12":
         return None
     if facts.writer == facts.violation.request_id:
         evidence = (f"the entry there is the row's own, {facts.last_write}", *facts.violation.notes[1:])

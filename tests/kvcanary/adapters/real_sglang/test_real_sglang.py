@@ -81,6 +81,15 @@ def test_a_slot_off_by_one_names_the_request_that_stores(scene) -> None:
     assert found["causes"][0]["text"] == ASTRAY
 
 
+def test_a_layer_that_stores_nothing_is_named_in_its_step(scene) -> None:
+    """The last layer stores nothing in one forward, and its attention reads what lay there before: R12 alone."""
+    [act] = [act for act in scene("dense faults") if act["fault"] == "unstored"]
+    [found], touched = act["findings"], act["touched"]
+    assert (found["code"], found["reader"], found["layer"]) == ("R12", touched["request"], touched["layer"])
+    assert (found["position"], found["slot"]) == (touched["position"], touched["slot"])
+    assert found["causes"][0]["text"] == "a layer did not store its K and V for this entry"
+
+
 def test_a_value_that_is_not_finite_names_request_layer_and_position(scene) -> None:
     """NaN in what the last layer stores of one entry: N1, in the step that stores it."""
     found, touched = first(scene("dense faults"), "not_finite")

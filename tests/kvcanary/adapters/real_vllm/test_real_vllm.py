@@ -121,6 +121,15 @@ def test_a_write_into_another_requests_block_is_named(record) -> None:
     assert any(line.startswith(f"block {fault['block']} was granted to ") for line in found["evidence"])
 
 
+def test_a_layer_that_stores_nothing_is_named(record) -> None:
+    """For one step the second layer's kernel that stores is not run: R12 in this step, its layer, and nothing else."""
+    fault = record["unstored"]
+    assert fault["struck"] is not None
+    assert fault["fired"].keys() == {"R12"}
+    found = fault["found"][0]
+    assert (found["code"], found["layer"], found["position"] > 0) == ("R12", 1, True)
+
+
 def test_no_token_of_a_wrong_step_leaves(record) -> None:
     """In mode raise the step of the blow ends in KVCorruptionError, and its tokens stay inside."""
     raised = record["raise"]

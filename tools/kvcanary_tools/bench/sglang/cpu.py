@@ -119,7 +119,7 @@ QUICK = {
     ),
     "dense faults": Scene(
         (
-            *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one", "not_finite")),
+            *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one", "unstored", "not_finite")),
             {"fault": "hook_error"},
             OFF,
             *({"misreading": harm, "new": 2} for harm in MISREADINGS),

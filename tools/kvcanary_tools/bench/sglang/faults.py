@@ -41,7 +41,7 @@ def draft_bit(host: Any) -> Iterator[Touched]:
 
 def window_bit(host: Any) -> Iterator[Touched]:
     """The same in a layer with a window, of the newest entry."""
-    pool, request = host.scheduler.tp_worker.model_runner.token_to_kv_pool, _first(host)
+    pool, request = host.scheduler.tp_worker.model_runner.token_to_kv_pool, first_request(host)
     position = request.kv.kv_committed_len - 1
     slot = _table(host)[request.kv.req_pool_idx, position].long()
     yield from _flipped_at(host, pool.swa_kv_pool, position, int(pool.full_to_swa_index_mapping[slot]))
@@ -78,7 +78,7 @@ def no_wait(host: Any) -> Iterator[Touched]:
 
 def swapped(host: Any) -> Iterator[Touched]:
     """Two entries of a row of the table are exchanged."""
-    table, request = _table(host), _first(host)
+    table, request = _table(host), first_request(host)
     row = request.kv.req_pool_idx
     table[row, [0, 1]] = table[row, [1, 0]]
     yield {"request": request.rid, "position": 0, "slot": int(table[row, 0])}
@@ -186,7 +186,7 @@ def freed(host: Any) -> Iterator[Touched]:
     """The first page of a running request goes back to the allocator."""
     import torch
 
-    request = _first(host)
+    request = first_request(host)
     slot = _table(host)[request.kv.req_pool_idx, :1].to(torch.int64)
     host.scheduler.token_to_kv_pool_allocator.free(slot)
     yield {"request": request.rid, "position": 0, "slot": int(slot)}
@@ -251,102 +251,24 @@ def not_finite(host: Any) -> Iterator[Touched]:
         yield touched
 
 
-def state_bit(host: Any) -> Iterator[Touched]:
-    """One bit of a recurrent state, of its last layer."""
-    entry, windows = _state_of(_first(host)), host.scheduler.req_to_token_pool.mamba_pool.mamba_cache.conv[0]
-    yield from _word_flipped(windows[-1, entry], request=_first(host).rid, slot=entry, layer=len(windows) - 1)
-
-
-def state_swapped(host: Any) -> Iterator[Touched]:
-    """Two requests go on from each other's state."""
-    index, rows = (
-        host.scheduler.req_to_token_pool.req_index_to_mamba_index_mapping,
-        host.scheduler.running_batch.reqs[:2],
-    )
-    numbers = [request.kv.req_pool_idx for request in rows]
-    index[numbers] = index[numbers[::-1]]
-    yield {"request": rows[0].rid, "other": rows[1].rid, "slot": _state_of(rows[1])}
-    index[numbers] = index[numbers[::-1]]
-
-
-def state_freed(host: Any) -> Iterator[Touched]:
-    """The state of a running request goes back to the allocator."""
-    request = _first(host)
-    host.scheduler.req_to_token_pool.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
-    yield {"request": request.rid, "slot": _state_of(request)}
-
-
-def no_state_copy(host: Any) -> Iterator[Touched]:
-    """Requests that begin with entries of the prefix cache get none of its states."""
-    touched: Touched = {"copies": 0}
-
-    def skip(method: Any, src_index: Any, dst_index: Any) -> None:
-        touched["copies"] += len(dst_index)
-        touched.setdefault("slot", int(dst_index[0]))
-
-    with around(host.scheduler.req_to_token_pool, "copy_mamba_state", skip):
-        yield touched
-
-
-def state_commit(host: Any) -> Iterator[Touched]:
-    """Of every tree the state behind the node before the last accepted one is put in the row's place."""
-    backend, touched = host.scheduler.tp_worker.model_runner.attn_backend, {"rows": 0}
-
-    def commit(method: Any, last_correct_step_indices: Any, *args: Any, **kwargs: Any) -> Any:
-        touched["rows"] += int((last_correct_step_indices > 0).sum())
-        return method((last_correct_step_indices - 1).clamp(min=0), *args, **kwargs)
-
-    with around(backend, "update_mamba_state_after_mtp_verify", commit):
-        yield touched
-
-
-def state_uncommitted(host: Any) -> Iterator[Touched]:
-    """A worker does not commit the states of accepted nodes: published as sglang#26351, of n-gram drafts."""
-    from sglang.srt.speculative import eagle_worker_common, ngram_worker
-
-    touched: Touched = {"rows": 0}
-
-    def skip(method: Any, target_worker: Any, batch: Any, accept_lens: Any, *args: Any, **kwargs: Any) -> None:
-        touched["rows"] += len(accept_lens)
-
-    with ExitStack() as stack:
-        for worker in (eagle_worker_common, ngram_worker):
-            stack.enter_context(around(worker, "commit_mamba_states_after_verify", skip))
-        yield touched
-
-
-def state_scatter(host: Any) -> Iterator[Touched]:
-    """The same within the kernel that copies: it takes the node before the one that it is told."""
-    from sglang.kernels.ops.mamba import mamba_state_scatter_triton as kernels
-
-    touched: Touched = {"rows": 0}
-
-    def scatter(method: Any, dst: Any, src: Any, into: Any, steps: Any, *args: Any) -> Any:
-        touched["rows"] += int((steps > 0).sum())
-        return method(dst, src, into, (steps - 1).clamp(min=0), *args)
-
-    with around(kernels, "fused_mamba_state_scatter_with_mask", scatter):
-        yield touched
-
-
-def state_untracked(host: Any) -> Iterator[Touched]:
-    """With the strategy extra_buffer: the state that a prompt leaves for the prefix cache is not put there, as of mixed
-    chunks in sglang#39342. Another request with that prompt comes behind it.
-    """
-    runner, touched = host.scheduler.tp_worker.model_runner, {"rows": 0}
-    prompt = [2, *range(3, 32)] * 3
+def unstored(host: Any) -> Iterator[Touched]:
+    """The last layer stores nothing in the next forward that decodes."""
+    runner, touched = host.scheduler.tp_worker.model_runner, Touched()
+    last = len(runner.token_to_kv_pool.k_buffer) - 1
 
     def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if batch.forward_mode.is_extend() and batch.mamba_track_mask is not None and batch.mamba_track_mask.any():
-            touched["rows"] += int(batch.mamba_track_mask.sum())
-            batch.mamba_track_mask.zero_()
-            batch.mamba_prefill_track_mask_cpu = [False] * batch.batch_size
-            if touched["rows"] == 1:
-                host.ask("that prompt again", prompt, 8)
+        if not touched and batch.forward_mode.is_decode():
+            slot, position = int(batch.out_cache_loc[0]), int(batch.positions[0])
+            touched.update(request=batch.rids[0], position=position, slot=slot)
         return method(batch, *args, **kwargs)
 
-    host.ask("a long prompt", prompt, 8)
-    with around(runner, "forward", forward):
+    def store(method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        if layer.layer_id == last and touched and "layer" not in touched:
+            touched["layer"] = last
+        else:
+            method(layer, *args, **kwargs)
+
+    with around(runner, "forward", forward), around(runner.token_to_kv_pool, "set_kv_buffer", store):
         yield touched
 
 
@@ -413,8 +335,7 @@ FAULTS: dict[str, Fault] = {
     for own in (
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, tokens_exchanged,
         off_by_one, short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite,
-        draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error, state_bit, state_swapped,
-        state_freed, no_state_copy, state_commit, state_uncommitted, state_scatter, state_untracked, embeddings_shared,
+        unstored, draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error, embeddings_shared,
     )
 }  # fmt: skip
 LASTING = (
@@ -466,7 +387,7 @@ def _failing(own: Any) -> Iterator[Touched]:
     yield {"pool": own.role}
 
 
-def _first(host: Any) -> Any:
+def first_request(host: Any) -> Any:
     return host.scheduler.running_batch.reqs[0]
 
 
@@ -475,7 +396,7 @@ def _table(host: Any) -> Any:
 
 
 def _flipped(host: Any, pool: Any, part: str = "k_buffer", layer: int = -1) -> Iterator[Touched]:
-    slot = int(_table(host)[_first(host).kv.req_pool_idx, 1])
+    slot = int(_table(host)[first_request(host).kv.req_pool_idx, 1])
     yield from _flipped_at(host, getattr(pool, "full_kv_pool", pool), 1, slot, part, layer)
 
 
@@ -484,11 +405,11 @@ def _flipped_at(
 ) -> Iterator[Touched]:
     """One bit of an entry; latent rows are one part."""
     buffers = getattr(pool, "kv_buffer", None) or getattr(pool, part)
-    told = {"request": _first(host).rid, "position": position, "slot": slot, "layer": layer % len(buffers)}
-    yield from _word_flipped(buffers[layer][slot], **told)
+    told = {"request": first_request(host).rid, "position": position, "slot": slot, "layer": layer % len(buffers)}
+    yield from word_flipped(buffers[layer][slot], **told)
 
 
-def _word_flipped(row: Any, **told: Any) -> Iterator[Touched]:
+def word_flipped(row: Any, **told: Any) -> Iterator[Touched]:
     """Bit 7 of the fourth word of a row."""
     import torch
 
@@ -496,7 +417,3 @@ def _word_flipped(row: Any, **told: Any) -> Iterator[Touched]:
     words[3] ^= 1 << 7
     yield {**told, "bit": 7}
     words[3] ^= 1 << 7
-
-
-def _state_of(request: Any) -> int:
-    return int(request.kv.mamba_pool_idx)

@@ -19,6 +19,7 @@ from kvcanary_tools.bench.sglang.events import EVENTS
 from kvcanary_tools.bench.sglang.faults import FAULTS, LASTING, Touched
 from kvcanary_tools.bench.sglang.misreading import misreading as misread
 from kvcanary_tools.bench.sglang.rank_faults import RANK_FAULTS
+from kvcanary_tools.bench.sglang.state_faults import OF_STATES
 
 PROMPTS = {
     "a": [1, 5, 9, 13],
@@ -170,7 +171,7 @@ class Blow:
         if turn == self.at and self.abort:
             self.host.leave(self.abort)
         if turn == self.at and self.fault:
-            self._running = (FAULTS | RANK_FAULTS)[self.fault](self.host)
+            self._running = (FAULTS | OF_STATES | RANK_FAULTS)[self.fault](self.host)
             self.said["touched"] = next(self._running)
 
     def _behind(self, turn: int) -> None:

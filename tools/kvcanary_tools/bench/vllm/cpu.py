@@ -184,6 +184,26 @@ class CpuFaults(Faults):
         setattr(owner, name, misled)
         return True
 
+    def unstored(self, output: Any, step: int) -> bool:
+        """A step in which the second layer stores nothing, once most blocks have been stored into: its attention reads
+        what lay there before.
+        """
+        chosen = self.row(output) if self.decoding(output, step) else None
+        if chosen is None or step < 60:
+            return False
+        layers = self.runner.compilation_config.static_forward_context
+        second = sorted(name for name in layers if name in self.names)[1]
+        impl, self.touched = layers[second].impl, chosen[0]
+        execute_model, impl.do_kv_cache_update = self.runner.execute_model, lambda *args, **kwargs: None
+
+        def ends(*args: Any, **kwargs: Any) -> Any:
+            del impl.do_kv_cache_update
+            self.runner.execute_model = execute_model
+            return execute_model(*args, **kwargs)
+
+        self.runner.execute_model = ends
+        return True
+
     def repair(self) -> None:
         """Nobody runs: every block is free, whatever a harm did to the pool."""
         free = {block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()}
@@ -273,7 +293,8 @@ def scenario(bench: CpuBench) -> dict[str, Any]:
         tried[name]["block"] = faults.block
         faults.repair()
     tried["none"] = faults.attempt(lambda: faults.fault(lambda output, step: False))
-    own = {"clean": clean, "salts": tenants, "faults": tried, "probe": probes(bench)}
+    unstored = faults.attempt(lambda: faults.fault(faults.unstored))
+    own = {"clean": clean, "salts": tenants, "faults": tried, "unstored": unstored, "probe": probes(bench)}
     return own | {"raise": raised(bench, faults)}
 
 
