@@ -82,7 +82,7 @@ DEVICE = {
 OBSERVED = {
     "kvcanary_kernels.watch.advance:advance": "W1 W2 W3 W5 W6 W7",
     "kvcanary_kernels.watch.walk:walk": "R1 R2 R3 R4 R5 R6 R7 R8 R10 R12",
-    "kvcanary.adapters.observed.inputs:Outgrown.violations": "R10",
+    "kvcanary.adapters.observed.inputs:WrongLengths.violations": "R10",
     "kvcanary.adapters.observed.inputs:SampledTokens.violations": "W6",
     "kvcanary.adapters.observed.canary:PagedCanary._look_at_poison": "P1",
     "kvcanary_kernels.watch.reread:take": "W4 N1 R12",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kvcanary.adapters.observed.canary import FEWEST_ROWS, PagedCanary, at_least, sizes
 from kvcanary.adapters.observed.state import RING, Forward, Group, Step
-from kvcanary.calls.violation import Violation
+from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.report.causes.watched import FIRST_ENTRY, LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, NOW_STEP, table_slots
@@ -80,31 +81,48 @@ class Fed:
 
 
 @dataclass(frozen=True, eq=False)
-class Outgrown:
-    """An event of a step: rows were given more entries than a line of the table has, so that the rest went elsewhere.
+class WrongLengths:
+    """An event of a step: rows that have more, or are fed less, than can be.
 
-    requests: each with the entries that it was given, and the slot of the first that went elsewhere
-    width:    of a line
+    rows: request, position and slot of each, and what the report says was expected and found
     """
 
-    requests: Sequence[tuple[str, int, int]]
-    width: int
+    rows: Sequence[tuple[str, int, int, dict[str, int], dict[str, int]]]
     group: Group
+    site: tuple[str, int]
 
     def violations(self, step: int) -> Iterator[Violation]:
         """R10 of each."""
         pool = WatchedPool.of(self.group.layers[0].view, self.group.number, self.group.records)
-        for request, length, slot in self.requests:
-            violation = Violation("R10", pool, slot, self.width, request, ("grant", 0), step)
-            violation.expected, violation.found = {"row_width": self.width}, {"length": length}
+        for request, position, slot, expected, found in self.rows:
+            violation = Violation("R10", pool, slot, position, request, self.site, step)
+            violation.expected, violation.found = expected, found
             violation.along = self.group.number, step
             yield violation
 
 
 def tell_outgrown(canary: PagedCanary, requests: Sequence[tuple[str, int, int]], width: int) -> None:
-    """Rows were given more entries than a line of the table has; as `Outgrown`."""
-    canary.memory.total += len(requests)
-    canary.events.append(Outgrown(requests, width, canary.groups[0]))
+    """Rows were given more entries than a line of the table has, so that the rest went elsewhere.
+
+    requests: each with the entries that it was given, and the slot of the first that went elsewhere
+    """
+    rows = [(name, width, slot, {"row_width": width}, {"length": length}) for name, length, slot in requests]
+    _tell_lengths(canary, rows, ("grant", 0))
+
+
+def tell_unfed(canary: PagedCanary, requests: Sequence[tuple[str, int]]) -> None:
+    """A prefill computes nothing for these rows: what is sampled of them is another row's.
+
+    requests: each with the entries that it has
+    """
+    rows = [(name, length, NO_SLOT, {"fewest_new": 1}, {"new": 0}) for name, length in requests]
+    _tell_lengths(canary, rows, ("prefill", 0))
+
+
+def _tell_lengths(canary: PagedCanary, rows: list[Any], site: tuple[str, int]) -> None:
+    if rows:
+        canary.memory.total += len(rows)
+        canary.events.append(WrongLengths(rows, canary.groups[0], site))
 
 
 def judge_fed(

@@ -16,7 +16,15 @@ from kvcanary.adapters.hosted.cells import Shard
 from kvcanary.adapters.hosted.handle import HostHandle
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, SampledTokens, judge_fed, tell_outgrown
+from kvcanary.adapters.observed.inputs import (
+    NOTHING,
+    UNKNOWN,
+    Entries,
+    SampledTokens,
+    judge_fed,
+    tell_outgrown,
+    tell_unfed,
+)
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.sglang import states
 from kvcanary.adapters.sglang.attention_probe import probe_layers
@@ -88,6 +96,7 @@ class WatchedRunner(HostHandle):
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
+        self._ends: dict[str, int] = {}  # what requests have, by name, of whom a prefill has left some for the next
 
     def arm(self) -> None:
         """Compile and capture what every forward launches; from now on forwards are judged."""
@@ -155,6 +164,7 @@ class WatchedRunner(HostHandle):
     def leave(self, request: Any) -> None:
         """A request gives its row back, or loses it."""
         number = request.kv.req_pool_idx
+        self._ends.pop(request.rid, None)
         if self._generations.pop(number, None) is not None:
             self.canary.leave([number], [request.rid])
 
@@ -234,8 +244,9 @@ class WatchedRunner(HostHandle):
             new, site = np.ones(batch.batch_size, dtype=np.int64), ("decode", 0)
         fed = self._entries_of(batch, new)
         judge_fed(self.canary, "W6", "token", fed.tokens, self._known(fed, requests), fed.entries, site)
-        is_asked = self._samples is not None and site[0] == "prefill"
-        self._are_kept = _end_prompts(batch, requests) if is_asked else None
+        self._are_kept = None
+        if self._samples is not None and site[0] == "prefill":
+            self._begin_prompts(batch, requests)
         self.read(fed, batch, site)
         output = method()
         self._wrote()
@@ -262,6 +273,22 @@ class WatchedRunner(HostHandle):
             self._samples.compare(forward)
         if self.states is not None:
             self.states.begin(forward)
+
+    def _begin_prompts(self, batch: Any, requests: Mapping[str, Any]) -> None:
+        """Whose prompts a prefill ends, so that what is sampled of them counts; nothing is behind what the others have.
+
+        A row that computes nothing has nothing to sample from.
+        """
+        begins, new = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        own = map(requests.get, batch.rids)
+        known = [np.inf if one is None else len(one.origin_input_ids) + len(one.output_ids) for one in own]
+        self._are_kept = np.add(begins, new) >= np.array(known)
+        for name, end, is_kept in zip(batch.rids, known, self._are_kept.tolist(), strict=True):
+            self._ends.pop(name, None)
+            if not is_kept and end != np.inf:
+                self._ends[name] = int(end)
+        rows = zip(batch.rids, begins, new, strict=True)
+        tell_unfed(self.canary, [(name, length) for name, length, count in rows if not count])
 
     def sample(self, method: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Each row goes on with the token that this gives of it, whatever SGLang keeps of it until then."""
@@ -364,6 +391,8 @@ class WatchedRunner(HostHandle):
                 own = (tokens_of(requests[name], start, end) if name in requests else None) or []
                 first = last[row] - fed.new[row]
                 wanted[first : first + len(own)] = own
+                if name in self._ends:
+                    wanted[first + max(self._ends[name] - start, 0) : last[row]] = NOTHING
         return self.canary.memory.upload(torch.from_numpy(wanted))
 
     def _empty_forward(self) -> Forward:
@@ -378,14 +407,6 @@ class WatchedRunner(HostHandle):
             names, numbers, site, ends, num_tokens, given.tables, given.lengths, given.starts, given.tokens,
             given.positions, given.slots, in_place=True,
         )  # fmt: skip
-
-
-def _end_prompts(batch: Any, requests: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """Of rows of a prefill, whether it ends their prompt, so that what is sampled of them counts."""
-    ends = np.add(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
-    own = map(requests.get, batch.rids)
-    known = [np.inf if one is None else len(one.origin_input_ids) + len(one.output_ids) for one in own]
-    return ends >= np.array(known)
 
 
 def _of_window(verified: Verified, entry: int, slot: int) -> str | None:

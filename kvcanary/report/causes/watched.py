@@ -74,6 +74,16 @@ def outgrown_row(facts: Evidence) -> Cause | None:
     return Cause("bounds", "more entries are reserved than a row of the table has room for", "derived", evidence)
 
 
+def unfed_row(facts: Evidence) -> Cause | None:
+    """A row of a forward has no entry of its own there, and something is sampled of it."""
+    wanted, _ = _fed(facts)
+    if "fewest_new" not in wanted:
+        return None
+    text = "the hit of a prefix cache was counted to the prompt's end: its last token must be computed"
+    evidence = (f"the forward computes nothing of {facts.violation.request_id!r} and samples its next token",)
+    return Cause("lengths", text, "derived", evidence)
+
+
 def draft_positions(facts: Evidence) -> Cause | None:
     """A draft step was fed a position, or a slot, that is not the next one of its branch."""
     wanted, found = _fed(facts)
@@ -125,6 +135,16 @@ def unshifted_chunk_end(facts: Evidence) -> Cause | None:
         return Cause("draft", "the draft's tokens are not the prompt's, one place on", "derived", evidence)
     text = "the token behind the chunk is not the prompt's next one"
     return Cause("draft", text, "derived", (*evidence, LAST_ENTRY))
+
+
+def sampled_early(facts: Evidence) -> Cause | None:
+    """Behind its prompt a row is fed a token that was not sampled there."""
+    wanted, found = _fed(facts)
+    if wanted.get("token", found) is not None:
+        return None
+    position = facts.violation.position
+    evidence = (f"nothing has been sampled for position {position}, and the row was fed token {found['token']} there",)
+    return Cause("order", "what was sampled in the middle of a prompt counts as its answer", "derived", evidence)
 
 
 def accepted_otherwise(facts: Evidence) -> Cause | None:

@@ -109,6 +109,9 @@ AT_THE_END = Scene(
 )
 
 
+OF_POOLS = (
+    "bit", "swapped", "foreign", "off_by_one", "unstored", "whole_hit", "chunk_ends_prompt", "not_finite",
+)  # fmt: skip
 #: What `make test` runs: a quarter of a minute.
 QUICK = {
     "dense": Scene(
@@ -119,7 +122,7 @@ QUICK = {
     ),
     "dense faults": Scene(
         (
-            *({"fault": fault} for fault in ("bit", "swapped", "foreign", "off_by_one", "unstored", "not_finite")),
+            *({"fault": fault} for fault in OF_POOLS),
             {"fault": "hook_error"},
             OFF,
             *({"misreading": harm, "new": 2} for harm in MISREADINGS),

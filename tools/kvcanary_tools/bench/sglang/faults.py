@@ -272,6 +272,41 @@ def unstored(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def whole_hit(host: Any) -> Iterator[Touched]:
+    """A prompt that the prefix cache has whole is a hit to its end, so that nothing of it is computed beside another."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    prompt, touched = list(first_request(host).origin_input_ids), Touched()
+
+    def longest(method: Any, request: Any, input_len: int) -> int:
+        if request.rid != "the prompt again":
+            return int(method(request, input_len))
+        touched.update(request=request.rid, position=input_len)
+        return input_len
+
+    host.ask("another prompt", prompt[::-1], 4)
+    host.ask("the prompt again", prompt, 4)
+    with around(Req, "_compute_max_prefix_len", longest):
+        yield touched
+
+
+def chunk_ends_prompt(host: Any) -> Iterator[Touched]:
+    """SGLang forgets that a chunk is not the last one of its prompt, and takes what is sampled behind it."""
+    touched: Touched = {"requests": []}
+
+    def forgets(method: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = method(*args, **kwargs)
+        request = host.scheduler.chunked_req
+        if batch is not None and request is not None:
+            request.inflight_middle_chunks = 0
+            touched["requests"].append(request.rid)
+        return batch
+
+    with around(host.scheduler, "get_new_batch_prefill", forgets):
+        host.ask("a long prompt", [2, *range(3, 32)] * 2, 4)
+        yield touched
+
+
 def draft_scatter(host: Any) -> Iterator[Touched]:
     """Slots of a round's second draft step are scattered one column too far: a row's last lands on the next's first."""
     runner = host.scheduler.draft_worker.draft_worker.draft_runner
@@ -335,13 +370,14 @@ FAULTS: dict[str, Fault] = {
     for own in (
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, tokens_exchanged,
         off_by_one, short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite,
-        unstored, draft_scatter, verify_scatter, chunk_rotated, hook_error, draft_hook_error, embeddings_shared,
+        unstored, whole_hit, chunk_ends_prompt, draft_scatter, verify_scatter, chunk_rotated, hook_error,
+        draft_hook_error, embeddings_shared,
     )
 }  # fmt: skip
 LASTING = (
-    "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write",
-    "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error", "draft_hook_error",
-    "state_freed", "no_state_copy", "state_untracked", "embeddings_shared",
+    "whole_hit", "chunk_ends_prompt", "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed",
+    "written_when_free", "late_write", "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error",
+    "draft_hook_error", "state_freed", "no_state_copy", "state_untracked", "embeddings_shared",
 )  # fmt: skip
 
 
