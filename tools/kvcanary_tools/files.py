@@ -98,7 +98,7 @@ class JsonFile:
 
 
 def lines_of(value: Any, depth: int = 0) -> str:
-    """JSON, indented; a list of objects is a table, with a row on each line."""
+    """JSON, indented; a list of objects is a table, with a row on each line, and one of plain values is a line."""
     begin, end = "\n" + " " * (depth + 1), "\n" + " " * depth
     if isinstance(value, dict) and value:
         parts = [f"{json.dumps(key, ensure_ascii=False)}: {lines_of(part, depth + 1)}" for key, part in value.items()]
@@ -106,4 +106,6 @@ def lines_of(value: Any, depth: int = 0) -> str:
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
         rows = [json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in value]
         return "[" + begin + f",{begin}".join(rows) + end + "]"
+    if isinstance(value, list) and not any(isinstance(part, list | dict) for part in value):
+        return json.dumps(value, ensure_ascii=False)
     return json.dumps(value, indent=1, ensure_ascii=False).replace("\n", end)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvcanary.adapters.observed import moves
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown, tell_unfed
 from kvcanary.adapters.observed.report import report_step
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.finding import Finding
@@ -136,6 +136,18 @@ def test_a_row_that_is_given_more_than_its_line_holds_is_told() -> None:
     assert finding.slot == 17
     assert (finding.expected, finding.found) == ({"row_width": 64}, {"length": 65})
     assert finding.causes[0].family == "bounds"
+
+
+def test_a_row_that_computes_nothing_is_told() -> None:
+    """R10 of that request at its end, in the prefill, and what it means."""
+    engine = running()
+    tell_unfed(engine.canary, [])
+    tell_unfed(engine.canary, [("r1", 9)])
+    engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.position, finding.site) == ("R10", "r1", 9, ("prefill", 0))
+    assert (finding.expected, finding.found) == ({"fewest_new": 1}, {"new": 0})
+    assert finding.causes[0].text.startswith("the hit of a prefix cache was counted to the prompt's end")
 
 
 def test_a_grant_speaks_before_what_it_has_damaged() -> None:

@@ -19,10 +19,11 @@ from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.inputs import NOTHING, UNKNOWN
 from kvcanary.adapters.sglang.compatibility import NEEDED, NOT_FOLLOWED, unfollowed
 from kvcanary.adapters.sglang.draft import WatchedDraft
 from kvcanary.adapters.sglang.fed import FedForward, are_named, identity_of, tokens_of
-from kvcanary.adapters.sglang.runner import WatchedRunner, _end_prompts
+from kvcanary.adapters.sglang.runner import WatchedRunner
 from kvcanary.adapters.sglang.scheduler import MOVE, PREFILL, Handle, attach
 
 ROOT = Path(__file__).parents[3]
@@ -289,8 +290,56 @@ def test_a_request_with_embeddings_of_its_own_shares_with_nobody() -> None:
     assert len(set(names)) == 3
 
 
+class Prefill(SimpleNamespace):
+    """A runner of the target in front of prefills, and what it says of their rows."""
+
+    def __init__(self) -> None:
+        own = {"origin_input_ids": [1] * 6, "input_embeds": None}
+        requests = {name: SimpleNamespace(**own, output_ids=[2] * 2) for name in "abc"}
+        memory = SimpleNamespace(total=0, upload=lambda values: values)
+        canary = SimpleNamespace(memory=memory, events=[], groups=[None])
+        super().__init__(requests=requests, canary=canary, token_offset=0, _ends={}, _are_kept=None)
+
+    def begins(self, **rows: tuple[int, int]) -> list[bool]:
+        """By name, entries that are there, and new ones: of whom what is sampled counts."""
+        begins, new = zip(*rows.values(), strict=True)
+        batch = SimpleNamespace(rids=[*rows], extend_prefix_lens_cpu=begins, extend_seq_lens_cpu=new)
+        WatchedRunner._begin_prompts(self, batch, self.requests)
+        return self._are_kept.tolist()
+
+    def wanted(self, name: str, begin: int, new: int) -> list[int]:
+        """Tokens that one row should be fed."""
+        entries = SimpleNamespace(rows=[0] * new, requests=[name])
+        fed = FedForward(entries, np.array([new]), torch.empty(new), torch.empty(1), torch.tensor([begin + new]))
+        return WatchedRunner._known(self, fed, self.requests).tolist()
+
+
 def test_what_is_sampled_counts_where_a_prompt_ends() -> None:
     """Behind all that the host has of a request, or more, which it is yet to hear of; nothing of one nobody knows."""
-    known = {name: SimpleNamespace(origin_input_ids=[1] * 6, output_ids=[2] * 2) for name in "abc"}
-    batch = SimpleNamespace(rids=[*"abcd"], extend_prefix_lens_cpu=[4, 4, 8, 0], extend_seq_lens_cpu=[3, 4, 1, 90])
-    assert _end_prompts(batch, known).tolist() == [False, True, True, False]
+    assert Prefill().begins(a=(4, 3), b=(4, 4), c=(8, 1), d=(0, 90)) == [False, True, True, False]
+
+
+def test_nothing_is_behind_a_prompt_that_a_prefill_did_not_end() -> None:
+    """What the request has one more in the next forward was sampled within its prompt, until a prefill ends it."""
+    runner = Prefill()
+    runner.begins(a=(4, 3), b=(4, 4), d=(0, 90))
+    for name in "ab":
+        runner.requests[name].output_ids.append(5)
+    assert runner.wanted("a", 6, 3) == [2, 2, NOTHING]
+    assert runner.wanted("a", 8, 1) == [NOTHING]
+    assert runner.wanted("b", 6, 3) == [2, 2, 5]
+    assert runner.wanted("d", 90, 1) == [UNKNOWN]
+    runner.begins(b=(8, 1))  # another prefill between them
+    assert runner.wanted("a", 7, 2) == [2, NOTHING]
+    runner.begins(a=(7, 2))
+    assert runner.wanted("a", 8, 1) == [5]
+
+
+def test_a_row_of_a_prefill_that_computes_nothing_is_told() -> None:
+    runner = Prefill()
+    runner.begins(a=(4, 3), b=(8, 1))
+    assert (runner.canary.memory.total, runner.canary.events) == (0, [])
+    runner.begins(a=(7, 1), b=(8, 0), c=(6, 0))
+    [event] = runner.canary.events
+    assert runner.canary.memory.total == 2
+    assert [row[:2] for row in event.rows] == [("b", 8), ("c", 6)]

@@ -90,6 +90,21 @@ def test_a_layer_that_stores_nothing_is_named_in_its_step(scene) -> None:
     assert found["causes"][0]["text"] == "a layer did not store its K and V for this entry"
 
 
+def test_a_hit_of_a_whole_prompt_names_the_request(scene) -> None:
+    """None of its tokens is computed, and its first one is sampled from another row: R10, before that leaves."""
+    found, touched = first(scene("dense faults"), "whole_hit")
+    assert (found["code"], found["reader"], found["position"]) == ("R10", touched["request"], touched["position"])
+    assert found["causes"][0]["text"].startswith("the hit of a prefix cache was counted to the prompt's end")
+
+
+def test_a_token_that_was_sampled_within_a_prompt_is_named(scene) -> None:
+    """A chunk that is not the last one counts as it: W6 where the token is fed behind the prompt."""
+    found, touched = first(scene("dense faults"), "chunk_ends_prompt")
+    assert (found["code"], found["writer"]) == ("W6", touched["requests"][0])
+    assert found["expected"] == {"token": None}
+    assert found["causes"][0]["text"] == "what was sampled in the middle of a prompt counts as its answer"
+
+
 def test_a_value_that_is_not_finite_names_request_layer_and_position(scene) -> None:
     """NaN in what the last layer stores of one entry: N1, in the step that stores it."""
     found, touched = first(scene("dense faults"), "not_finite")

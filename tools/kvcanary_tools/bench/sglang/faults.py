@@ -273,7 +273,7 @@ def unstored(host: Any) -> Iterator[Touched]:
 
 
 def whole_hit(host: Any) -> Iterator[Touched]:
-    """A prompt that the prefix cache has whole is a hit to its end, so that nothing of it is computed beside another."""
+    """A prompt that the prefix cache has is a hit to its end: in a prefill of two nothing of it is computed."""
     from sglang.srt.managers.schedule_batch import Req
 
     prompt, touched = list(first_request(host).origin_input_ids), Touched()
