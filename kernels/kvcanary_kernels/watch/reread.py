@@ -290,16 +290,18 @@ def _take_fingerprints_kernel(
     b_slot = tl.load(slots + line + o_n, mask=o_n < n, other=-1)
     m_n = (b_slot >= 0) & (b_slot < num_slots)
     keys = i_layer * WORDS
+    own = fingerprints + i_layer * layer_stride + b_slot
+    if ASKS_STORED:  # here, so that they come while the rows do
+        b_held_a, b_held_b = tl.load(own, mask=m_n, other=0), tl.load(own + side_stride, mask=m_n, other=0)
+        m_another = (tl.load(is_another + line + o_n, mask=m_n, other=0) >> pool_bit) & 1 != 0
     b_a, b_b, b_bad = layer_fingerprints(
         ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True,
         FORMATS,
     )  # fmt: skip
-    own = fingerprints + i_layer * layer_stride + b_slot
     b_found = b_a + tl.load(start_a + i_layer)
     cells = firsts + tl.load(now + NOW_PLACE) * firsts_stride
     if ASKS_STORED:
-        m_same = (tl.load(own, mask=m_n, other=0) == b_found) & (tl.load(own + side_stride, mask=m_n, other=0) == b_b)
-        m_another = (tl.load(is_another + line + o_n, mask=m_n, other=0) >> pool_bit) & 1 != 0
+        m_same = (b_held_a == b_found) & (b_held_b == b_b)
         m_zero = _zeros_of_another(zeros + i_layer, records, b_slot, m_n & (b_a == 0) & (b_b == 0), o_n)
         m_unstored = (m_n & m_same & m_another | m_zero) & (i_layer > 0)
         _tell_first(cells + cells_stride, total, m_unstored, i_layer, o_n)
