@@ -10,6 +10,7 @@ give something else.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -21,8 +22,10 @@ from kvcanary.adapters.transformers.judging import dense_violation
 from kvcanary.adapters.transformers.unwatched import cache_argument
 from kvcanary.calls.violation import Violation
 
-#: Tokens of the forwards: a prompt, one token, a few, and some whose keys name the positions behind these.
-CHUNKS, ASKED = (5, 1, 3, 4), 9
+#: Tokens of the forwards: a prompt, one token, a few, some that go beyond a window, and some whose keys name the
+#: positions behind these.
+CHUNKS, ASKED = (5, 1, 3, 8, 1, 2, 4), 20
+WINDOW = 16  # entries that a layer with a window sees meanwhile, its own included
 #: Of the largest value, in what attention gives: what a type rounds scores, weights and sums by is less.
 NEAR, NEAR_IN_BFLOAT16 = 0.02, 0.06
 SHARPNESS = 3.0  # score of a query with its own key
@@ -56,13 +59,17 @@ class Misread(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], and its query over its key,
-    [kv_heads, 1].
+    """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], its query over its key,
+    [kv_heads, 1], and the keys and values that were stored [kv_heads, tokens, dim].
+
+    window: entries that a token sees; 0: all
     """
 
     module: Any
     outputs: list[Tensor]
     sharpness: list[Tensor]
+    stored: list[tuple[Tensor, Tensor]]
+    window: int
 
 
 def why_not(model: Any) -> str | None:
@@ -76,9 +83,6 @@ def why_not(model: Any) -> str | None:
     odd += [name for name in CONFIGURED if getattr(config, name, None)]
     if odd:
         return f"it has {odd[0]}"
-    windows = [int(own.sliding_window) for own in (config, *modules) if getattr(own, "sliding_window", None)]
-    if windows and min(windows) <= sum(CHUNKS):
-        return f"it sees a window of {min(windows)} entries"
     devices = {parameter.device for parameter in model.parameters()}
     if model.training or len(devices) != 1 or "meta" in {device.type for device in devices}:
         return "it trains, or does not lie on one device"
@@ -96,24 +100,57 @@ def probe(model: Any) -> Misread | None:
 
     model: one of which `why_not` says nothing
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, StaticCache
 
-    asked = {one.layer_idx: Asked(one, [], []) for one in attentions(model)}
-    cache = DynamicCache(config=model.config)
-    device = next(model.parameters()).device
+    with _narrowed(model):
+        found = _asked(model, DynamicCache(config=model.config))
+        if found is None and getattr(model, "_can_compile_fullgraph", False):  # it may be given a static one
+            found = _asked(model, StaticCache(config=model.config, max_cache_len=sum(CHUNKS)))
+    return found
+
+
+def _asked(model: Any, cache: Any) -> Misread | None:
+    """As `probe`, over a cache that holds nothing."""
+    asked = {one.layer_idx: Asked(one, [], [], [], _window(cache, one.layer_idx)) for one in attentions(model)}
+    device, update = next(model.parameters()).device, cache.update
+
+    def stored(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in asked:
+            asked[layer_idx].stored.append((keys[0].float().cpu(), values[0].float().cpu()))
+        return update(keys, values, layer_idx, *args, **kwargs)
+
+    cache.update = stored
     with ExitStack() as stack:
         for own in asked.values():
             stack.enter_context(_answering(own))
         for count in CHUNKS:
             ids = torch.ones(1, count, dtype=torch.int64, device=device)
             model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
-    for layer, own in sorted(asked.items()):
-        stored = cache.layers[layer]
-        near = NEAR_IN_BFLOAT16 if stored.keys.dtype is torch.bfloat16 else NEAR
-        keys, values = (held[0].float().cpu() for held in (stored.keys, stored.values))
-        if (found := _judged(layer, own, keys, values, near)) is not None:
-            return found
-    return None
+    near = NEAR_IN_BFLOAT16 if model.dtype is torch.bfloat16 else NEAR
+    judged = (_judged(layer, own, near) for layer, own in sorted(asked.items()))
+    return next((found for found in judged if found is not None), None)
+
+
+def _window(cache: Any, layer: int) -> int:
+    """Entries that a token sees in a layer of a cache; 0: all."""
+    own = cache.layers[layer] if layer < len(cache.layers) else None
+    return WINDOW if getattr(own, "is_sliding", False) else 0
+
+
+@contextmanager
+def _narrowed(model: Any) -> Iterator[None]:
+    """Windows are few entries wide meanwhile, so that few tokens reach beyond them."""
+    owners: dict[int, Any] = {
+        id(own): own for module in model.modules() for own in (module, getattr(module, "config", None))
+    }
+    held = [(own, own.sliding_window) for own in owners.values() if getattr(own, "sliding_window", None)]
+    for own, _ in held:
+        own.sliding_window = WINDOW
+    try:
+        yield
+    finally:
+        for own, width in held:
+            own.sliding_window = width
 
 
 def misread_violation(found: Misread) -> Violation:
@@ -166,13 +203,14 @@ def _answering(own: Asked) -> Iterator[None]:
             hook.remove()
 
 
-def _judged(layer: int, own: Asked, keys: Tensor, values: Tensor, near: float) -> Misread | None:
-    """keys, values: [kv_heads, tokens, dim];  near: of the largest value"""
-    outputs = torch.cat(own.outputs)[:ASKED]
+def _judged(layer: int, own: Asked, near: float) -> Misread | None:
+    """near: of the largest value"""
+    keys, values = (torch.cat(held, 1) for held in zip(*own.stored, strict=True))
     wanted = functools.partial(_attended, keys, values, scale=own.module.scaling * own.sharpness[0])
-    for position, got in enumerate(outputs):
-        if _off(got, wanted(position, position + 1)) > near:
-            return Misread(layer, position, *_named(position, got, wanted, len(keys[0]), own, near))
+    for position, got in enumerate(torch.cat(own.outputs)[:ASKED]):
+        first = max(0, position + 1 - own.window) if own.window else 0
+        if _off(got, wanted(position, position + 1, first=first)) > near:
+            return Misread(layer, position, *_named(position, first, got, wanted, len(keys[0]), own, near))
     return None
 
 
@@ -195,21 +233,34 @@ def _off(got: Tensor, wanted: Tensor) -> float:
 
 
 def _named(
-    position: int, got: Tensor, wanted: Callable[..., Tensor], count: int, own: Asked, near: float
+    position: int, first: int, got: Tensor, wanted: Callable[..., Tensor], count: int, own: Asked, near: float
 ) -> tuple[str, str, int | None]:
-    """What attention did instead, by what would give this; of several the nearest."""
+    """What attention did instead, by what would give this; of several the nearest.
+
+    first: that the token sees
+    """
     end, at = position + 1, f"at position {position}"
     tried: list[tuple[Tensor, tuple[str, str, int | None]]] = []
     for other in (*range(position), *range(end, count)):
         told = "addressing", f"the query {at} was rotated for position {other}", other
-        tried.append((wanted(other, end), told))
-    for behind in range(1, count + 1 - end):
-        read = "lengths", f"attention {at} read {behind} entries behind it as well", None
-        tried.append((wanted(position, end + behind), read))
-    for first in range(1, end):
-        left = "lengths", f"attention {at} left out the first {first} entries", None
-        tried.append((wanted(position, end, first=first), left))
-    unscaled = wanted(position, end, scale=own.sharpness[0])
+        tried.append((wanted(other, end, first=first), told))
+    for begin, stop in itertools.combinations(range(count + 1), 2):
+        if begin < end and (begin, stop) != (first, end):
+            read = "lengths", f"attention {at} {_instead(begin - first, stop - end)}", None
+            tried.append((wanted(position, stop, first=begin), read))
+    unscaled = wanted(position, end, first=first, scale=own.sharpness[0])
     tried.append((unscaled, ("scales", "the scale of the scores is missing", None)))
     nearest, named = min(((_off(got, given), named) for given, named in tried), key=lambda one: one[0])
     return named if nearest <= near else ("scales", "entries weigh otherwise than their keys and the query say", None)
+
+
+def _instead(begins: int, ends: int) -> str:
+    """In words: entries that were read begin, and end, so many further behind than they should."""
+    told = []
+    if begins:
+        told.append(
+            f"left out the first {begins} entries" if begins > 0 else f"read {-begins} entries in front as well"
+        )
+    if ends:
+        told.append(f"read {ends} entries behind it as well" if ends > 0 else f"left out the last {-ends} entries")
+    return " and ".join(told)

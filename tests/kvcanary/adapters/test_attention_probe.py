@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.adapters.transformers import attach
-from kvcanary.adapters.transformers.attention_probe import probe, why_not
+from kvcanary.adapters.transformers.attention_probe import WINDOW, probe, why_not
 from kvcanary.adapters.transformers.unwatched import cache_argument
 
 from .test_transformers_prompts import make
@@ -193,7 +193,6 @@ def test_what_attention_does_instead_is_named(models, change: Callable[..., Any]
     [
         ({"model_type": "another"}, "that of a another was not tried"),
         ({"attn_logit_softcapping": 30.0}, "it has attn_logit_softcapping"),
-        ({"sliding_window": 8}, "it sees a window of 8 entries"),
     ],
 )
 def test_a_model_that_cannot_be_asked_is_watched_and_says_so(models, change: dict[str, Any], reason: str) -> None:
@@ -205,6 +204,54 @@ def test_a_model_that_cannot_be_asked_is_watched_and_says_so(models, change: dic
         told = handle.certificate()
     assert told["reader_probes"] == f"attention not probed: {reason}"
     assert told["unchecked"] == {}
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 8},
+    "Ministral": {"sliding_window": 5000},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    "Cwm": {"sliding_window": 40, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
+}
+
+
+def begins_elsewhere(monkeypatch: pytest.MonkeyPatch, kind: str, wrong: Callable[[int], int]) -> None:
+    """Masks of such layers of a cache begin where `wrong` says."""
+    layer = getattr(cache_utils, kind)
+    right = layer.get_mask_sizes
+
+    def sizes(own: Any, *args: Any) -> tuple[int, int]:
+        length, first = right(own, *args)
+        return length, wrong(first)
+
+    monkeypatch.setattr(layer, "get_mask_sizes", sizes)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_layers_with_windows_are_asked_beyond_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However wide these are; a mask that begins one entry off is named, in the first forward beyond the window."""
+    model = make(f"{family}Config", WINDOWED[family])
+    widths = [getattr(own, "sliding_window", None) for own in (model.config, *model.modules())]
+    for implementation in "eager", "sdpa":
+        model.set_attn_implementation(implementation)
+        assert (why_not(model), probe(model)) == (None, None)
+    for offset, said in (1, "left out the last 1 entries"), (-1, "left out the first 1 entries"):
+        with monkeypatch.context() as patched:
+            wrong = lambda first, offset=offset: first + offset * (first > 0)  # noqa: E731
+            begins_elsewhere(patched, "DynamicSlidingWindowLayer", wrong)
+            found = probe(model)
+        assert found is not None
+        assert (found.position, found.layer) == (WINDOW + 1, 1 if family in ("Qwen2", "Cwm") else 0)
+        assert said in found.text
+    assert [getattr(own, "sliding_window", None) for own in (model.config, *model.modules())] == widths
+
+
+def test_static_caches_are_asked_too(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever generates may be given one: its masks are its own."""
+    assert probe(models()) is None
+    begins_elsewhere(monkeypatch, "StaticLayer", lambda first: first + 1)
+    found = probe(models())
+    assert found is not None
+    assert found.layer == 0
 
 
 def test_a_cache_of_the_probe_is_nobodys(models) -> None:
