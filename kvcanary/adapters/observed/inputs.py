@@ -119,6 +119,15 @@ def tell_unfed(canary: PagedCanary, requests: Sequence[tuple[str, int]]) -> None
     _tell_lengths(canary, rows, ("prefill", 0))
 
 
+def tell_lost(canary: PagedCanary, requests: Sequence[tuple[str, int, int]]) -> None:
+    """Rows are longer than their requests: tokens were sampled that these did not get.
+
+    requests: each with the tokens that it has, and should have
+    """
+    rows = [(name, known, NO_SLOT, {"tokens": wanted}, {"tokens": known}) for name, known, wanted in requests]
+    _tell_lengths(canary, rows, ("decode", 0))
+
+
 def _tell_lengths(canary: PagedCanary, rows: list[Any], site: tuple[str, int]) -> None:
     if rows:
         canary.memory.total += len(rows)

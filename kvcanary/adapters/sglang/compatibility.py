@@ -87,6 +87,7 @@ NEEDED_OF = {
                 "weight_updater",
             ),
         ),
+        Needed(_SCHEDULER, attributes=("enable_overlap",)),
         Needed(f"{_SCHEDULER}.run_batch", ("self", "batch")),
         Needed(f"{_SCHEDULER}.process_batch_result", ("self", "batch", "result")),
         Needed(f"{_SCHEDULER}.record_weight_version_change", ("self", "new_version")),

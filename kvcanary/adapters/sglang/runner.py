@@ -22,6 +22,7 @@ from kvcanary.adapters.observed.inputs import (
     Entries,
     SampledTokens,
     judge_fed,
+    tell_lost,
     tell_outgrown,
     tell_unfed,
 )
@@ -96,6 +97,7 @@ class WatchedRunner(HostHandle):
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
+        self.on_their_way = 0  # tokens of a request that SGLang samples before it looks at them
         self._ends: dict[str, int] = {}  # what requests have, by name, of whom a prefill has left some for the next
 
     def arm(self) -> None:
@@ -243,6 +245,8 @@ class WatchedRunner(HostHandle):
         else:
             new, site = np.ones(batch.batch_size, dtype=np.int64), ("decode", 0)
         fed = self._entries_of(batch, new)
+        if site[0] == "decode" and self._samples is not None:
+            tell_lost(self.canary, list(self._lost(fed, requests)))
         judge_fed(self.canary, "W6", "token", fed.tokens, self._known(fed, requests), fed.entries, site)
         self._are_kept = None
         if self._samples is not None and site[0] == "prefill":
@@ -273,6 +277,17 @@ class WatchedRunner(HostHandle):
             self._samples.compare(forward)
         if self.states is not None:
             self.states.begin(forward)
+
+    def _lost(self, fed: FedForward, requests: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+        """Of rows of a decode whose requests have not got every token that was sampled before it, but for those that
+        are on their way: the request, the tokens that it has, and should have.
+        """
+        for name, end in zip(fed.entries.requests, [] if fed.ends is None else fed.ends.tolist(), strict=False):
+            request = requests.get(name)
+            if request is not None and request.input_embeds is None:
+                known = len(request.origin_input_ids) + len(request.output_ids)
+                if known + self.on_their_way < end:
+                    yield name, known, end - self.on_their_way
 
     def _begin_prompts(self, batch: Any, requests: Mapping[str, Any]) -> None:
         """Whose prompts a prefill ends, so that what is sampled of them counts; nothing is behind what the others have.

@@ -127,6 +127,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R10",), rows.repeated_number),
     (("R10",), watched.outgrown_row),
     (("R10",), watched.unfed_row),
+    (("R10",), watched.lost_token),
     (("R10",), _fixed("lengths", "a length was not raised, not rolled back, or counted in the wrong unit")),
     (("R11",), _fixed("order", "the forward ran before, or beside, a write that it should have followed")),
     (("R13",), _fixed("draft", "the mask was built from another tree, or by column in the place of parent")),

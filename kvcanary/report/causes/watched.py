@@ -84,6 +84,17 @@ def unfed_row(facts: Evidence) -> Cause | None:
     return Cause("lengths", text, "derived", evidence)
 
 
+def lost_token(facts: Evidence) -> Cause | None:
+    """A row has entries of tokens that its request does not have."""
+    wanted, found = _fed(facts)
+    if "tokens" not in wanted:
+        return None
+    evidence = (
+        f"{facts.violation.request_id!r} has {found['tokens']} tokens, its row has those of {wanted['tokens']}",
+    )
+    return Cause("order", "a token that was sampled did not come into its request's answer", "derived", evidence)
+
+
 def draft_positions(facts: Evidence) -> Cause | None:
     """A draft step was fed a position, or a slot, that is not the next one of its branch."""
     wanted, found = _fed(facts)

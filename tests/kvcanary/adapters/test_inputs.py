@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvcanary.adapters.observed import moves
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_outgrown, tell_unfed
+from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_lost, tell_outgrown, tell_unfed
 from kvcanary.adapters.observed.report import report_step
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.finding import Finding
@@ -148,6 +148,18 @@ def test_a_row_that_computes_nothing_is_told() -> None:
     assert (finding.code, finding.reader, finding.position, finding.site) == ("R10", "r1", 9, ("prefill", 0))
     assert (finding.expected, finding.found) == ({"fewest_new": 1}, {"new": 0})
     assert finding.causes[0].text.startswith("the hit of a prefix cache was counted to the prompt's end")
+
+
+def test_a_token_that_a_request_did_not_get_is_told() -> None:
+    """R10 of that request at the first token that it lacks, once however long it goes on."""
+    engine = running()
+    for wanted in 10, 11:
+        tell_lost(engine.canary, [("r1", 9, wanted)])
+        engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.reader, finding.position, finding.site) == ("R10", "r1", 9, ("decode", 0))
+    assert (finding.expected, finding.found) == ({"tokens": 10}, {"tokens": 9})
+    assert finding.causes[0].text == "a token that was sampled did not come into its request's answer"
 
 
 def test_a_grant_speaks_before_what_it_has_damaged() -> None:

@@ -298,7 +298,7 @@ class Prefill(SimpleNamespace):
         requests = {name: SimpleNamespace(**own, output_ids=[2] * 2) for name in "abc"}
         memory = SimpleNamespace(total=0, upload=lambda values: values)
         canary = SimpleNamespace(memory=memory, events=[], groups=[None])
-        super().__init__(requests=requests, canary=canary, token_offset=0, _ends={}, _are_kept=None)
+        super().__init__(requests=requests, canary=canary, token_offset=0, _ends={}, _are_kept=None, on_their_way=0)
 
     def begins(self, **rows: tuple[int, int]) -> list[bool]:
         """By name, entries that are there, and new ones: of whom what is sampled counts."""
@@ -333,6 +333,21 @@ def test_nothing_is_behind_a_prompt_that_a_prefill_did_not_end() -> None:
     assert runner.wanted("a", 7, 2) == [2, NOTHING]
     runner.begins(a=(7, 2))
     assert runner.wanted("a", 8, 1) == [5]
+
+
+def test_a_request_that_has_not_got_a_token_is_told() -> None:
+    """Of a decode: where a step is looked at when the next runs, one token is on its way; embeddings have no tokens."""
+    runner = Prefill()
+    runner.requests["c"].input_embeds = [[0.5]]
+    fed = SimpleNamespace(entries=SimpleNamespace(requests=[*"abcd"]), ends=torch.tensor([8, 9, 11, 11]))
+    lost = [list(WatchedRunner._lost(runner, fed, runner.requests))]
+    runner.on_their_way = 1
+    lost += [list(WatchedRunner._lost(runner, fed, runner.requests))]
+    fed.ends[0] = 10
+    lost += [list(WatchedRunner._lost(runner, fed, runner.requests))]
+    fed.ends = None
+    lost += [list(WatchedRunner._lost(runner, fed, runner.requests))]
+    assert lost == [[("b", 8, 9)], [], [("a", 8, 9)], []]
 
 
 def test_a_row_of_a_prefill_that_computes_nothing_is_told() -> None:

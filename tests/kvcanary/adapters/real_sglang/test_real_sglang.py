@@ -105,6 +105,13 @@ def test_a_token_that_was_sampled_within_a_prompt_is_named(scene) -> None:
     assert found["causes"][0]["text"] == "what was sampled in the middle of a prompt counts as its answer"
 
 
+def test_a_token_that_its_request_did_not_get_is_named(scene) -> None:
+    """It was sampled, and the next forward goes on from it, but the answer lacks it: R10 at its place."""
+    found, touched = first(scene("dense faults"), "token_lost")
+    assert (found["code"], found["reader"], found["position"]) == ("R10", touched["request"], touched["tokens"])
+    assert found["causes"][0]["text"] == "a token that was sampled did not come into its request's answer"
+
+
 def test_a_value_that_is_not_finite_names_request_layer_and_position(scene) -> None:
     """NaN in what the last layer stores of one entry: N1, in the step that stores it."""
     found, touched = first(scene("dense faults"), "not_finite")

@@ -110,7 +110,7 @@ AT_THE_END = Scene(
 
 
 OF_POOLS = (
-    "bit", "swapped", "foreign", "off_by_one", "unstored", "whole_hit", "chunk_ends_prompt", "not_finite",
+    "bit", "swapped", "foreign", "off_by_one", "unstored", "whole_hit", "chunk_ends_prompt", "token_lost", "not_finite",
 )  # fmt: skip
 #: What `make test` runs: a quarter of a minute.
 QUICK = {

@@ -307,6 +307,23 @@ def chunk_ends_prompt(host: Any) -> Iterator[Touched]:
         yield touched
 
 
+def token_lost(host: Any) -> Iterator[Touched]:
+    """What is sampled of a request in one step does not come into its answer, as if it had been retracted."""
+    request, process = first_request(host), host.scheduler.process_batch_result
+    touched: Touched = {"request": request.rid, "tokens": len(request.origin_input_ids) + len(request.output_ids)}
+
+    def forgets(batch: Any, *args: Any) -> Any:
+        try:
+            return process(batch, *args)
+        finally:
+            if len(request.output_ids) + len(request.origin_input_ids) > touched["tokens"]:
+                request.output_ids.pop()
+                host.scheduler.process_batch_result = process
+
+    host.scheduler.process_batch_result = forgets
+    yield touched
+
+
 def draft_scatter(host: Any) -> Iterator[Touched]:
     """Slots of a round's second draft step are scattered one column too far: a row's last lands on the next's first."""
     runner = host.scheduler.draft_worker.draft_worker.draft_runner
@@ -370,14 +387,14 @@ FAULTS: dict[str, Fault] = {
     for own in (
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, tokens_exchanged,
         off_by_one, short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite,
-        unstored, whole_hit, chunk_ends_prompt, draft_scatter, verify_scatter, chunk_rotated, hook_error,
+        unstored, whole_hit, chunk_ends_prompt, token_lost, draft_scatter, verify_scatter, chunk_rotated, hook_error,
         draft_hook_error, embeddings_shared,
     )
 }  # fmt: skip
 LASTING = (
-    "whole_hit", "chunk_ends_prompt", "tier_bit", "no_wait", "short_move", "one_too_long", "no_tail_copy", "freed",
-    "written_when_free", "late_write", "draft_scatter", "verify_scatter", "chunk_rotated", "hook_error",
-    "draft_hook_error", "state_freed", "no_state_copy", "state_untracked", "embeddings_shared",
+    "whole_hit", "chunk_ends_prompt", "token_lost", "tier_bit", "no_wait", "short_move", "one_too_long",
+    "no_tail_copy", "freed", "written_when_free", "late_write", "draft_scatter", "verify_scatter", "chunk_rotated",
+    "hook_error", "draft_hook_error", "state_freed", "no_state_copy", "state_untracked", "embeddings_shared",
 )  # fmt: skip
 
 
