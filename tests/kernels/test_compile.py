@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
 NUMBERS |= {"phase", "stride", "window", "at_step", "width", "page_size", "null_slots", "pool_id", "parts"}
 NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site", "max_tail", "m", "num_q_heads"}
-NUMBERS |= {"size", "parts", "num_heads", "num_lines", "ring", "num_seats", "most", "shift"}
+NUMBERS |= {"pool_bit", "size", "parts", "num_heads", "num_lines", "ring", "num_seats", "most", "shift"}
 NUMBERS |= {"place", "stamp", "num_before", "num_indices", "group", "checkpoints", "num_drafts", "num_others"}
 FLOATS = {"qkv", "cos", "sin", "q_norm", "k_norm", "gate_up", "hidden", "delta", "weight", "total", "normed"}
 FLOATS |= {"x", "bias", "residual", "logits"}
