@@ -1,10 +1,10 @@
 """What the attention of a model really reads: a few forwards in which every key, query and value is known.
 
-For these forwards the projections of each attention give what the probe says: the same key for every token, the same
+For these forwards the projections of each attention give what the probe says: one of two keys for every token, the same
 vector as its query, and a value that names the position. Behind the rotation a query is then the key of its own
 position. So what attention must give follows from the cache alone, whatever the rotation: softmax of keys times keys,
-over values. A query that was rotated for another position, a missing scale, a mask that hides entries or lets others in
-give something else.
+over values. A query that was rotated for another position, keys or queries that were rotated in part, a missing scale,
+a mask that hides entries or lets others in give something else.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ WINDOW = 16  # entries that a layer with a window sees meanwhile, its own includ
 #: Of the largest value, in what attention gives: what a type rounds scores, weights and sums by is less.
 NEAR, NEAR_IN_BFLOAT16 = 0.02, 0.06
 SHARPNESS = 3.0  # score of a query with its own key
+EVERY = 4  # of so many tokens the last has the other key: of one key alone, what rotations add cancels out
 NEEDED = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
 #: Types of models whose attention was tried, and is the function that is expected here.
 UNDERSTOOD = frozenset(
@@ -59,8 +60,8 @@ class Misread(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], its query over its key,
-    [kv_heads, 1], and the keys and values that were stored [kv_heads, tokens, dim].
+    """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], by key, a query over it
+    [2, kv_heads, 1], and the keys and values that were stored [kv_heads, tokens, dim].
 
     window: entries that a token sees; 0: all
     """
@@ -169,21 +170,26 @@ def _answering(own: Asked) -> Iterator[None]:
 
     def begin(_: Any, args: Any, kwargs: Any) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        if "key" not in known:
-            known["key"] = module.k_proj(hidden[:1, :1]).clone()
+        if "keys" not in known:
+            key = module.k_proj(hidden[:1, :1]).view(-1, module.head_dim)
+            known["keys"] = torch.stack((key, key.roll(1, -1)))
+
+    def which(output: Tensor) -> Tensor:
+        """[tokens] of a forward: the number of its key."""
+        first = sum(map(len, own.outputs))
+        return _key_of(torch.arange(first, first + output.shape[1], device=output.device))
 
     def key(_: Any, args: Any, output: Tensor) -> Tensor:
-        return known["key"].expand_as(output) if "key" in known else output
+        return known["keys"][which(output)].view_as(output) if "keys" in known else output
 
     def query(_: Any, args: Any, output: Tensor) -> Tensor:
         """Behind the norm of queries, where there is one."""
-        held = known["key"].view(-1, module.head_dim)
-        held = held if norm is None else module.k_norm(held)
+        held = known["keys"] if norm is None else module.k_norm(known["keys"])
         times = SHARPNESS / (module.scaling * (held.float() ** 2).sum(-1, keepdim=True))  # heads may differ much
         own.sharpness.append(times.cpu())
         asked = output.view(*output.shape[:2], -1, module.head_dim)
-        each = (held * times).to(output).repeat_interleave(asked.shape[2] // len(held), 0)
-        return each.expand_as(asked).reshape(output.shape)
+        each = (held * times).to(output).repeat_interleave(asked.shape[2] // held.shape[1], 1)
+        return each[which(output)].reshape(output.shape)
 
     def value(_: Any, args: Any, output: Tensor) -> Tensor:
         drawn = torch.Generator().manual_seed(len(own.outputs))
@@ -206,12 +212,18 @@ def _answering(own: Asked) -> Iterator[None]:
 def _judged(layer: int, own: Asked, near: float) -> Misread | None:
     """near: of the largest value"""
     keys, values = (torch.cat(held, 1) for held in zip(*own.stored, strict=True))
-    wanted = functools.partial(_attended, keys, values, scale=own.module.scaling * own.sharpness[0])
+    scales = own.module.scaling * own.sharpness[0]
     for position, got in enumerate(torch.cat(own.outputs)[:ASKED]):
         first = max(0, position + 1 - own.window) if own.window else 0
+        wanted = functools.partial(_attended, keys, values, scale=scales[_key_of(position)])
         if _off(got, wanted(position, position + 1, first=first)) > near:
             return Misread(layer, position, *_named(position, first, got, wanted, len(keys[0]), own, near))
     return None
+
+
+def _key_of(position: Any) -> Any:
+    """The number of the key of a token, or [n] of tokens."""
+    return (position % EVERY) // (EVERY - 1)
 
 
 def _attended(keys: Tensor, values: Tensor, query: int, end: int, scale: Tensor, first: int = 0) -> Tensor:
@@ -242,13 +254,15 @@ def _named(
     end, at = position + 1, f"at position {position}"
     tried: list[tuple[Tensor, tuple[str, str, int | None]]] = []
     for other in (*range(position), *range(end, count)):
+        if _key_of(other) != _key_of(position):
+            continue
         told = "addressing", f"the query {at} was rotated for position {other}", other
         tried.append((wanted(other, end, first=first), told))
     for begin, stop in itertools.combinations(range(count + 1), 2):
         if begin < end and (begin, stop) != (first, end):
             read = "lengths", f"attention {at} {_instead(begin - first, stop - end)}", None
             tried.append((wanted(position, stop, first=begin), read))
-    unscaled = wanted(position, end, first=first, scale=own.sharpness[0])
+    unscaled = wanted(position, end, first=first, scale=own.sharpness[0][_key_of(position)])
     tried.append((unscaled, ("scales", "the scale of the scores is missing", None)))
     nearest, named = min(((_off(got, given), named) for given, named in tried), key=lambda one: one[0])
     return named if nearest <= near else ("scales", "entries weigh otherwise than their keys and the query say", None)

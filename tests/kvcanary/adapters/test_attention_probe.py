@@ -115,6 +115,24 @@ def test_a_query_rotated_for_another_position_is_named(models, shift: int, posit
         assert handle.findings == []
 
 
+@pytest.mark.parametrize("part", ["keys", "queries"])
+def test_what_is_rotated_in_part_is_named(models, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sine is left out: of one key alone that would cancel out."""
+    model = models()
+    module = sys.modules[type(model).__module__]
+    rotate = module.apply_rotary_pos_emb
+
+    def partly(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
+        whole, halves = rotate(q, k, cos, sin, *rest), rotate(q, k, cos, torch.zeros_like(sin), *rest)
+        return (whole[0], halves[1]) if part == "keys" else (halves[0], whole[1])
+
+    assert probe(model) is None
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", partly)
+    found = probe(model)
+    assert found is not None
+    assert (found.layer, found.family) == (0, "scales")
+
+
 @contextmanager
 def attending(change: Callable[..., Any]) -> Iterator[None]:
     """`change` stands before the real attention, and gives its arguments."""
