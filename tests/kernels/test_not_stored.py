@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcanary_kernels.record.layout import CHAIN
+from kvcanary_kernels.watch import reread
 from kvcanary_kernels.watch.advance import FILLED_STAMP
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, NOT_STORED
 from kvcanary_kernels.watch.walk import NO_VIOLATION
@@ -108,6 +110,23 @@ def test_another_pool_of_the_same_slots_has_a_bit_of_its_own(rig: Rig) -> None:
     rig.forward({0: [9]}, accepted={0: 1})
     assert first(rig) is None
     assert rig.overwritten.is_another[rig.step % RING, 0] == 1
+
+
+def test_a_line_of_slots_may_stand_for_every_step(rig: Rig) -> None:
+    """As late layers have it, of whose entries some are not kept: the question is in the line of this step."""
+    rig.forward({0: [5, 6, 7, 8]})
+    rig.asks_stored = False
+    rig.forward({0: [9, 9]}, accepted={0: 3})
+    rig.stamps[rig.slot(0, 3)] = rig.records[rig.slot(0, 3), CHAIN]
+    place = rig.step % RING
+    rig.overwritten.is_another.zero_()
+    rig.overwritten.is_another[place, :2] = 2
+    slots, chains = (line[place].expand(RING, -1) for line in (rig.slots, rig.chains))
+    firsts, watched = rig.cells(2), rig.watched(rig.records, 1, 2)
+    assert place
+    rig.call(reread, "take", watched, rig.pool, slots, chains, rig.keys, fingerprints=rig.fingerprints,
+             stamps=rig.stamps, firsts=firsts, before=rig.before)  # fmt: skip
+    assert firsts[place, NOT_STORED] == (LAYERS - 1) * ENTRIES_PER_LAYER
 
 
 def test_kernel_and_reference_agree_on_long_rows(device: str) -> None:

@@ -112,6 +112,7 @@ def take(
             total if firsts is None else firsts,
             *((0, 0) if firsts is None else firsts.stride()),
             *((total, 0, total) if before is None else before),
+            0 if before is None else before.is_another.stride(0),
             FORMATS=None if firsts is None or not asks_finite else format_constants(pool),
             ASKS_STORED=before is not None,
             **tiling,
@@ -249,7 +250,9 @@ def are_zeros(fingerprints: Tensor, keys: Keys) -> Tensor:
     return (fingerprints[0] == keys.start_a[:, None]) & (fingerprints[1] == 0)
 
 
-@triton.jit(do_not_specialize=["slots_stride", "num_slots", "firsts_stride", "cells_stride", "pool_bit"])
+@triton.jit(
+    do_not_specialize=["slots_stride", "num_slots", "firsts_stride", "cells_stride", "pool_bit", "another_stride"]
+)
 def _take_fingerprints_kernel(
     ptrs,
     records,
@@ -273,6 +276,7 @@ def _take_fingerprints_kernel(
     is_another,
     pool_bit,
     zeros,
+    another_stride,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
     FORMATS: tl.constexpr,
@@ -293,7 +297,8 @@ def _take_fingerprints_kernel(
     own = fingerprints + i_layer * layer_stride + b_slot
     if ASKS_STORED:  # here, so that they come while the rows do
         b_held_a, b_held_b = tl.load(own, mask=m_n, other=0), tl.load(own + side_stride, mask=m_n, other=0)
-        m_another = (tl.load(is_another + line + o_n, mask=m_n, other=0) >> pool_bit) & 1 != 0
+        another = is_another + tl.load(now + NOW_PLACE) * another_stride
+        m_another = (tl.load(another + o_n, mask=m_n, other=0) >> pool_bit) & 1 != 0
     b_a, b_b, b_bad = layer_fingerprints(
         ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True,
         FORMATS,

@@ -93,11 +93,12 @@ def test_the_other_check_of_what_was_stored_can_be_left_out_alone() -> None:
     assert loses(engine, 1, lambda: engine.step({0: PROMPT})) == len(PROMPT) - 1
 
 
-def test_a_draft_that_stores_nothing_is_told_with_the_next_step() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_draft_that_stores_nothing_is_told_with_the_next_step(device: str) -> None:
     """Layers that a later forward of the step stores; what was rejected was not to be kept."""
-    engine = RowEngine("cpu", "write", prepares=False)
+    engine = RowEngine(device, "write", prepares=False)
     shape = BLOCKS, BLOCK, HEADS, 2 * DIM
-    late = [torch.zeros(shape).transpose(1, 2) for _ in range(2)]
+    late = [torch.zeros(shape, device=device).transpose(1, 2) for _ in range(2)]
     halves = [kv[..., :DIM] for kv in late], [kv[..., DIM:] for kv in late]
     view = PoolView("draft", *halves, page_size=BLOCK, layout="HND")
     engine.canary.memory.add_layers(engine.canary.groups[0], view, ["d0", "d1"], is_late=True)
@@ -115,6 +116,15 @@ def test_a_draft_that_stores_nothing_is_told_with_the_next_step() -> None:
     [found] = told(engine)
     assert (found.code, found.reader, found.position, found.site) == ("R12", "r0", 6, ("draft", 0))
     assert (found.step, found.pool, found.layers) == (1, "draft", (1,))
+    for kv in late:
+        kv.copy_(engine.kv[0])
+    engine.canary.took(torch.tensor([0]))
+    engine.tokens[0].pop()  # it was rejected: another token comes into its slot
+    assert engine.step({0: [4]}) == 1
+    engine.canary.took(torch.tensor([0]))
+    assert engine.step({0: [5]}) == 2
+    told(engine)
+    assert engine.canary.coverage.fired == {"R12": 2}
 
 
 def test_a_pattern_that_filled_a_free_slot_and_is_still_there_is_told() -> None:
