@@ -117,7 +117,7 @@ def _asked(model: Any, cache: Any) -> Misread | None:
 
     def stored(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx in asked:
-            asked[layer_idx].stored.append((keys[0].float().cpu(), values[0].float().cpu()))
+            asked[layer_idx].stored.append((keys[0].cpu(), values[0].cpu()))
         return update(keys, values, layer_idx, *args, **kwargs)
 
     cache.update = stored
@@ -127,8 +127,7 @@ def _asked(model: Any, cache: Any) -> Misread | None:
         for count in CHUNKS:
             ids = torch.ones(1, count, dtype=torch.int64, device=device)
             model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
-    near = NEAR_IN_BFLOAT16 if model.dtype is torch.bfloat16 else NEAR
-    judged = (_judged(layer, own, near) for layer, own in sorted(asked.items()))
+    judged = (_judged(layer, own) for layer, own in sorted(asked.items()))
     return next((found for found in judged if found is not None), None)
 
 
@@ -209,9 +208,9 @@ def _answering(own: Asked) -> Iterator[None]:
             hook.remove()
 
 
-def _judged(layer: int, own: Asked, near: float) -> Misread | None:
-    """near: of the largest value"""
-    keys, values = (torch.cat(held, 1) for held in zip(*own.stored, strict=True))
+def _judged(layer: int, own: Asked) -> Misread | None:
+    near = NEAR_IN_BFLOAT16 if own.stored[0][0].dtype is torch.bfloat16 else NEAR
+    keys, values = (torch.cat(held, 1).float() for held in zip(*own.stored, strict=True))
     scales = own.module.scaling * own.sharpness[0]
     for position, got in enumerate(torch.cat(own.outputs)[:ASKED]):
         first = max(0, position + 1 - own.window) if own.window else 0

@@ -34,6 +34,13 @@ def test_sound_attention_is_silent(models, family: str, implementation: str, dty
     assert probe(model) is None
 
 
+def test_what_autocast_rounds_is_near() -> None:
+    """A model of 32 bits that runs in bfloat16: what is stored says how near is near."""
+    for seed in range(8):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert probe(make("LlamaConfig", MANY_HEADS, seed=seed)) is None
+
+
 @pytest.mark.parametrize("part", ["k_proj", "v_proj", "q_proj"])
 def test_what_is_not_finite_is_not_near(models, part: str) -> None:
     """Keys of NaN make all that attention gives NaN, also what it is to give."""
