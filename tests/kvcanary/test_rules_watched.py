@@ -144,6 +144,40 @@ SAID = [
             ("the draft was fed token 6, the prompt goes on with 5", watched.LAST_ENTRY),
         ),
     ),
+    (watched.unfed_row, fed("R10", "grant", {"row_width": 72}, {"length": 80}), None),
+    (
+        watched.unfed_row,
+        fed("R10", "prefill", {"fewest_new": 1}, {"new": 0}, request_id="me"),
+        Cause(
+            "lengths",
+            "the hit of a prefix cache was counted to the prompt's end: its last token must be computed",
+            "derived",
+            ("the forward computes nothing of 'me' and samples its next token",),
+        ),
+    ),
+    (watched.lost_token, fed("R10", "prefill", {"fewest_new": 1}, {"new": 0}), None),
+    (
+        watched.lost_token,
+        fed("R10", "decode", {"tokens": 9}, {"tokens": 8}, request_id="me"),
+        Cause(
+            "order",
+            "a token that was sampled did not come into its request's answer",
+            "derived",
+            ("'me' has 8 tokens, its row has those of 9",),
+        ),
+    ),
+    (watched.sampled_early, fed("W6", "prefill", {"token": 5}, {"token": 6}), None),
+    (watched.sampled_early, fed("W6", "prefill", {"position": 5}, {"position": 6}), None),
+    (
+        watched.sampled_early,
+        fed("W6", "prefill", {"token": None}, {"token": 6}, position=60),
+        Cause(
+            "order",
+            "what was sampled in the middle of a prompt counts as its answer",
+            "derived",
+            ("nothing has been sampled for position 60, and the row was fed token 6 there",),
+        ),
+    ),
     (watched.accepted_otherwise, fed("W6", "decode", {"token": 5}, {"token": 6}), None),
     (
         watched.accepted_otherwise,
@@ -173,6 +207,7 @@ SAID = [
         ),
     ),
     (watched.freed_under_its_reader, watching(GIVEN_BACK, **OWN | {"writer": "other"}), None),
+    (watched.freed_under_its_reader, watching(a_violation(code="R12"), **OWN), None),
     (
         watched.freed_under_its_reader,
         watching(GIVEN_BACK, **OWN),
