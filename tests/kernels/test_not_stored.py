@@ -10,7 +10,7 @@ from kvcanary_kernels.record.layout import CHAIN
 from kvcanary_kernels.watch import reread
 from kvcanary_kernels.watch.advance import FILLED_STAMP
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, NOT_STORED
-from kvcanary_kernels.watch.walk import NO_VIOLATION
+from kvcanary_kernels.watch.walk import NO_VIOLATION, NOT_FOLLOWED
 from tests.kernels.test_walk import BLOCK_SIZE, LAYERS, RING, Rig
 
 
@@ -65,9 +65,22 @@ def test_a_draft_that_was_rejected_is_written_over(rig: Rig) -> None:
 
 def test_nobody_knows_of_slots_whose_bytes_were_not_taken(rig: Rig) -> None:
     rig.forward({0: [5, 6, 7, 8]})
-    rig.stamps.zero_()
+    rig.stamps[rig.slot(0, 3)] = 77  # of an entry before that
     rig.forward({0: [9]}, accepted={0: 3})
     assert first(rig) is None
+    rig.stamps.zero_()
+    rig.forward({0: [5]}, accepted={0: 3})
+    assert first(rig) is None
+    assert int(rig.total) == 0
+
+
+def test_rows_that_nobody_follows_are_not_asked(rig: Rig) -> None:
+    """Whatever their line says from an earlier step."""
+    rig.forward({0: [5, 6], 1: [7, 8]})
+    rig.truth.ends[1] = NOT_FOLLOWED
+    rig.overwritten.is_another.fill_(-1)
+    rig.forward({1: [5], 0: [7]})
+    assert rig.overwritten.is_another[rig.step % RING, :2].tolist() == [0, 0]
     assert int(rig.total) == 0
 
 

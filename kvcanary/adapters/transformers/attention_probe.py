@@ -253,8 +253,6 @@ def _named(
     end, at = position + 1, f"at position {position}"
     tried: list[tuple[Tensor, tuple[str, str, int | None]]] = []
     for other in (*range(position), *range(end, count)):
-        if _key_of(other) != _key_of(position):
-            continue
         told = "addressing", f"the query {at} was rotated for position {other}", other
         tried.append((wanted(other, end, first=first), told))
     for begin, stop in itertools.combinations(range(count + 1), 2):

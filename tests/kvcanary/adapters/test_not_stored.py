@@ -34,6 +34,21 @@ def loses(engine: RowEngine, layer: int, step: Callable[[], int]) -> int:
     return count
 
 
+def with_draft(device: str) -> tuple[RowEngine, list[torch.Tensor]]:
+    """An engine whose slots two layers of a draft share, and their K and V."""
+    engine = RowEngine(device, "write", prepares=False)
+    shape = BLOCKS, BLOCK, HEADS, 2 * DIM
+    late = [torch.zeros(shape, device=device).transpose(1, 2) for _ in range(2)]
+    halves = [kv[..., :DIM] for kv in late], [kv[..., DIM:] for kv in late]
+    view = PoolView("draft", *halves, page_size=BLOCK, layout="HND")
+    engine.canary.memory.add_layers(engine.canary.groups[0], view, ["d0", "d1"], is_late=True)
+    engine.canary.launches = Launches(engine.canary.config, engine.canary.memory, ROWS, TOKENS)
+    engine.canary.kept = engine.canary.launches.kept
+    engine.canary.violations_of = engine.canary.launches.violations_of
+    engine.prepare()
+    return engine, late
+
+
 @pytest.mark.parametrize("content", ["full", "write"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_requests_bytes_that_are_still_there_are_told(device: str, content: str) -> None:
@@ -59,7 +74,8 @@ def test_zeros_where_nobody_has_stored_yet_are_told(device: str) -> None:
     """A pool that was just made: the second token whose entry is nothing but zeros."""
     engine = RowEngine(device, "write")
     engine.begin(0, [])
-    assert loses(engine, 1, lambda: engine.step({0: [7, 7, 5, 6]})) == 2
+    engine.spoil = lambda: [kv.zero_() for kv in engine.kv]  # the first layer is not asked
+    assert engine.step({0: [7, 7, 5, 6]}) == 2
     [found] = told(engine)
     assert (found.code, found.reader, found.position, found.layers) == ("R12", "r0", 2, (1,))
 
@@ -96,16 +112,7 @@ def test_the_other_check_of_what_was_stored_can_be_left_out_alone() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_draft_that_stores_nothing_is_told_with_the_next_step(device: str) -> None:
     """Layers that a later forward of the step stores; what was rejected was not to be kept."""
-    engine = RowEngine(device, "write", prepares=False)
-    shape = BLOCKS, BLOCK, HEADS, 2 * DIM
-    late = [torch.zeros(shape, device=device).transpose(1, 2) for _ in range(2)]
-    halves = [kv[..., :DIM] for kv in late], [kv[..., DIM:] for kv in late]
-    view = PoolView("draft", *halves, page_size=BLOCK, layout="HND")
-    engine.canary.memory.add_layers(engine.canary.groups[0], view, ["d0", "d1"], is_late=True)
-    engine.canary.launches = Launches(engine.canary.config, engine.canary.memory, ROWS, TOKENS)
-    engine.canary.kept = engine.canary.launches.kept
-    engine.canary.violations_of = engine.canary.launches.violations_of
-    engine.prepare()
+    engine, late = with_draft(device)
     engine.begin(0, [])
     assert engine.step({0: PROMPT}) == 0
     for kv in late:
@@ -125,6 +132,21 @@ def test_a_draft_that_stores_nothing_is_told_with_the_next_step(device: str) -> 
     assert engine.step({0: [5]}) == 2
     told(engine)
     assert engine.canary.coverage.fired == {"R12": 2}
+
+
+def test_a_draft_that_did_not_run_knows_nothing_of_its_slots() -> None:
+    """The target stored another token there meanwhile, and what was taken of the draft is of the one before."""
+    engine, late = with_draft("cpu")
+    engine.begin(0, [])
+    for number, token in enumerate((3, 4, 5)):
+        assert engine.step({0: [*PROMPT[: 8 * (not number)], token]}) == 0
+        if not number:
+            for kv in late:
+                kv.copy_(engine.kv[0])
+        if number != 1:
+            engine.canary.took(torch.tensor([0]))
+        engine.tokens[0].pop()
+    assert engine.step({0: [6]}) == 0
 
 
 def test_a_pattern_that_filled_a_free_slot_and_is_still_there_is_told() -> None:

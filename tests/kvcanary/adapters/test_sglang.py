@@ -298,7 +298,9 @@ class Prefill(SimpleNamespace):
         requests = {name: SimpleNamespace(**own, output_ids=[2] * 2) for name in "abc"}
         memory = SimpleNamespace(total=0, upload=lambda values: values)
         canary = SimpleNamespace(memory=memory, events=[], groups=[None])
-        super().__init__(requests=requests, canary=canary, token_offset=0, _ends={}, _are_kept=None, on_their_way=0)
+        super().__init__(
+            requests=requests, canary=canary, token_offset=0, _ends={}, _generations={}, _are_kept=None, on_their_way=0
+        )
 
     def begins(self, **rows: tuple[int, int]) -> list[bool]:
         """By name, entries that are there, and new ones: of whom what is sampled counts."""
@@ -332,6 +334,10 @@ def test_nothing_is_behind_a_prompt_that_a_prefill_did_not_end() -> None:
     runner.begins(b=(8, 1))  # another prefill between them
     assert runner.wanted("a", 7, 2) == [2, NOTHING]
     runner.begins(a=(7, 2))
+    assert runner.wanted("a", 8, 1) == [5]
+    runner.begins(a=(4, 3))
+    left = SimpleNamespace(rid="a", kv=SimpleNamespace(req_pool_idx=0))
+    WatchedRunner.leave(runner, left)
     assert runner.wanted("a", 8, 1) == [5]
 
 
