@@ -337,8 +337,9 @@ def test_nothing_is_behind_a_prompt_that_a_prefill_did_not_end() -> None:
     assert runner.wanted("a", 8, 1) == [5]
     runner.begins(a=(4, 3))
     left = SimpleNamespace(rid="a", kv=SimpleNamespace(req_pool_idx=0))
+    assert runner.wanted("a", 9, 1) == [NOTHING]
     WatchedRunner.leave(runner, left)
-    assert runner.wanted("a", 8, 1) == [5]
+    assert runner.wanted("a", 9, 1) == [UNKNOWN]
 
 
 def test_a_request_that_has_not_got_a_token_is_told() -> None:
