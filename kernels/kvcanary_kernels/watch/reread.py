@@ -114,7 +114,7 @@ def take(
             *((total, 0, total) if before is None else before),
             0 if before is None else before.is_another.stride(0),
             FORMATS=None if firsts is None or not asks_finite else format_constants(pool),
-            ASKS_STORED=before is not None,
+            ASKS_STORED=firsts is not None and before is not None,
             **tiling,
         )
         return

@@ -97,7 +97,7 @@ class WatchedRunner(HostHandle):
         self.verified: Verified | None = None
         self._uids: dict[int, int] = {}  # by row
         self._numbers: dict[str, int] = {}  # rows of the requests that run, by name
-        self.on_their_way = 0  # tokens of a request that SGLang samples before it looks at them
+        self.on_their_way = 0  # tokens of a request, at most, that SGLang samples before it looks at them
         self._ends: dict[str, int] = {}  # what requests have, by name, of whom a prefill has left some for the next
 
     def arm(self) -> None:

@@ -76,7 +76,7 @@ class Handle:
         self.guard = Guard("sglang", config.mode, parts=[own.guard for own in self.runners])
         self.replaced = Replacements(self.guard)
         allocator = self._allocator = slots_of(scheduler)
-        self.target.on_their_way = int(scheduler.enable_overlap)
+        self.target.on_their_way = self.target.nodes if scheduler.enable_overlap else 0
         self.target.compare_ranks(group)
         self._agree(0, ranks.STARTED, functools.partial(ranks.started, self.target.rows.req_to_token, allocator))
         for own in self.runners:

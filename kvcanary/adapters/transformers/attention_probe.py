@@ -196,7 +196,7 @@ def _answering(own: Asked) -> Iterator[None]:
         return made.to(output)[None].expand_as(output)
 
     def given(_: Any, args: Any) -> None:
-        own.outputs.append(args[0][0].view(args[0].shape[1], -1, module.head_dim).float().cpu())
+        own.outputs.append(args[0][0].view(args[0].shape[1], -1, module.head_dim).cpu())
 
     hooks = [module.register_forward_pre_hook(begin, with_kwargs=True), module.k_proj.register_forward_hook(key)]
     hooks += [(module.q_proj if norm is None else norm).register_forward_hook(query)]
@@ -209,10 +209,10 @@ def _answering(own: Asked) -> Iterator[None]:
 
 
 def _judged(layer: int, own: Asked) -> Misread | None:
-    near = NEAR_IN_BFLOAT16 if own.stored[0][0].dtype is torch.bfloat16 else NEAR
+    near = NEAR_IN_BFLOAT16 if own.outputs[0].dtype is torch.bfloat16 else NEAR
     keys, values = (torch.cat(held, 1).float() for held in zip(*own.stored, strict=True))
     scales = own.module.scaling * own.sharpness[0]
-    for position, got in enumerate(torch.cat(own.outputs)[:ASKED]):
+    for position, got in enumerate(torch.cat(own.outputs)[:ASKED].float()):
         first = max(0, position + 1 - own.window) if own.window else 0
         wanted = functools.partial(_attended, keys, values, scale=scales[_key_of(position)])
         if _off(got, wanted(position, position + 1, first=first)) > near:

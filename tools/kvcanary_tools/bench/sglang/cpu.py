@@ -109,6 +109,7 @@ AT_THE_END = Scene(
 )
 
 
+#: Faults in pools, and in what is fed to them.
 OF_POOLS = (
     "bit", "swapped", "foreign", "off_by_one", "unstored", "whole_hit", "chunk_ends_prompt", "token_lost", "not_finite",
 )  # fmt: skip

@@ -309,19 +309,16 @@ def chunk_ends_prompt(host: Any) -> Iterator[Touched]:
 
 def token_lost(host: Any) -> Iterator[Touched]:
     """What is sampled of a request in one step does not come into its answer, as if it had been retracted."""
-    request, process = first_request(host), host.scheduler.process_batch_result
-    touched: Touched = {"request": request.rid, "tokens": len(request.origin_input_ids) + len(request.output_ids)}
+    request, lost = first_request(host), list[int]()
+    answered = len(request.output_ids)
 
-    def forgets(batch: Any, *args: Any) -> Any:
-        try:
-            return process(batch, *args)
-        finally:
-            if len(request.output_ids) + len(request.origin_input_ids) > touched["tokens"]:
-                request.output_ids.pop()
-                host.scheduler.process_batch_result = process
+    def forgets(method: Any, *args: Any) -> None:
+        method(*args)
+        if not lost and len(request.output_ids) > answered:
+            lost.append(request.output_ids.pop())
 
-    host.scheduler.process_batch_result = forgets
-    yield touched
+    with around(host.scheduler, "process_batch_result", forgets):
+        yield {"request": request.rid, "tokens": len(request.origin_input_ids) + answered}
 
 
 def draft_scatter(host: Any) -> Iterator[Touched]:
