@@ -55,7 +55,7 @@ def test_characters_that_cannot_be_encoded_are_written_as_escapes(tmp_path: Path
 
 
 def test_a_row_of_a_table_is_a_line(tmp_path: Path) -> None:
-    """A record of thousands of rows stays small, and a change of one is a change of one line; so is a list of values."""
+    """A record of thousands of rows stays small, a change of one is one of one line, and so is a list of values."""
     path = tmp_path / "told.json"
     told = {"meta": {"seed": 1, "of": {"two": [2, 3]}}, "rows": [{"fault": "\n", "runs": {"all": 1}}, {"fault": "ö"}]}
     JsonFile(path).write({**told, "none": [], "told": True})

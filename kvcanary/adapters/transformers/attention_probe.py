@@ -105,7 +105,8 @@ def probe(model: Any) -> Misread | None:
 
     with _narrowed(model):
         found = _asked(model, DynamicCache(config=model.config))
-        if found is None and getattr(model, "_can_compile_fullgraph", False):  # it may be given a static one
+        is_cast = torch.is_autocast_enabled(model.device.type)  # static layers take one type alone
+        if found is None and getattr(model, "_can_compile_fullgraph", False) and not is_cast:
             found = _asked(model, StaticCache(config=model.config, max_cache_len=sum(CHUNKS)))
     return found
 
