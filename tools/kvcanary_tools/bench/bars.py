@@ -209,6 +209,17 @@ def inside_vllm(record: Record) -> str:
     )
 
 
+def beside_a_model(record: Record) -> str:
+    """What a step that the GPU bounds takes longer."""
+    compared = record["compared"]
+    steps = compared["by_step"]
+    off, on = steps["ms"]
+    return (
+        f"equal steps, of {off:.1f} ms, took {1000 * (on - off):.0f} us longer, a ratio of {steps['ratio']:.3f}. Hooks "
+        f"take {min(compared['hooks_us']):.0f} us in the mean, of which the GPU's work hides most."
+    )
+
+
 def small_steps(record: Record) -> str:
     """Where the time of the smallest steps goes, by a profile."""
     plain, chain = (
@@ -272,10 +283,13 @@ BARS = (
             f"throughput of vLLM 0.26 with the plug-in over without, {parameters} parameters, 256 requests",
             record,
             lambda record: record["compared"]["throughput_ratio"],
-            least=0.98,
-            reason=inside_vllm,
+            least=least,
+            reason=reason,
         )
-        for parameters, record in (("1.1 B", "vllm"), ("7.2 B", "vllm_7b"))
+        for parameters, record, least, reason in (
+            ("1.1 B", "vllm", 0.98, inside_vllm),
+            ("7.2 B", "vllm_7b", 0.995, beside_a_model),
+        )
     ),
     Bar(
         "steps until every byte of a running request has been read again, 64 requests",
