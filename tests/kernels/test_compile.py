@@ -27,6 +27,7 @@ NUMBERS |= {"phase", "stride", "window", "at_step", "width", "page_size", "null_
 NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site", "max_tail", "m", "num_q_heads"}
 NUMBERS |= {"pool_bit", "size", "parts", "num_heads", "num_lines", "ring", "num_seats", "most", "shift"}
 NUMBERS |= {"place", "stamp", "num_before", "num_indices", "group", "checkpoints", "num_drafts", "num_others"}
+NUMBERS |= {"ahead", "first_asked"}
 FLOATS = {"qkv", "cos", "sin", "q_norm", "k_norm", "gate_up", "hidden", "delta", "weight", "total", "normed"}
 FLOATS |= {"x", "bias", "residual", "logits"}
 FLAGS = sys.argv[1] == "with"

@@ -165,7 +165,8 @@ class Rig:
         make = lambda values, kind=torch.int64: torch.tensor(values, dtype=kind, device=self.device)  # noqa: E731
         known = changes.get("known")
         extra = () if known is None else (make(known, torch.int32), make([len(row) for row in known], torch.int32))
-        return Fed(make(tokens, torch.int32), make(positions), make(places), *extra)
+        fed = Fed(make(tokens, torch.int32), make(positions), make(places), *extra)
+        return fed._replace(ahead=changes.get("ahead", 0))
 
 
 @pytest.fixture(params=["", "_torch"], ids=["triton", "torch"])
@@ -353,6 +354,15 @@ def test_wrong_writes_are_found(rig: Rig) -> None:
     assert rig.forward({2: [1, 1], 3: [1, 1]}, slots={0: BLOCKS * BLOCK_SIZE, 3: 2})[2] == [("W1", 0), ("W1", 1)]
     assert int(rig.total) == before + 2
     assert rig.forward({0: [8, 3]}, known=known)[2] == [("W6", 4)]
+
+
+def test_tokens_that_nobody_has_yet_are_found(rig: Rig) -> None:
+    """W6 behind those that the engine knows, and so many drafts."""
+    known = [[5, 6, 7, 8]] * 4
+    assert rig.forward({0: [5, 6, 7, 8, 1, 2], 1: [5]}, known=known, ahead=2)[2] == [None, None]
+    assert rig.forward({0: [3], 1: [6, 7]}, known=known, ahead=2)[2] == [("W6", 6), None]
+    assert rig.forward({1: [8, 1]}, known=known)[2] == [("W6", 4)]
+    assert int(rig.total) == 2
 
 
 def test_one_slot_written_twice_is_counted(rig: Rig) -> None:

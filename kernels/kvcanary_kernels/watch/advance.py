@@ -60,6 +60,7 @@ class Fed(NamedTuple):
     """What a forward writes: [n] tokens, positions and slots, int32 or int64.
 
     all_tokens, num_tokens: [rows of Truth, width] and [rows of Truth], tokens that the engine knows; None: nobody does
+    ahead:   of drafts, at most so many are fed behind these
     """
 
     tokens: Tensor
@@ -67,6 +68,7 @@ class Fed(NamedTuple):
     slots: Tensor
     all_tokens: Tensor | None = None
     num_tokens: Tensor | None = None
+    ahead: int = 0
 
 
 class Overwritten(NamedTuple):
@@ -140,6 +142,7 @@ def advance(
             slots.stride(0),
             violations.stride(0),
             watched.null_slots,
+            fed.ahead,
             watched.records if watched.owners is None else watched.owners,
             *((slots, slots) if overwritten is None else overwritten[1:]),
             NUM_POOLS=0 if overwritten is None else len(overwritten.stamps),
@@ -177,7 +180,8 @@ def advance(
         if fed.all_tokens is not None and fed.num_tokens is not None:
             limit = min(int(fed.num_tokens[number]), fed.all_tokens.shape[1])
             real = fed.all_tokens[number, wanted.clamp(max=max(limit - 1, 0))].long()
-            bits |= torch.where((wanted < limit) & (real != tokens), violation_bit("W6"), 0)
+            is_wrong = torch.where(wanted < limit, real != tokens, wanted >= limit + fed.ahead)
+            bits |= torch.where(is_wrong, violation_bit("W6"), 0)
         is_inside = (own >= null_slots) & (own < records.shape[0])
         if owners is not None:
             owner = owners[own.clamp(0, records.shape[0] - 1)]
@@ -227,6 +231,7 @@ def _are_another(overwritten: Overwritten, records: Tensor, slots: Tensor, token
         "slots_stride",
         "violations_stride",
         "null_slots",
+        "ahead",
     ],
     do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "tokens", "positions", "fed_slots"],
 )
@@ -258,6 +263,7 @@ def _advance_kernel(
     slots_stride,
     violations_stride,
     null_slots,
+    ahead,
     owners,
     stamp_ptrs,
     is_another,
@@ -323,7 +329,7 @@ def _advance_kernel(
         if HAS_TOKENS:
             m_known = m_n & (b_wanted < num_known)
             b_real = tl.load(all_tokens + number * tokens_stride + b_wanted, mask=m_known, other=0).to(tl.int64)
-            b_bits += tl.where(m_known & (b_real != b_token), W6, 0)
+            b_bits += tl.where(m_known & (b_real != b_token) | m_n & (b_wanted >= num_known + ahead), W6, 0)
         m_in = m_n & (b_slot >= null_slots) & (b_slot < num_slots)
         if HAS_OWNERS:
             uid = tl.load(line + UID)

@@ -19,6 +19,7 @@ from kvcanary_kernels.record.formats import format_constants, lanes_of, words_no
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
 from kvcanary_kernels.record.table import PageTable, device_slot_at, slot_at
+from kvcanary_kernels.watch.advance import FILLED, FILLED_STAMP
 from kvcanary_kernels.watch.walk import (
     END,
     NONE,
@@ -52,11 +53,14 @@ class Before(NamedTuple):
 
     is_another: as of `Overwritten`, whose bit `pool` is that of these layers
     zeros:      [layers] int64, written: the first token whose entry holds nothing but zeros, plus one; 0: there is none
+    first:      layers below that have the same K and V for whatever tokens have the same embedding, as zeros are: only
+                a pattern that is still there (FILLED_STAMP) says that nothing was stored in them
     """
 
     is_another: Tensor
     pool: int
     zeros: Tensor
+    first: int = 1
 
 
 def take(
@@ -85,8 +89,7 @@ def take(
             nothing was stored (R12), where `before` is given. None: nobody asks
     Entries whose record is another's count as wrong (W4: one forward wrote the slot twice), and layers of entries that
     are not finite, or in which nothing was stored: they hold what another token had there, or nothing but zeros, which
-    an earlier entry of another token had, too. The first layer is not asked: whatever tokens have embeddings of zeros
-    have the same K and V there.
+    an earlier entry of another token had, too.
     """
     total = watched.total
     if launches:
@@ -111,7 +114,7 @@ def take(
             fingerprints.stride(1),
             total if firsts is None else firsts,
             *((0, 0) if firsts is None else firsts.stride()),
-            *((total, 0, total) if before is None else before),
+            *((total, 0, total, 0) if before is None else before),
             0 if before is None else before.is_another.stride(0),
             FORMATS=None if firsts is None or not asks_finite else format_constants(pool),
             ASKS_STORED=firsts is not None and before is not None,
@@ -123,7 +126,8 @@ def take(
     slots, chains = slots[place, :n], chains[place, :n]
     (entries,) = (slots >= 0).nonzero(as_tuple=True)
     slots, chains = slots[entries], chains[entries]
-    held, found = fingerprints[:, :, slots], both_fingerprints(pool, slots, keys)
+    held, was_filled = fingerprints[:, :, slots], stamps[slots] == FILLED_STAMP
+    found = both_fingerprints(pool, slots, keys)
     fingerprints[:, :, slots] = found
     stamps[slots] = records[slots, record.CHAIN]
     total += (records[slots, record.CHAIN] != chains).sum()
@@ -135,13 +139,14 @@ def take(
         wrong[NOT_FINITE] = torch.stack([words_not_finite(own, lanes_of(pool)).any(1) for own in rows])
     if before is not None:
         tokens = records[slots, record.TOKEN_POSITION] & record.MASK_32
-        is_same = (found == held).all(0) & (before.is_another[place, entries] >> before.pool & 1 != 0)
-        is_zero = are_zeros(found, keys)
+        is_asked = (torch.arange(pool.num_layers, device=slots.device) >= before.first)[:, None]
+        is_another = torch.where(is_asked, before.is_another[place, entries] >> before.pool & 1 != 0, was_filled)
+        is_zero = are_zeros(found, keys) & is_asked
         for layer, entry in zip(*is_zero.nonzero(as_tuple=True), strict=True):
             if not before.zeros[layer]:
                 before.zeros[layer] = tokens[entry] + 1
+        is_same = (found == held).all(0) & is_another
         wrong[NOT_STORED] = is_same | is_zero & (tokens + 1 != before.zeros[:, None])
-        wrong[NOT_STORED][0] = False
     for cell, bad in wrong.items():
         layer, entry = bad.nonzero(as_tuple=True)
         total += len(layer)
@@ -251,7 +256,15 @@ def are_zeros(fingerprints: Tensor, keys: Keys) -> Tensor:
 
 
 @triton.jit(
-    do_not_specialize=["slots_stride", "num_slots", "firsts_stride", "cells_stride", "pool_bit", "another_stride"]
+    do_not_specialize=[
+        "slots_stride",
+        "num_slots",
+        "firsts_stride",
+        "cells_stride",
+        "pool_bit",
+        "first_asked",
+        "another_stride",
+    ]
 )
 def _take_fingerprints_kernel(
     ptrs,
@@ -276,6 +289,7 @@ def _take_fingerprints_kernel(
     is_another,
     pool_bit,
     zeros,
+    first_asked,
     another_stride,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -299,6 +313,8 @@ def _take_fingerprints_kernel(
         b_held_a, b_held_b = tl.load(own, mask=m_n, other=0), tl.load(own + side_stride, mask=m_n, other=0)
         another = is_another + tl.load(now + NOW_PLACE) * another_stride
         m_another = (tl.load(another + o_n, mask=m_n, other=0) >> pool_bit) & 1 != 0
+        if i_layer < first_asked:
+            m_another = tl.load(stamps + b_slot, mask=m_n, other=0) == FILLED
     b_a, b_b, b_bad = layer_fingerprints(
         ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True,
         FORMATS,
@@ -307,9 +323,9 @@ def _take_fingerprints_kernel(
     cells = firsts + tl.load(now + NOW_PLACE) * firsts_stride
     if ASKS_STORED:
         m_same = (b_held_a == b_found) & (b_held_b == b_b)
-        m_zero = _zeros_of_another(zeros + i_layer, records, b_slot, m_n & (b_a == 0) & (b_b == 0), o_n)
-        m_unstored = (m_n & m_same & m_another | m_zero) & (i_layer > 0)
-        _tell_first(cells + cells_stride, total, m_unstored, i_layer, o_n)
+        m_zero = m_n & (b_a == 0) & (b_b == 0) & (i_layer >= first_asked)
+        m_zero = _zeros_of_another(zeros + i_layer, records, b_slot, m_zero, o_n)
+        _tell_first(cells + cells_stride, total, m_n & m_same & m_another | m_zero, i_layer, o_n)
         tl.debug_barrier()  # every thread has read what is stored anew below
     tl.store(own, b_found, mask=m_n)
     tl.store(own + side_stride, b_b, mask=m_n)

@@ -15,5 +15,5 @@ def expect_watching(config: CanaryConfig, one: str, can_heal: bool = False) -> N
     can_heal: the engine computes loads again that it is told have failed
     """
     if config.mode not in ("log", "raise", *(["heal"] if can_heal else [])):
-        rest = ", or 'heal'" if can_heal else ""
-        raise AdapterError(f"mode must be 'log' or 'raise'{rest} here, got {config.mode!r}: nobody can end {one}")
+        modes = "'log', 'raise' or 'heal'" if can_heal else "'log' or 'raise'"
+        raise AdapterError(f"mode must be {modes} here, got {config.mode!r}: nobody can end {one}")

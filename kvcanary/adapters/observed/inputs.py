@@ -22,6 +22,7 @@ from kvcanary.report.causes.watched import FIRST_ENTRY, LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
 from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, NOW_STEP, table_slots
 
+KEPT_OTHERWISE = "this is what the engine keeps of the request's own tokens, from which it is fed"
 UNKNOWN, NOTHING = -1, -2  # in `expected`: nobody knows; there is no such token yet
 
 
@@ -153,6 +154,27 @@ def judge_fed(
     # the engine may use its tensors again before the host looks
     kept = replace(entries, positions=entries.positions.clone(), slots=entries.slots.clone())
     canary.events.append(Fed(code, what, found.clone(), expected, wrong, kept, canary.groups[0], site))
+
+
+def judge_kept(canary: PagedCanary, kept: Tensor, new: Iterable[tuple[int, str, Sequence[int] | None]]) -> None:
+    """W6 where an engine keeps other tokens of a request that begins than this came with; told with the next step.
+
+    kept: [rows, width] on the device, from which forwards are fed
+    new:  (row, request, tokens, None where nobody knows them) of each
+    """
+    rows = [(row, request, tokens) for row, request, tokens in new if tokens is not None and len(tokens)]
+    if not rows:
+        return
+    numbers, requests, tokens = zip(*rows, strict=True)
+    counts = [*map(len, tokens)]
+    each, positions = np.repeat(np.arange(len(rows)), counts), np.concatenate([*map(np.arange, counts)])
+    given = np.stack((np.asarray(numbers)[each], positions, np.concatenate(tokens)))
+    row, position, expected = canary.memory.upload(torch.from_numpy(given))
+    found = kept[row, position]
+    wrong = found != expected
+    canary.memory.total += wrong.sum()
+    entries = Entries(requests, each, position, torch.full_like(position, NO_SLOT), where=lambda entry: KEPT_OTHERWISE)
+    canary.events.append(Fed("W6", "token", found, expected, wrong, entries, canary.groups[0], ("prefill", 0)))
 
 
 class SampledTokens:

@@ -242,7 +242,7 @@ class Launches:
                 Rows(numbers, table, forward.lengths, forward.starts, forward.in_place),
                 self._watched(group, now),
             )
-            fed = Fed(forward.tokens, forward.positions, own, *forward.known)
+            fed = Fed(forward.tokens, forward.positions, own, *forward.known)._replace(ahead=memory.ahead)
             is_first = group is memory.groups[0]
             slots, chains = self._entries[group.number]
             self._ops.advance(
@@ -330,7 +330,9 @@ class Launches:
             own |= {"firsts": self._firsts(layers), "asks_finite": "N1" not in self.config.disable}
             overwritten = self._overwritten[group.number]
             if overwritten is not None:
-                own["before"] = Before(overwritten.is_another, group.layers.index(layers), layers.zeros)
+                own["before"] = Before(
+                    overwritten.is_another, group.layers.index(layers), layers.zeros, layers.first_asked
+                )
         self._ops.take(self._watched(group, now), layers.rows, slots, chains, layers.keys, **own, most=most)
 
     def _watched(self, group: Group, now: Tensor) -> Watched:

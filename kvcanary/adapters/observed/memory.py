@@ -30,7 +30,7 @@ class Memory:
         self.seed = config.drawn_seed()
         self.identity = make_keys(self.seed, 1, 1, self.device)
         self.groups: list[Group] = []
-        self.truth = Truth(self.zeros(num_rows, TAILS + max_rejected + 2))
+        self.truth, self.ahead = Truth(self.zeros(num_rows, TAILS + max_rejected + 2)), max_rejected - 1
         self.truth.ends.fill_(NOT_FOLLOWED)
         self.total = self.zeros(1)
         self._uploads, self._uploaded = self.pinned(UPLOADS, 8 * num_rows), 0
@@ -40,15 +40,21 @@ class Memory:
         self.groups.append(group)
         return group
 
-    def add_layers(self, group: Group, view: PoolView, names: Sequence[str], is_late: bool = False) -> None:
-        """`names`: what the engine calls these layers."""
+    def add_layers(
+        self, group: Group, view: PoolView, names: Sequence[str], is_late: bool = False, reads_hidden: bool = False
+    ) -> None:
+        """names:     what the engine calls these layers
+        reads_hidden: the first layer of their model goes on from what another model computed, as an EAGLE draft does
+        """
         rows, num_slots = view.rows, group.records.shape[0]
         if rows.num_slots != num_slots:
             raise AdapterError(f"layers of {view.name} have {rows.num_slots} slots, their group {num_slots}")
         keys = make_keys(self.seed, rows.num_layers, rows.words_per_row, self.device, view.share)
         fingerprints, stamps = self.zeros(2, rows.num_layers, num_slots), self.zeros(num_slots)
         kept = fingerprints, stamps, self.zeros(rows.num_layers)
-        group.layers.append(Layers(view, tuple(names), keys, *kept, is_late))
+        layers = Layers(view, tuple(names), keys, *kept, is_late)
+        layers.first_asked = int(not reads_hidden and not any(layers.depth(0)[:1]))
+        group.layers.append(layers)
 
     @property
     def layers(self) -> list[Layers]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -48,7 +47,6 @@ OWNERLESS = {
     SHARED: "the slot is in the prefix cache",
     UNJUDGED: "nobody knows whose the slot is",
 }
-NUMBERS = re.compile(r"\d+")  # in the name of a layer: where it stands in its model
 SHOWN = 8  # slots of one step that were written twice, and are told
 
 
@@ -163,8 +161,7 @@ def _wrong_stores(
     seen |= {slot: wrong for slot, wrong in zip(asked.tolist(), found, strict=True) if wrong}
     for slot, wrong in seen.items():
         record = read_record(group.records, slot)
-        depth = tuple(map(int, NUMBERS.findall(layers.names[wrong[0]])))
-        place = step.number, layers.is_late, depth, record.position
+        place = step.number, layers.is_late, layers.depth(wrong[0]), record.position
         yield record.request, _Stored(place, group, layers, step, slot, wrong)
 
 
@@ -172,7 +169,8 @@ def _layers_of_zeros(layers: Layers, group: Group, slots: Tensor) -> list[tuple[
     """By slot [n] the layers in which nothing but zeros was taken, as far as that says anything (`take`)."""
     tokens = group.records[slots, TOKEN_POSITION] & MASK_32
     wrong = are_zeros(layers.fingerprints[:, :, slots], layers.keys) & (layers.zeros[:, None] != tokens + 1)
-    return [tuple(layer for layer in own.nonzero()[:, 0].tolist() if layer) for own in wrong.T]
+    wrong[: layers.first_asked] = False
+    return [tuple(own.nonzero()[:, 0].tolist()) for own in wrong.T]
 
 
 def _read_before(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -22,13 +23,16 @@ LOOKS = 2  # at whole rows in a step: those that went, those that begin with ent
 COUNT_BITS = 40  # of a count that is sent; the step stands above them
 
 
+NUMBERS = re.compile(r"\d+")
+
+
 @dataclass(eq=False)
 class Layers:
     """Layers of one group whose rows are alike: where their bytes lie and what these were.
 
     names: what the engine calls them
     is_late: they are stored by a later forward of the step (a draft's), `took` says when
-    zeros:   [layers], as of kvcanary_kernels.watch.reread.Before
+    first_asked, zeros [layers]: as of kvcanary_kernels.watch.reread.Before
     """
 
     view: PoolView
@@ -38,10 +42,15 @@ class Layers:
     stamps: Tensor
     zeros: Tensor
     is_late: bool = False
+    first_asked: int = 1
 
     @property
     def rows(self) -> PoolRows:
         return self.view.rows
+
+    def depth(self, layer: int) -> tuple[int, ...]:
+        """Where a layer stands in its model, by the numbers in its name."""
+        return tuple(map(int, NUMBERS.findall(self.names[layer])))
 
     @property
     def described(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class WatchedDraft(WatchedRunner):
     slots are judged. What an extend writes is recorded; only what was accepted is read, from the next round on.
     """
 
-    role = "draft"
+    role, reads_hidden = "draft", True
     token_offset = name_offset = 1
 
     def __init__(
@@ -190,7 +190,7 @@ class WatchedByPosition(WatchedDraft):
     have in that cache, and what they are fed is judged when they are stored.
     """
 
-    name_offset = 0
+    name_offset, reads_hidden = 0, False
 
     def read(self, fed: FedForward, batch: Any, site: tuple[str, int]) -> None:
         super().read(replace(fed, tokens=self._target.stored(len(fed.tokens))), batch, site)

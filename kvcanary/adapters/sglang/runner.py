@@ -60,6 +60,7 @@ class WatchedRunner(HostHandle):
     host = "sglang"
     canary: PagedCanary
     role: ClassVar[str] = "target"
+    reads_hidden: ClassVar[bool] = False  # as of `add_layers`
     token_offset: ClassVar[int] = 0  # the entry of position p is fed the token of p + offset
     name_offset: ClassVar[int] = 0  # and has the name of that of p + offset
     _samples: SampledTokens | None = None  # of the target, which samples
@@ -81,7 +82,7 @@ class WatchedRunner(HostHandle):
         for number, part in enumerate(parts):
             slots, null_slots = part.view.num_slots, part.view.null_slots
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
-            self.canary.memory.add_layers(group, part.view, part.names)
+            self.canary.memory.add_layers(group, part.view, part.names, reads_hidden=self.reads_hidden)
         self.owners = self.canary.follow_owners()
         self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
         self._generations: dict[int, int] = {}

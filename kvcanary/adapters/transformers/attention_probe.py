@@ -26,6 +26,7 @@ from kvcanary.calls.violation import Violation
 #: positions behind these.
 CHUNKS, ASKED = (5, 1, 3, 8, 1, 2, 4), 20
 WINDOW = 16  # entries that a layer with a window sees meanwhile, its own included
+PADDING = 3  # tokens in front of a row, where a batch is padded
 #: Of the largest value, in what attention gives: what a type rounds scores, weights and sums by is less.
 NEAR, NEAR_IN_BFLOAT16 = 0.02, 0.06
 SHARPNESS = 3.0  # score of a query with its own key
@@ -61,9 +62,10 @@ class Misread(NamedTuple):
 
 class Asked(NamedTuple):
     """Of one layer: by forward, what each token of the probe got [tokens, heads, dim], by key, a query over it
-    [2, kv_heads, 1], and the keys and values that were stored [kv_heads, tokens, dim].
+    [2, kv_heads, 1], and the keys and values that were stored [kv_heads, tokens, dim]; of the last row of the batch.
 
     window: entries that a token sees; 0: all
+    padded: so many tokens of the row are padding, which nobody sees
     """
 
     module: Any
@@ -71,6 +73,7 @@ class Asked(NamedTuple):
     sharpness: list[Tensor]
     stored: list[tuple[Tensor, Tensor]]
     window: int
+    padded: int
 
 
 def why_not(model: Any) -> str | None:
@@ -103,31 +106,38 @@ def probe(model: Any) -> Misread | None:
     """
     from transformers import DynamicCache, StaticCache
 
+    caches = [DynamicCache]
+    is_cast = torch.is_autocast_enabled(model.device.type)  # static layers take one type alone
+    if getattr(model, "_can_compile_fullgraph", False) and not is_cast:
+        caches.append(functools.partial(StaticCache, max_cache_len=sum(CHUNKS)))
     with _narrowed(model):
-        found = _asked(model, DynamicCache(config=model.config))
-        is_cast = torch.is_autocast_enabled(model.device.type)  # static layers take one type alone
-        if found is None and getattr(model, "_can_compile_fullgraph", False) and not is_cast:
-            found = _asked(model, StaticCache(config=model.config, max_cache_len=sum(CHUNKS)))
-    return found
+        found = (
+            _asked(model, kind(config=model.config), padded) for kind, padded in itertools.product(caches, (0, PADDING))
+        )
+        return next((misread for misread in found if misread is not None), None)
 
 
-def _asked(model: Any, cache: Any) -> Misread | None:
-    """As `probe`, over a cache that holds nothing."""
-    asked = {one.layer_idx: Asked(one, [], [], [], _window(cache, one.layer_idx)) for one in attentions(model)}
+def _asked(model: Any, cache: Any, padded: int) -> Misread | None:
+    """As `probe`, over a cache that holds nothing; padded: tokens in front of the second of two rows, 0: one row."""
+    asked = {one.layer_idx: Asked(one, [], [], [], _window(cache, one.layer_idx), padded) for one in attentions(model)}
     device, update = next(model.parameters()).device, cache.update
+    is_token = torch.ones(1 + bool(padded), sum(CHUNKS), dtype=torch.int64, device=device)
+    is_token[-1, :padded] = 0
 
     def stored(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx in asked:
-            asked[layer_idx].stored.append((keys[0].cpu(), values[0].cpu()))
+            asked[layer_idx].stored.append((keys[-1].cpu(), values[-1].cpu()))
         return update(keys, values, layer_idx, *args, **kwargs)
 
     cache.update = stored
     with ExitStack() as stack:
         for own in asked.values():
             stack.enter_context(_answering(own))
-        for count in CHUNKS:
-            ids = torch.ones(1, count, dtype=torch.int64, device=device)
-            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+        for count, end in zip(CHUNKS, itertools.accumulate(CHUNKS), strict=True):
+            given: dict[str, Any] = {cache_argument(model): cache}
+            if padded:
+                given["attention_mask"] = is_token[:, :end]
+            model(input_ids=torch.ones_like(is_token[:, :count]), use_cache=True, **given)
     judged = (_judged(layer, own) for layer, own in sorted(asked.items()))
     return next((found for found in judged if found is not None), None)
 
@@ -180,7 +190,9 @@ def _answering(own: Asked) -> Iterator[None]:
         return _key_of(torch.arange(first, first + output.shape[1], device=output.device))
 
     def key(_: Any, args: Any, output: Tensor) -> Tensor:
-        return known["keys"][which(output)].view_as(output) if "keys" in known else output
+        return (
+            known["keys"][which(output)].flatten(1).view_as(output[0]).expand_as(output) if "keys" in known else output
+        )
 
     def query(_: Any, args: Any, output: Tensor) -> Tensor:
         """Behind the norm of queries, where there is one."""
@@ -189,15 +201,14 @@ def _answering(own: Asked) -> Iterator[None]:
         own.sharpness.append(times.cpu())
         asked = output.view(*output.shape[:2], -1, module.head_dim)
         each = (held * times).to(output).repeat_interleave(asked.shape[2] // held.shape[1], 1)
-        return each[which(output)].reshape(output.shape)
+        return each[which(output)].reshape(output[0].shape).expand_as(output)
 
     def value(_: Any, args: Any, output: Tensor) -> Tensor:
         drawn = torch.Generator().manual_seed(len(own.outputs))
-        made = torch.rand(output.shape[1:], generator=drawn) - 0.5
-        return made.to(output)[None].expand_as(output)
+        return (torch.rand(output.shape, generator=drawn) - 0.5).to(output)
 
     def given(_: Any, args: Any) -> None:
-        own.outputs.append(args[0][0].view(args[0].shape[1], -1, module.head_dim).cpu())
+        own.outputs.append(args[0][-1].view(args[0].shape[1], -1, module.head_dim).cpu())
 
     hooks = [module.register_forward_pre_hook(begin, with_kwargs=True), module.k_proj.register_forward_hook(key)]
     hooks += [(module.q_proj if norm is None else norm).register_forward_hook(query)]
@@ -214,7 +225,9 @@ def _judged(layer: int, own: Asked) -> Misread | None:
     keys, values = (torch.cat(held, 1).float() for held in zip(*own.stored, strict=True))
     scales = own.module.scaling * own.sharpness[0]
     for position, got in enumerate(torch.cat(own.outputs)[:ASKED].float()):
-        first = max(0, position + 1 - own.window) if own.window else 0
+        if position < own.padded:
+            continue
+        first = max(own.padded, position + 1 - own.window if own.window else 0)
         wanted = functools.partial(_attended, keys, values, scale=scales[_key_of(position)])
         if _off(got, wanted(position, position + 1, first=first)) > near:
             return Misread(layer, position, *_named(position, first, got, wanted, len(keys[0]), own, near))
@@ -258,7 +271,8 @@ def _named(
         tried.append((wanted(other, end, first=first), told))
     for begin, stop in itertools.combinations(range(count + 1), 2):
         if begin < end and (begin, stop) != (first, end):
-            read = "lengths", f"attention {at} {_instead(begin - first, stop - end)}", None
+            padding = ", padding among them" if begin < own.padded else ""
+            read = "lengths", f"attention {at} {_instead(begin - first, stop - end)}{padding}", None
             tried.append((wanted(position, stop, first=begin), read))
     unscaled = wanted(position, end, first=first, scale=own.sharpness[0][_key_of(position)])
     tried.append((unscaled, ("scales", "the scale of the scores is missing", None)))

@@ -15,6 +15,7 @@ import torch
 
 from kvcanary.adapters.hosted.replacements import replaced_by
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.inputs import judge_kept
 from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.connectors import LoadingHandle
 from kvcanary.errors import AdapterError
@@ -75,6 +76,7 @@ class HandleV2(LoadingHandle):
             new.append((number, request.req_id, tokens, length, self.identities.of(request, request.req_id)))
         if self.canary is not None:
             self._admit(self.canary, new, [request.mm_features for request in requests])
+            judge_kept(self.canary, self._tokens[0], [own[:3] for own in new])
         if self._loads is not None:
             self._loads.expect(new)
 

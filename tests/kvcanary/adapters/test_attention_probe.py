@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, cache_utils
+from transformers import DynamicCache, cache_utils, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.adapters.transformers import attach, attention_probe
-from kvcanary.adapters.transformers.attention_probe import WINDOW, probe, why_not
+from kvcanary.adapters.transformers.attention_probe import PADDING, WINDOW, probe, why_not
 from kvcanary.adapters.transformers.unwatched import cache_argument
 
 from .test_transformers_prompts import make
@@ -282,6 +282,34 @@ def test_static_caches_are_asked_too(models, monkeypatch: pytest.MonkeyPatch) ->
     found = probe(models())
     assert found is not None
     assert found.layer == 0
+
+
+def test_padding_in_front_of_a_row_is_asked_for(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a batch begin at different places; a mask lets in what fills the shorter ones up."""
+    right = masking_utils.padding_mask_function
+    monkeypatch.setattr(masking_utils, "padding_mask_function", lambda mask: right(torch.ones_like(mask)))
+    found = probe(models())
+    assert found is not None
+    assert (found.layer, found.position) == (0, PADDING)
+    assert found.text == f"attention at position {PADDING} read {PADDING} entries in front as well, padding among them"
+
+
+def test_padding_is_asked_for_where_a_cache_is_longer_than_its_rows(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a static one is: its masks are filled up, here one entry off."""
+    right, sizes = masking_utils.prepare_padding_mask, []
+
+    def shifted(mask: torch.Tensor | None, length: int, offset: int) -> torch.Tensor | None:
+        made = right(mask, length, offset)
+        if mask is None or mask.shape[1] == length:
+            return made
+        sizes.append(length)
+        return made.roll(-1, 1)
+
+    monkeypatch.setattr(masking_utils, "prepare_padding_mask", shifted)
+    found = probe(models())
+    assert sizes
+    assert found is not None
+    assert found.text == f"attention at position {PADDING} read 1 entries in front as well, padding among them"
 
 
 def test_a_cache_of_the_probe_is_nobodys(models) -> None:

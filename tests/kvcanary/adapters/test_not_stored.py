@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -34,14 +34,16 @@ def loses(engine: RowEngine, layer: int, step: Callable[[], int]) -> int:
     return count
 
 
-def with_draft(device: str) -> tuple[RowEngine, list[torch.Tensor]]:
-    """An engine whose slots two layers of a draft share, and their K and V."""
+def with_draft(
+    device: str, names: Sequence[str] = ("d0", "d1"), reads_hidden: bool = False
+) -> tuple[RowEngine, list[torch.Tensor]]:
+    """An engine whose slots layers of a draft share, and their K and V."""
     engine = RowEngine(device, "write", prepares=False)
     shape = BLOCKS, BLOCK, HEADS, 2 * DIM
-    late = [torch.zeros(shape, device=device).transpose(1, 2) for _ in range(2)]
+    late = [torch.zeros(shape, device=device).transpose(1, 2) for _ in names]
     halves = [kv[..., :DIM] for kv in late], [kv[..., DIM:] for kv in late]
     view = PoolView("draft", *halves, page_size=BLOCK, layout="HND")
-    engine.canary.memory.add_layers(engine.canary.groups[0], view, ["d0", "d1"], is_late=True)
+    engine.canary.memory.add_layers(engine.canary.groups[0], view, names, is_late=True, reads_hidden=reads_hidden)
     engine.canary.launches = Launches(engine.canary.config, engine.canary.memory, ROWS, TOKENS)
     engine.canary.kept = engine.canary.launches.kept
     engine.canary.violations_of = engine.canary.launches.violations_of
@@ -134,6 +136,28 @@ def test_a_draft_that_stores_nothing_is_told_with_the_next_step(device: str) -> 
     assert engine.canary.coverage.fired == {"R12": 2}
 
 
+@pytest.mark.parametrize(
+    ("name", "reads_hidden", "is_asked"),
+    [("model.layers.16.attn", False, True), ("layer 0", True, True), ("model.layers.0.attn", False, False)],
+)
+def test_a_first_layer_is_asked_where_it_does_not_see_the_token_alone(
+    name: str, reads_hidden: bool, is_asked: bool
+) -> None:
+    """EAGLE drafts have one layer, which goes on from what the target computed."""
+    engine, [late] = with_draft("cpu", [name], reads_hidden)
+    engine.begin(0, [])
+    assert engine.step({0: [7, 8]}) == 0
+    engine.canary.took(torch.tensor([0]))  # zeros of two tokens
+    assert engine.step({0: [9]}) == int(is_asked)
+    late.copy_(engine.kv[0])
+    engine.canary.took(torch.tensor([0]))
+    engine.tokens[0].pop()
+    assert engine.step({0: [3]}) == int(is_asked)
+    engine.canary.took(torch.tensor([0]))  # 9 is still there
+    assert engine.step({0: [4]}) == 2 * int(is_asked)
+    assert [own.layers for own in told(engine)] == [(0,)] * is_asked
+
+
 def test_a_draft_that_did_not_run_knows_nothing_of_its_slots() -> None:
     """The target stored another token there meanwhile, and what was taken of the draft is of the one before."""
     engine, late = with_draft("cpu")
@@ -149,8 +173,9 @@ def test_a_draft_that_did_not_run_knows_nothing_of_its_slots() -> None:
     assert engine.step({0: [6]}) == 0
 
 
-def test_a_pattern_that_filled_a_free_slot_and_is_still_there_is_told() -> None:
-    """Content full fills what is freed: a store that does not arrive there shows, whatever the token."""
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_pattern_that_filled_a_free_slot_and_is_still_there_is_told(layer: int) -> None:
+    """Content full fills what is freed: a store that does not arrive there shows, whatever the token and layer."""
     engine = RowEngine("cpu")
     owners = engine.canary.follow_owners()
     engine.prepare()
@@ -165,6 +190,6 @@ def test_a_pattern_that_filled_a_free_slot_and_is_still_there_is_told() -> None:
     assert engine.step({0: [1]}) == 0
     owners.granted(slots[1][12:16], torch.full((4,), uids["r1"]))
     assert engine.step({0: [1], 1: [1, 2, 3]}) == 0
-    assert loses(engine, 1, lambda: engine.step({1: [4]})) == 1
+    assert loses(engine, layer, lambda: engine.step({1: [4]})) == 1
     [found] = told(engine)
-    assert (found.code, found.reader, found.position, found.layers) == ("R12", "r1", 12, (1,))
+    assert (found.code, found.reader, found.position, found.layers) == ("R12", "r1", 12, (layer,))

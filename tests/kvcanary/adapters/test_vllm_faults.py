@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError
+from kvcanary.adapters.observed.inputs import KEPT_OTHERWISE
 from kvcanary.adapters.vllm.handle import Handle
 from kvcanary_kernels.record.layout import MASK_32, REQUEST_GENERATION, Identity
 
@@ -463,6 +464,57 @@ def test_runner_v1_feeds_the_prompt_it_was_given(serve, budget: int, at: int) ->
     assert (found.expected, found.found) == ({"token": 40 + at}, {"token": 1})
 
 
+def feeds_what_lies_behind(served: Served) -> None:
+    """Of a row whose scheduler asks for more tokens than it has."""
+    make, states = served.runner.make_batch, served.runner.req_states
+
+    def make_batch(output: Any) -> Any:
+        states.total_len.gpu += 40
+        try:
+            return make(output)
+        finally:
+            states.total_len.gpu -= 40
+
+    served.runner.make_batch = make_batch
+
+
+def test_runner_v2_feeds_no_token_that_a_prompt_did_not_end_in(serve) -> None:
+    """The same: its kernels take whatever lies behind the tokens that it has."""
+    served = serve(budget=20)
+    served.ask("a", list(range(40, 70)), 4)
+    served.step()
+    served.running[0].tokens.append(7)
+    feeds_what_lies_behind(served)
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    assert (found.code, found.writer, found.position) == ("W6", "a", 30)
+    assert served.wrapper.kvcanary_report()["fired"] == {"W6": 1}
+
+
+@pytest.mark.parametrize("budget", [20, 64])
+def test_runner_v2_keeps_the_prompt_it_was_given(serve, budget: int) -> None:
+    """Its copy of a prompt is another's from token 23 on: W6 before it is fed, and it is said where that was seen."""
+    served = serve(budget=budget)
+    served.ask("b", list(range(60)), 4)
+    assert len(served.run()["b"]) == 4
+    served.ask("a", list(range(40, 70)), 4)
+    right, states = served.runner.add_requests, served.runner.req_states
+
+    def add_requests(output: Any) -> None:
+        right(output)
+        if "a" in states.req_id_to_index:
+            states.all_token_ids.gpu[states.req_id_to_index["a"], 23:30] = 9
+
+    served.runner.add_requests = add_requests
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    assert (found.code, found.writer, found.position, found.slot) == ("W6", "a", 23, -1)
+    assert (found.expected, found.found) == ({"token": 63}, {"token": 9})
+    assert KEPT_OTHERWISE in found.evidence
+
+
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_row_that_is_taken_back_is_silent_where_the_runner_goes_back_with_it(serve, follows: bool) -> None:
     """vllm#49250: a block failed to load, the scheduler has the row computed again, the runner goes on behind it."""
@@ -479,13 +531,6 @@ def test_a_row_that_is_taken_back_is_silent_where_the_runner_goes_back_with_it(s
         if not follows:
             states.num_computed_tokens_np[number] = before
 
-    def make_batch(output: Any) -> Any:
-        states.total_len.gpu[number] += 40  # what lies behind a row's tokens is read as well
-        try:
-            return make(output)
-        finally:
-            states.total_len.gpu[number] -= 40
-
     served.runner.update_requests = update_requests
     if follows:
         go_on(served, 6)
@@ -495,7 +540,7 @@ def test_a_row_that_is_taken_back_is_silent_where_the_runner_goes_back_with_it(s
             go_on(served, 2)
         assert "taken back" not in str(caught.value)
         return
-    make, served.runner.make_batch = served.runner.make_batch, make_batch
+    feeds_what_lies_behind(served)
     with pytest.raises(KVCorruptionError) as caught:
         go_on(served, 2)
     cause = caught.value.findings[0].causes[0]

@@ -304,6 +304,15 @@ def test_a_bit_of_the_draft_model_is_named(scene) -> None:
 
 
 @pytest.mark.slow
+def test_a_draft_that_stores_nothing_is_named_in_its_step(scene) -> None:
+    """The only layer of an EAGLE draft, which goes on from what the target computed, so that it is asked."""
+    for _, found, touched in struck(scene, "draft_unstored"):
+        assert (found["code"], found["pool"], found["layer"]) == ("R12", "draft", touched["layer"])
+        assert (found["reader"], found["position"]) == (touched["request"], touched["position"] + 1)
+        assert (found["slot"], found["site"]) == (touched["slot"] + 1, ["prefill", 0])
+
+
+@pytest.mark.slow
 def test_drafts_store_in_slots_that_others_had(scene) -> None:
     """What is freed is filled before a draft or a verify stores there again, though that is shown behind it: no P1, and
     the tokens of a server without a canary.

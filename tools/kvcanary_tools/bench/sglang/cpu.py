@@ -56,7 +56,7 @@ REUSE = {"new": 8, "later": 6, "answer": 16}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}  # every few steps
 OFF: Json = {"mode": "off"}
 #: Faults that strike in another turn than others, or whose tokens are compared.
-AT: dict[str, Json] = {"chunk_rotated": {"at": 0}, "draft_hook_error": {"new": 12}}
+AT: dict[str, Json] = {"chunk_rotated": {"at": 0}, "draft_unstored": REUSE, "draft_hook_error": {"new": 12}}
 
 
 def trees(topk: int, page: int, *faults: str) -> Scene:
@@ -243,7 +243,9 @@ TREES = {
         (LONG, {**OFF, **LONG}),
         {"context_length": 512, "max_total_tokens": 5120, "max_running_requests": 16, "chunked_prefill_size": 256},
     ),
-    "topk 1, page 1": misread(trees(1, 1, "one_too_long", "draft_bit", "draft_hook_error"), "draft_scaled_twice"),
+    "topk 1, page 1": misread(
+        trees(1, 1, "one_too_long", "draft_bit", "draft_unstored", "draft_hook_error"), "draft_scaled_twice"
+    ),
     "topk 1, page 4": trees(1, 4, "one_too_long", "off_by_one"),
     "topk 1, graphs": graphed(trees(1, 4, "draft_bit")),
     "topk 2, page 1": trees(2, 1, "one_too_long", "short_move", "tokens_exchanged"),

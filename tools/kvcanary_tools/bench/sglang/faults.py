@@ -253,11 +253,22 @@ def not_finite(host: Any) -> Iterator[Touched]:
 
 def unstored(host: Any) -> Iterator[Touched]:
     """The last layer stores nothing in the next forward that decodes."""
-    runner, touched = host.scheduler.tp_worker.model_runner, Touched()
+    yield from _stores_nothing(host.scheduler.tp_worker.model_runner, lambda batch: batch.forward_mode.is_decode())
+
+
+def draft_unstored(host: Any) -> Iterator[Touched]:
+    """The draft's only layer stores nothing of the next prompt."""
+    runner = host.scheduler.draft_worker.draft_worker.draft_runner
+    yield from _stores_nothing(runner, lambda batch: batch.forward_mode.is_extend() and len(batch.positions) > 1)
+
+
+def _stores_nothing(runner: Any, is_struck: Callable[[Any], bool]) -> Iterator[Touched]:
+    """The last layer of a runner's pool, in the next such forward."""
+    touched = Touched()
     last = len(runner.token_to_kv_pool.k_buffer) - 1
 
     def forward(method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not touched and batch.forward_mode.is_decode():
+        if not touched and is_struck(batch):
             slot, position = int(batch.out_cache_loc[0]), int(batch.positions[0])
             touched.update(request=batch.rids[0], position=position, slot=slot)
         return method(batch, *args, **kwargs)
@@ -384,14 +395,15 @@ FAULTS: dict[str, Fault] = {
     for own in (
         bit, first_k, first_v, last_v, draft_bit, window_bit, tier_bit, no_wait, swapped, foreign, tokens_exchanged,
         off_by_one, short_move, one_too_long, no_tail_copy, freed, written_when_free, late_write, not_finite,
-        unstored, whole_hit, chunk_ends_prompt, token_lost, draft_scatter, verify_scatter, chunk_rotated, hook_error,
-        draft_hook_error, embeddings_shared,
+        unstored, draft_unstored, whole_hit, chunk_ends_prompt, token_lost, draft_scatter, verify_scatter,
+        chunk_rotated, hook_error, draft_hook_error, embeddings_shared,
     )
 }  # fmt: skip
 LASTING = (
-    "whole_hit", "chunk_ends_prompt", "token_lost", "tier_bit", "no_wait", "short_move", "one_too_long",
-    "no_tail_copy", "freed", "written_when_free", "late_write", "draft_scatter", "verify_scatter", "chunk_rotated",
-    "hook_error", "draft_hook_error", "state_freed", "no_state_copy", "state_untracked", "embeddings_shared",
+    "draft_unstored", "whole_hit", "chunk_ends_prompt", "token_lost", "tier_bit", "no_wait", "short_move",
+    "one_too_long", "no_tail_copy", "freed", "written_when_free", "late_write", "draft_scatter", "verify_scatter",
+    "chunk_rotated", "hook_error", "draft_hook_error", "state_freed", "no_state_copy", "state_untracked",
+    "embeddings_shared",
 )  # fmt: skip
 
 
