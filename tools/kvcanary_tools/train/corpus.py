@@ -85,9 +85,8 @@ def read_archive(archive: Path) -> Iterator[SourceFile]:
 
 def write_manifest(files: list[SourceFile], manifest: Path = MANIFEST, version: str | None = None) -> None:
     version = platform.python_version() if version is None else version
-    lines = [
-        f"# CPython {version} standard library: path size sha256 ({KEPT} digits); held out where it begins with 0\n"
-    ]
+    header = f"# CPython {version} standard library: path size sha256[:{KEPT}]; held out where that starts with 0"
+    lines = [f"{header}\n"]
     lines += [f"{file.path} {len(file.data)} {file.sha256[:KEPT]}\n" for file in files]
     manifest.write_text("".join(lines), encoding="utf-8")
 
