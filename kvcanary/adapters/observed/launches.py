@@ -330,9 +330,8 @@ class Launches:
             own |= {"firsts": self._firsts(layers), "asks_finite": "N1" not in self.config.disable}
             overwritten = self._overwritten[group.number]
             if overwritten is not None:
-                own["before"] = Before(
-                    overwritten.is_another, group.layers.index(layers), layers.zeros, layers.first_asked
-                )
+                first = int(not layers.reads_hidden)
+                own["before"] = Before(overwritten.is_another, group.layers.index(layers), layers.zeros, first)
         self._ops.take(self._watched(group, now), layers.rows, slots, chains, layers.keys, **own, most=most)
 
     def _watched(self, group: Group, now: Tensor) -> Watched:

@@ -43,18 +43,14 @@ class Memory:
     def add_layers(
         self, group: Group, view: PoolView, names: Sequence[str], is_late: bool = False, reads_hidden: bool = False
     ) -> None:
-        """names:     what the engine calls these layers
-        reads_hidden: the first layer of their model goes on from what another model computed, as an EAGLE draft does
-        """
+        """names, is_late, reads_hidden: as of `Layers`."""
         rows, num_slots = view.rows, group.records.shape[0]
         if rows.num_slots != num_slots:
             raise AdapterError(f"layers of {view.name} have {rows.num_slots} slots, their group {num_slots}")
         keys = make_keys(self.seed, rows.num_layers, rows.words_per_row, self.device, view.share)
         fingerprints, stamps = self.zeros(2, rows.num_layers, num_slots), self.zeros(num_slots)
         kept = fingerprints, stamps, self.zeros(rows.num_layers)
-        layers = Layers(view, tuple(names), keys, *kept, is_late)
-        layers.first_asked = int(not reads_hidden and not any(layers.depth(0)[:1]))
-        group.layers.append(layers)
+        group.layers.append(Layers(view, tuple(names), keys, *kept, is_late, reads_hidden))
 
     @property
     def layers(self) -> list[Layers]:

@@ -13,7 +13,7 @@ from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.incident import pool_name
 from kvcanary.adapters.observed.load_arrival import arrival_of, first_wrong
 from kvcanary.adapters.observed.owners import FREE, RETURNED, SHARED, SHARED_WRITER, UNJUDGED
-from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step
+from kvcanary.adapters.observed.state import Event, Group, Layers, Load, Step, depth_of
 from kvcanary.calls.violation import Violation
 from kvcanary.codes import RANK
 from kvcanary.pools.launch_site import unpack_site
@@ -71,6 +71,8 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
                 violation.expected, violation.found = {"position": position}, _position_at(group, slot)
+                if code == "W6":
+                    violation.expected, violation.found = _tokens_at(canary, step.numbers[row], position, group, slot)
                 stored = canary.stored_at(step, group, violation.request_id, position) if kind == "W" else None
                 if stored not in (None, slot):
                     violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
@@ -161,7 +163,7 @@ def _wrong_stores(
     seen |= {slot: wrong for slot, wrong in zip(asked.tolist(), found, strict=True) if wrong}
     for slot, wrong in seen.items():
         record = read_record(group.records, slot)
-        place = step.number, layers.is_late, layers.depth(wrong[0]), record.position
+        place = step.number, layers.is_late, depth_of(layers.names[wrong[0]]), record.position
         yield record.request, _Stored(place, group, layers, step, slot, wrong)
 
 
@@ -169,7 +171,7 @@ def _layers_of_zeros(layers: Layers, group: Group, slots: Tensor) -> list[tuple[
     """By slot [n] the layers in which nothing but zeros was taken, as far as that says anything (`take`)."""
     tokens = group.records[slots, TOKEN_POSITION] & MASK_32
     wrong = are_zeros(layers.fingerprints[:, :, slots], layers.keys) & (layers.zeros[:, None] != tokens + 1)
-    wrong[: layers.first_asked] = False
+    wrong[: not layers.reads_hidden] = False
     return [tuple(own.nonzero()[:, 0].tolist()) for own in wrong.T]
 
 
@@ -237,6 +239,16 @@ def _granted_anew(canary: PagedCanary, group: Group, slot: int) -> tuple[str, ..
         return ()
     before = canary.writers.get(held.request, "a request that is forgotten")
     return (f"{GRANTED_ANEW}, to {owner!r}: position {held.position} of {before!r} lay there",)
+
+
+def _tokens_at(
+    canary: PagedCanary, number: int, position: int, group: Group, slot: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The token that the engine keeps of a row at a position, None where it had none yet, and the one that was fed."""
+    known, word = canary.known_tokens(int(number)) or [], read_record(group.records, slot).token
+    fed = word - (word >> 31 << 32)  # int32, as engines have tokens
+    kept = known[position] if position < len(known) else fed
+    return {"token": None if kept == fed else kept}, {"token": fed}  # it is the same where that came meanwhile
 
 
 def _position_at(group: Group, slot: int) -> dict[str, Any]:

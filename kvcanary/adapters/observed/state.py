@@ -23,7 +23,7 @@ LOOKS = 2  # at whole rows in a step: those that went, those that begin with ent
 COUNT_BITS = 40  # of a count that is sent; the step stands above them
 
 
-NUMBERS = re.compile(r"\d+")
+NUMBERS = re.compile(r"\d+")  # in the name of a layer
 
 
 @dataclass(eq=False)
@@ -32,7 +32,8 @@ class Layers:
 
     names: what the engine calls them
     is_late: they are stored by a later forward of the step (a draft's), `took` says when
-    first_asked, zeros [layers]: as of kvcanary_kernels.watch.reread.Before
+    reads_hidden: the first of them goes on from what other layers or another model computed, and not from a token alone
+    zeros:   [layers], as of kvcanary_kernels.watch.reread.Before
     """
 
     view: PoolView
@@ -42,15 +43,11 @@ class Layers:
     stamps: Tensor
     zeros: Tensor
     is_late: bool = False
-    first_asked: int = 1
+    reads_hidden: bool = False
 
     @property
     def rows(self) -> PoolRows:
         return self.view.rows
-
-    def depth(self, layer: int) -> tuple[int, ...]:
-        """Where a layer stands in its model, by the numbers in its name."""
-        return tuple(map(int, NUMBERS.findall(self.names[layer])))
 
     @property
     def described(self) -> dict[str, Any]:
@@ -60,6 +57,11 @@ class Layers:
     @property
     def entry_bytes(self) -> int:
         return self.rows.num_layers * self.rows.words_per_row * WORD_BYTES
+
+
+def depth_of(name: str) -> tuple[int, ...]:
+    """Where a layer stands in its model, by the numbers in its name."""
+    return tuple(map(int, NUMBERS.findall(name)))
 
 
 def described(view: PoolView) -> dict[str, Any]:

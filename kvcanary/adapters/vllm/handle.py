@@ -23,7 +23,7 @@ from kvcanary.adapters.hosted.sampled import new_group, of_one_seed
 from kvcanary.adapters.hosted.states import NOT_WATCHED
 from kvcanary.adapters.observed import moves as paged_moves
 from kvcanary.adapters.observed.canary import PagedCanary
-from kvcanary.adapters.observed.state import Forward, Group
+from kvcanary.adapters.observed.state import Forward, Group, depth_of
 from kvcanary.adapters.vllm.attention_probe import probe_layers
 from kvcanary.adapters.vllm.compatibility import DRAFT_STATES_SIDE, PARALLEL, RANKS_SIDE, STATES_SIDE
 from kvcanary.adapters.vllm.identity import Contents, Identities, New, contents_of
@@ -251,7 +251,8 @@ class Handle(HostHandle):
             window = window or -int(getattr(spec.kv_cache_spec, "attention_chunk_size", None) or 0)
             group = canary.memory.add_group(number, size, pools[0][0].num_slots, window, null_slots=size * ratio)
             for view, names in pools:
-                canary.memory.add_layers(group, view, names, is_late=view.name.startswith("draft"))
+                is_late, goes_on = view.name.startswith("draft"), any(depth_of(names[0])[:1])
+                canary.memory.add_layers(group, view, names, is_late=is_late, reads_hidden=goes_on)
         self._compare_ranks(canary, group_of_ranks, self._num_ranks)
         blocks = map(self._block_of, range(len(canary.groups)))
         self._ledger = BlockLedger(canary, [size * ratio for size, ratio in blocks], self._caches is not None)

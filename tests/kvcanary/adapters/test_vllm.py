@@ -184,6 +184,15 @@ def test_off_is_absent(monkeypatch) -> None:
     assert result.stdout.strip() == "False", result.stderr
 
 
+def test_layers_that_do_not_see_a_token_alone_are_known_by_their_names(serve) -> None:
+    """Layer 0 does; an EAGLE draft's layers are numbered behind the target's."""
+    served = serve(settings={"drafts": ("layers.2",)}, layers=("layers.0", "layers.1", "layers.2"))
+    layers = served.wrapper.worker.kvcanary.canary.memory.layers
+    assert [(own.names, own.reads_hidden) for own in layers] == [
+        (("layers.0", "layers.1"), False), (("layers.2",), True),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [

@@ -61,6 +61,7 @@ def test_a_wrong_token_is_found(serve) -> None:
 
     found = broken(serve(), misfeed, steps=1)
     assert found.code == "W6"
+    assert found.found["token"] == found.expected["token"] + 1
     assert found.writer in ("a", "b")
     assert found.causes[0].family == "order"
 
@@ -489,6 +490,7 @@ def test_runner_v2_feeds_no_token_that_a_prompt_did_not_end_in(serve) -> None:
         served.step()
     found = raised.value.findings[0]
     assert (found.code, found.writer, found.position) == ("W6", "a", 30)
+    assert (found.expected, found.found) == ({"token": None}, {"token": 0})
     assert served.wrapper.kvcanary_report()["fired"] == {"W6": 1}
 
 
