@@ -53,8 +53,8 @@ class Before(NamedTuple):
 
     is_another: as of `Overwritten`, whose bit `pool` is that of these layers
     zeros:      [layers] int64, written: the first token whose entry holds nothing but zeros, plus one; 0: there is none
-    first:      layers below that have the same K and V for whatever tokens have the same embedding, as zeros are: only
-                a pattern that is still there (FILLED_STAMP) says that nothing was stored in them
+    first:      layers below it see a token alone, so that tokens with one embedding have the same K and V there: only a
+                pattern that is still there (FILLED_STAMP) says that such a layer stored nothing
     """
 
     is_another: Tensor
@@ -89,7 +89,7 @@ def take(
             nothing was stored (R12), where `before` is given. None: nobody asks
     Entries whose record is another's count as wrong (W4: one forward wrote the slot twice), and layers of entries that
     are not finite, or in which nothing was stored: they hold what another token had there, or nothing but zeros, which
-    an earlier entry of another token had, too.
+    an earlier entry of another token had, too (of the first layers see `Before`).
     """
     total = watched.total
     if launches:

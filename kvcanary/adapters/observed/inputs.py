@@ -162,7 +162,9 @@ def judge_kept(canary: PagedCanary, kept: Tensor, new: Iterable[tuple[int, str, 
     kept: [rows, width] on the device, from which forwards are fed
     new:  (row, request, tokens, None where nobody knows them) of each
     """
-    rows = [(row, request, tokens) for row, request, tokens in new if tokens is not None and len(tokens)]
+    rows = [
+        (row, request, tokens[: kept.shape[1]]) for row, request, tokens in new if tokens is not None and len(tokens)
+    ]
     if not rows:
         return
     numbers, requests, tokens = zip(*rows, strict=True)
@@ -170,11 +172,8 @@ def judge_kept(canary: PagedCanary, kept: Tensor, new: Iterable[tuple[int, str, 
     each, positions = np.repeat(np.arange(len(rows)), counts), np.concatenate([*map(np.arange, counts)])
     given = np.stack((np.asarray(numbers)[each], positions, np.concatenate(tokens)))
     row, position, expected = canary.memory.upload(torch.from_numpy(given))
-    found = kept[row, position]
-    wrong = found != expected
-    canary.memory.total += wrong.sum()
     entries = Entries(requests, each, position, torch.full_like(position, NO_SLOT), where=lambda entry: KEPT_OTHERWISE)
-    canary.events.append(Fed("W6", "token", found, expected, wrong, entries, canary.groups[0], ("prefill", 0)))
+    judge_fed(canary, "W6", "token", kept[row, position], expected, entries, ("prefill", 0))
 
 
 class SampledTokens:

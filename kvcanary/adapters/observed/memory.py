@@ -30,8 +30,9 @@ class Memory:
         self.seed = config.drawn_seed()
         self.identity = make_keys(self.seed, 1, 1, self.device)
         self.groups: list[Group] = []
-        self.truth, self.ahead = Truth(self.zeros(num_rows, TAILS + max_rejected + 2)), max_rejected - 1
+        self.truth = Truth(self.zeros(num_rows, TAILS + max_rejected + 2))
         self.truth.ends.fill_(NOT_FOLLOWED)
+        self.ahead = max_rejected - 1  # of what a step may take back, all but one are drafts
         self.total = self.zeros(1)
         self._uploads, self._uploaded = self.pinned(UPLOADS, 8 * num_rows), 0
 

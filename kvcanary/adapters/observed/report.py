@@ -70,9 +70,8 @@ def _violations(canary: PagedCanary, step: Step) -> Iterator[Violation]:
                 position, code = code_of(int(violations[row]), kind)
                 slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
                 violation = Violation(code, pool, slot, position, step.requests[row], step.site, step.number)
-                violation.expected, violation.found = {"position": position}, _position_at(group, slot)
-                if code == "W6":
-                    violation.expected, violation.found = _tokens_at(canary, step.numbers[row], position, group, slot)
+                kept = canary.known_tokens(int(step.numbers[row])) if code == "W6" else None
+                violation.expected, violation.found = _sides(group, slot, position, kept)
                 stored = canary.stored_at(step, group, violation.request_id, position) if kind == "W" else None
                 if stored not in (None, slot):
                     violation.slot, violation.expected, violation.found = stored, {"slot": slot}, {"slot": stored}
@@ -241,20 +240,19 @@ def _granted_anew(canary: PagedCanary, group: Group, slot: int) -> tuple[str, ..
     return (f"{GRANTED_ANEW}, to {owner!r}: position {held.position} of {before!r} lay there",)
 
 
-def _tokens_at(
-    canary: PagedCanary, number: int, position: int, group: Group, slot: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The token that the engine keeps of a row at a position, None where it had none yet, and the one that was fed."""
-    known, word = canary.known_tokens(int(number)) or [], read_record(group.records, slot).token
-    fed = word - (word >> 31 << 32)  # int32, as engines have tokens
-    kept = known[position] if position < len(known) else fed
-    return {"token": None if kept == fed else kept}, {"token": fed}  # it is the same where that came meanwhile
+def _sides(group: Group, slot: int, position: int, kept: Sequence[int] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What should lie in a slot, and what its record says, where somebody has written.
 
-
-def _position_at(group: Group, slot: int) -> dict[str, Any]:
-    """What the record of a slot says, where somebody has written."""
+    kept: the tokens that the engine keeps of the row, where the token is what is wrong
+    """
     held = read_record(group.records, slot) if 0 <= slot < len(group.records) else None
-    return {} if held is None or not held.site else {"position": held.position, "chain": f"0x{held.chain:016x}"}
+    if held is None or not held.site:
+        return {"position": position}, {}
+    if kept is None:
+        return {"position": position}, {"position": held.position, "chain": f"0x{held.chain:016x}"}
+    fed = held.token - (held.token >> 31 << 32)  # int32, as engines have tokens
+    own = kept[position] if position < len(kept) else fed
+    return {"token": None if own == fed else own}, {"token": fed}  # the same: there was none yet when this was fed
 
 
 def _content(

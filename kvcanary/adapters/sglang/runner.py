@@ -60,7 +60,8 @@ class WatchedRunner(HostHandle):
     host = "sglang"
     canary: PagedCanary
     role: ClassVar[str] = "target"
-    reads_hidden: ClassVar[bool] = False  # of any target: what it rejects is recorded with tokens that it chose
+    #: As of `Layers`. Of no target: entries that a verify rejects are recorded with other tokens than they are of.
+    reads_hidden: ClassVar[bool] = False
     token_offset: ClassVar[int] = 0  # the entry of position p is fed the token of p + offset
     name_offset: ClassVar[int] = 0  # and has the name of that of p + offset
     _samples: SampledTokens | None = None  # of the target, which samples

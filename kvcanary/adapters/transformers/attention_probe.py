@@ -191,7 +191,7 @@ def _answering(own: Asked) -> Iterator[None]:
 
     def key(_: Any, args: Any, output: Tensor) -> Tensor:
         return (
-            known["keys"][which(output)].flatten(1).view_as(output[0]).expand_as(output) if "keys" in known else output
+            output if "keys" not in known else known["keys"][which(output)].reshape(output[0].shape).expand_as(output)
         )
 
     def query(_: Any, args: Any, output: Tensor) -> Tensor:

@@ -251,7 +251,7 @@ class Handle(HostHandle):
             window = window or -int(getattr(spec.kv_cache_spec, "attention_chunk_size", None) or 0)
             group = canary.memory.add_group(number, size, pools[0][0].num_slots, window, null_slots=size * ratio)
             for view, names in pools:
-                is_late, goes_on = view.name.startswith("draft"), any(depth_of(names[0])[:1])
+                is_late, goes_on = view.name.startswith("draft"), depth_of(names[0])[:1] > (0,)
                 canary.memory.add_layers(group, view, names, is_late=is_late, reads_hidden=goes_on)
         self._compare_ranks(canary, group_of_ranks, self._num_ranks)
         blocks = map(self._block_of, range(len(canary.groups)))

@@ -6,8 +6,16 @@ import numpy as np
 import torch
 
 from kvcanary.adapters.observed import moves
-from kvcanary.adapters.observed.inputs import UNKNOWN, Entries, judge_fed, tell_lost, tell_outgrown, tell_unfed
-from kvcanary.adapters.observed.report import report_step
+from kvcanary.adapters.observed.inputs import (
+    UNKNOWN,
+    Entries,
+    judge_fed,
+    judge_kept,
+    tell_lost,
+    tell_outgrown,
+    tell_unfed,
+)
+from kvcanary.adapters.observed.report import _sides, report_step
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.finding import Finding
 
@@ -48,6 +56,27 @@ def test_what_nobody_knows_is_not_judged() -> None:
     engine = running()
     feed(engine, [3, 4, 5], [3, UNKNOWN, 5])
     assert told(engine) == []
+
+
+def test_what_an_engine_keeps_of_prompts_is_judged_by_row() -> None:
+    """Whatever comes behind what it has room for, and rows of which nobody knows the tokens."""
+    engine, kept = running(), torch.tensor([[5, 6, 7], [8, 9, 9]], dtype=torch.int32)
+    judge_kept(engine.canary, kept, [(0, "r0", [5, 6, 7, 1, 2]), (1, "r1", None), (1, "r2", [])])
+    assert not engine.canary.memory.total
+    judge_kept(engine.canary, kept, [(0, "r0", [5, 6, 7]), (1, "r1", [8, 7, 7])])
+    assert int(engine.canary.memory.total) == 2
+    engine.step({0: [1], 1: [2]})
+    [finding] = told(engine)
+    assert (finding.code, finding.writer, finding.position) == ("W6", "r1", 1)
+    assert (finding.expected, finding.found) == ({"token": 7}, {"token": 9})
+
+
+def test_a_wrong_token_is_told_though_its_row_leads_elsewhere_meanwhile() -> None:
+    """The table that is kept of the row is of a later forward, or of nothing."""
+    engine = running()
+    group = engine.canary.groups[0]
+    for slot in -1, len(group.records), 0:
+        assert _sides(group, slot, 4, [1, 2]) == ({"position": 4}, {})
 
 
 def test_what_one_forward_is_fed_wrong_is_one_incident() -> None:
