@@ -11,7 +11,7 @@ import torch
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary_tools.bench.vllm.hooks import run
-from kvcanary_tools.bench.vllm.hooks.bare_runner import outputs
+from kvcanary_tools.bench.vllm.hooks.bare_runner import BareRunner, BareWorker, outputs
 
 
 def test_every_kind_of_step_is_timed_under_a_canary_that_runs() -> None:
@@ -50,6 +50,24 @@ def test_a_canary_that_waits_for_the_device_is_not_timed(monkeypatch) -> None:
     monkeypatch.setattr(PagedCanary, "count_at", waits)
     with pytest.raises(click.ClickException, match="3 steps waited for the device"):
         run.timed("cpu", steps=3, every=5, rest_ms=0.0, content="rolling")
+
+
+def test_reports_are_not_timed(monkeypatch) -> None:
+    """A runner that keeps other tokens of a prompt than it was given."""
+    monkeypatch.setattr(BareRunner, "update_requests", lambda self, _: self.req_states.all_token_ids.gpu.fill_(3))
+    with pytest.raises(click.ClickException, match="of 3 steps some were found wrong"):
+        run.timed("cpu", steps=3, every=5, rest_ms=0.0, content="rolling")
+
+
+@pytest.mark.gpu
+def test_the_floor_is_launches_and_a_counter() -> None:
+    """It launches what the canary does in a step, as often, and no finding, token or table is looked at."""
+    worker, planned = BareWorker("cuda"), outputs(7, 5)
+    run.launch_alone(worker, planned, 20, "rolling")
+    with torch.profiler.profile() as profile:
+        for _ in range(4):
+            run.step_us(worker.model_runner, next(planned)[1])
+    assert len([event for event in profile.events() if event.name == "cuGraphLaunch"]) == 8
 
 
 def test_a_canary_that_stops_is_not_timed(monkeypatch) -> None:

@@ -48,16 +48,20 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Fed:
-    """An event of a step: what was fed and what should have been, [n] each, and where they differ."""
+    """An event of a step: what was fed and what should have been, [n] each, in tensors that stay as they are."""
 
     code: str
     what: str
     found: Tensor
     expected: Tensor
-    wrong: Tensor
     entries: Entries
     group: Group
     site: tuple[str, int]
+
+    @property
+    def wrong(self) -> Tensor:
+        """[n] bool: where they differ."""
+        return (self.found != self.expected) & (self.expected != UNKNOWN)
 
     def violations(self, step: int) -> Iterator[Violation]:
         """The first of each row. All of them are one incident, and so are those of its requests in later forwards."""
@@ -149,11 +153,14 @@ def judge_fed(
 
     found, expected: [n] on the device. No wait.
     """
-    wrong = (found != expected) & (expected != UNKNOWN)
-    canary.memory.total += wrong.sum()
     # the engine may use its tensors again before the host looks
     kept = replace(entries, positions=entries.positions.clone(), slots=entries.slots.clone())
-    canary.events.append(Fed(code, what, found.clone(), expected, wrong, kept, canary.groups[0], site))
+    _compare(canary, Fed(code, what, found.clone(), expected, kept, canary.groups[0], site))
+
+
+def _compare(canary: PagedCanary, fed: Fed) -> None:
+    canary.memory.total += fed.wrong.sum()
+    canary.events.append(fed)
 
 
 def judge_kept(canary: PagedCanary, kept: Tensor, new: Iterable[tuple[int, str, Sequence[int] | None]]) -> None:
@@ -170,10 +177,10 @@ def judge_kept(canary: PagedCanary, kept: Tensor, new: Iterable[tuple[int, str, 
     numbers, requests, tokens = zip(*rows, strict=True)
     counts = [*map(len, tokens)]
     each, positions = np.repeat(np.arange(len(rows)), counts), np.concatenate([*map(np.arange, counts)])
-    given = np.stack((np.asarray(numbers)[each], positions, np.concatenate(tokens)))
-    row, position, expected = canary.memory.upload(torch.from_numpy(given))
-    entries = Entries(requests, each, position, torch.full_like(position, NO_SLOT), where=lambda entry: KEPT_OTHERWISE)
-    judge_fed(canary, "W6", "token", kept[row, position], expected, entries, ("prefill", 0))
+    given = np.stack((np.asarray(numbers)[each], positions, np.concatenate(tokens), np.full(len(each), NO_SLOT)))
+    row, position, expected, slots = canary.memory.upload(torch.from_numpy(given))
+    entries = Entries(requests, each, position, slots, where=lambda entry: KEPT_OTHERWISE)
+    _compare(canary, Fed("W6", "token", kept[row, position], expected, entries, canary.groups[0], ("prefill", 0)))
 
 
 class SampledTokens:

@@ -146,6 +146,8 @@ class Memory:
         if self.is_cuda and values.numel() <= self._uploads.shape[1]:
             self._uploaded = (self._uploaded + 1) % UPLOADS
             values = self._uploads[self._uploaded, : values.numel()].view(values.shape).copy_(values)
+        elif self.is_cuda:  # a copy from memory that is not pinned waits for what was launched before it
+            values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
 
     def pinned(self, *shape: int) -> Tensor:

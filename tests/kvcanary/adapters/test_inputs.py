@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from kvcanary.adapters.observed import moves
@@ -31,9 +32,9 @@ def told(engine: RowEngine) -> list[Finding]:
     return engine.canary.log.findings
 
 
-def running(rows: int = 2) -> RowEngine:
+def running(rows: int = 2, device: str = "cpu") -> RowEngine:
     """Rows of nine entries each."""
-    engine = RowEngine("cpu")
+    engine = RowEngine(device)
     for number in range(rows):
         engine.begin(number, [])
     engine.step({number: [(7 * number + n) % 50 for n in range(9)] for number in range(rows)})
@@ -58,9 +59,10 @@ def test_what_nobody_knows_is_not_judged() -> None:
     assert told(engine) == []
 
 
-def test_what_an_engine_keeps_of_prompts_is_judged_by_row() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_an_engine_keeps_of_prompts_is_judged_by_row(device: str) -> None:
     """Whatever comes behind what it has room for, and rows of which nobody knows the tokens."""
-    engine, kept = running(), torch.tensor([[5, 6, 7], [8, 9, 9]], dtype=torch.int32)
+    engine, kept = running(2, device), torch.tensor([[5, 6, 7], [8, 9, 9]], dtype=torch.int32, device=device)
     judge_kept(engine.canary, kept, [(0, "r0", [5, 6, 7, 1, 2]), (1, "r1", None), (1, "r2", [])])
     assert not engine.canary.memory.total
     judge_kept(engine.canary, kept, [(0, "r0", [5, 6, 7]), (1, "r1", [8, 7, 7])])
@@ -69,6 +71,21 @@ def test_what_an_engine_keeps_of_prompts_is_judged_by_row() -> None:
     [finding] = told(engine)
     assert (finding.code, finding.writer, finding.position) == ("W6", "r1", 1)
     assert (finding.expected, finding.found) == ({"token": 7}, {"token": 9})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [5, 10_000])
+def test_what_is_uploaded_waits_for_nothing(device: str, size: int) -> None:
+    """However much it is, it arrives behind what runs, which the host does not wait for."""
+    memory, busy = running(device=device).canary.memory, torch.cuda.Event() if device == "cuda" else None
+    for turn in range(2):  # memory that the host pins waits, the first time
+        if busy is not None:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(100_000_000)  # about 50 ms
+            busy.record()
+        there = memory.upload(torch.arange(size) + turn)
+        assert busy is None or turn == 0 or not busy.query()
+        assert torch.equal(there.cpu(), torch.arange(size) + turn)
 
 
 def test_a_wrong_token_is_told_though_its_row_leads_elsewhere_meanwhile() -> None:

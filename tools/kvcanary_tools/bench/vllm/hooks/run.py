@@ -6,12 +6,15 @@ is taken with the canary and without, over a runner that has no model. Steps in 
 apart from those in which requests come and go, and from those behind them, whose rows are others than before.
 
 On a GPU the launches are those of a server, replays of captured graphs; on a CPU they are left out, and the record says
-so.
+so. There a third runner does the least that such a canary must, behind the guard of its hooks: it writes down which
+step it is, launches two graphs, and looks at a counter before tokens leave. That is the floor on that machine.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -27,6 +30,10 @@ import click
 import torch
 
 from kvcanary import CanaryConfig
+from kvcanary.adapters.hosted.guard import Guard
+from kvcanary.adapters.hosted.output_gate import hold_back
+from kvcanary.adapters.hosted.replacements import Replacements
+from kvcanary.adapters.observed.canary import FEWEST_TOKENS, at_least
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.records.graph_cache import Replays
@@ -60,6 +67,8 @@ def watched(worker: BareWorker, content: str) -> Iterator[HandleV2]:
             handle.detach()
         if handle.guard.stopped:  # its hooks did nothing from then on
             raise click.ClickException(f"the canary stopped: {handle.guard.stopped}")
+        if handle.canary is not None and int(handle.canary.memory.total):  # their reports would be timed
+            raise click.ClickException(f"of {handle.canary.step} steps some were found wrong, of a sound runner")
 
 
 def step_us(runner: BareRunner, output: Any) -> float:
@@ -77,13 +86,48 @@ def step_us(runner: BareRunner, output: Any) -> float:
     return 1e6 * (launched + time.perf_counter() - start)
 
 
-def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> list[dict[str, list[float]]]:
-    """Microseconds of each step, by kind: with a canary, and without one.
+def launch_alone(worker: BareWorker, planned: Iterator[tuple[str, Any]], steps: int, content: str) -> None:
+    """From now on this runner launches what a canary launched in its last quiet step, and nothing else is judged."""
+    runner = worker.model_runner
+    with watched(worker, content) as handle:
+        kinds = ""
+        while len(kinds) < steps or kinds[-3:] != "qqq":
+            kind, output = next(planned)
+            step_us(runner, output)
+            kinds += kind[0]
+        launches, last = handle.canary.launches, handle.canary.step
+    most, numbers = at_least(ROWS, FEWEST_TOKENS), itertools.count(last + 1)
+    guard = Guard("vllm", "log", lambda reason: None)
+    guard.is_serving, replaced = True, Replacements(guard)
 
-    Both take turns from step to step: machines are slower for seconds at a time than a hook takes altogether.
+    def prepare_attn(method: Any, batch: Any) -> Any:
+        result = method(batch)
+        launches.again(next(numbers))
+        return result
+
+    def execute_model(method: Any, output: Any) -> None:
+        method(output)
+        launches.after(most)
+
+    def sample_tokens(method: Any, grammar: Any) -> Any:
+        result = method(grammar)
+        hold_back(result, functools.partial(guard.run, lambda step, _: launches.count_of(step), last))
+        return result
+
+    for hook in (prepare_attn, execute_model, sample_tokens):
+        replaced.replace(runner, hook.__name__, hook)
+
+
+def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> list[dict[str, list[float]]]:
+    """Microseconds of each step, by kind: with a canary, without one, and on a GPU with its launches alone.
+
+    They take turns from step to step: machines are slower for seconds at a time than a hook takes altogether.
     """
-    workers, planned = [BareWorker(device) for _ in range(2)], [outputs(7, every) for _ in range(2)]
-    spent: list[dict[str, list[float]]] = [defaultdict(list), defaultdict(list)]
+    sides = 3 if device == "cuda" else 2
+    workers, planned = [BareWorker(device) for _ in range(sides)], [outputs(7, every) for _ in range(sides)]
+    spent: list[dict[str, list[float]]] = [defaultdict(list) for _ in workers]
+    for worker, own in zip(workers[2:], planned[2:], strict=True):
+        launch_alone(worker, own, 3 * every, content)
     with watched(workers[0], content) as handle:
         for _ in range(steps):
             for worker, own, told in zip(workers, spent, planned, strict=True):
@@ -110,15 +154,17 @@ def hooks_us(with_it: list[float], without: list[float]) -> dict[str, float]:
 
 
 def measured(device: str, steps: int, every: int, rest_ms: float, content: str, rounds: int) -> dict[str, Any]:
-    """Steps of all rounds, each with workers of its own."""
+    """Steps of all rounds, each with workers of its own: `hooks`, and on a GPU their `floor`, by kind of step."""
     gc.disable()
-    both: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
+    sides: list[dict[str, list[float]]] = [defaultdict(list) for _ in range(3)]
     for _ in range(rounds):
-        for own, spent in zip(both, timed(device, steps, every, rest_ms, content), strict=True):
+        for own, spent in zip(sides, timed(device, steps, every, rest_ms, content), strict=False):
             for kind, us in spent.items():
                 own[kind] += us
         gc.collect()
-    return {kind: hooks_us(both[0][kind], both[1][kind]) for kind in KINDS}
+    watched_steps, bare, launching = sides
+    found = {"hooks": {kind: hooks_us(watched_steps[kind], bare[kind]) for kind in KINDS}}
+    return found | ({"floor": {kind: hooks_us(launching[kind], bare[kind]) for kind in KINDS}} if launching else {})
 
 
 @click.command()
@@ -143,7 +189,7 @@ def main(out: Path | None, steps: int, every: int, rest_ms: float, rounds: int, 
         "layers": LAYERS,
         "content": content,
         "rest_ms": rest_ms,
-        "hooks": measured(device, steps, every, rest_ms, content, rounds),
+        **measured(device, steps, every, rest_ms, content, rounds),
     }
     text = json.dumps(record, indent=1)
     print(text)
