@@ -30,8 +30,11 @@ class Asked(Protocol):
         ...
 
 
-def ask(canary: PagedCanary, group: Group, layers: Layers, make: Callable[[], Asked]) -> None:
-    """Probe one pool, unless there is a reason not to, and tell what is wrong. KVCorruptionError in mode raise."""
+def ask(canary: PagedCanary, group: Group, layers: Layers, make: Callable[[], Asked]) -> bool:
+    """Probe one pool, unless there is a reason not to, and tell what is wrong. KVCorruptionError in mode raise.
+
+    Gives whether it was asked, and everything was right.
+    """
     coverage = canary.coverage
     try:
         reason, found = "R8 is disabled" if "R8" in canary.config.disable else None, None
@@ -46,6 +49,7 @@ def ask(canary: PagedCanary, group: Group, layers: Layers, make: Callable[[], As
     if found is not None:
         violation = misread_violation(pool_state(canary, group, layers), canary.step, *found)
         canary.response.answer([violation], canary.step, coverage)
+    return not reason and found is None
 
 
 def too_large(view: PoolView, budget: int, longest_row: int, num_rows: int) -> str | None:

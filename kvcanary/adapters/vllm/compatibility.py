@@ -268,6 +268,8 @@ PROBED_SIDE = (
     Needed(f"{CONTEXT}:set_forward_context", ("attn_metadata", "vllm_config")),
     Needed(f"{BACKEND}:CommonAttentionMetadata", (), COMMON),
     Needed(f"{BACKEND}:AttentionMetadataBuilder.build", ("self", "common_prefix_len", "common_attn_metadata")),
+    Needed(f"{BACKEND}:AttentionMetadataBuilder.build_for_cudagraph_capture", ("self", "common_attn_metadata")),
+    Needed("vllm.config.compilation:CUDAGraphMode.decode_mode", ("self",)),
     *(Needed(own.rstrip("."), attributes=("attn_groups",)) for own in (_RUNNER, _FIRST)),
 )
 

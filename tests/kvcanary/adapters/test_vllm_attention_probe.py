@@ -37,8 +37,9 @@ class Layer:
         own = SimpleNamespace(**vars(metadata))
         own.block_table_tensor, own.seq_lens = own.block_table_tensor.clone(), own.seq_lens.clone()
         self.harm(own)
-        self.kv_cache[0, slots] = key.view(-1, HEADS, DIM)
-        self.kv_cache[1, slots] = value.view(-1, HEADS, DIM) * self.times
+        live = slots >= 0
+        self.kv_cache[0, slots[live]] = key.view(-1, HEADS, DIM)[live]
+        self.kv_cache[1, slots[live]] = value.view(-1, HEADS, DIM)[live] * self.times
         out, starts = torch.zeros(len(query), self.num_heads, DIM), own.query_start_loc.tolist()
         for row, length in enumerate(own.seq_lens.tolist()):
             places = torch.arange(length)
@@ -148,6 +149,66 @@ def test_layers_of_a_draft_are_asked(host, has_own: bool) -> None:
     [(code, cause)] = worker.probe()
     assert (code, worker.canary.log.findings[0].pool) == ("R8", "draft")
     assert "attention ignores the row's table" in cause
+
+
+def capturing(sizes: tuple[int, ...] = (1, 2, 4, 8), mode: str = "FULL", **worker: Any) -> Worker:
+    """A worker that captures its decodes; on a CPU a captured launch is made anew, over what it was captured over."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    own, captured = Worker(**worker), CUDAGraphMode[mode]
+    own.config.compilation_config = SimpleNamespace(cudagraph_mode=captured, cudagraph_capture_sizes=[*sizes])
+    return own
+
+
+@pytest.mark.parametrize(("mode", "probes"), [("FULL_AND_PIECEWISE", 2), ("FULL", 2), ("PIECEWISE", 1)])
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_graph_is_asked_where_decodes_are_captured(host, mode: str, probes: int, window: int) -> None:
+    worker = capturing(mode=mode, window=window)
+    held = worker.layer.kv_cache.normal_().clone()
+    assert worker.probe() == []
+    assert worker.canary.coverage.reader_probes == probes
+    assert torch.equal(worker.layer.kv_cache, held)
+
+
+@pytest.mark.parametrize("name", ["block_table_tensor", "seq_lens"])
+def test_what_a_graph_keeps_of_the_batch_it_was_captured_over_is_named(host, name: str) -> None:
+    """A builder that copies a tensor makes metadata that a replay never sees change; outside a graph they are right."""
+    worker = capturing()
+    build = worker.builder.build
+    worker.builder.build = lambda **given: copied(build(**given), name)
+    [(code, _)] = worker.probe()
+    [finding] = worker.canary.log.findings
+    assert (code, finding.site) == ("R8", ("decode", 0))
+    assert "in a graph alone: the same layers read right outside of one" in finding.causes[0].evidence
+
+
+def copied(metadata: Any, name: str) -> Any:
+    setattr(metadata, name, getattr(metadata, name).clone())
+    return metadata
+
+
+def test_padding_behind_the_rows_of_a_graph_is_nobodys(host) -> None:
+    """Rows of padding have no entry, and store none."""
+    worker, seen = capturing(sizes=(8,)), []
+    worker.layer.harm = lambda metadata: seen.append((metadata.seq_lens.tolist(), metadata.slot_mapping.tolist()))
+    assert worker.probe() == []
+    lens, slots = next(own for own in reversed(seen) if len(own[0]) == 8)
+    assert (lens[2:], slots[2:]) == ([0] * 6, [-1] * 6)
+    assert min(*lens[:2], *slots[:2]) > 0
+
+
+def test_what_is_wrong_outside_a_graph_is_told_once(host) -> None:
+    worker = capturing()
+    worker.layer.harm = sorts_table
+    assert len(worker.probe()) == 1
+    assert worker.canary.coverage.fired["R8"] == 1
+
+
+def test_graphs_of_too_few_rows_are_named(host) -> None:
+    worker = capturing(sizes=(1, 2))
+    assert worker.probe() == []
+    assert worker.canary.coverage.reader_probes == 1
+    assert worker.canary.coverage.not_probed == "no graph of 3 rows is captured"
 
 
 def scales_scores(worker: Worker) -> None:

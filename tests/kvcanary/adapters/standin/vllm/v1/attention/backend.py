@@ -29,3 +29,6 @@ class AttentionMetadataBuilder:
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         return common_attn_metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
