@@ -109,7 +109,7 @@ class PagedCanary:
         self._live = 0  # entries of the rows of the last forward
         self._gone: list[tuple[int, str]] = []
         self._fresh: list[tuple[int, str]] = []
-        self._new: dict[int, tuple[int, ...]] = {}  # lines of Truth, behind their numbers
+        self._new: dict[int, tuple[int, ...]] = {}  # as `begin` takes them, by number
         self._uid = 0
         self._forward: Forward | None = None  # that was read last, and at most how many entries it stores
         self._most_stored = 0
@@ -177,7 +177,7 @@ class PagedCanary:
             root = self.prefixes.root(identity)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
-                self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, self.step, root
+                self._new[number] = number, NOT_FOLLOWED, 1, root, self._uid, self.step, root, 0, 0
                 self._roots.pop(number, None)
                 continue
             self._roots[number] = root, self._uid
@@ -186,8 +186,18 @@ class PagedCanary:
                 tail = root if self._has_tokens else self.prefixes.end(tokens[:length], identity)
                 if self.config.content != "write":
                     self._fresh.append((number, request))
-            self._new[number] = number, length, 1, root, self._uid, self.step, tail
+            self._new[number] = number, length, 1, root, self._uid, self.step, tail, 0, 0
         return list(range(first, self._uid + 1))
+
+    def compare_kept(self, number: int, tokens: Sequence[int], width: int) -> bool:
+        """Let the next forward compare what the engine keeps of a row that was just admitted; False: there is no room.
+
+        width: tokens that the engine has room for, of every row
+        """
+        first = self.launches.prompts(width).put(tokens, self.step + 1, self._is_over)
+        if first is not None:
+            self._new[number] = *self._new[number][:-2], first, len(tokens)
+        return first is not None
 
     def take_back(
         self, number: int, request: str, before: int, now: int, tokens: Sequence[int], identity: Identity
@@ -198,7 +208,7 @@ class PagedCanary:
         if number in self._roots:
             root, uid = self._roots[number]
             tail = root if self._has_tokens or not now else self.prefixes.end(tokens[:now], identity)
-            self._new[number] = number, now, 1, root, uid, self.step, tail
+            self._new[number] = number, now, 1, root, uid, self.step, tail, 0, 0
         self._taken_back[request] = before, now
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
@@ -363,6 +373,9 @@ class PagedCanary:
             self.owners.prepare()
         self.memory.forget()
         self.restart()
+
+    def _is_over(self, step: int) -> bool:
+        return step <= self.step - RING or self.launches.count_of(step) is not None
 
     def count_at(self, step: int) -> int:
         """The counter of findings as it was after `wrote` of one of the last steps.

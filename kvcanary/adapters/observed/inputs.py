@@ -6,7 +6,7 @@ Tokens, positions and slots are compared on the device; the host looks only when
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from kvcanary.adapters.observed.state import RING, Forward, Group, Step
 from kvcanary.calls.violation import NO_SLOT, Violation
 from kvcanary.report.causes.watched import FIRST_ENTRY, LAST_ENTRY
 from kvcanary.report.watched_evidence import WatchedPool
-from kvcanary_kernels.watch.walk import NOW_PLACE, NOW_ROWS, NOW_STEP, table_slots
+from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_ROWS, NOW_STEP, table_slots
 
 KEPT_OTHERWISE = "this is what the engine keeps of the request's own tokens, from which it is fed"
+TOO_MANY = "requests that began, too many at once for a comparison of what the engine keeps of them"
 UNKNOWN, NOTHING = -1, -2  # in `expected`: nobody knows; there is no such token yet
 
 
@@ -155,10 +156,7 @@ def judge_fed(
     """
     # the engine may use its tensors again before the host looks
     kept = replace(entries, positions=entries.positions.clone(), slots=entries.slots.clone())
-    _compare(canary, Fed(code, what, found.clone(), expected, kept, canary.groups[0], site))
-
-
-def _compare(canary: PagedCanary, fed: Fed) -> None:
+    fed = Fed(code, what, found.clone(), expected, kept, canary.groups[0], site)
     canary.memory.total += fed.wrong.sum()
     canary.events.append(fed)
 
@@ -166,21 +164,45 @@ def _compare(canary: PagedCanary, fed: Fed) -> None:
 def judge_kept(canary: PagedCanary, kept: Tensor, new: Iterable[tuple[int, str, Sequence[int] | None]]) -> None:
     """W6 where an engine keeps other tokens of a request that begins than this came with; told with the next step.
 
-    kept: [rows, width] on the device, from which forwards are fed
-    new:  (row, request, tokens, None where nobody knows them) of each
+    kept: [rows, width] on the device, from which forwards are fed: `known` of these
+    new:  (row, request, tokens, None where nobody knows them) of each, that were just admitted
     """
-    rows = [
-        (row, request, tokens[: kept.shape[1]]) for row, request, tokens in new if tokens is not None and len(tokens)
-    ]
-    if not rows:
-        return
-    numbers, requests, tokens = zip(*rows, strict=True)
-    counts = [*map(len, tokens)]
-    each, positions = np.repeat(np.arange(len(rows)), counts), np.concatenate([*map(np.arange, counts)])
-    given = np.stack((np.asarray(numbers)[each], positions, np.concatenate(tokens), np.full(len(each), NO_SLOT)))
-    row, position, expected, slots = canary.memory.upload(torch.from_numpy(given))
-    entries = Entries(requests, each, position, slots, where=lambda entry: KEPT_OTHERWISE)
-    _compare(canary, Fed("W6", "token", kept[row, position], expected, entries, canary.groups[0], ("prefill", 0)))
+    width, rows = kept.shape[1], dict[int, tuple[str, Sequence[int]]]()
+    for row, request, tokens in new:
+        own = None if tokens is None else tokens[:width]
+        if not own:
+            continue
+        if canary.compare_kept(row, own, width):
+            rows[row] = request, own
+        else:
+            canary.coverage.skip(TOO_MANY, 1)
+    if rows:
+        canary.events.append(KeptTokens(rows, kept, canary.launches.kept_violations, canary.groups[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """An event of a step: rows that began, of which the device has compared what the engine keeps.
+
+    rows:  by number, the request and the tokens that it came with;  cells: [RING, rows], where they differ first
+    """
+
+    rows: Mapping[int, tuple[str, Sequence[int]]]
+    kept: Tensor
+    cells: Tensor
+    group: Group
+
+    def violations(self, step: int) -> Iterator[Violation]:
+        """W6 of each row that is kept otherwise."""
+        pool = WatchedPool.of(self.group.layers[0].view, self.group.number, self.group.records)
+        for row, position in enumerate(self.cells[step % RING].tolist()):
+            if position == NO_VIOLATION or row not in self.rows:
+                continue
+            request, tokens = self.rows[row]
+            violation = Violation("W6", pool, NO_SLOT, position, request, ("prefill", 0), step)
+            violation.expected, violation.found = {"token": tokens[position]}, {"token": int(self.kept[row, position])}
+            violation.along, violation.notes = (self.group.number, step), (KEPT_OTHERWISE,)
+            yield violation
 
 
 class SampledTokens:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.adapters.observed.memory import Memory
+from kvcanary.adapters.observed.memory import Memory, TokenRing
 from kvcanary.adapters.observed.owners import FEW_CHANGES, FEW_WORDS, NO_CHANGES, BlockOwners
 from kvcanary.adapters.observed.state import COUNT_BITS, LOOKS, RING, Forward, Group, Layers, Step
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
@@ -25,7 +25,7 @@ from kvcanary.pools.launch_site import pack_site
 from kvcanary.records.dispatch import watch_ops_for
 from kvcanary.records.graph_cache import Replays
 from kvcanary_kernels.watch.advance import Fed, Overwritten
-from kvcanary_kernels.watch.begin import NEW_WIDTH
+from kvcanary_kernels.watch.begin import NEW_WIDTH, Told
 from kvcanary_kernels.watch.grant import words_of
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, NOT_FINITE, NOT_STORED, Before
 from kvcanary_kernels.watch.walk import NO_VIOLATION, NOW_PLACE, NOW_TOKENS, NOW_WIDTH, Rows, Watched
@@ -59,6 +59,7 @@ class Launches:
         #: By what `take` finds, the writers of records of which it is known.
         self.told: dict[int, set[int]] = {NOT_FINITE: set(), NOT_STORED: set()}
         self.owners: BlockOwners | None = None  # whose changes lines take along
+        self._prompts: TokenRing | None = None
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         #: What an engine gives with every forward, as long as it gives the same, and where that lies.
         self._lasting: tuple[Sequence[Tensor], Sequence[Tensor], tuple[int, ...]] = (), (), ()
@@ -231,7 +232,7 @@ class Launches:
         if most_gone:
             self._look(gone, 1)
         if most_new:
-            self._ops.begin(new, memory.truth, memory.identity, *forward.known[:1])
+            self._begin(new, forward.known)
         for table, kept, group in zip(forward.tables, self.kept, memory.groups, strict=True):
             rows = Rows(numbers, table, forward.lengths, forward.starts, forward.in_place)
             self._ops.keep(rows, now=now, kept=kept, block_size=group.block_size)
@@ -256,6 +257,14 @@ class Launches:
             )
             stride = 1 if self.config.content == "full" else ROTATION_STEPS
             self._reread(group, rows, now, 0, stride)
+
+    def _begin(self, new: Tensor, known: Sequence[Tensor]) -> None:
+        """known: as of Forward"""
+        kept, told, memory = None, None, self.memory
+        if known:
+            kept = known[0]
+            told = Told(self.prompts(kept.shape[1]).tokens, self._now, self.kept_violations, memory.total)
+        self._ops.begin(new, memory.truth, memory.identity, kept, told)
 
     def _look(self, look: Tensor, number: int) -> None:
         """Read all that is recorded of some rows. look: [NOW_WIDTH + rows], as `now`, and their numbers."""
@@ -352,9 +361,9 @@ class Launches:
     @cached_property
     def _cells(self) -> Tensor:
         """[RING, kinds, rows] int64: first violations of walk and of advance by group, of reread twice by look and
-        pool, and twice by pool, in its first column, of take.
+        pool, twice by pool, in its first column, of take, and of begin.
         """
-        kinds = self._read_kinds.stop + 2 * len(self.memory.layers)
+        kinds = self._read_kinds.stop + 2 * len(self.memory.layers) + 1
         return self.memory.zeros(RING, kinds, self.num_rows) + NO_VIOLATION
 
     @cached_property
@@ -365,7 +374,19 @@ class Launches:
 
     def _firsts(self, layers: Layers) -> Tensor:
         """[RING, 2] cells of what `take` finds in these layers."""
-        return self._cells[:, self._read_kinds.stop :, 0].unflatten(1, (-1, 2))[:, self.memory.layers.index(layers)]
+        cells = self._cells[:, self._read_kinds.stop : -1, 0].unflatten(1, (-1, 2))
+        return cells[:, self.memory.layers.index(layers)]
+
+    @property
+    def kept_violations(self) -> Tensor:
+        """[RING, rows] cells of what `begin` finds."""
+        return self._cells[:, -1]
+
+    def prompts(self, width: int) -> TokenRing:
+        """For tokens of rows that begin; width: the most that an engine keeps of a row, always the same."""
+        if self._prompts is None:
+            self._prompts = TokenRing(self.memory, 2 * max(width, self.max_tokens))
+        return self._prompts
 
     @cached_property
     def _overwritten(self) -> list[Overwritten | None]:

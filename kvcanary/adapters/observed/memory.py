@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -155,6 +157,28 @@ class Memory:
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+
+class TokenRing:
+    """Tokens that the host has, where the device reads them by itself, until the step that reads them is over."""
+
+    def __init__(self, memory: Memory, size: int) -> None:
+        self.tokens = memory.pinned(size)
+        self._here, self._next = self.tokens.numpy(), 0
+        self._held = deque[tuple[int, int, int]]()  # step, first and end of what it reads
+
+    def put(self, tokens: Sequence[int], step: int, is_over: Callable[[int], bool]) -> int | None:
+        """Where these begin, for a step to read; None: there is no room, since steps that are not over read there."""
+        while self._held and is_over(self._held[0][0]):
+            self._held.popleft()
+        first = self._next if self._next + len(tokens) <= len(self._here) else 0
+        end = first + len(tokens)
+        if end > len(self._here) or any(first < until and since < end for _, since, until in self._held):
+            return None
+        self._here[first:end] = array("q", tokens)
+        self._held.append((step, first, end))
+        self._next = end
+        return first
 
 
 def _bytes_between_blocks(group: Group, block_size: int) -> int:

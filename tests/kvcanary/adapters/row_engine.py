@@ -19,12 +19,19 @@ class RowEngine:
     """Rows that lie where their numbers are; K and V that depend on token and position."""
 
     def __init__(
-        self, device: str, content: str = "full", whole_heads: int = 0, prepares: bool = True, **settings: Any
+        self,
+        device: str,
+        content: str = "full",
+        whole_heads: int = 0,
+        prepares: bool = True,
+        keeps: int = 0,
+        **settings: Any,
     ) -> None:
-        """whole_heads: as of PoolView;  prepares: False: there is more to watch, call `prepare` then"""
+        """whole_heads: as of PoolView;  prepares: False: there is more to watch, call `prepare` then
+        keeps: tokens of each row on the device, from which it would be fed; 0: none"""
         self.device = device
         config = CanaryConfig(mode="log", content=content, seed=3, **settings)
-        self.canary = PagedCanary(config, ROWS, 2, TOKENS, device)
+        self.canary = PagedCanary(config, ROWS, 2, TOKENS, device, has_tokens=keeps > 0)
         self.kv = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, device=device).transpose(1, 2) for _ in range(LAYERS)]
         k, v = [kv[..., :DIM] for kv in self.kv], [kv[..., DIM:] for kv in self.kv]
         group = self.canary.memory.add_group(0, BLOCK, BLOCKS * BLOCK, null_slots=BLOCK)
@@ -34,6 +41,7 @@ class RowEngine:
         self.lengths, self.starts = self.zeros(ROWS, dtype=torch.int32), self.zeros(ROWS + 1, dtype=torch.int32)
         self.fed, self.positions = self.zeros(TOKENS, dtype=torch.int32), self.zeros(TOKENS)
         self.slots = self.zeros(1, TOKENS)
+        self.known = (self.zeros(ROWS, keeps, dtype=torch.int32), self.zeros(ROWS)) if keeps else ()
         self.spoil: Callable[[], None] = lambda: None  # between what a forward stores and what is taken of it
         self.tokens: dict[int, list[int]] = {}
         self.free = list(range(1, BLOCKS))
@@ -51,7 +59,7 @@ class RowEngine:
         names, ends = [f"r{number}" for number in numbers], torch.tensor(lengths)
         return Forward(
             names, np.array(numbers, dtype=np.int32), ("decode", 0), ends, num_tokens, [self.batch_table],
-            self.lengths, self.starts, self.fed, self.positions, list(self.slots),
+            self.lengths, self.starts, self.fed, self.positions, list(self.slots), self.known,
         )  # fmt: skip
 
     def begin(self, number: int, tokens: list[int], length: int = 0) -> None:

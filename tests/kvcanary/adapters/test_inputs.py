@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
 from kvcanary.adapters.observed import moves
 from kvcanary.adapters.observed.inputs import (
+    KEPT_OTHERWISE,
+    TOO_MANY,
     UNKNOWN,
     Entries,
     judge_fed,
@@ -16,11 +20,12 @@ from kvcanary.adapters.observed.inputs import (
     tell_outgrown,
     tell_unfed,
 )
+from kvcanary.adapters.observed.memory import TokenRing
 from kvcanary.adapters.observed.report import _sides, report_step
 from kvcanary.report.causes.watched import LAST_ENTRY
 from kvcanary.report.finding import Finding
 
-from .row_engine import BLOCK, RowEngine
+from .row_engine import BLOCK, ROWS, RowEngine
 
 
 def told(engine: RowEngine) -> list[Finding]:
@@ -59,18 +64,64 @@ def test_what_nobody_knows_is_not_judged() -> None:
     assert told(engine) == []
 
 
+def keeping(device: str, kept: dict[int, list[int]]) -> RowEngine:
+    """Rows that begin, of which an engine keeps these tokens."""
+    engine = RowEngine(device, keeps=3)
+    for row, tokens in kept.items():
+        engine.begin(row, [])
+        engine.known[0][row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    return engine
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_an_engine_keeps_of_prompts_is_judged_by_row(device: str) -> None:
     """Whatever comes behind what it has room for, and rows of which nobody knows the tokens."""
-    engine, kept = running(2, device), torch.tensor([[5, 6, 7], [8, 9, 9]], dtype=torch.int32, device=device)
-    judge_kept(engine.canary, kept, [(0, "r0", [5, 6, 7, 1, 2]), (1, "r1", None), (1, "r2", [])])
+    engine = keeping(device, {0: [5, 6, 7], 1: [8, 9, 9], 4: [1]})
+    judge_kept(engine.canary, engine.known[0], [(0, "r0", [5, 6, 7, 1, 2]), (1, "r1", None), (4, "r4", [])])
+    engine.canary.flush(engine.forward_of([], 0, [0]))
     assert not engine.canary.memory.total
-    judge_kept(engine.canary, kept, [(0, "r0", [5, 6, 7]), (1, "r1", [8, 7, 7])])
+    for row in 0, 1, 4:
+        engine.canary.admit([(row, f"r{row}", [], 0, "")])
+    judge_kept(engine.canary, engine.known[0], [(0, "r0", [5, 6, 7]), (1, "r1", [8, 7, 7]), (4, "r4", [1, 2])])
+    engine.canary.flush(engine.forward_of([], 0, [0]))
     assert int(engine.canary.memory.total) == 2
-    engine.step({0: [1], 1: [2]})
     [finding] = told(engine)
     assert (finding.code, finding.writer, finding.position) == ("W6", "r1", 1)
     assert (finding.expected, finding.found) == ({"token": 7}, {"token": 9})
+    assert (KEPT_OTHERWISE in finding.evidence, finding.readers) == (True, ("r1", "r4"))
+
+
+def test_more_prompts_than_there_is_room_for_are_counted() -> None:
+    """Those of steps that are over make room; of one step so many are compared."""
+    engine = keeping("cpu", {row: [row, 0, 0] for row in range(ROWS)})
+    room = len(engine.canary.launches.prompts(3).tokens) // 3
+    for turn in range(3):
+        rows = [row % ROWS for row in range(room + 2)]
+        for row in rows:
+            engine.canary.admit([(row, f"r{row}", [], 0, "")])
+        judge_kept(engine.canary, engine.known[0], [(row, f"r{row}", [row, 0, 0]) for row in rows])
+        assert engine.canary.coverage.unchecked[TOO_MANY] == 2 * turn + 2
+        engine.canary.flush(engine.forward_of([], 0, [0]))
+        engine.canary.wrote()
+    assert not engine.canary.memory.total
+
+
+def test_tokens_stay_until_their_step_is_over() -> None:
+    """Whatever their sizes, none lies where a step that is not over reads; what is over makes room, in any turn."""
+    draw, memory = random.Random(4), RowEngine("cpu").canary.memory
+    ring, held, over = TokenRing(memory, 50), dict[int, tuple[int, list[int]]](), 0
+    refused = 0
+    for step in range(1, 400):
+        tokens = [step * 100 + n for n in range(draw.randrange(1, 30))]
+        first = ring.put(tokens, step, lambda own: own <= over)  # noqa: B023
+        refused += first is None
+        if first is not None:
+            held[step] = first, tokens
+        for own, (where, wanted) in held.items():
+            assert own <= over or ring.tokens[where : where + len(wanted)].tolist() == wanted
+        over = max(over, step - draw.randrange(4))
+    assert 20 < refused < 300
+    assert ring.put([0] * 51, 400, lambda own: True) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
