@@ -83,7 +83,7 @@ def asked(handle: Any) -> dict[str, Any]:
 
 def told_of(violation: Violation) -> dict[str, Any]:
     _, text, evidence = violation.misread
-    is_captured = any(IN_A_GRAPH == sentence for sentence in evidence)
+    is_captured = IN_A_GRAPH in evidence
     return {"code": violation.code, "phase": violation.site[0], "cause": text, "in_a_graph_alone": is_captured}
 
 
