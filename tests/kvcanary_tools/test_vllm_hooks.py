@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.launches import Launches
 from kvcanary_tools.bench.vllm.hooks import run
-from kvcanary_tools.bench.vllm.hooks.bare_runner import BareRunner, BareWorker, outputs
+from kvcanary_tools.bench.vllm.hooks.bare_runner import BareWorker, outputs
+from kvcanary_tools.bench.vllm.hooks.floor import FIRST_STEPS, floored
 
 
 def test_every_kind_of_step_is_timed_under_a_canary_that_runs() -> None:
@@ -53,21 +55,43 @@ def test_a_canary_that_waits_for_the_device_is_not_timed(monkeypatch) -> None:
 
 
 def test_reports_are_not_timed(monkeypatch) -> None:
-    """A runner that keeps other tokens of a prompt than it was given."""
-    monkeypatch.setattr(BareRunner, "update_requests", lambda self, _: self.req_states.all_token_ids.gpu.fill_(3))
+    """Where something was found, steps are longer than those of a sound runner."""
+    monkeypatch.setattr(PagedCanary, "wrote", lambda self: self.memory.total.add_(1))
     with pytest.raises(click.ClickException, match="of 3 steps some were found wrong"):
         run.timed("cpu", steps=3, every=5, rest_ms=0.0, content="rolling")
 
 
-@pytest.mark.gpu
-def test_the_floor_is_launches_and_a_counter() -> None:
-    """It launches what the canary does in a step, as often, and no finding, token or table is looked at."""
-    worker, planned = BareWorker("cuda"), outputs(7, 5)
-    run.launch_alone(worker, planned, 20, "rolling")
-    with torch.profiler.profile() as profile:
-        for _ in range(4):
-            run.step_us(worker.model_runner, next(planned)[1])
-    assert len([event for event in profile.events() if event.name == "cuGraphLaunch"]) == 8
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_floor_launches_and_looks_and_does_nothing_else(monkeypatch, device: str) -> None:
+    """From the first steps on; what is wrong then is nobody's, and a canary beside it judges as always."""
+    done: list[str] = []
+    for owner, names in (Launches, ("again", "before", "after")), (PagedCanary, ("read", "read_again", "count_at")):
+        for name in names:
+            monkeypatch.setattr(owner, name, noted(getattr(owner, name), name, done))
+    watching, planned = BareWorker(device), outputs(7, 5)
+    with run.watched(watching, "rolling") as judging, floored():
+        worker, own = BareWorker(device), outputs(7, 5)
+        with run.watched(worker, "rolling") as handle:
+            for _ in range(FIRST_STEPS):
+                run.step_us(worker.model_runner, next(own)[1])
+            worker.model_runner.req_states.all_token_ids.gpu.fill_(3)
+            done.clear()
+            for _ in range(6):
+                run.step_us(worker.model_runner, next(own)[1])
+            assert done == ["again", "after", "count_at"] * 6
+            assert (handle.canary.log.findings, handle.guard.stopped) == ([], "")
+        done.clear()
+        run.step_us(watching.model_runner, next(planned)[1])
+        assert done[:2] == ["read", "before"]
+        assert judging.canary.step == 1
+
+
+def noted(method, name: str, done: list[str]):
+    def note(*args, **kwargs):
+        done.append(name)
+        return method(*args, **kwargs)
+
+    return note
 
 
 def test_a_canary_that_stops_is_not_timed(monkeypatch) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import click
 
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.faults import Faults
+from kvcanary_tools.bench.vllm.hooks.floor import floored
 from kvcanary_tools.bench.vllm.model import BLOCKS, KINDS, SHAPES
 from kvcanary_tools.files import lines_of
 
@@ -46,6 +48,7 @@ GRAPHS = {
 @click.option("--graphs", type=click.Choice(list(GRAPHS)), default="full", help="CUDA graphs; none is eager.")
 @click.option("--pairs", default=3, help="Interleaved pairs with and without.")
 @click.option("--seconds", default=20.0, help="Each side of a pair, at least.")
+@click.option("--floor", is_flag=True, help="Hooks that do the least that hooks can, and judge nothing.")
 @click.option("--faults", is_flag=True, help="Then the faults, one at a time.")
 @click.option("--profile", is_flag=True, help="And where the time goes.")
 @click.option("--deadline", type=float, default=240.0, help="Seconds after which no new part begins.")
@@ -59,6 +62,7 @@ def command(
     graphs: str,
     pairs: int,
     seconds: float,
+    floor: bool,
     faults: bool,
     profile: bool,
     deadline: float,
@@ -70,14 +74,15 @@ def command(
     runner = "v2" if hasattr(bench.runner, "req_states") else "v1"  # whatever was asked for
     result: dict[str, Any] = {"size": size, "kind": kind, "drafts": drafts, "runner": runner, "graphs": graphs}
     result |= machine() | {"attention": bench.attention}
-    path = out / f"{name_of(size, kind, drafts, runner, graphs)}.json"
+    path = out / f"{name_of(size, kind, drafts, runner, graphs)}{'_floor' * floor}.json"
 
     def keep(name: str, part: Any) -> None:
         result[name] = part
         path.write_text(lines_of(result) + "\n")
 
-    for part in bench.compare(pairs, seconds):
-        keep("compared", part)
+    with floored() if floor else nullcontext():
+        for part in bench.compare(pairs, seconds):
+            keep("compared", part)
     shown = result["compared"]
     reported = ("throughput_ratio", "ratios", "off_over_off", "by_step", "hooks_us", "waits", "findings", "preemptions")
     print(json.dumps({name: shown.get(name) for name in reported}))

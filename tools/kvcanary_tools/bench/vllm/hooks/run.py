@@ -6,15 +6,12 @@ is taken with the canary and without, over a runner that has no model. Steps in 
 apart from those in which requests come and go, and from those behind them, whose rows are others than before.
 
 On a GPU the launches are those of a server, replays of captured graphs; on a CPU they are left out, and the record says
-so. There a third runner does the least that such a canary must, behind the guard of its hooks: it writes down which
-step it is, launches two graphs, and looks at a counter before tokens leave. That is the floor on that machine.
+so. There a third runner has hooks that do the least that hooks can (`floor`).
 """
 
 from __future__ import annotations
 
-import functools
 import gc
-import itertools
 import json
 import platform
 import statistics
@@ -30,14 +27,11 @@ import click
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary.adapters.hosted.guard import Guard
-from kvcanary.adapters.hosted.output_gate import hold_back
-from kvcanary.adapters.hosted.replacements import Replacements
-from kvcanary.adapters.observed.canary import FEWEST_TOKENS, at_least
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary.records.graph_cache import Replays
 from kvcanary_tools.bench.vllm.hooks.bare_runner import LAYERS, ROWS, BareRunner, BareWorker, outputs
+from kvcanary_tools.bench.vllm.hooks.floor import floored
 
 KINDS = ("quiet", "settling", "arriving")
 
@@ -67,8 +61,6 @@ def watched(worker: BareWorker, content: str) -> Iterator[HandleV2]:
             handle.detach()
         if handle.guard.stopped:  # its hooks did nothing from then on
             raise click.ClickException(f"the canary stopped: {handle.guard.stopped}")
-        if handle.canary is not None and int(handle.canary.memory.total):  # their reports would be timed
-            raise click.ClickException(f"of {handle.canary.step} steps some were found wrong, of a sound runner")
 
 
 def step_us(runner: BareRunner, output: Any) -> float:
@@ -86,38 +78,6 @@ def step_us(runner: BareRunner, output: Any) -> float:
     return 1e6 * (launched + time.perf_counter() - start)
 
 
-def launch_alone(worker: BareWorker, planned: Iterator[tuple[str, Any]], steps: int, content: str) -> None:
-    """From now on this runner launches what a canary launched in its last quiet step, and nothing else is judged."""
-    runner = worker.model_runner
-    with watched(worker, content) as handle:
-        kinds = ""
-        while len(kinds) < steps or kinds[-3:] != "qqq":
-            kind, output = next(planned)
-            step_us(runner, output)
-            kinds += kind[0]
-        launches, last = handle.canary.launches, handle.canary.step
-    most, numbers = at_least(ROWS, FEWEST_TOKENS), itertools.count(last + 1)
-    guard = Guard("vllm", "log", lambda reason: None)
-    guard.is_serving, replaced = True, Replacements(guard)
-
-    def prepare_attn(method: Any, batch: Any) -> Any:
-        result = method(batch)
-        launches.again(next(numbers))
-        return result
-
-    def execute_model(method: Any, output: Any) -> None:
-        method(output)
-        launches.after(most)
-
-    def sample_tokens(method: Any, grammar: Any) -> Any:
-        result = method(grammar)
-        hold_back(result, functools.partial(guard.run, lambda step, _: launches.count_of(step), last))
-        return result
-
-    for hook in (prepare_attn, execute_model, sample_tokens):
-        replaced.replace(runner, hook.__name__, hook)
-
-
 def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> list[dict[str, list[float]]]:
     """Microseconds of each step, by kind: with a canary, without one, and on a GPU with its launches alone.
 
@@ -126,18 +86,21 @@ def timed(device: str, steps: int, every: int, rest_ms: float, content: str) -> 
     sides = 3 if device == "cuda" else 2
     workers, planned = [BareWorker(device) for _ in range(sides)], [outputs(7, every) for _ in range(sides)]
     spent: list[dict[str, list[float]]] = [defaultdict(list) for _ in workers]
-    for worker, own in zip(workers[2:], planned[2:], strict=True):
-        launch_alone(worker, own, 3 * every, content)
-    with watched(workers[0], content) as handle:
+    with ExitStack() as stack:
+        handle = stack.enter_context(watched(workers[0], content))
+        for worker in workers[2:]:
+            stack.enter_context(floored())
+            stack.enter_context(watched(worker, content))
         for _ in range(steps):
             for worker, own, told in zip(workers, spent, planned, strict=True):
                 kind, output = next(told)
                 other_work(rest_ms)
                 own[kind].append(step_us(worker.model_runner, output))
-        if handle.canary is not None and handle.canary.waits:
-            raise click.ClickException(
-                f"{handle.canary.waits} steps waited for the device, which none of a server does"
-            )
+        canary = handle.canary
+        if canary is not None and canary.waits:
+            raise click.ClickException(f"{canary.waits} steps waited for the device, which none of a server does")
+        if canary is not None and int(canary.memory.total):  # their reports would be timed
+            raise click.ClickException(f"of {canary.step} steps some were found wrong, of a sound runner")
     return [{kind: us[len(us) // 5 :] for kind, us in own.items()} for own in spent]  # the first ones capture
 
 
