@@ -15,7 +15,7 @@ def test_the_page_quotes_the_records() -> None:
     page = vllm_page.PAGE.read_text(encoding="utf-8")
     assert "\n".join((vllm_page.BEGIN, *vllm_page.lines(), vllm_page.END)) in page
     shown = {*vllm_page.SETTINGS, vllm_page.PARALLEL, *vllm_page.FIRST_NAN}
-    told = {name for name in ("vllm_loads", "cpu_vllm_loads") if f"`{name}.json`" in page}
+    told = {name for name in ("vllm_loads", "cpu_vllm_loads", "vllm_floor") if f"`{name}.json`" in page}
     assert {path.stem for path in RESULTS.glob("vllm*.json")} <= shown | told
 
 
@@ -70,7 +70,44 @@ def test_the_page_quotes_the_records_of_hooks() -> None:
     assert f"took {bare[0]} to {bare[-1]} us for its own step" in page
     assert f"hooks are {shares[0]:.1f} to {shares[-1]:.1f} of that" in page
     assert "One H100 had {} and {} us".format(*h100) in page
-    assert "on a CPU: {} us of a quiet step and {} us of one in which a request comes".format(*here[0]) in page
+    assert "on a slow CPU: {} us of a quiet step and {} us of one in which a request comes".format(*here[0]) in page
+    assert f"where the runner itself takes {cpu['hooks']['quiet']['step_without_us']:.0f}" in page
+
+
+def test_the_page_quotes_the_floor_of_hooks() -> None:
+    """Of the same runs, and inside vLLM, where it is above the goal."""
+    page = " ".join(vllm_page.PAGE.read_text(encoding="utf-8").split())
+    runs = [own["floor"] for own in json.loads((RESULTS / "gpu_vllm_hooks.json").read_text(encoding="utf-8"))[1:]]
+    floors = sorted(round(own["quiet"]["median_us"]) for own in runs)
+    assert f"They took {floors[0]} to {floors[-1]} us of a quiet step in the same five runs" in page
+    compared = vllm_page.read("vllm_floor")["compared"]
+    took, steps = min(compared["hooks_us"]), compared["by_step"]
+    assert took > 60
+    assert f"they took {took:.0f} us in the mean" in page
+    assert (
+        f"Throughput was {compared['throughput_ratio']:.3f} of that without, and {steps['ratio']:.3f} in equal" in page
+    )
+    assert "between {:.3f} and {:.3f} (`vllm_floor.json`".format(*steps["range"]) in page
+
+
+def test_attention_was_asked_within_graphs() -> None:
+    """Of every backend and cache on the page: silent as it is, and what is wrong in graphs alone is named so."""
+    records = json.loads((RESULTS / "gpu_vllm_reader.json").read_text(encoding="utf-8"))
+    asked = {(own["kind"], *own["attention"]) for own in records}
+    assert asked == {
+        ("dense", "FlashAttentionImpl"),
+        ("fp8", "FlashAttentionImpl"),
+        ("windows", "FlashAttentionImpl"),
+        ("dense", "TritonAttentionImpl"),
+    }
+    for own in records:
+        groups = own["probes_at_start"] // 2
+        assert "FULL" in own["graphs"]
+        assert (own["findings_at_start"], own["without"]["findings"], own["not_probed"]) == (0, [], "")
+        assert len(own["harms"]) == 3
+        for harm in own["harms"].values():
+            found = [(finding["code"], finding["in_a_graph_alone"]) for finding in harm["findings"]]
+            assert found == [("R8", harm["of_graphs"])] * groups
 
 
 @pytest.mark.parametrize("record", vllm_page.FIRST_NAN)
