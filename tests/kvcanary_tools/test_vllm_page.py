@@ -71,7 +71,7 @@ def test_the_page_quotes_the_records_of_hooks() -> None:
     assert f"hooks are {shares[0]:.1f} to {shares[-1]:.1f} of that" in page
     assert "One H100 had {} and {} us".format(*h100) in page
     assert "on a slow CPU: {} us of a quiet step and {} us of one in which a request comes".format(*here[0]) in page
-    assert f"where the runner itself takes {cpu['hooks']['quiet']['step_without_us']:.0f}" in page
+    assert f"The runner itself takes {cpu['hooks']['quiet']['step_without_us']:.0f} us there" in page
 
 
 def test_the_page_quotes_the_floor_of_hooks() -> None:

@@ -216,8 +216,8 @@ def least_of_hooks(record: Record | None) -> str:
         return ""
     took, left = min(record["compared"]["hooks_us"]), record["compared"]["throughput_ratio"]
     return (
-        f"Hooks that judge nothing, but stand guard, launch two graphs and look at a counter, take {took:.0f} us in the "
-        f"mean, and leave {left:.3f} of the throughput (`vllm_floor`)."
+        f"Hooks that judge nothing, but stand guard, launch two graphs and look at a counter, take {took:.0f} us in "
+        f"the mean, and leave {left:.3f} of the throughput (`vllm_floor`)."
     )
 
 
