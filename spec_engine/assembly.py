@@ -129,21 +129,23 @@ class Assembly:
         """
         if self.canary is None:
             return
-        pages = probe_pages(self.config.page_size)
+        size = self.config.page_size
         with disarmed(), torch.inference_mode():
             for name, own in free.items():
                 pool, is_draft = self.pools[name], name not in self.layers
-                if len(own) < pages:
+                if len(own) < probe_pages(size):
                     continue
                 heads = self.head.config.num_heads if is_draft and self.head else self.model.config.num_heads
                 behind = self._behind(name)
-                reader = ProbedReader(pool, heads, self.config.attention_backend, behind and behind.window)
+                window = None if behind is None else behind.window
+                reader = ProbedReader(pool, heads, self.config.attention_backend, window)
+                pages = own[: probe_pages(size, window or 0)]
                 paths = ("chunk", "decode", *(["verify"] if self.head is not None and not is_draft else []))
-                self.canary.probe_reader(name, reader, own[:pages], heads, paths, dtype=pool.dtype)
+                self.canary.probe_reader(name, reader, pages, heads, paths, dtype=pool.dtype)
                 captured = self.runner.captured_reader(pool, heads, reader)
                 if captured is not None:
                     own_path = "draft" if is_draft else "decode" if self.head is None else "verify"
-                    self.canary.probe_reader(name, captured, own[:pages], heads, [own_path], dtype=pool.dtype)
+                    self.canary.probe_reader(name, captured, pages, heads, [own_path], dtype=pool.dtype)
 
     def _lay_out_pages(self) -> None:
         """Who gives out pages, and the rows that name them: of full layers, behind them those of windows."""

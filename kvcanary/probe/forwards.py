@@ -15,6 +15,7 @@ DRAFT = "draft"  # one more, for who reads branches by their slots, wherever the
 #: Nodes of the tree that "verify" reads, each with its parent: a root, two children, and a child of each.
 PARENTS = (-1, 0, 0, 1, 2)
 LEAST = 8  # entries of a row's first forward
+MOST_WINDOW, BEYOND = 512, 4  # of a window that a row goes beyond, and by how many entries
 _NEW = {"chunk": (3, 2), "decode": (1, 1), "verify": (len(PARENTS), len(PARENTS))}
 
 
@@ -70,14 +71,17 @@ class ProbeForward:
         return sets
 
 
-def probe_pages(page_size: int) -> int:
-    """Pages that a probe takes of so many slots each: two rows, and one page beside them."""
-    return 2 * _row_pages(page_size) + 1
+def probe_pages(page_size: int, window: int = 0) -> int:
+    """Pages that a probe takes of so many slots each: two rows, and one page beside them.
+
+    window: that attention sees of a row, beyond which the longer one goes then, up to 512; 0: none
+    """
+    return 2 * _row_pages(page_size, window) + 1
 
 
-def least_budget(page_size: int) -> int:
+def least_budget(page_size: int, window: int = 0) -> int:
     """Entries of its longest forward, where the rows of the first have one each."""
-    return _first(page_size)
+    return _first(page_size, window)
 
 
 def probe_forwards(
@@ -86,6 +90,7 @@ def probe_forwards(
     paths: Collection[str] = PATHS,
     null_pages: int = 0,
     most: int | None = None,
+    window: int = 0,
 ) -> list[ProbeForward]:
     """In order: each goes on from what those before it wrote, as the rows of an engine do; the first is a prefill.
 
@@ -93,9 +98,13 @@ def probe_forwards(
            so that neither lies in the pool's order. A third row is in it: the pool's first `null_pages`, and the first
            of these pages, which who ignores a row's table is likely to read.
     most:  entries of a forward: where the rows of the first are more together, each has one of its own
+    window: as of `probe_pages`; 0 is taken where pages, or `most`, are too few for it
     PlanError for a path that there is not, or too few pages.
     """
-    needed, given = probe_pages(page_size), sorted(set(pages))
+    given = sorted(set(pages))
+    if len(given) < probe_pages(page_size, window) or (most is not None and most < least_budget(page_size, window)):
+        window = 0
+    needed = probe_pages(page_size, window)
     if unknown := set(paths) - {*PATHS, DRAFT}:
         allowed = ", ".join((*PATHS, DRAFT))
         raise PlanError(f"paths must be among {allowed}, got {', '.join(sorted(unknown))}: leave these out")
@@ -104,7 +113,7 @@ def probe_forwards(
     lowest, *own = given[:needed]
     rows = [_slots([*mine[1:], mine[0]], page_size) for mine in (own[::-2], own[-2::-2])]
     beside = tuple(_slots([*range(null_pages), lowest], page_size))
-    first = _first(page_size)
+    first = _first(page_size, window)
     lens = [first - 1, first // 2 + 1]
     starts = *(tuple(row[:length]) for row, length in zip(rows, lens, strict=True)), beside
     is_split = most is not None and sum(map(len, starts)) > most
@@ -130,13 +139,13 @@ def _drafts(rows: Sequence[Sequence[int]], lens: Sequence[int]) -> list[ProbeFor
     return [ProbeForward(DRAFT, tuple(first), new), ProbeForward(DRAFT, tuple(second), new, index=1)]
 
 
-def _first(page_size: int) -> int:
+def _first(page_size: int, window: int) -> int:
     """Entries of a row's first forward, and one more."""
-    return max(2 * page_size, LEAST)
+    return max(2 * page_size, LEAST, window + BEYOND if 0 < window <= MOST_WINDOW else 0)
 
 
-def _row_pages(page_size: int) -> int:
-    return -(-(_first(page_size) + sum(max(new) for new in _NEW.values())) // page_size)
+def _row_pages(page_size: int, window: int) -> int:
+    return -(-(_first(page_size, window) + sum(max(new) for new in _NEW.values())) // page_size)
 
 
 def _slots(pages: Sequence[int], page_size: int) -> list[int]:

@@ -37,12 +37,14 @@ def probe_pool(
 
     Bytes of the pages are put back as they were.
 
-    pages: that nobody owns, `probe_pages(view.page_size)` of them; num_heads: query heads of the model
+    pages: that nobody owns, `probe_pages(view.page_size)` of them, or as many as rows need to go beyond the window:
+           `probe_pages(view.page_size, window)`; num_heads: query heads of the model
     scale: of the softmax, None: 1 / sqrt(head_dim); dtype: of q, k and v, None: the pool's; window: None: the pool's
     most: entries of a forward; None: any number
     """
     window = view.window if window is None else window
-    forwards = probe_forwards(pages, view.page_size, paths, min(1, view.null_slots // view.page_size), most)
+    null_pages = min(1, view.null_slots // view.page_size)
+    forwards = probe_forwards(pages, view.page_size, paths, null_pages, most, window or 0)
     slots = dict.fromkeys(slot for forward in forwards for slot in forward.written)
     known = Known(tuple(slots), num_heads, view.kv_heads, view.head_dim, scale or softmax_scale(view.head_dim))
     ask = Asked(attend, forwards, known, dtype or view.dtype)

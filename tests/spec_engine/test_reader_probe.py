@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError, PlanError, probe_pages
-from kvcanary.probe.forwards import PARENTS, PATHS, probe_forwards
+from kvcanary.probe.forwards import MOST_WINDOW, PARENTS, PATHS, least_budget, probe_forwards
 from kvcanary.probe.reader import probe_pool
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine import engine as engine_module
@@ -27,12 +27,16 @@ HEADS = 4
 
 
 def pool_of(
-    kind: type[KVPool] = KVPool, page_size: int = 4, dtype: torch.dtype = torch.float32, dim: int = 8
+    kind: type[KVPool] = KVPool,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    dim: int = 8,
+    num_pages: int | None = None,
 ) -> KVPool:
     pool = kind(
         "target",
         num_layers=3,
-        num_pages=2 * probe_pages(page_size),
+        num_pages=num_pages or 2 * probe_pages(page_size),
         page_size=page_size,
         kv_heads=2,
         head_dim=dim,
@@ -173,6 +177,34 @@ def test_rows_lie_in_no_order_and_share_no_slot() -> None:
         assert all(list(row) != sorted(row) for row in last.slots)
         written = [slot for forward in forwards for slot in forward.written]
         assert len(written) == len(set(written)) > 2 * page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [5, 40, MOST_WINDOW])
+def test_a_row_goes_beyond_a_window_where_there_is_room(page_size: int, window: int) -> None:
+    """From the first forward on; with too few pages, or entries of a forward, or a wider window, as without one."""
+    pages = range(3, 3 + probe_pages(page_size, window))
+
+    def slots(pages: range, **room: int) -> list[Any]:
+        return [forward.slots for forward in probe_forwards(pages, page_size, **room)]
+
+    assert len(slots(pages, window=window)[0][0]) > window + 1
+    assert slots(pages, window=MOST_WINDOW + 1) == slots(pages)
+    small, most = probe_pages(page_size), least_budget(page_size, window) - 1
+    if small < len(pages):
+        assert slots(pages[:small], window=window) == slots(pages[:small])
+        assert slots(pages, window=window, most=most) == slots(pages, most=most)
+
+
+def test_a_window_that_is_one_too_wide_is_named() -> None:
+    """However far it reaches, within reason."""
+    for window in 30, 130:
+        pool = pool_of(page_size=16, num_pages=1 + probe_pages(16, window))
+        for wrong in -1, 0, 1:
+            reader = ProbedReader(pool, HEADS, "torch", window + wrong)
+            pages = range(1, pool.view().num_pages)
+            found = probe_pool(pool.view(), reader, pages, HEADS, dtype=pool.dtype, window=window)
+            assert (found is None) == (wrong == 0)
 
 
 def test_wrong_arguments_name_the_rule() -> None:

@@ -52,11 +52,14 @@ def ask(canary: PagedCanary, group: Group, layers: Layers, make: Callable[[], As
     return not reason and found is None
 
 
-def too_large(view: PoolView, budget: int, longest_row: int, num_rows: int) -> str | None:
-    """Why a host has no room for a probe of this pool: entries of a step, of a row, and rows; None: it has."""
-    num_pages = probe_pages(view.page_size)
+def too_large(view: PoolView, budget: int, longest_row: int, num_rows: int, window: int = 0) -> str | None:
+    """Why a host has no room for a probe of this pool: entries of a step, of a row, and rows; None: it has.
+
+    window: beyond which rows go
+    """
+    num_pages = probe_pages(view.page_size, window)
     longest = view.page_size * (num_pages // ROWS_APART)
-    is_within = budget >= least_budget(view.page_size) and longest_row >= longest and num_rows >= ROWS
+    is_within = budget >= least_budget(view.page_size, window) and longest_row >= longest and num_rows >= ROWS
     if is_within and view.num_pages >= first_page(view) + num_pages:
         return None
     return f"two rows of {longest} entries in blocks of {view.page_size} are more than this worker has room for"
@@ -67,9 +70,13 @@ def first_page(view: PoolView) -> int:
     return -(-view.null_slots // view.page_size)
 
 
-def free_pages(view: PoolView) -> range:
-    """Those that a probe takes, before anybody has one."""
-    return range(first_page(view), first_page(view) + probe_pages(view.page_size))
+def free_pages(view: PoolView, room: tuple[int, int, int], window: int = 0) -> range:
+    """Those that a probe takes, before anybody has one; rows go beyond the window where there is room for that.
+
+    room: as `too_large` takes it: entries of a step, of a row, and rows
+    """
+    window = 0 if too_large(view, *room, window) else window
+    return range(first_page(view), first_page(view) + probe_pages(view.page_size, window))
 
 
 def is_given(value: Any) -> bool:

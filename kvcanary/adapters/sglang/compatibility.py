@@ -198,6 +198,9 @@ NEEDED_OF = {
         Needed(f"{_FORWARD}ForwardBatch", (), ("forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc")),
         Needed(f"{CONTEXT}:ForwardContext", (), ("attn_backend",)),
         Needed(f"{CONTEXT}:forward_context", ("ctx",)),
+        Needed(f"{_CACHE}kv_index_translator:KVIndexTranslator.own_plan", ("self", "forward_batch")),
+        Needed(f"{_CACHE}kv_loc_plan:KVLocPlan.bind", ("self", "batch", "reader")),
+        Needed(_RUNNER, attributes=("kv_index_translator",)),
     ),
     STATES: (
         Needed(

@@ -85,7 +85,8 @@ class WatchedRunner(HostHandle):
             group = self.canary.memory.add_group(number, 1, slots, part.window, null_slots=null_slots)
             self.canary.memory.add_layers(group, part.view, part.names, reads_hidden=self.reads_hidden)
         self.owners = self.canary.follow_owners()
-        self._given = Given(self.rows.req_to_token, most_tokens, [part.slot_map for part in parts])
+        self._slot_maps = [part.slot_map for part in parts]
+        self._given = Given(self.rows.req_to_token, most_tokens, self._slot_maps)
         self._generations: dict[int, int] = {}
         self._weights = ""
         self._reweighted, self._older = 0, torch.zeros((), dtype=torch.int64, device=pool.device)
@@ -120,7 +121,7 @@ class WatchedRunner(HostHandle):
         """Ask its attention what it reads, over slots that nobody has: before it serves. KVCorruptionError in mode
         raise.
         """
-        probe_layers(self.canary, self.runner, self.runner.server_args)
+        probe_layers(self.canary, self.runner, self.runner.server_args, self._slot_maps)
 
     def compare_ranks(self, group: Any) -> None:
         """Compare what this gloo group runs and samples, which nobody else uses; None: there is one rank."""

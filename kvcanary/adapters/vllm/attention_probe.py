@@ -107,16 +107,22 @@ class _Asked:
             return f"its metadata ask for {', '.join(sorted(unknown))}"
         if self._is_captured and max(config.compilation_config.cudagraph_capture_sizes, default=0) < ROWS:
             return f"no graph of {ROWS} rows is captured"
-        return too_large(view, self._budget, config.model_config.max_model_len, config.scheduler_config.max_num_seqs)
+        return too_large(view, *self._room)
+
+    @property
+    def _room(self) -> tuple[int, int, int]:
+        config = self._vllm_config
+        return self._budget, config.model_config.max_model_len, config.scheduler_config.max_num_seqs
 
     def probe(self) -> Found | None:
         """What the first forward that reads something else than its row has read."""
         layers, first = ProbedLayers(self._layers, self._builder, self._vllm_config), next(iter(self._layers.values()))
         own = float(first.impl.scale), self._vllm_config.model_config.dtype, self._window or None, self._budget
+        pages = free_pages(self._view, self._room, self._window)
         if not self._is_captured:
-            return probe_pool(self._view, layers, free_pages(self._view), first.num_heads, PATHS, *own)
+            return probe_pool(self._view, layers, pages, first.num_heads, PATHS, *own)
         captured = CapturedLayers(layers, self._vllm_config)
-        found = probe_pool(self._view, captured, free_pages(self._view), first.num_heads, ["decode"], *own)
+        found = probe_pool(self._view, captured, pages, first.num_heads, ["decode"], *own)
         if found is None:
             return None
         forward, layer, misread = found

@@ -232,11 +232,24 @@ def test_a_scale_that_is_another_is_named(host, change: Callable[[Worker], None]
     assert said in cause
 
 
-def test_a_window_that_attention_forgets_is_named(host) -> None:
-    worker = Worker(window=5)
+@pytest.mark.parametrize("window", [5, 20, 25])
+def test_a_window_that_attention_forgets_is_named(host, window: int) -> None:
+    """Also one that two pages do not leave: rows are longer then."""
+    worker = Worker(window=window)
+    assert worker.probe() == []
     worker.layer.window = 0
     [(code, _)] = worker.probe()
     assert code == "R8"
+
+
+@pytest.mark.parametrize("scheduler", [{}, {"max_num_batched_tokens": 2 * SIZE}])
+def test_a_window_that_there_is_no_room_to_leave_is_asked_within(host, scheduler: dict[str, int]) -> None:
+    """Of the pool, of a row, or of a step: what attention reads within it is still asked."""
+    worker = Worker(window=20 if scheduler else 60, **scheduler)
+    worker.layer.window = 0
+    assert worker.probe() == []
+    worker.layer.harm = sorts_table
+    assert len(worker.probe()) == 1
 
 
 def test_in_mode_raise_the_worker_does_not_serve(host) -> None:

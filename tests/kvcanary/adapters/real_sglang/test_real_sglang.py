@@ -177,6 +177,27 @@ def test_layers_with_windows_are_watched_by_their_own_slots(scene) -> None:
         assert {name: found[name] for name in ("position", "slot", "layer", "bit")}.items() <= touched.items()
 
 
+def test_layers_with_windows_that_are_read_in_other_slots_are_named(scene) -> None:
+    """SGLang's own: torch's attention stores where the map shows, and reads what rows name. The others are right."""
+    [act] = [act for act in scene("windows") if act["misreading"]]
+    [found] = act["findings"]
+    assert (found["code"], found["pool"], found["site"]) == ("R8", "group 1 target, windows", ["prefill", 0])
+    assert act["reports"]["target"]["reader_probes"] == 2
+
+
+@pytest.mark.slow
+def test_a_window_that_decodes_see_less_of_is_named(scene) -> None:
+    """sglang#32087, as it is in 0.5.23: Triton's decodes leave out the oldest entry of a window, which prefills see."""
+    [act] = scene("windows, triton")
+    [found] = act["findings"]
+    assert (found["code"], found["pool"], found["site"]) == ("R8", "group 1 target, windows", ["decode", 0])
+    [cause] = found["causes"]
+    assert cause["family"] == "lengths"
+    assert cause["text"].startswith("attention left out entries of the row: slots ")
+    assert "," not in cause["text"]
+    assert act["reports"]["target"]["reader_probes"] == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POOLS)
 def test_pools_of_other_kinds_are_watched(scene, name: str) -> None:

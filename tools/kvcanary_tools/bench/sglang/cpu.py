@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from kvcanary_tools.bench.sglang.misreading import MISREADINGS
+from kvcanary_tools.bench.sglang.misreading import AS_IT_IS, MISREADINGS
 from kvcanary_tools.files import lines_of
 
 ROOT = Path(__file__).parents[4]
@@ -166,8 +166,8 @@ def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
 
 
 TWO_POOLS: Json = {"kind": "windows", "swa_full_tokens_ratio": 1.0}
-#: Layers with windows: torch's attention reads them by the slots of the others, so that both pools are as long.
-QUICK["windows"] = pool(TWO_POOLS, "bit", "window_bit")
+#: Layers with windows, and the same as SGLang reads them (`misreading.read_by_map`).
+QUICK["windows"] = misread(pool(TWO_POOLS, "bit", "window_bit"), AS_IT_IS)
 STATES: Json = {"kind": "states", "page_size": 1, "is_interpreted": True, "max_mamba_cache_size": 32}
 #: Pools of other classes, other pages and types, and what ends the life of entries.
 POOLS = {
@@ -293,7 +293,14 @@ BESIDE = {
     ),
     "beside, topk 1": beside(1, "one_too_long"),
 }
-ALONE = {"embeddings": EMBEDDINGS, "states, faults": STATE_FAULTS, "host tier": TIER}
+ALONE = {
+    "windows, triton": Scene(
+        ({"misreading": AS_IT_IS, "new": 6},), {**TWO_POOLS, "attention_backend": "triton", "dtype": "float16"}
+    ),
+    "embeddings": EMBEDDINGS,
+    "states, faults": STATE_FAULTS,
+    "host tier": TIER,
+}
 SCENES = QUICK | POOLS | ALONE | STATES_OF_DRAFTS | TREES | RANKS | BESIDE
 
 

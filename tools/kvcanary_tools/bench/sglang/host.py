@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary_tools.bench.sglang import host_tier, models, recurrent
+from kvcanary_tools.bench.sglang.misreading import read_by_map
 
 ABSENT = ("torchvision", "vllm")  # imported by code that a dense model never calls
 VOCAB = 32
@@ -175,6 +176,8 @@ class Host:
         server.resolve_once()
         publish(server, role="scheduler", ranks=SpawnRanks(world_rank=rank or 0, dp_rank=None, gpu_id=0))
         self.scheduler: Any = Scheduler(server, PortArgs.init_new(server))
+        if kind == "windows" and server.attention_backend == "torch_native":
+            read_by_map(self.scheduler.tp_worker.model_runner.attn_backend)
         if graphs:
             worker = self.scheduler.draft_worker.draft_worker
             worker.cuda_graph_runner_for_draft_extend = Replayed(worker.draft_runner)
