@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-KEPT = 32  # digits of a sha256 that the manifest keeps
+KEPT = 16  # digits of a sha256 that the manifest keeps
 MANIFEST = Path(__file__).with_name("corpus_manifest.txt")
 
 # What a build or an installation adds to the library: not part of its source.
