@@ -169,9 +169,9 @@ def judge_kept(canary: PagedCanary, kept: Tensor, new: Iterable[tuple[int, str, 
     """
     width, rows = kept.shape[1], dict[int, tuple[str, Sequence[int]]]()
     for row, request, tokens in new:
-        own = None if tokens is None else tokens[:width]
-        if not own:
+        if tokens is None or not len(tokens):
             continue
+        own = tokens[:width]
         if canary.compare_kept(row, own, width):
             rows[row] = request, own
         else:
