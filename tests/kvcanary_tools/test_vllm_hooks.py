@@ -11,6 +11,7 @@ import torch
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.launches import Launches
+from kvcanary.adapters.vllm.runner_v2 import HandleV2
 from kvcanary_tools.bench.vllm.hooks import run
 from kvcanary_tools.bench.vllm.hooks.bare_runner import BareWorker, outputs
 from kvcanary_tools.bench.vllm.hooks.floor import FIRST_STEPS, floored
@@ -65,7 +66,8 @@ def test_reports_are_not_timed(monkeypatch) -> None:
 def test_the_floor_launches_and_looks_and_does_nothing_else(monkeypatch, device: str) -> None:
     """From the first steps on; what is wrong then is nobody's, and a canary beside it judges as always."""
     done: list[str] = []
-    for owner, names in (Launches, ("again", "before", "after")), (PagedCanary, ("read", "read_again", "count_at")):
+    of_launches, of_canary = ("again", "before", "after"), ("read", "read_again", "count_at")
+    for owner, names in (Launches, of_launches), (PagedCanary, of_canary), (HandleV2, ("_look_at",)):
         for name in names:
             monkeypatch.setattr(owner, name, noted(getattr(owner, name), name, done))
     watching, planned = BareWorker(device), outputs(7, 5)
@@ -82,7 +84,7 @@ def test_the_floor_launches_and_looks_and_does_nothing_else(monkeypatch, device:
             assert (handle.canary.log.findings, handle.guard.stopped) == ([], "")
         done.clear()
         run.step_us(watching.model_runner, next(planned)[1])
-        assert done[:2] == ["read", "before"]
+        assert done == ["read", "before", "after", "count_at", "_look_at"]
         assert judging.canary.step == 1
 
 

@@ -83,7 +83,8 @@ def test_what_an_engine_keeps_of_prompts_is_judged_by_row(device: str) -> None:
     for row in 0, 1, 4:
         engine.canary.admit([(row, f"r{row}", [], 0, "")])
     judge_kept(engine.canary, engine.known[0], [(0, "r0", [5, 6, 7]), (1, "r1", [8, 7, 7]), (4, "r4", [1, 2])])
-    engine.canary.flush(engine.forward_of([], 0, [0]))
+    engine.known[1][[0, 1, 4]] = torch.tensor([3, 3, 1], device=device)
+    engine.step({0: [5, 6, 7], 1: [8, 9, 9], 4: [1]})  # in which all is as it is kept
     assert int(engine.canary.memory.total) == 2
     [finding] = told(engine)
     assert (finding.code, finding.writer, finding.position) == ("W6", "r1", 1)

@@ -182,6 +182,39 @@ def test_what_a_graph_keeps_of_the_batch_it_was_captured_over_is_named(host, nam
     assert "in a graph alone: the same layers read right outside of one" in finding.causes[0].evidence
 
 
+class Keeping:
+    """A builder that writes into tensors of its own, over which graphs are captured; it is asked for them once."""
+
+    def __init__(self, inner: Any) -> None:
+        self.kv_cache_spec, self._inner = inner.kv_cache_spec, inner
+        self.captures, self._kept = 0, None
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        self.captures += 1
+        self._kept = common_attn_metadata.seq_lens.clone()
+        return self.build(0, common_attn_metadata)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        own = copied(common_attn_metadata, "seq_lens")
+        if self._kept is not None and len(self._kept) == len(own.seq_lens):
+            own.seq_lens = self._kept.copy_(own.seq_lens)
+        return own
+
+
+def test_a_builder_that_fills_what_a_graph_reads_is_silent(host) -> None:
+    worker = capturing()
+    worker.builder = keeping = Keeping(worker.builder)
+    assert worker.probe() == []
+    assert (worker.canary.coverage.reader_probes, keeping.captures) == (2, 1)
+
+
+def test_drafts_are_not_asked_within_graphs(host) -> None:
+    worker = capturing()
+    worker.add_draft(worker.group)
+    assert worker.probe() == []
+    assert worker.canary.coverage.reader_probes == 3
+
+
 def copied(metadata: Any, name: str) -> Any:
     setattr(metadata, name, getattr(metadata, name).clone())
     return metadata
