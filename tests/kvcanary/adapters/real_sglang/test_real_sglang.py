@@ -179,10 +179,17 @@ def test_layers_with_windows_are_watched_by_their_own_slots(scene) -> None:
 
 def test_layers_with_windows_that_are_read_in_other_slots_are_named(scene) -> None:
     """SGLang's own: torch's attention stores where the map shows, and reads what rows name. The others are right."""
-    [act] = [act for act in scene("windows") if act["misreading"]]
-    [found] = act["findings"]
+    as_it_is, _ = [act for act in scene("windows") if act["misreading"]]
+    [found] = as_it_is["findings"]
     assert (found["code"], found["pool"], found["site"]) == ("R8", "group 1 target, windows", ["prefill", 0])
-    assert act["reports"]["target"]["reader_probes"] == 2
+    assert as_it_is["reports"]["target"]["reader_probes"] == 2
+
+
+def test_a_window_that_attention_forgets_is_named(scene) -> None:
+    """Rows of a probe go beyond it: the first entry that it does not reach any more is read."""
+    *_, forgotten = scene("windows")
+    [found] = forgotten["findings"]
+    assert (found["code"], found["pool"], found["position"]) == ("R8", "group 1 target, windows", 16)
 
 
 @pytest.mark.slow

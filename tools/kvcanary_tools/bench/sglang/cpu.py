@@ -167,7 +167,7 @@ def pool(settings: Json, *faults: str, act: Json = PLAIN) -> Scene:
 
 TWO_POOLS: Json = {"kind": "windows", "swa_full_tokens_ratio": 1.0}
 #: Layers with windows, and the same as SGLang reads them (`misreading.read_by_map`).
-QUICK["windows"] = misread(pool(TWO_POOLS, "bit", "window_bit"), AS_IT_IS)
+QUICK["windows"] = misread(misread(pool(TWO_POOLS, "bit", "window_bit"), AS_IT_IS), "window_forgotten")
 STATES: Json = {"kind": "states", "page_size": 1, "is_interpreted": True, "max_mamba_cache_size": 32}
 #: Pools of other classes, other pages and types, and what ends the life of entries.
 POOLS = {

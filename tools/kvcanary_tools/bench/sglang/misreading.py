@@ -10,26 +10,32 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def rows_shifted(query: Any, batch: Any) -> Any:
+def rows_shifted(query: Any, batch: Any, layer: Any) -> Any:
     """Each row reads by the table of the one before it."""
     batch.req_pool_indices = batch.req_pool_indices.roll(1)
     return query
 
 
-def one_less(query: Any, batch: Any) -> Any:
+def one_less(query: Any, batch: Any, layer: Any) -> Any:
     """A decoding row leaves out its last entry."""
     if batch.forward_mode.is_decode():
         batch.seq_lens = batch.seq_lens - 1
     return query
 
 
-def scaled_twice(query: Any, batch: Any) -> Any:
+def scaled_twice(query: Any, batch: Any, layer: Any) -> Any:
     return query * 2
 
 
-MISREADINGS: dict[str, Callable[[Any, Any], Any]] = {
-    harm.__name__: harm for harm in (rows_shifted, one_less, scaled_twice)
+def window_forgotten(query: Any, batch: Any, layer: Any) -> Any:
+    layer.sliding_window_size = -1
+    return query
+
+
+HARMS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    harm.__name__: harm for harm in (rows_shifted, one_less, scaled_twice, window_forgotten)
 }
+MISREADINGS = [name for name in HARMS if name != window_forgotten.__name__]  # of any layers
 
 
 OF_DRAFT = "draft_"  # in front of a name: in the draft's attention
@@ -82,8 +88,8 @@ def misreading(host: Any, name: str) -> Iterator[None]:
     right = backend.forward
 
     def forward(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = copy.copy(forward_batch)
-        return right(MISREADINGS[harm](q, batch), k, v, layer, batch, *args, **kwargs)
+        batch, layer = copy.copy(forward_batch), copy.copy(layer)
+        return right(HARMS[harm](q, batch, layer), k, v, layer, batch, *args, **kwargs)
 
     if name:
         backend.forward = forward

@@ -89,7 +89,7 @@ def play(
     dump:  a folder for dumps
     between: of EVENTS, what happens before each further wave of the first four
     prefix: how many tokens all of these begin with
-    misreading: of MISREADINGS, what attention does while it is asked what it reads; behind OF_DRAFT, that of the draft
+    misreading: of HARMS, or AS_IT_IS, what attention does while it is asked what it reads; behind OF_DRAFT, the draft's
     of_rank: in which of several the fault strikes
     embeddings: each of the first four has another one for its second token
     at:    the turn of the last requests in which the fault strikes; abort: whom its client leaves in that turn
