@@ -49,7 +49,7 @@ ATTENDED |= {name: "*bf16" for name in ("first", "second")}
 STATES = {name: "*fp32" for name in ("states", "conv", "decay", "shift", "norm")} | {"channels": "i32", "n": "i32"}
 STATES |= {name: "*bf16" for name in ("x", "mixed", "gates", "out")} | {"sources": "*i64", "targets": "*i64"}
 CONSTEXPRS |= {"K_HEADS": 2, "V_HEADS": 4, "V": 16, "WINDOW": 96, "WIDTH": 4, "BLOCK_V": 16, "COLUMN": 1}
-CONSTEXPRS |= {"ZEROED": FLAGS, "COUNTED": not FLAGS, "BLOCK_R": 16}
+CONSTEXPRS |= {"ZEROED": FLAGS, "COUNTED": not FLAGS, "BLOCK_R": 16, "ROW_BITS": 8}
 
 def type_of(name, module):
     if "attention" in module and name in ATTENDED:

@@ -444,9 +444,9 @@ def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
 def test_few_programs_go_on_until_a_row_ends(
     rig: Rig, window: int, first: int, told: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launch knows no lengths: one program reads its row to the end, from the first entry that is seen."""
-    monkeypatch.setattr(fingerprints_of, "FEWEST_PARTS", 1)
-    monkeypatch.setattr(fingerprints_of, "PROGRAMS", 1)
+    """The launch knows no lengths: one program reads all rows to their ends, from the first entry that is seen."""
+    monkeypatch.setattr(fingerprints_of, "PER_UNIT", 1)
+    monkeypatch.setattr(fingerprints_of, "num_units", lambda device: 1)
     monkeypatch.setattr(rows_of_pools, "TILE_WORDS", 32)
     length = 72
     assert 2 * rig.pool.tile < length // 2  # positions that a program reads at a time, where every second is due
@@ -464,6 +464,41 @@ def test_few_programs_go_on_until_a_row_ends(
     assert seen == told  # the first that is due in each of two forwards
     assert int(rig.counted[1:] - before) == length - first + 1
     assert int(rig.total) == sum(position >= first for position in (17, 60, 71))
+
+
+@pytest.mark.parametrize(
+    ("rows", "stride", "whole", "window"),
+    [(1, 1, False, 0), (2, 5, False, 0), (67, 8, False, 0), (67, 3, False, 40), (64, 2, False, -32), (33, 1, True, 0)],
+)
+def test_rows_of_any_length_share_programs(device: str, rows: int, stride: int, whole: bool, window: int) -> None:
+    """Empty rows, rows that nobody follows, long ones and padding, in any order: each entry is read for its own row."""
+    draw, told = torch.Generator().manual_seed(rows + stride), []
+    lengths = torch.randint(0, 200, (rows + 3,), generator=draw) * torch.randint(0, 2, (rows + 3,), generator=draw)
+    lengths[rows // 2] = 231
+    numbers, is_known = torch.randperm(rows + 3, generator=draw), torch.rand(rows + 3, generator=draw) > 0.1
+    is_known[numbers[rows // 2]] = True
+    table = torch.randint(0, BLOCKS + 1, (rows + 3, WIDTH), generator=draw)  # one block is not in the pool
+    chains = torch.randint(0, 9, (BLOCKS * BLOCK_SIZE,), generator=draw)
+    wrong = torch.rand(LAYERS, BLOCKS * BLOCK_SIZE, generator=draw) < 0.1
+    for suffix in "", "_torch":
+        rig = Rig(device, suffix)
+        slots = torch.arange(len(chains), device=device)
+        rig.fingerprints[:] = fingerprints_of.both_fingerprints(rig.pool, slots, rig.keys)
+        rig.fingerprints[0] ^= wrong.to(device).long() << 40
+        rig.records[:, CHAIN] = chains
+        rig.stamps[:] = torch.where(chains % 4 == 1, 2, chains)
+        lines = torch.zeros(rows + 3, 10, dtype=torch.int64)
+        lines[numbers, 0], lines[:, 4] = torch.where(is_known[numbers], lengths, -1), torch.arange(rows + 3) * 7
+        rig.truth = Truth(lines.to(device))
+        given = numbers, table.int(), (lengths + 2).int(), 2 * torch.arange(rows + 4)
+        read = torch.full((RING, 2, rows + 3), NO_VIOLATION, device=device)
+        watched = rig.watched(rig.records, rows, 2 * rows, window)
+        own = Rows(*[tensor.to(device) for tensor in given], in_place=whole)
+        rig.reread(watched, own, stride=stride, whole=whole, violations=read)
+        told.append((read, rig.counted, rig.total))
+    assert all(torch.equal(*pair) for pair in zip(*told, strict=True))
+    assert int(rig.total) > 0
+    assert (read[rig.step % RING, :, rows:] == NO_VIOLATION).all()
 
 
 def test_rolling_reads_every_position_once(rig: Rig) -> None:

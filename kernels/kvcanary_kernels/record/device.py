@@ -7,9 +7,11 @@ Counts that change from launch to launch are not specialised (`do_not_specialize
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvcanary_kernels.record import formulas
@@ -71,6 +73,7 @@ BLOCK_FIELD = tl.constexpr(Piece._fields.index("block"))
 MASK_32 = tl.constexpr(record.MASK_32)
 
 BLOCK = 128  # entries a program takes at a time where entries are records
+INTERPRETED_UNITS = 8  # of a CPU, where nothing runs side by side, so that tests split work too
 UNROLL = tl.constexpr(8)  # such readings that are on their way together
 PROGRAMS_PER_SEGMENT = 32  # a fixed grid, whatever the lengths on the device; programs that last stand in others' way
 
@@ -93,6 +96,14 @@ def programs_for(longest: int, block: int = BLOCK) -> int:
 def stride_of(values: Tensor) -> int:
     """0 for a [1] tensor that stands for every entry, else 1."""
     return 0 if values.numel() == 1 else 1
+
+
+@cache
+def num_units(device: torch.device) -> int:
+    """Multiprocessors."""
+    if device.type != "cuda":
+        return INTERPRETED_UNITS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcanary_kernels.content.fingerprint import join, keyed_sums, layer_fingerprints
 from kvcanary_kernels.record import layout as record
-from kvcanary_kernels.record.device import CHAIN, COLUMNS, TOKEN_POSITION, low_word, tl, triton
+from kvcanary_kernels.record.device import CHAIN, COLUMNS, TOKEN_POSITION, low_word, num_units, tl, triton
 from kvcanary_kernels.record.formats import format_constants, lanes_of, words_not_finite
 from kvcanary_kernels.record.layout import Keys
 from kvcanary_kernels.record.rows import PoolRows
@@ -43,7 +43,7 @@ SLOTS_PER_ENTRY = 1 << 34  # and beside it, position * SLOTS_PER_ENTRY + slot
 ENTRIES_PER_LAYER = 1 << 34  # what `take` finds first is layer * ENTRIES_PER_LAYER + entry
 NOT_FINITE, NOT_STORED = 0, 1  # where it stands among the cells of a step
 PER_LAYER = tl.constexpr(ENTRIES_PER_LAYER)
-FEWEST_PARTS, PROGRAMS = 2, 4096  # of each row, whose entries they share out; of all rows and layers
+PER_UNIT = 8  # programs at a time, which share out what is read of all rows and layers
 PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
 PLACES = tl.constexpr(SLOTS_PER_ENTRY)
 
@@ -184,8 +184,8 @@ def reread(
     """
     if launches:
         n, longest = rows.numbers.shape[0], rows.table.shape[1] * watched.block_size
-        parts = min(max(PROGRAMS // (n * pool.num_layers), FEWEST_PARTS), triton.cdiv(longest, stride * pool.tile))
-        _reread_kernel[(n, parts, pool.num_layers)](
+        most = triton.cdiv(n * triton.cdiv(longest, stride), pool.tile) * pool.num_layers
+        _reread_kernel[(min(most, PER_UNIT * num_units(rows.numbers.device)),)](
             pool.ptrs,
             watched.records,
             *rows[:4],
@@ -208,6 +208,7 @@ def reread(
             truth.lines.shape[1],
             stride,
             watched.window,
+            ROW_BITS=(n - 1).bit_length(),
             PAGE=watched.block_size,
             WHOLE=whole,
             IN_PLACE=whole or rows.in_place,
@@ -401,6 +402,7 @@ def _reread_kernel(
     truth_stride,
     stride,
     window,
+    ROW_BITS: tl.constexpr,
     PAGE: tl.constexpr,
     WHOLE: tl.constexpr,
     IN_PLACE: tl.constexpr,
@@ -410,47 +412,66 @@ def _reread_kernel(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    i_row = tl.program_id(0).to(tl.int64)
-    i_layer = tl.program_id(2).to(tl.int64)
-    if i_row >= tl.load(now + NOW_ROWS):
-        return
-    number = tl.load(numbers + i_row).to(tl.int64)
-    line = truth + number * truth_stride
-    if WHOLE:
-        length = tl.load(line + END)
-    else:
-        written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
-        length = (tl.load(lengths + i_row) - written).to(tl.int64)
-    row = table + (number if IN_PLACE else i_row) * table_stride
-    if tl.load(line + END) < 0:
-        return
-    phase, seen = tl.load(line + TURN) % stride, device_first_seen(length, window)
-    first = phase + tl.cdiv(tl.maximum(seen - phase, 0), stride) * stride
-    key = key_a + i_layer * WORDS
-    start = tl.load(start_a + i_layer)
-    b_read, b_wrong = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
-    b_layer, b_place = tl.full([TILE], NONE, tl.int64), tl.full([TILE], NONE, tl.int64)
-    for i_n in range(first + tl.program_id(1).to(tl.int64) * TILE * stride, length, tl.num_programs(1) * TILE * stride):
-        o_n = i_n + tl.arange(0, TILE).to(tl.int64) * stride
-        m_n = o_n < length
-        b_slot = device_slot_at(row, o_n, m_n, table_width, PAGE)
+    o_r = tl.arange(0, 1 << ROW_BITS)
+    m_r = o_r < tl.load(now + NOW_ROWS)
+    due = _due_of(numbers, lengths, starts, truth, truth_stride, stride, window, o_r, m_r, WHOLE)
+    b_behind = tl.cumsum(due[2].to(tl.int32), 0)  # entries of a row and of those in front of it
+    count = tl.max(b_behind).to(tl.int64)
+    tiles = tl.cdiv(count, TILE)
+    b_read = tl.zeros([TILE], tl.int32)
+    # layer after layer: memory that programs read side by side should not lie far apart
+    for i in range(tl.program_id(0).to(tl.int64), tiles * num_layers, tl.num_programs(0)):
+        i_layer = i // tiles
+        o_n = i % tiles * TILE + tl.arange(0, TILE)
+        m_n = o_n < count
+        b_row = _row_of(o_n, b_behind, ROW_BITS)
+        b_number, b_first, b_due = _due_of(
+            numbers, lengths, starts, truth, truth_stride, stride, window, b_row, m_n, WHOLE
+        )
+        o_n = b_first + (o_n - tl.gather(b_behind, b_row, 0) + b_due) * stride
+        b_line = b_number if IN_PLACE else b_row.to(tl.int64)
+        b_slot = device_slot_at(table + b_line * table_stride, o_n, m_n, table_width, PAGE)
         m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
         b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
         m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain) & (b_chain != 0)
         b_held = tl.load(fingerprints + i_layer * layer_stride + b_slot, mask=m_n, other=0)
+        key = key_a + i_layer * WORDS
         b_fingerprint, _, _ = layer_fingerprints(
             ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False
         )
-        m_differs = m_n & (b_fingerprint + start != b_held)
-        b_read += m_n.to(tl.int32)
-        b_wrong += m_differs.to(tl.int32)
-        b_layer = tl.minimum(b_layer, tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE))
-        b_place = tl.minimum(b_place, tl.where(m_differs, o_n * PLACES + b_slot, NONE))
-    if i_layer == 0:
-        tl.atomic_add(counted, tl.sum(b_read.to(tl.int64)), sem="relaxed")
-    count = tl.sum(b_wrong.to(tl.int64))
-    if count > 0:
-        tl.atomic_add(total, count, sem="relaxed")
-        cell = violations + tl.load(now + NOW_PLACE) * violations_stride + i_row
-        tl.atomic_min(cell, tl.min(b_layer), sem="relaxed")
-        tl.atomic_min(cell + side_stride, tl.min(b_place), sem="relaxed")
+        m_differs = m_n & (b_fingerprint + tl.load(start_a + i_layer) != b_held)
+        b_read += (m_n & (i_layer == 0)).to(tl.int32)
+        num_wrong = tl.sum(m_differs.to(tl.int64))
+        if num_wrong > 0:
+            tl.atomic_add(total, num_wrong, sem="relaxed")
+            cell = violations + tl.load(now + NOW_PLACE) * violations_stride + b_row
+            tl.atomic_min(cell, o_n * PER_ENTRY + i_layer, mask=m_differs, sem="relaxed")
+            tl.atomic_min(cell + side_stride, o_n * PLACES + b_slot, mask=m_differs, sem="relaxed")
+    num_read = tl.sum(b_read.to(tl.int64))
+    if num_read > 0:
+        tl.atomic_add(counted, num_read, sem="relaxed")
+
+
+@triton.jit
+def _due_of(numbers, lengths, starts, truth, truth_stride, stride, window, o_r, m_r, WHOLE: tl.constexpr):
+    """Of rows: their numbers, the first position of each that is due in this forward, and how many are."""
+    b_number = tl.load(numbers + o_r, mask=m_r, other=0).to(tl.int64)
+    line = truth + b_number * truth_stride
+    b_end = tl.load(line + END, mask=m_r, other=-1)
+    b_length = b_end
+    if not WHOLE:
+        b_written = tl.load(starts + o_r + 1, mask=m_r, other=0) - tl.load(starts + o_r, mask=m_r, other=0)
+        b_length = (tl.load(lengths + o_r, mask=m_r, other=0) - b_written).to(tl.int64)
+    b_phase = tl.load(line + TURN, mask=m_r, other=0) % stride
+    b_first = b_phase + tl.cdiv(tl.maximum(device_first_seen(b_length, window) - b_phase, 0), stride) * stride
+    b_due = tl.where(b_end >= 0, tl.cdiv(tl.maximum(b_length - b_first, 0), stride), 0)
+    return b_number, b_first, b_due
+
+
+@triton.jit
+def _row_of(o_n, b_behind, BITS: tl.constexpr):
+    """Which row has the entry o_n [TILE] of all; b_behind [1 << BITS]: entries of a row and of those in front."""
+    b_row = tl.zeros_like(o_n).to(tl.int32)
+    for i_bit in tl.static_range(BITS - 1, -1, -1):
+        b_row += tl.where(tl.gather(b_behind, b_row + ((1 << i_bit) - 1), 0) <= o_n, 1 << i_bit, 0)
+    return b_row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +9,12 @@ from torch import Tensor
 
 from kvcanary_kernels.content.reads import ReadSums
 from kvcanary_kernels.engine.attention.kernels import _attend_kernel, _merge_kernel
-from kvcanary_kernels.record.device import triton
+from kvcanary_kernels.record.device import num_units, triton
 from kvcanary_kernels.record.overlap import overlap_options
 
 ROWS_PER_UNIT = 64  # of tiles that a multiprocessor should find, where keys can be split
 SPLIT_KEYS = 128  # fewer are not worth a split
 MOST_SPLITS = 64
-INTERPRETED_UNITS = 8  # on a CPU, where nothing runs side by side, so that tests split too
 
 
 class Tiles(NamedTuple):
@@ -34,7 +32,7 @@ def tiles_of(
     queries = max(max_q_len, 1) * (num_heads // num_kv_heads)
     block_m = min(max(_power_of_two(queries), 16), 128)
     num_tiles = triton.cdiv(queries, block_m)
-    programs = max(ROWS_PER_UNIT // block_m, 1) * _num_units(device)
+    programs = max(ROWS_PER_UNIT // block_m, 1) * num_units(device)
     wanted = programs // (num_rows * num_kv_heads * num_tiles)
     return Tiles(block_m, num_tiles, max(min(wanted, max_kv_len // SPLIT_KEYS, MOST_SPLITS), 1))
 
@@ -174,11 +172,3 @@ def _slot_stride(scale: float | Tensor | None) -> int:
 def _power_of_two(size: int) -> int:
     """The least one that is not below ``size``."""
     return 1 << (size - 1).bit_length()
-
-
-@cache
-def _num_units(device: torch.device) -> int:
-    """Multiprocessors."""
-    if device.type != "cuda":
-        return INTERPRETED_UNITS
-    return torch.cuda.get_device_properties(device).multi_processor_count
