@@ -46,7 +46,7 @@ SAMPLED = {
     8: "campaign dumps each_check equality finite modes poison stored taken_states",
     6: (
         "causes drafting_grid engine_acceptance equality_grid flood heal huge_pages lineage mixed_windows "
-        "one_flipped_bit reads seals splitting vllm_owners walk"
+        "one_flipped_bit reads reread seals splitting vllm_owners walk"
     ),
     4: (
         "abort always_on_checks attention delta drafted_states false_alarms faults guard judged_behind locate "

@@ -11,7 +11,7 @@ from kvcanary_kernels.watch import reread
 from kvcanary_kernels.watch.advance import FILLED_STAMP
 from kvcanary_kernels.watch.reread import ENTRIES_PER_LAYER, NOT_STORED
 from kvcanary_kernels.watch.walk import NO_VIOLATION, NOT_FOLLOWED
-from tests.kernels.test_walk import BLOCK_SIZE, LAYERS, RING, Rig
+from tests.support.watched_rows import BLOCK_SIZE, LAYERS, RING, Rig
 
 
 @pytest.fixture(params=["", "_torch"], ids=["triton", "torch"])
