@@ -13,6 +13,7 @@ from kvcanary import CanaryConfig, PoolView, StateView, probe_pages
 from kvcanary.faults import arm_from_environment, disarmed
 from kvcanary.invariants import check_page_sizes, check_pool_slots, check_row_width
 from spec_engine.acceptance.acceptor import Acceptor
+from spec_engine.attention.backends import BACKENDS
 from spec_engine.config import EngineConfig
 from spec_engine.drafting.adaptive import AdaptivePolicy
 from spec_engine.drafting.drafter import Drafter
@@ -140,12 +141,19 @@ class Assembly:
                 window = None if behind is None else behind.window
                 reader = ProbedReader(pool, heads, self.config.attention_backend, window)
                 pages = own[: probe_pages(size, window or 0)]
-                paths = ("chunk", "decode", *(["verify"] if self.head is not None and not is_draft else []))
+                paths = ["chunk", "decode", *self._drafted_paths(is_draft)]
                 self.canary.probe_reader(name, reader, pages, heads, paths, dtype=pool.dtype)
                 captured = self.runner.captured_reader(pool, heads, reader)
                 if captured is not None:
                     own_path = "draft" if is_draft else "decode" if self.head is None else "verify"
                     self.canary.probe_reader(name, captured, pages, heads, [own_path], dtype=pool.dtype)
+
+    def _drafted_paths(self, is_draft: bool) -> list[str]:
+        """What else a pool's attention reads where tokens are drafted; branches that own whole pages are not asked."""
+        if self.head is None or not is_draft:
+            return [] if self.head is None else ["verify"]
+        backend = BACKENDS[self.config.attention_backend]
+        return ["draft"] if self.config.page_size == 1 or not backend.reads_pages else []
 
     def _lay_out_pages(self) -> None:
         """Who gives out pages, and the rows that name them: of full layers, behind them those of windows."""

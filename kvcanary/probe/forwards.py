@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 
 PATHS = ("prefill", "chunk", "decode", "verify")
-DRAFT = "draft"  # one more, for who reads branches by their slots, wherever these lie
+DRAFT, BRANCHES = "draft", 2  # one more, for who reads branches by their slots, wherever these lie
 #: Nodes of the tree that "verify" reads, each with its parent: a root, two children, and a child of each.
 PARENTS = (-1, 0, 0, 1, 2)
 LEAST = 8  # entries of a row's first forward
@@ -41,6 +41,11 @@ class ProbeForward:
     def kind(self) -> str:
         """Of forward, in an engine that takes this path."""
         return "prefill" if self.path == "chunk" else self.path
+
+    @property
+    def branches(self) -> int:
+        """Rows of each request."""
+        return BRANCHES if self.path == DRAFT else 1
 
     @property
     def written(self) -> list[int]:

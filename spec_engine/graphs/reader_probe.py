@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcanary import ProbeForward
     from spec_engine.step.reader_probe import ProbedReader
 
-BRANCHES = {"decode": 1, "verify": 1, "draft": 2}  # rows of a request, by path that is captured
+CAPTURED = ("decode", "verify", "draft")  # paths
 
 
 class CapturedReader:
@@ -32,7 +32,7 @@ class CapturedReader:
         self._programs: dict[tuple[str, int, int], _Program] = {}
 
     def __call__(self, forward: ProbeForward, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if forward.path not in BRANCHES:
+        if forward.path not in CAPTURED:
             return self._eager(forward, layer, q, k, v)
         which = forward.path, forward.index, layer
         if which not in self._programs:
@@ -44,7 +44,7 @@ class _Program:
     """One layer's attention over requests of a forward like this one, and one of padding behind them."""
 
     def __init__(self, forwards: StaticForwards, like: ProbeForward, layer: int, recorder: Recorder) -> None:
-        pool, width, new = forwards.pool, BRANCHES[like.path], like.num_new[0]
+        pool, width, new = forwards.pool, like.branches, like.num_new[0]
         self._width, self._num_slots, self._layer = width, pool.num_slots, layer
         self._tail = like.index + new  # entries of a row that lie behind its request's prefix
         requests, longest = len(like.slots) // width + 1, max(map(len, like.slots)) - self._tail

@@ -35,16 +35,16 @@ class ProbedReader:
         return output
 
     def _batch(self, forward: ProbeForward) -> ForwardBatch:
-        kv_lens = tuple(map(len, forward.slots))
-        prefixes = [length - new for length, new in zip(kv_lens, forward.num_new, strict=True)]
+        kv_lens, branches = tuple(map(len, forward.slots)), forward.branches
+        prefixes = [length - new - forward.index for length, new in zip(kv_lens, forward.num_new, strict=True)]
         slots = self._ints(forward.written)
         mask = None if forward.mask is None else forward.mask.to(self._device).expand(len(kv_lens), -1, -1)
         return ForwardBatch(
             kind=forward.kind,
-            index=0,
-            requests=tuple(f"probe {row}" for row in range(len(kv_lens))),
-            rows_per_request=1,
-            prefix_lens=self._ints(prefixes),
+            index=forward.index,
+            requests=tuple(f"probe {number}" for number in range(len(kv_lens) // branches)),
+            rows_per_request=branches,
+            prefix_lens=self._ints(prefixes[::branches]),
             kv_indptr=indptr(kv_lens, self._device),
             kv_indices=self._ints([slot for row in forward.slots for slot in row]),
             kv_lens=kv_lens,

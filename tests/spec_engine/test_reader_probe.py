@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, KVCorruptionError, PlanError, probe_pages
-from kvcanary.probe.forwards import MOST_WINDOW, PARENTS, PATHS, least_budget, probe_forwards
+from kvcanary import CanaryConfig, KVCorruptionError, PlanError, ProbeForward, probe_pages
+from kvcanary.probe.forwards import DRAFT, MOST_WINDOW, PARENTS, PATHS, least_budget, probe_forwards
+from kvcanary.probe.misread import Misread
 from kvcanary.probe.reader import probe_pool
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine import engine as engine_module
@@ -49,10 +50,12 @@ def pool_of(
     return pool
 
 
-def probed(pool: KVPool, backend: str = "torch", window: int | None = None) -> Any:
+def probed(
+    pool: KVPool, backend: str = "torch", window: int | None = None, paths: tuple[str, ...] = PATHS
+) -> tuple[ProbeForward, int, Misread] | None:
     view = replace(pool.view(), window=window)
     reader = ProbedReader(pool, HEADS, backend, window)
-    return probe_pool(view, reader, range(1, pool.view().num_pages), HEADS, dtype=pool.dtype)
+    return probe_pool(view, reader, range(1, pool.view().num_pages), HEADS, paths, dtype=pool.dtype)
 
 
 @pytest.mark.parametrize("backend", ["torch", "paged", "dense", "block-table"])
@@ -109,6 +112,10 @@ def without_its_first(own: Group, width: int) -> Group:
     return replace(own, mask=hidden if own.mask is None else own.mask + hidden)
 
 
+def of_the_other_branch(own: Group, width: int) -> Group:
+    return replace(own, indices=own.indices.view(-1, 2, width).flip(1).flatten())
+
+
 def sees_all(own: Group, width: int) -> Group:
     return replace(own, mask=None) if own.num_new == len(PARENTS) else own
 
@@ -129,6 +136,18 @@ def test_what_was_read_is_named(change: Change, family: str, text: str) -> None:
     assert wrong.text.startswith(text)
     assert forward.path == {"sees_all": "verify", "of_its_neighbour": "decode"}.get(change.__name__, "chunk")
     assert wrong.slot in forward.written
+
+
+@pytest.mark.parametrize(("backend", "page_size"), [("torch", 4), ("dense", 16), ("paged", 1), ("block-table", 1)])
+def test_branches_of_a_draft_are_read_by_their_slots(backend: str, page_size: int) -> None:
+    assert probed(pool_of(page_size=page_size), backend, paths=(DRAFT,)) is None
+
+
+def test_a_branch_that_reads_the_one_beside_it_is_named() -> None:
+    with changed(of_the_other_branch):
+        forward, _, wrong = probed(pool_of(), paths=(DRAFT,))
+    assert (forward.path, wrong.family) == (DRAFT, "addressing")
+    assert wrong.text.startswith("attention ignores the row's table: it read slots")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError, ProbeForward, probe_pages
+from kvcanary.probe.forwards import DRAFT
 from kvcanary.probe.misread import Misread
 from kvcanary.probe.reader import probe_pool
 from spec_engine import Engine, EngineConfig
+from spec_engine.core import ForwardBatch
 from spec_engine.graphs.forward import StaticForward
 from spec_engine.graphs.hooks import StaticAttention
-from spec_engine.graphs.reader_probe import BRANCHES, CapturedReader
+from spec_engine.graphs.reader_probe import CAPTURED, CapturedReader
 from spec_engine.memory.pools.fp8_pool import Fp8Pool
 from spec_engine.memory.pools.pool import KVPool
 from spec_engine.mock import MockTokenizer, random_model
@@ -48,7 +51,7 @@ def probed(
 @pytest.mark.parametrize("device", DEVICES)
 def test_sound_programs_pass(device: str, page_size: int, kind: type[KVPool]) -> None:
     """All three paths, one behind the other."""
-    assert probed(device, *BRANCHES, page_size=page_size, kind=kind) is None
+    assert probed(device, *CAPTURED, page_size=page_size, kind=kind) is None
 
 
 def without_order(forward: StaticForward) -> None:
@@ -134,3 +137,31 @@ def test_an_engine_whose_captured_steps_read_wrong_does_not_start(monkeypatch: p
         make_engine(draft="none", graphs="on")
     finding = caught.value.findings[0]
     assert (finding.code, finding.site) == ("R8", ("decode", 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_asked"),
+    [
+        ({}, True),
+        ({"attention_backend": "paged", "page_size": 1}, True),
+        ({"attention_backend": "paged"}, False),  # its branches own whole pages
+    ],
+)
+def test_drafts_without_graphs_are_asked(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], is_asked: bool
+) -> None:
+    """Of an engine whose draft steps are not captured, each branch; it does not start where one reads another's."""
+    inner = ProbedReader._batch
+
+    def batch(reader: ProbedReader, forward: ProbeForward) -> ForwardBatch:
+        own = inner(reader, forward)
+        if forward.path != DRAFT:
+            return own
+        assert (own.rows_per_request, len(own.requests), len(own.prefix_lens)) == (2, 2, 2)
+        first, second, *_ = forward.slots
+        return replace(own, kv_indices=torch.cat((torch.tensor(second + first), own.kv_indices[2 * len(first) :])))
+
+    make_engine(graphs="off", draft="standalone", **settings)
+    monkeypatch.setattr(ProbedReader, "_batch", batch)
+    with pytest.raises(KVCorruptionError, match="read elsewhere") if is_asked else nullcontext():
+        make_engine(graphs="off", draft="standalone", **settings)
