@@ -15,7 +15,7 @@ DRAFT, BRANCHES = "draft", 2  # one more, for who reads branches by their slots,
 #: Nodes of the tree that "verify" reads, each with its parent: a root, two children, and a child of each.
 PARENTS = (-1, 0, 0, 1, 2)
 LEAST = 8  # entries of a row's first forward
-MOST_WINDOW, BEYOND = 512, 4  # of a window that a row goes beyond, and by how many entries
+MOST_WINDOW, BEYOND = 1024, 4  # of a window that a row goes beyond, and by how many entries
 _NEW = {"chunk": (3, 2), "decode": (1, 1), "verify": (len(PARENTS), len(PARENTS))}
 
 
@@ -66,20 +66,16 @@ class ProbeForward:
         for row, new in zip(self.slots, self.num_new, strict=True):
             prefix, own = row[: len(row) - new], row[len(row) - new :]
             for number in range(new):
-                visible = self.mask[number].tolist() if self.mask is not None else [at <= number for at in range(new)]
-                places = [*range(len(prefix)), *(len(prefix) + sum(visible[:at]) for at in range(new) if visible[at])]
-                slots = [*prefix, *(slot for slot, is_seen in zip(own, visible, strict=True) if is_seen)]
-                last = places[-1]
-                sets.append(
-                    [slot for place, slot in zip(places, slots, strict=True) if not window or place > last - window]
-                )
+                visible = [True] * (number + 1) if self.mask is None else self.mask[number].tolist()
+                slots = [*prefix, *(slot for slot, is_seen in zip(own, visible, strict=False) if is_seen)]
+                sets.append(slots[-window:] if window else slots)
         return sets
 
 
 def probe_pages(page_size: int, window: int = 0) -> int:
     """Pages that a probe takes of so many slots each: two rows, and one page beside them.
 
-    window: that attention sees of a row, beyond which the longer one goes then, up to 512; 0: none
+    window: that attention sees of a row, beyond which the longer one goes then, up to MOST_WINDOW; 0: none
     """
     return 2 * _row_pages(page_size, window) + 1
 
@@ -131,6 +127,12 @@ def probe_forwards(
         slots = tuple(tuple(row[:length]) for row, length in zip(rows, lens, strict=True))
         forwards.append(ProbeForward(path, slots, _NEW[path], ancestors() if path == "verify" else None))
     return forwards
+
+
+def edge_of(forwards: Sequence[ProbeForward], window: int) -> tuple[int, tuple[int, ...]]:
+    """How long the longest row is, and its slots that a window of its last tokens ends at; none where it has none."""
+    longest = max((row for forward in forwards for row in forward.slots), key=len)
+    return len(longest), longest[: len(longest) - window + 1] if 0 < window < len(longest) else ()
 
 
 def _drafts(rows: Sequence[Sequence[int]], lens: Sequence[int]) -> list[ProbeForward]:

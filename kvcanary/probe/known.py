@@ -3,8 +3,9 @@
 A value is one-hot: the number of its slot, a block of dims at a time, and in the last dim a 1 that every entry has. So
 the output of attention over them *is* the weight that each entry had, whatever softmax made of the scores. Scores
 differ a little from entry to entry, so that a wrong scale of K shows, and heads of V by powers of two, so that a head
-that is read for another shows. A first pass, the sketch, stores all blocks at once: what is wrong shows there too, and
-the others say what it is.
+that is read for another shows. Those at the edge of a window weigh more the longer it is: that one of them is read, or
+left out, shows however many there are. A first pass, the sketch, stores all blocks at once: what is wrong shows there
+too, and the others say what it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 SCORES = 4  # different ones
 SPREAD = 1.5  # of the scores: the heaviest entry has exp(SPREAD) times the weight of the lightest
 HEADS = 3  # powers of two by head, then from the first again
+LOUDEST = 6  # so much more a score may be: with SPREAD it is a number that 8 bits hold exactly
 SKETCH = -1  # number of the pass that stores all blocks
 #: How far a weight may be off, by bytes of a number: what 8-bit and 16-bit numbers, and sums of them, are off.
 NEAR = {1: 0.12, 2: 0.03, 4: 1e-3, 8: 1e-3}
@@ -27,13 +29,17 @@ NEAR = {1: 0.12, 2: 0.03, 4: 1e-3, 8: 1e-3}
 
 @dataclass(frozen=True)
 class Known:
-    """slots: all that a probe writes, by number; heads, kv_heads, dim: of the model; scale: that of its softmax."""
+    """slots: all that a probe writes, by number; heads, kv_heads, dim: of the model; scale: that of its softmax.
+
+    edge: entries of the longest row, and its slots at the edge of a window
+    """
 
     slots: tuple[int, ...]
     heads: int
     kv_heads: int
     dim: int
     scale: float
+    edge: tuple[int, tuple[int, ...]] = 0, ()
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -43,7 +49,11 @@ class Known:
     @cached_property
     def scores(self) -> Tensor:
         """[slots] float32, for every query."""
-        return (torch.arange(len(self.slots)) * 7 % SCORES).float() * (SPREAD / (SCORES - 1))
+        scores = (torch.arange(len(self.slots)) * 7 % SCORES).float() * (SPREAD / (SCORES - 1))
+        longest, edge = self.edge
+        if edge:
+            scores[[self.places[slot] for slot in edge]] += min(round(math.log(longest / len(edge))), LOUDEST)
+        return scores
 
     @property
     def num_passes(self) -> int:

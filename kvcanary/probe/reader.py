@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcanary.calls.violation import Violation
 from kvcanary.pools.views import PoolView
-from kvcanary.probe.forwards import PATHS, ProbeForward, probe_forwards
+from kvcanary.probe.forwards import PATHS, ProbeForward, edge_of, probe_forwards
 from kvcanary.probe.known import NEAR, SKETCH, Known, softmax_scale
 from kvcanary.probe.misread import Misread, is_right, misread
 from kvcanary.records.state import PoolState
@@ -46,7 +46,8 @@ def probe_pool(
     null_pages = min(1, view.null_slots // view.page_size)
     forwards = probe_forwards(pages, view.page_size, paths, null_pages, most, window or 0)
     slots = dict.fromkeys(slot for forward in forwards for slot in forward.written)
-    known = Known(tuple(slots), num_heads, view.kv_heads, view.head_dim, scale or softmax_scale(view.head_dim))
+    scale, edge = scale or softmax_scale(view.head_dim), edge_of(forwards, window or 0)
+    known = Known(tuple(slots), num_heads, view.kv_heads, view.head_dim, scale, edge)
     ask = Asked(attend, forwards, known, dtype or view.dtype)
     near = NEAR[view.dtype.itemsize]
     with _kept(view, [*slots]) as layers:

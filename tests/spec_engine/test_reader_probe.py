@@ -226,6 +226,27 @@ def test_a_window_that_is_one_too_wide_is_named() -> None:
             assert (found is None) == (wrong == 0)
 
 
+@pytest.mark.parametrize("path", ["prefill", "chunk", "decode"])
+@pytest.mark.parametrize("kind", [KVPool, Fp8Pool])
+@pytest.mark.parametrize("window", [30, 200, 500, pytest.param(MOST_WINDOW, marks=pytest.mark.slow)])
+def test_a_window_that_one_path_sees_otherwise_is_named(window: int, kind: type[KVPool], path: str) -> None:
+    """By one entry, in numbers of 16 and of 8 bits: what lies at its edge weighs more, the longer it is."""
+    pool = pool_of(kind, 16, torch.bfloat16, 64, 1 + probe_pages(16, window))
+    pages = range(1, pool.view().num_pages)
+    sound = ProbedReader(pool, HEADS, "torch", window)
+    for wrong in -1, 1:
+        other = ProbedReader(pool, HEADS, "torch", window + wrong)
+
+        def attend(forward: ProbeForward, *args: Any, other: ProbedReader = other) -> torch.Tensor:
+            return (other if forward.path == path else sound)(forward, *args)
+
+        found = probe_pool(pool.view(), attend, pages, HEADS, dtype=pool.dtype, window=window)
+        assert found is not None
+        forward, _, misread = found
+        assert (forward.path, misread.family) == (path, "lengths")
+    assert probe_pool(pool.view(), sound, pages, HEADS, dtype=pool.dtype, window=window) is None
+
+
 def test_wrong_arguments_name_the_rule() -> None:
     with pytest.raises(PlanError, match="a probe needs 11 pages of 4 slots, got 3: give as many free ones"):
         probe_forwards([1, 2, 3], 4)
