@@ -153,6 +153,22 @@ def test_rows_of_any_length_share_programs(device: str, rows: int, stride: int, 
     assert (read[rig.step % RING, :, rows:] == NO_VIOLATION).all()
 
 
+@pytest.mark.parametrize("length", [2**31 - 1, 2**40, -(2**31)])
+def test_a_length_that_no_row_has_hides_no_other_row(rig: Rig, length: int) -> None:
+    """An engine may say anything: rows are read as far as their tables go."""
+    rig.forward({0: list(range(9)), 1: list(range(30)), 2: list(range(9))})
+    block, offset = divmod(rig.slot(2, 6), BLOCK_SIZE)
+    rig.kv[1].view(torch.int32)[block, 0, offset, 0] ^= 2
+    rows, before = rig.rows({0: [1], 1: [1], 2: [1]}, {}), rig.counted[1:].clone()
+    lengths = rows.lengths.long()
+    lengths[1] = length
+    violations = torch.full((RING, 2, 4), NO_VIOLATION, dtype=torch.int64, device=rig.device)
+    watched = rig.watched(rig.records, 3, 3)
+    rig.reread(watched, rows._replace(lengths=lengths), stride=1, whole=False, violations=violations)
+    assert rig.named(violations[rig.step % RING, 0], 128) == [None, None, (1, 6), None]
+    assert int(rig.counted[1:] - before) == 9 + 9 + (30 if length > 0 else 0)
+
+
 def test_rolling_reads_every_position_once(rig: Rig) -> None:
     """Phases 0 to stride - 1 together see each position; a violation shows in its own phase alone."""
     rig.forward({0: list(range(30))})

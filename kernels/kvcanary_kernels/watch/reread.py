@@ -219,7 +219,7 @@ def reread(
     rows, place = live_rows(rows, now)
     numbers = rows.numbers.long()
     ends, phases = truth.ends[numbers], truth.turns[numbers] % stride
-    sizes = (ends if whole else context_lengths(rows)) * (ends >= 0)
+    sizes = (ends if whole else context_lengths(rows)).clamp(max=rows.table.shape[1] * block_size) * (ends >= 0)
     positions = torch.arange(0, max([0, *sizes.tolist()]), stride, device=records.device) + phases[:, None]
     live = positions < sizes[:, None]
     live &= positions >= first_seen(sizes, window)[:, None]
@@ -414,9 +414,10 @@ def _reread_kernel(
 ):
     o_r = tl.arange(0, 1 << ROW_BITS)
     m_r = o_r < tl.load(now + NOW_ROWS)
-    due = _due_of(numbers, lengths, starts, truth, truth_stride, stride, window, o_r, m_r, WHOLE)
-    b_behind = tl.cumsum(due[2].to(tl.int32), 0)  # entries of a row and of those in front of it
-    count = tl.max(b_behind).to(tl.int64)
+    most = table_width * PAGE
+    due = _due_of(numbers, lengths, starts, truth, truth_stride, stride, window, most, o_r, m_r, WHOLE)
+    b_behind = tl.cumsum(due[2], 0)  # entries of a row and of those in front of it
+    count = tl.max(b_behind)
     tiles = tl.cdiv(count, TILE)
     b_read = tl.zeros([TILE], tl.int32)
     # layer after layer: memory that programs read side by side should not lie far apart
@@ -426,7 +427,7 @@ def _reread_kernel(
         m_n = o_n < count
         b_row = _row_of(o_n, b_behind, ROW_BITS)
         b_number, b_first, b_due = _due_of(
-            numbers, lengths, starts, truth, truth_stride, stride, window, b_row, m_n, WHOLE
+            numbers, lengths, starts, truth, truth_stride, stride, window, most, b_row, m_n, WHOLE
         )
         o_n = b_first + (o_n - tl.gather(b_behind, b_row, 0) + b_due) * stride
         b_line = b_number if IN_PLACE else b_row.to(tl.int64)
@@ -453,8 +454,10 @@ def _reread_kernel(
 
 
 @triton.jit
-def _due_of(numbers, lengths, starts, truth, truth_stride, stride, window, o_r, m_r, WHOLE: tl.constexpr):
-    """Of rows: their numbers, the first position of each that is due in this forward, and how many are."""
+def _due_of(numbers, lengths, starts, truth, truth_stride, stride, window, most, o_r, m_r, WHOLE: tl.constexpr):
+    """Of rows: their numbers, the first position of each that is due in this forward, and how many are; most: entries
+    that a row's table has, whatever an engine says of its length.
+    """
     b_number = tl.load(numbers + o_r, mask=m_r, other=0).to(tl.int64)
     line = truth + b_number * truth_stride
     b_end = tl.load(line + END, mask=m_r, other=-1)
@@ -464,7 +467,7 @@ def _due_of(numbers, lengths, starts, truth, truth_stride, stride, window, o_r, 
         b_length = (tl.load(lengths + o_r, mask=m_r, other=0) - b_written).to(tl.int64)
     b_phase = tl.load(line + TURN, mask=m_r, other=0) % stride
     b_first = b_phase + tl.cdiv(tl.maximum(device_first_seen(b_length, window) - b_phase, 0), stride) * stride
-    b_due = tl.where(b_end >= 0, tl.cdiv(tl.maximum(b_length - b_first, 0), stride), 0)
+    b_due = tl.where(b_end >= 0, tl.cdiv(tl.maximum(tl.minimum(b_length, most) - b_first, 0), stride), 0)
     return b_number, b_first, b_due
 
 

@@ -160,8 +160,9 @@ def walk(
     tell_torch(
         violations[place], total, unexplained, past[unexplained], torch.full_like(unexplained, violation_bit("R10"))
     )
-    first = first_seen(past, window)
-    lengths = (past - first).clamp(min=0) * is_followed
+    most = rows.table.shape[1] * block_size  # one entry behind the table is judged, however many an engine says
+    first = first_seen(past, window).clamp(max=most)
+    lengths = (past.clamp(max=most + 1) - first).clamp(min=0) * is_followed
     row = torch.arange(len(numbers), device=past.device).repeat_interleave(lengths)
     (positions,) = segment_entries(lengths, len(row), first)
     slots, bits = slot_at(PageTable(rows.table, block_size), lines_of(rows)[row], positions), torch.zeros_like(row)
@@ -283,19 +284,20 @@ def _walk_kernel(
     is_known = tl.load(seeds + 2 * i_row + 1) != 0
     root = tl.load(line + ROOT_CHAIN)
     cell = violations + tl.load(now + NOW_PLACE) * violations_stride + i_row
-    first = device_first_seen(past, window)
+    most = table_width * PAGE  # one entry behind the table is judged, however many an engine says
+    first, end = tl.minimum(device_first_seen(past, window), most), tl.minimum(past, most + 1)
     if i_split == 0:
-        if past > first:
-            tl.atomic_add(counted, past - first, sem="relaxed")
+        if end > first:
+            tl.atomic_add(counted, end - first, sem="relaxed")
         if not is_known:
             tl.atomic_add(total, 1, sem="relaxed")
             tl.atomic_min(cell, past * VIOLATION + R10, sem="relaxed")
     row = table + (number if IN_PLACE else i_row) * table_stride
     b_violation = tl.full([BLOCK_N], NONE, tl.int64)
     b_count = tl.zeros([BLOCK_N], tl.int32)
-    for i_block in range(first + i_split * BLOCK_N, past, tl.num_programs(1) * BLOCK_N):
+    for i_block in range(first + i_split * BLOCK_N, end, tl.num_programs(1) * BLOCK_N):
         o_n = i_block + tl.arange(0, BLOCK_N)
-        m_n = o_n < past
+        m_n = o_n < end
         b_slot = device_slot_at(row, o_n, m_n, table_width, PAGE)
         b_before = device_slot_at(row, o_n - 1, m_n & (o_n > first), table_width, PAGE)
         _, _, b_chain, _, b_step, b_bits = judge_record(

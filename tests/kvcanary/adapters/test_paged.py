@@ -11,6 +11,7 @@ from kvcanary import PoolView
 from kvcanary.adapters.observed.incident import blocks_of
 from kvcanary.adapters.observed.launches import Launches
 from kvcanary.adapters.observed.report import report_step
+from kvcanary.adapters.observed.state import Forward
 from kvcanary_kernels.watch.reread import LAYERS_PER_ENTRY
 
 from .row_engine import BLOCK, BLOCKS, DIM, HEADS, LAYERS, ROWS, TOKENS, WIDTH, RowEngine
@@ -66,6 +67,34 @@ def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str, capsys: pyt
     checked = engine.canary.certificate()["slots_checked"]
     assert checked > 0
     assert f" {checked:,} slots checked, " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("said", [100, 2**31 - 1])
+@pytest.mark.parametrize("content", ["full", "rolling"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_length_that_is_garbage_is_a_finding_like_any_other(
+    device: str, content: str, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And costs no more: rows are judged as far as their tables go, and the last look at this one ends there too."""
+    engine = RowEngine(device, content)
+    for number in range(2):
+        engine.begin(number, [])
+    engine.step({number: list(range(10 + number)) for number in range(2)})
+    inner = engine.canary.read
+
+    def read(forward: Forward) -> None:
+        engine.lengths[1] = said
+        inner(forward)
+
+    monkeypatch.setattr(engine.canary, "read", read)
+    assert engine.step({0: [1], 1: [2]}) > 0
+    assert report_step(engine.canary, engine.canary.steps[-1]) == 1
+    [found] = engine.canary.log.findings
+    assert (found.code, found.reader, found.position) == ("R4", "r1", 11)
+    monkeypatch.setattr(engine.canary, "read", inner)
+    engine.end(1)
+    engine.step({0: [3]})
+    assert engine.canary.certificate([0])["slots_checked"] < 4 * WIDTH * BLOCK
 
 
 @pytest.mark.parametrize("device", DEVICES)
