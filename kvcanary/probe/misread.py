@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from kvcanary.probe.known import SKETCH, Known
 NEAR = 0.25  # of a weight: what an entry that was read otherwise is off at least
 FAINT = 0.05  # of the mean weight: less is nothing
 NAMED = 8  # slots in a text
+QUERIES = 256  # at a time
 
 
 class Misread(NamedTuple):
@@ -31,8 +32,12 @@ class Misread(NamedTuple):
 
 def is_right(forward: ProbeForward, known: Known, sketch: Tensor, near: float, window: int | None = None) -> bool:
     """Whether every query read its row: what the sketch gave, [n, heads, dim], to within so much of a weight."""
-    wanted = known.weights(forward.seen(window)) @ known.codes(SKETCH).double()
-    return bool(((known.plain(sketch) - wanted[:, None]).abs() <= near * (wanted[:, None] + FAINT)).all())
+    seen, codes = forward.seen(window), known.codes(SKETCH).double()
+    for part in _parts(len(seen)):
+        wanted = (known.weights(seen[part]) @ codes)[:, None]
+        if not ((known.plain(sketch[part]) - wanted).abs() <= near * (wanted + FAINT)).all():
+            return False
+    return True
 
 
 def misread(
@@ -43,21 +48,31 @@ def misread(
     outputs: by pass [n, heads, dim], what attention gave for the forward's new tokens
     """
     seen = forward.seen(window)
-    wanted, (weights, sums) = known.weights(seen), known.read(outputs)
-    faint = FAINT / (wanted > 0).sum(-1)
-    near = NEAR * wanted + faint[:, None]
-    wrong = ~((weights - wanted[:, None]).abs() <= near[:, None]).all(-1) | ~((sums - 1).abs() <= NEAR)
-    if not wrong.any():
-        return None
-    query, head = wrong.nonzero()[0].tolist()
-    answer = Answer(forward, known, query, wanted[query], weights[query, head], float(sums[query, head]))
+    for part in _parts(len(seen)):
+        wanted, (weights, sums) = known.weights(seen[part]), known.read([output[part] for output in outputs])
+        faint = FAINT / (wanted > 0).sum(-1)
+        near = NEAR * wanted + faint[:, None]
+        wrong = ~((weights - wanted[:, None]).abs() <= near[:, None]).all(-1) | ~((sums - 1).abs() <= NEAR)
+        if wrong.any():
+            at, head = wrong.nonzero()[0].tolist()
+            answer = Answer(forward, known, part.start + at, wanted[at], weights[at, head], float(sums[at, head]))
+            return _named(answer, head, seen[part.start + at])
+    return None
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Queries that are judged at a time: what all of them read at once may be more than a host's memory."""
+    return (slice(first, first + QUERIES) for first in range(0, count, QUERIES))
+
+
+def _named(answer: Answer, head: int, seen: Sequence[int]) -> Misread:
     family, text = answer.reason()
-    slot, position = forward.written[query], forward.positions()[query]
+    position = answer.forward.positions()[answer.query]
     evidence = (
         f"query at position {position}, head {head}, over entries of known K and V in free pages",
         f"the weights of what it read add up to {answer.total:.3g}, those of its row to 1",
     )
-    return Misread(slot, position, family, text, evidence, _slots(seen[query]), _slots(answer.read))
+    return Misread(answer.slot, position, family, text, evidence, _slots(seen), _slots(answer.read))
 
 
 class Answer:
@@ -70,7 +85,8 @@ class Answer:
     def __init__(
         self, forward: ProbeForward, known: Known, query: int, wanted: Tensor, got: Tensor, total: float
     ) -> None:
-        self.forward, self.total, self._known, self._wanted, self._got = forward, total, known, wanted, got
+        self.forward, self.query, self.total = forward, query, total
+        self._known, self._wanted, self._got = known, wanted, got
         self.slot = forward.written[query]
         faint = FAINT / int((wanted > 0).sum())
         self.read = known.of((got > faint) | (wanted > 0) & (got > wanted / 2))

@@ -244,6 +244,7 @@ def test_a_window_that_one_path_sees_otherwise_is_named(window: int, kind: type[
         assert found is not None
         forward, _, misread = found
         assert (forward.path, misread.family) == (path, "lengths")
+        assert misread.position >= window - 1
     assert probe_pool(pool.view(), sound, pages, HEADS, dtype=pool.dtype, window=window) is None
 
 
