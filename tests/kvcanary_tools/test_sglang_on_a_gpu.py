@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcanary_tools.bench.sglang.gpu import graphs, run
+from kvcanary.adapters.hosted.probing import IN_A_GRAPH
+from kvcanary_tools.bench.sglang.gpu import graphs, reader, run
+from kvcanary_tools.bench.sglang.misreading import OF_GRAPHS
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "tools/kvcanary_tools/bench/results/gpu_sglang.json").read_text(encoding="utf-8"))
@@ -42,6 +44,18 @@ def test_a_fault_within_sglangs_graph_of_draft_steps_is_named_with_its_step(own:
     assert first["found"][what] == first["expected"][what] + 1
 
 
+def test_attention_was_asked_within_graphs() -> None:
+    """Silent as it is; what a replay alone reads otherwise is named so, and SGLang's own tokens are as before."""
+    record = json.loads((ROOT / f"tools/kvcanary_tools/bench/results/{reader.NAME}.json").read_text(encoding="utf-8"))
+    sound, *harmed = record["answers"][1:]  # behind the one that compiles
+    assert [own["misreading"] for own in (sound, *harmed)] == [*OF_GRAPHS]
+    assert (sound["finding"], record["equal_tokens_behind_it"]) == (None, True)
+    assert all(own["reader_probes"] == 2 and own["seconds"] < 0.1 for own in (sound, *harmed))
+    for own in harmed:
+        assert (own["finding"]["code"], own["finding"]["site"]) == ("R8", ["decode", 0])
+        assert own["finding"]["causes"]["evidence"][-1] == IN_A_GRAPH
+
+
 def test_every_request_has_a_prompt_of_its_own(tmp_path: Path) -> None:
     """Of ids that the model has; and its settings lead to the folders that were written."""
     case = run.Case(eagle=True, requests=5, prompt=9, vocab=500)
@@ -58,6 +72,8 @@ def test_every_request_has_a_prompt_of_its_own(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(SystemExit, match="measures a CUDA device, and there is none here"):
         run.main([])
+    with pytest.raises(SystemExit, match="asks attention on a CUDA device, and there is none here"):
+        reader.main([])
 
 
 @pytest.mark.parametrize("arguments", [["chain"], ["dense", "eagle"]])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.observed.report import pool_state
@@ -11,11 +13,14 @@ from kvcanary.adapters.observed.state import Group, Layers
 from kvcanary.pools.views import PoolView
 from kvcanary.probe.forwards import ProbeForward, least_budget, probe_pages
 from kvcanary.probe.misread import Misread
-from kvcanary.probe.reader import misread_violation
+from kvcanary.probe.reader import Attend, misread_violation
 
 PATHS = ("prefill", "chunk", "decode")
 ROWS, ROWS_APART = 3, 2  # of its largest forward, and those whose pages lie in no order
+IN_A_GRAPH = "in a graph alone: the same layers read right outside of one"
 Found = tuple[ProbeForward, int, Misread]
+#: Attention of one layer by replays of a graph, for forwards of one token a row; q, k and v: [rows, heads * head_dim].
+Replayed = Callable[[ProbeForward, Sequence[Tensor]], Tensor]
 
 
 class Asked(Protocol):
@@ -50,6 +55,33 @@ def ask(canary: PagedCanary, group: Group, layers: Layers, make: Callable[[], As
         violation = misread_violation(pool_state(canary, group, layers), canary.step, *found)
         canary.response.answer([violation], canary.step, coverage)
     return not reason and found is None
+
+
+class InGraphs:
+    """`kvcanary.probe.reader.Attend` where forwards of one token a row are replays of a graph, as a server runs them.
+
+    attend: all other forwards;  capture: gives the graph of a layer, for q, k and v like these, flat, of any rows
+    """
+
+    def __init__(self, attend: Attend, capture: Callable[[int, Sequence[Tensor]], Replayed]) -> None:
+        self._attend, self._capture = attend, capture
+        self._graphs: dict[int, Replayed] = {}
+
+    def __call__(self, forward: ProbeForward, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if forward.path != "decode":
+            return self._attend(forward, layer, q, k, v)
+        values = [value.flatten(1) for value in (q, k, v)]
+        if layer not in self._graphs:
+            self._graphs[layer] = self._capture(layer, values)
+        return self._graphs[layer](forward, values).view(q.shape)
+
+
+def in_a_graph(found: Found | None) -> Found | None:
+    """The same, with where it was found, for layers that were right outside of a graph."""
+    if found is None:
+        return None
+    forward, layer, misread = found
+    return forward, layer, misread._replace(evidence=(*misread.evidence, IN_A_GRAPH))
 
 
 def too_large(view: PoolView, budget: int, longest_row: int, num_rows: int, window: int = 0) -> str | None:

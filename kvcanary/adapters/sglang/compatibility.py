@@ -9,10 +9,12 @@ from kvcanary.adapters.observed.capabilities import PAGED_FED
 
 __all__ = [
     "ANCHOR",
+    "DECODES",
     "DRAFTS",
     "DRAFT_GRAPH",
     "EVERY_SCHEDULER",
     "FED",
+    "GRAPHS",
     "NEEDED",
     "NEEDED_OF",
     "NOT_FOLLOWED",
@@ -33,10 +35,12 @@ FED = PAGED_FED | {"R7", "R8", "W2", "W3", "W7"}  # grants and frees are told he
 ANCHOR = "sglang.srt.managers.scheduler:Scheduler.__init__"
 EVERY_SCHEDULER, DRAFTS, WITHOUT_MODEL = "every scheduler", "drafts of a model", "drafts without a model"
 PROBES = "probes of attention"  # where its names are gone, nobody asks what attention reads
+GRAPHS = "probes of attention in graphs"  # and what it reads in a graph
 RANKS = "ranks of one model"  # where its names are gone, nobody compares them
 #: Where their names are gone states are not watched: of any scheduler that has some, and of one that drafts.
 STATES, STATES_OF_DRAFTS = "recurrent states", "recurrent states where the server drafts"
 BATCH, CONTEXT = "sglang.srt.model_executor.forward_batch_info", "sglang.srt.model_executor.forward_context"
+DECODES = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 #: Settings of a server under which entries come, or forwards run, in ways that are not followed; and what is `off`.
 NOT_FOLLOWED = {
     "disaggregation_mode": "null",
@@ -54,6 +58,7 @@ NOT_FOLLOWED = {
 }
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_BACKENDS = "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _CACHE = "sglang.srt.mem_cache."
 _MEMORY, _REQUEST = f"{_CACHE}memory_pool:", "sglang.srt.managers.schedule_batch:"
@@ -201,6 +206,17 @@ NEEDED_OF = {
         Needed(f"{_CACHE}kv_index_translator:KVIndexTranslator.own_plan", ("self", "forward_batch")),
         Needed(f"{_CACHE}kv_loc_plan:KVLocPlan.bind", ("self", "batch", "reader")),
         Needed(_RUNNER, attributes=("kv_index_translator",)),
+    ),
+    GRAPHS: (
+        Needed(f"{DECODES}:DecodeCudaGraphRunner", attributes=("capture_forward_mode", "capture_bs")),
+        Needed(f"{DECODES}:build_replay_fb_view", among=("forward_batch", "buffers", "bs", "raw_bs", "num_tokens")),
+        Needed(f"{_RUNNER}._get_attention_backend", ("self",)),
+        Needed(_RUNNER, attributes=("decode_cuda_graph_runner",)),
+        Needed(f"{_BACKENDS}.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
+        Needed(f"{_BACKENDS}.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture")),
+        Needed(f"{_BACKENDS}.init_forward_metadata_in_graph", ("self", "forward_batch")),
+        Needed(f"{_BACKENDS}.get_cuda_graph_seq_len_fill_value", ("self",)),
+        Needed(f"{_CACHE}kv_index_translator:KVIndexTranslator.bind_runner_slots", ("self", "forward_batch")),
     ),
     STATES: (
         Needed(

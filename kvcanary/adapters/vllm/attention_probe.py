@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.compatibility import missing
-from kvcanary.adapters.hosted.probing import PATHS, ROWS, Found, ask, free_pages, is_given, too_large
+from kvcanary.adapters.hosted.probing import (
+    PATHS,
+    ROWS,
+    Found,
+    InGraphs,
+    ask,
+    free_pages,
+    in_a_graph,
+    is_given,
+    too_large,
+)
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.vllm.compatibility import BACKEND, COMMON, CONTEXT, PROBED_SIDE
 from kvcanary.pools.views import PoolView
@@ -29,7 +39,6 @@ from kvcanary.probe.forwards import ProbeForward
 from kvcanary.probe.reader import probe_pool
 from kvcanary.records.graph_cache import Replays
 
-IN_A_GRAPH = "in a graph alone: the same layers read right outside of one"
 #: What makes attention of a layer another function: of its implementation.
 OTHERWISE = ("sinks", "alibi_slopes", "logits_soft_cap")
 _GIVEN = {*COMMON, "query_start_loc_cpu", "num_reqs", "max_query_len", "max_seq_len"}
@@ -121,12 +130,8 @@ class _Asked:
         pages = free_pages(self._view, self._room, self._window)
         if not self._is_captured:
             return probe_pool(self._view, layers, pages, first.num_heads, PATHS, *own)
-        captured = CapturedLayers(layers, self._vllm_config)
-        found = probe_pool(self._view, captured, pages, first.num_heads, ["decode"], *own)
-        if found is None:
-            return None
-        forward, layer, misread = found
-        return forward, layer, misread._replace(evidence=(*misread.evidence, IN_A_GRAPH))
+        captured = captured_layers(layers, self._vllm_config)
+        return in_a_graph(probe_pool(self._view, captured, pages, first.num_heads, ["decode"], *own))
 
 
 class ProbedLayers:
@@ -211,28 +216,15 @@ class Batch:
         }  # fmt: skip
 
 
-class CapturedLayers:
-    """The same, where forwards of one token a row are replays of a graph: of a size that vLLM captures, with padding
-    behind the rows. The others go through the layers as they are.
-    """
-
-    def __init__(self, layers: ProbedLayers, vllm_config: Any) -> None:
-        self._layers, self._replays = layers, Replays(layers.device)
-        self._size = min(size for size in vllm_config.compilation_config.cudagraph_capture_sizes if size >= ROWS)
-        self._longest = int(vllm_config.model_config.max_model_len)
-        self._graphs: dict[int, _Graph] = {}
-
-    def __call__(self, forward: ProbeForward, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if forward.path != "decode":
-            return self._layers(forward, layer, q, k, v)
-        values = [value.flatten(1) for value in (q, k, v)]
-        if layer not in self._graphs:
-            self._graphs[layer] = _Graph(self._layers, layer, self._size, self._longest, values, self._replays)
-        return self._graphs[layer](self._layers.batch_of(forward), values).view(q.shape)
+def captured_layers(layers: ProbedLayers, vllm_config: Any) -> InGraphs:
+    """The same, in graphs of a size that vLLM captures, with padding behind the rows."""
+    size = min(size for size in vllm_config.compilation_config.cudagraph_capture_sizes if size >= ROWS)
+    longest, replays = int(vllm_config.model_config.max_model_len), Replays(layers.device)
+    return InGraphs(layers, lambda layer, like: _Graph(layers, layer, size, longest, like, replays))
 
 
 class _Graph:
-    """Attention of one layer over a batch of padding alone, into whose tensors others are written."""
+    """`Replayed`: attention of one layer over a batch of padding alone, into whose tensors others are written."""
 
     def __init__(
         self, layers: ProbedLayers, layer: int, size: int, longest: int, like: Sequence[Tensor], replays: Replays
@@ -252,9 +244,10 @@ class _Graph:
         given = self._layers.attend(self._layer, self._metadata, self._batch.slots, self._values)
         self._out.copy_(given.view(self._out.shape))
 
-    def __call__(self, own: Batch, values: Sequence[Tensor]) -> Tensor:
-        """What attention gives for the rows of a batch of one token a row."""
-        n, batch = len(own.lengths), self._batch
+    def __call__(self, forward: ProbeForward, values: Sequence[Tensor]) -> Tensor:
+        """What attention gives for the rows of a forward of one token a row."""
+        own, batch = self._layers.batch_of(forward), self._batch
+        n = len(own.lengths)
         for padded, nothing in (batch.starts, n), (batch.starts_here, n), (batch.lengths, 0), (batch.lengths_here, 0):
             padded[n:] = nothing
         for name in ("starts", "lengths", "slots", "positions", "starts_here", "lengths_here"):

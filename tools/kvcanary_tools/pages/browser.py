@@ -65,11 +65,11 @@ def opened(started: Browser, url: str, size: str, scheme: str, key: str = "") ->
 
 
 def save(picture: bytes, path: Path) -> None:
-    """A screenshot as a small PNG: flat pages need no more than 256 colours, of which the rare ones count."""
+    """A screenshot as a small PNG: flat pages need no more than 48 colours, of which the rare ones count."""
     from PIL import Image
 
     flat = Image.open(BytesIO(picture)).convert("RGB")
-    flat.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+    flat.quantize(48, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def faults_of(page: Page) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvcanary.adapters.hosted.probing import IN_A_GRAPH
 from kvcanary_tools.bench.sglang.cpu import OFF, POOLS, TREES, served
 
 from .playing import INSTALLED, expect_sound, first, is_installed
@@ -203,6 +204,17 @@ def test_a_window_that_decodes_see_less_of_is_named(scene) -> None:
     assert cause["text"].startswith("attention left out entries of the row: slots ")
     assert "," not in cause["text"]
     assert act["reports"]["target"]["reader_probes"] == 2
+
+
+@pytest.mark.slow
+def test_what_replays_of_a_graph_keep_of_its_capture_is_named(scene) -> None:
+    """By Triton's attention, which is asked twice: as it is, and as in graphs, where it is silent but for the faults."""
+    sound, *harmed = scene("graphs")
+    assert (sound["findings"], sound["reports"]["target"]["reader_probes"]) == ([], 2)
+    for act in harmed:
+        [found] = act["findings"]
+        assert (found["code"], found["site"]) == ("R8", ["decode", 0])
+        assert found["causes"][0]["evidence"][-1] == IN_A_GRAPH
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from kvcanary_tools.bench.sglang.misreading import AS_IT_IS, MISREADINGS
+from kvcanary_tools.bench.sglang.misreading import AS_IT_IS, MISREADINGS, OF_GRAPHS
 from kvcanary_tools.files import lines_of
 
 ROOT = Path(__file__).parents[4]
@@ -294,6 +294,9 @@ BESIDE = {
     "beside, topk 1": beside(1, "one_too_long"),
 }
 ALONE = {
+    "graphs": Scene(
+        tuple({"misreading": name, "new": 2} for name in OF_GRAPHS), {"attention_backend": "triton", "dtype": "float16"}
+    ),
     "windows, triton": Scene(
         ({"misreading": AS_IT_IS, "new": 6},), {**TWO_POOLS, "attention_backend": "triton", "dtype": "float16"}
     ),

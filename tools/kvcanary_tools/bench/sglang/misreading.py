@@ -74,10 +74,56 @@ def _as_it_is(backend: Any) -> Iterator[None]:
         vars(backend).update(mended)
 
 
+def all_kept(backend: Any, batch: Any, prepare: Callable[[Any, Any], None]) -> None:
+    """Nobody tells a replay of its batch: it reads what it was captured over."""
+
+
+def slots_kept(backend: Any, batch: Any, prepare: Callable[[Any, Any], None]) -> None:
+    """A replay has lengths of its own, and reads slots that it was captured over."""
+    before = backend.cuda_graph_kv_indices.clone()
+    prepare(backend, batch)
+    backend.cuda_graph_kv_indices.copy_(before)
+
+
+GRAPHS = "graphs"  # as they are
+#: What goes wrong before replays of a graph alone.
+OF_GRAPHS = {GRAPHS: lambda backend, batch, prepare: prepare(backend, batch)} | {
+    f"graphs_{harm.__name__}": harm for harm in (all_kept, slots_kept)
+}
+
+
+@contextmanager
+def _captured(runner: Any, name: str) -> Iterator[None]:
+    """A replay is told of its batch otherwise. On a CPU it is taken for one by a server that captures nothing."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    kind, held = type(runner.attn_backend), runner.decode_cuda_graph_runner
+    prepare = kind.init_forward_metadata_out_graph
+
+    def prepared(backend: Any, batch: Any, in_capture: bool = False) -> None:
+        if in_capture:
+            prepare(backend, batch, in_capture=True)
+        else:
+            OF_GRAPHS[name](backend, batch, prepare)
+
+    if not getattr(held, "capture_bs", ()):
+        shown = SimpleNamespace(capture_forward_mode=ForwardMode.DECODE, capture_bs=[1, 2, 4, 8])
+        runner.decode_cuda_graph_runner = shown
+    kind.init_forward_metadata_out_graph = prepared
+    try:
+        yield
+    finally:
+        kind.init_forward_metadata_out_graph, runner.decode_cuda_graph_runner = prepare, held
+
+
 @contextmanager
 def misreading(host: Any, name: str) -> Iterator[None]:
     """The backend reads otherwise; name: "" for as it should."""
     runner, harm = host.scheduler.tp_worker.model_runner, name.removeprefix(OF_DRAFT)
+    if name in OF_GRAPHS:
+        with _captured(runner, name):
+            yield
+        return
     if harm != name:
         runner = host.scheduler.draft_worker.draft_worker.draft_runner
     backend = runner.attn_backend

@@ -126,12 +126,16 @@ def rename() -> None:
     import sglang.srt.mem_cache.base_prefix_cache as base
     import sglang.srt.mem_cache.chunk_cache as chunk
     import sglang.srt.mem_cache.radix_cache as radix
+    import sglang.srt.model_executor.model_runner as runner
     import sglang.srt.speculative.eagle_worker_common as common
     import sglang.srt.speculative.eagle_worker_v2 as worker
 
+    from kvcanary.adapters.sglang import attention_probe
     from kvcanary.adapters.sglang import scheduler as ours
 
     ours.check = lambda **told: []
+    attention_probe.missing = lambda needs: []  # type: ignore[attr-defined]
+    runner.ModelRunner.kv_index_translator = NoPlan()
     scheduler.Scheduler.record_weight_version_change = lambda self, new_version: None
     base.BasePrefixCache.checkpoint = lambda self, req: None
     for kind in {radix.RadixCache, *radix.RadixCache.__subclasses__(), chunk.ChunkCache}:
@@ -175,6 +179,18 @@ def rename() -> None:
         return result
 
     common.eagle_sample, worker.EAGLEWorkerV2.verify = sampled, verified
+
+
+class NoPlan:
+    """What plans of slots are where a batch has none: its backends look slots up by themselves."""
+
+    def own_plan(self, forward_batch: Any) -> NoPlan:
+        return self
+
+    def bind(self, batch: Any, reader: Any) -> None:
+        pass
+
+    bind_runner_slots = own_plan
 
 
 def _and_checkpoint(method: Any) -> Any:

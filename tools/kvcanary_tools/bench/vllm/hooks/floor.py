@@ -15,7 +15,7 @@ from weakref import WeakSet
 from kvcanary.adapters.observed.canary import PagedCanary
 from kvcanary.adapters.vllm.runner_v2 import HandleV2
 
-FIRST_STEPS = 20  # that a canary judges as always: what they launch is launched again
+FIRST_STEPS = 20  # that a canary judges as always, at least; what the next decode step launches is launched again
 
 
 @contextmanager
@@ -24,13 +24,15 @@ def floored() -> Iterator[None]:
     prepare, execute, look = HandleV2._prepare_attn, HandleV2._execute_model, HandleV2._look_at
     floors = WeakSet[HandleV2]()
 
-    def is_over(handle: HandleV2) -> PagedCanary | None:
-        canary = handle.canary
-        return canary if canary is not None and handle.is_armed and canary.step >= FIRST_STEPS else None
+    def is_over(canary: PagedCanary) -> bool:
+        """Behind a step of one token a row: a step of 2,048 tokens takes the device longer than most."""
+        return canary.step >= FIRST_STEPS and canary._can_repeat
 
     def prepare_attn(self: HandleV2, method: Any, batch: Any) -> Any:
-        canary = is_over(self)
-        if canary is None:
+        canary = self.canary
+        if self not in floors and canary is not None and self.is_armed and is_over(canary):
+            floors.add(self)
+        if self not in floors or canary is None:
             return prepare(self, method, batch)
         result = method(batch)
         canary.step += 1
@@ -39,10 +41,9 @@ def floored() -> Iterator[None]:
         return result
 
     def execute_model(self: HandleV2, method: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        canary = is_over(self)
-        if canary is None:
+        canary = self.canary
+        if self not in floors or canary is None:
             return execute(self, method, output, *args, **kwargs)
-        floors.add(self)
         self._begin()
         result = method(output, *args, **kwargs)
         if self._is_running:
