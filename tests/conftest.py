@@ -43,20 +43,22 @@ LONG = (
 #: Big grids: of so many cases of a test in these files one is run on a CPU, the first and those that a hash of their
 #: name chooses; `make test-all`, and a GPU, run all.
 SAMPLED = {
-    8: "campaign dumps each_check equality finite modes poison stored taken_states",
+    8: "campaign dumps each_check equality finite modes poison stored taken_states walk",
     6: (
-        "causes drafting_grid engine_acceptance equality_grid flood heal huge_pages lineage mixed_windows "
-        "one_flipped_bit reads reread seals splitting vllm_owners walk"
+        "abort causes drafting_grid engine_acceptance equality_grid flood full_acceptance heal huge_pages lineage "
+        "mixed_windows one_flipped_bit reads reread seals splitting vllm_owners"
     ),
     4: (
-        "abort always_on_checks attention delta drafted_states false_alarms faults guard judged_behind locate "
-        "page_backends plan pressure product requests shares sliding standalone_engine windows"
+        "always_on_checks attention batching delta drafted_ahead drafted_states false_alarms faults guard "
+        "judged_behind locate page_backends plan pressure product reader_probe requests shares sliding "
+        "standalone_engine states transformers windows"
     ),
     3: (
-        "ahead announced_forwards batching cli compile content dump_replay index kernel_backends one_report "
-        "refusals rows seams_reenacted states transformers vllm vllm_releases what_is_told"
+        "ahead announced_forwards attention_probe cli compile content corruption debug dump_replay fp8_engine index "
+        "kernel_backends lag offload one_report quiet_steps recurrence refusals rows seams_named_runs seams_reenacted "
+        "transformers_prompts vllm vllm_faults vllm_healing vllm_identity vllm_releases what_is_told"
     ),
-    2: "backends drafted_ahead gpu_benches identities quiet_steps seams_named_runs",
+    2: "backends gpu_benches identities",
 }
 ONE_OF = {f"test_{name}.py": number for number, names in SAMPLED.items() for name in names.split()}
 

@@ -82,6 +82,7 @@ def test_a_layer_is_that_of_torchs_tensor_parallel_tensors(pair):
         assert max(told["dtensor"].values()) < 1e-12
 
 
+@pytest.mark.slow
 def test_three_ranks_share_a_kv_head(rank_processes, triple):
     """Where ranks outnumber KV heads each holds a copy, and gives the tokens of one rank."""
     expected = rank_processes.run_long(rank_processes.make(rank_processes.target(3)), 0.8, int(SHORT[-1]))

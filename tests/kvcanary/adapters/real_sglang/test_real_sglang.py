@@ -208,7 +208,7 @@ def test_a_window_that_decodes_see_less_of_is_named(scene) -> None:
 
 @pytest.mark.slow
 def test_what_replays_of_a_graph_keep_of_its_capture_is_named(scene) -> None:
-    """By Triton's attention, which is asked twice: as it is, and as in graphs, where it is silent but for the faults."""
+    """By Triton's attention, which is asked as it is, and as in graphs: silent but for the faults."""
     sound, *harmed = scene("graphs")
     assert (sound["findings"], sound["reports"]["target"]["reader_probes"]) == ([], 2)
     for act in harmed:

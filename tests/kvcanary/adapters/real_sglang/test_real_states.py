@@ -44,6 +44,7 @@ def test_what_is_wrong_with_a_state_names_request_and_entry(scene, fault: str, c
     assert found["layers"] == [touched["layer"]] if fault == "state_bit" else not found["layers"]
 
 
+@pytest.mark.slow
 def test_states_of_a_server_that_drafts_are_watched(scene) -> None:
     """Gated delta nets and n-gram drafts: silent, with tokens as without a canary. sglang#26351, committed once more:
     R4 of every row in the round behind it, no token of which leaves.

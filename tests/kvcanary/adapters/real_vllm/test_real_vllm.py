@@ -206,7 +206,7 @@ SLOW_FP8 = pytest.mark.slow, pytest.mark.skipif(not HAS_AVX512, reason="vLLM kee
         pytest.param("mla", 1, 1, [["K", "torch.bfloat16", [1, 576]]], marks=pytest.mark.slow),
         pytest.param("fp8", 1, 1, [[name, "torch.float8_e4m3fn", [2, 64]] for name in "KV"], marks=SLOW_FP8),
         pytest.param("windows", 2, 0, K_AND_V, marks=pytest.mark.slow),
-        ("chunks", 2, 0, K_AND_V),
+        pytest.param("chunks", 2, 0, K_AND_V, marks=pytest.mark.slow),
     ],
 )
 def test_a_kind_of_cache_is_watched(kind: str, groups: int, layer: int, parts: list[Any], tmp_path) -> None:
@@ -315,7 +315,7 @@ CODES_OF_OWN = {"freed_too_early": "R7"}
 CODES_OF_CACHED = {"next_column_not_copied": "T1", "full_block_not_copied": "R4"}
 EVERY_CODE = CODES_OF_DRAFT_HARMS | CODES_OF_OWN | CODES_OF_CACHED
 SHOW_LATER = "freed_too_early", "full_block_not_copied"  # in the next step that is told of it, or takes the state
-OF_DRAFTS = [("--no-cache",), pytest.param((), marks=pytest.mark.slow)]
+OF_DRAFTS = [pytest.param(options, marks=pytest.mark.slow) for options in (("--no-cache",), ())]
 
 
 @pytest.fixture(scope="module", params=OF_DRAFTS, ids=["not cached", "cached"])
