@@ -97,7 +97,8 @@ def sglang() -> Iterator[Line]:
     for kind, what in (("dense", "no drafts"), ("eagle", "EAGLE"), ("tree", "EAGLE, trees of 4 branches")):
         own = record("gpu_sglang")[kind]
         ratio, bare = (median(run[key] for run in own["runs"]) for key in ("ratio", "bare"))
-        case = f"SGLang {own['sglang']}, 8B shape, {own['case']['requests']} requests, {what} (H100)"
+        case = f"SGLang {own['sglang']}, 8B shape, {own['case']['requests']} requests, {what}"
+        case += elsewhere(own["machine"]["device"])
         yield case, f"{bare:,.0f} tokens/s", f"{percent(ratio)} tokens per second", "gpu_sglang"
 
 

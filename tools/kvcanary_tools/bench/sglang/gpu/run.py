@@ -268,19 +268,20 @@ def harmed_run(scheduler: Any, case: Case, off: torch.Tensor, fault: str) -> dic
 def lines(record: dict[str, Any]) -> list[str]:
     """The table of docs/sglang.md."""
     shown = [
-        "| drafts | tokens a second without, with | ratio: median, fewest, most | tokens equal | findings | "
+        "| drafts | GPU | tokens a second without, with | ratio: median, fewest, most | tokens equal | findings | "
         "slots checked |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
     ]
     for kind, what in (("dense", "none"), ("eagle", "EAGLE, 3 in a chain"), ("tree", "EAGLE, trees of 4 branches")):
         runs = record[kind]["runs"]
         ratios = [run["ratio"] for run in runs]
+        gpu = record[kind]["machine"]["device"].split()[1]
         speeds = [f"{median(run[name] for run in runs):,.0f}" for name in ("bare", "canary")]
         equal = sum(run["equal_tokens"] for run in runs)
         found = sum(len(run["findings"]) for run in runs)
         slots = sum(pool["slots_checked"] for run in runs for pool in run["pools"].values())
         shown.append(
-            f"| {what} | {', '.join(speeds)} | {median(ratios):.3f}, {min(ratios):.3f}, {max(ratios):.3f} | "
+            f"| {what} | {gpu} | {', '.join(speeds)} | {median(ratios):.3f}, {min(ratios):.3f}, {max(ratios):.3f} | "
             f"{equal} of {len(runs)} | {found} | {slots:,} |"
         )
     return shown
