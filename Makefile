@@ -9,7 +9,7 @@ MADE := $(VENV)/pyvenv.cfg
 # uv where there is one: seconds instead of minutes. It looks through the indexes of PIP_ARGS as pip does.
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),"$(UV)" pip install --index-strategy unsafe-best-match --python,) "$(BIN)/python" \
-  $(if $(UV),,-m pip install --no-compile) --quiet
+  $(if $(UV),,-m pip install) --quiet
 # What `make test` needs first is made side by side: engines are installed beside our own packages.
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j2

