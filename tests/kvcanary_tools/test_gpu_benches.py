@@ -67,6 +67,7 @@ def hybrid() -> Decoder:
     return step.random_decoder(step.QWEN_9B | SHAPE | own, "cpu")
 
 
+@pytest.mark.slow
 def test_drafted_steps_of_a_hybrid_are_timed(model: Decoder) -> None:
     """Its states are watched, of which each node of a draft leaves one."""
     own = hybrid()

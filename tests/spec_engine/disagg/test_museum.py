@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -328,6 +329,8 @@ def test_room_12_an_agent_that_dies_between_two_reads(pair: Pair):
     assert is_clean(pair, pair.receive(handover))
     pair.expected(1)
     side._timeout = 0.5
+    for reader in getattr(side._link, "_groups", {}).values():  # of torch's link
+        reader._timeout = timedelta(seconds=1)
     os.kill(pair.child.pid, 9)
     pair.child.join(10)
     before = side.misses[FAILED] + side.misses[TIMEOUT]
