@@ -45,7 +45,7 @@ class Backend:
     """Attends by rows and lengths that it was told of: eager ones of its own, or those that its graphs read."""
 
     def __init__(self, table: torch.Tensor, harm: str = "") -> None:
-        self.table, self.harm, self.replays = table, harm, 0
+        self.table, self.harm, self.replays, self.captures = table, harm, 0, 0
 
     def init_forward_metadata(self, batch: Any) -> None:
         self.slots, self.lens = self.table[batch.req_pool_indices], batch.seq_lens
@@ -57,6 +57,7 @@ class Backend:
     def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
         self.slots, self.lens = self.graph_slots, self.graph_lens
         self.replays += not in_capture
+        self.captures += in_capture
         if in_capture or self.harm != "all kept":
             self.lens.copy_(batch.seq_lens)
         if in_capture or not self.harm:
@@ -157,7 +158,8 @@ def test_decodes_of_a_sound_graph_are_silent(host_of, device: str) -> None:
     before = [own.clone() for own in (*host.view.k, *host.view.v, host.table)]
     asked = host.asked(is_captured=True)
     assert (asked.why_not(), asked.probe()) == (None, None)
-    assert (host.fresh.replays, host.own.replays, hasattr(host.own, "graph_lens")) == (2, 0, False)
+    assert (host.fresh.captures, host.fresh.replays) == (2, 2)  # one a layer
+    assert (host.own.captures, host.own.replays, hasattr(host.own, "graph_lens")) == (0, 0, False)
     after = (*host.view.k, *host.view.v, host.table)
     padding = slice(1, None)  # rows of padding store into slot 0, as they do in SGLang
     assert all(torch.equal(one[padding], other[padding]) for one, other in zip(before, after, strict=True))
@@ -171,6 +173,28 @@ def test_what_a_graph_keeps_of_its_capture_is_named(host_of, device: str, harm: 
     assert host.asked().probe() is None
     forward, layer, misread = host.asked(is_captured=True).probe()
     assert (forward.path, layer, misread.evidence[-1]) == ("decode", 0, IN_A_GRAPH)
+    assert (host.fresh.captures, host.fresh.replays > 1) == (1, True)  # all passes replay one graph
+
+
+@pytest.mark.parametrize(
+    ("is_right", "captures", "expected"), [(True, True, [None, True]), (True, False, [None]), (False, True, [None])]
+)
+def test_graphs_are_asked_behind_what_is_right_outside(
+    monkeypatch: pytest.MonkeyPatch, host_of, is_right: bool, captures: bool, expected: list[bool | None]
+) -> None:
+    """Of every group once more, where decodes are captured."""
+    host, asked = host_of("cpu"), list[bool | None]()
+    if not captures:
+        host.runner.decode_cuda_graph_runner = None
+
+    def ask(canary: Any, group: Any, pool: Any, make: Any) -> bool:
+        asked.append(make.keywords.get("is_captured"))
+        return is_right
+
+    monkeypatch.setattr(attention_probe, "ask", ask)
+    groups = [SimpleNamespace(layers=[object()], window=0)] * 2
+    attention_probe.probe_layers(SimpleNamespace(groups=groups), host.runner, None, [None, None])
+    assert asked == expected * 2
 
 
 def test_a_server_whose_graphs_are_too_small_is_not_asked(host_of) -> None:
